@@ -1,0 +1,1 @@
+"""Timing, verification, and the writing side of the store."""

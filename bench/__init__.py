@@ -1,0 +1,1 @@
+"""The kernelbench command line."""

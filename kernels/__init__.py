@@ -1,0 +1,1 @@
+"""Operations and their implementations, one folder per family. Specs are found by walking this package."""

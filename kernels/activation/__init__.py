@@ -1,0 +1,1 @@
+"""Operation family: activation. Specs are found by walking this package."""

@@ -1,0 +1,1 @@
+"""Operation family: attention. Specs are found by walking this package."""

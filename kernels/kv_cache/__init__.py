@@ -1,0 +1,1 @@
+"""Operation family: kv_cache. Specs are found by walking this package."""

@@ -1,0 +1,1 @@
+"""Operation family: linear. Specs are found by walking this package."""

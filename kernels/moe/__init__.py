@@ -1,0 +1,1 @@
+"""Operation family: moe. Specs are found by walking this package."""

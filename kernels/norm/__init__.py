@@ -1,0 +1,1 @@
+"""Operation family: norm. Specs are found by walking this package."""

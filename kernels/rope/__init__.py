@@ -1,0 +1,1 @@
+"""Operation family: rope. Specs are found by walking this package."""

@@ -1,0 +1,1 @@
+"""Operation family: sampling. Specs are found by walking this package."""

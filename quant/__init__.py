@@ -1,0 +1,1 @@
+"""Number formats, QuantTensor, layouts, quantizers and reference dequantization."""

@@ -1,0 +1,1 @@
+"""Scheduler, paged KV cache, layers, models, sampler and engine."""
