@@ -50,7 +50,8 @@ class Kernel:
         launches on the caller's current stream, allocates nothing that outlives the call, and does not synchronise.
     requires: what device and installation must have; refusals are sentences.
     accepts: ``accepts(problem)`` -> None, or the reason why not. Dynamic axes may be asked at any value.
-    config: the pure default configuration; space: the configurations worth trying, for tuning.
+    config: the pure default configuration, which also carries what the launcher must know of the problem's static part
+        (scheme, code level); space: the configurations worth trying, for tuning.
     layouts: names of the weight layouts it reads, for operations with packed weights.
     sources: files beside the spec whose text is the kernel, hashed into `code_hash` (``_rms_norm_triton.py``).
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).

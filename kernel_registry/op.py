@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -67,6 +67,8 @@ class Op:
     bucket: the axis a plan has buckets for, and `size(*arguments)`, its value in a call, read from host shapes.
     shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work); None
         caps the bucket axis at 257.
+    pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
+        for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
     error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
 
@@ -89,6 +91,7 @@ class Op:
     guard: Callable[..., str | None] | None = None
     shrink: Callable[[Problem], Problem] | None = None
     error: Callable[..., float] | None = None
+    pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
     module: str = ""
 
     @cached_property

@@ -141,6 +141,16 @@ def best_level(name: str, level: str) -> str:
     raise NativeLibraryError(f"{library._name} has no variant of {name} at or below {level}")
 
 
+def best_config(name: str) -> Callable[[Any, Any], dict[str, str]]:
+    """The `config` of a C++ kernel whose one choice is the code level: the best that `name` has for a CPU target."""
+
+    def config(problem: Any, target: Any) -> dict[str, str]:
+        level = target.name.partition(":")[2]
+        return {"level": best_level(name, level) if manifest() else level}
+
+    return config
+
+
 def check(code: int, name: str) -> None:
     """Raise the exception that a native return code stands for; 0 passes."""
     if code == 0:
