@@ -1,0 +1,2 @@
+# The CUDA part; see below.
+set(GM_CUDA_MANIFEST "")
