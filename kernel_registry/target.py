@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .targets import ARCHES, FEATURES, VENDORS, amd, cpu, intel, nvidia
-from .targets.devices import ALIASES, Device, by_device_name
+from gristmill.kernel_registry.targets import ARCHES, FEATURES, VENDORS, amd, cpu, intel, nvidia
+from gristmill.kernel_registry.targets.devices import ALIASES, Device, by_device_name
 
 _EDIT = re.compile(r"([+-])([A-Za-z0-9_.]+)")
 _INTS = (
@@ -143,10 +143,6 @@ class Target:
     def peak(self, dtype: str) -> float | None:
         """Dense matrix TFLOP/s of `dtype` (`bf16`, `fp8` ...), or None when unknown."""
         return dict(self.tflops).get(dtype)
-
-    def key(self) -> str:
-        """What the store files measurements under: the name, and the device where known."""
-        return f"{self.name}/{self.device}" if self.device else self.name
 
     def describe(self) -> str:
         """Several lines for a reader; facts that are unknown are left out."""
