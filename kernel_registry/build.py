@@ -184,7 +184,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); build gristmill again") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds {type(loaded).__name__}; expected an object; build gristmill again")
+        raise ValueError(f"{path} holds {type(loaded).__name__}; expected an object; build gristmill again")  # noqa: TRY004
     return loaded
 
 
@@ -205,7 +205,7 @@ def _probe() -> Build:
     import gristmill
     from gristmill.kernel_registry.targets.probe import driver_version
 
-    made: dict[str, Any] = read_manifest(Path(list(gristmill.__path__)[0]) / "_lib")
+    made: dict[str, Any] = read_manifest(Path(next(iter(gristmill.__path__))) / "_lib")
     compilers = {name: path for name in ("nvcc", "ptxas", "hipcc", "c++") if (path := shutil.which(name))}
     return Build.of(
         installed(),

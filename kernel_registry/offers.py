@@ -22,7 +22,9 @@ def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
     module, _, attribute = offer.partition(":")
     found, why = _by_source(module, attribute.partition(".")[0])
     if found is False or (found is True and "." not in attribute) or not importing:
-        return (found, why) if found is not True or "." not in attribute else (None, f"{offer}: only an import can tell")
+        return (
+            (found, why) if found is not True or "." not in attribute else (None, f"{offer}: only an import can tell")
+        )
     return _by_import(module, attribute)
 
 
@@ -31,7 +33,7 @@ def _by_import(module: str, attribute: str) -> tuple[bool | None, str]:
         thing: object = importlib.import_module(module)
         for part in attribute.split("."):
             thing = getattr(thing, part)
-    except Exception as error:  # a broken third-party package may raise anything; the reason keeps it
+    except Exception as error:  # noqa: BLE001 - a broken third-party package may raise anything; the reason keeps it
         return False, f"{module}:{attribute} cannot be had: {type(error).__name__}: {error}"
     return True, ""
 

@@ -48,7 +48,9 @@ class Requirement:
         if kind not in CODES or (arch and kind in ("python", "torch", "triton")):
             raise ValueError(f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'")
         if kind in ("hip", "cute") and not arch:
-            raise ValueError(f"code {self.code!r}: name the architecture, e.g. {kind}:{'gfx942' if kind == 'hip' else 'sm_90a'}")
+            raise ValueError(
+                f"code {self.code!r}: name the architecture, e.g. {kind}:{'gfx942' if kind == 'hip' else 'sm_90a'}"
+            )
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_arch", arch)
 
@@ -101,9 +103,12 @@ class Requirement:
                 reasons.append(why)
         if not reasons:
             reasons += [why for offer in self.offers if (why := build.why_not_offer(offer))]
-        if self._kind == "torch" and (why := build.why_not_package("torch", "")):
-            reasons.append(why)
-        elif self._kind == "triton" and (why := build.why_not_triton(target)):
+        if (
+            self._kind == "torch"
+            and (why := build.why_not_package("torch", ""))
+            or self._kind == "triton"
+            and (why := build.why_not_triton(target))
+        ):
             reasons.append(why)
         elif self._kind == "cpp":
             reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level")

@@ -146,13 +146,12 @@ class Target:
 
     def describe(self) -> str:
         """Several lines for a reader; facts that are unknown are left out."""
-        mib = lambda n: f"{n / 2**20:.0f} MiB"  # noqa: E731
         facts = [f"{self.name}: {self.device or 'no particular device'} ({self.vendor}, {self.arch})"]
         line = []
         if self.multiprocessors is not None:
             line.append(f"{self.multiprocessors} {'threads' if self.vendor == 'cpu' else 'multiprocessors'}")
         if self.l2_bytes is not None:
-            line.append(f"{mib(self.l2_bytes)} shared cache")
+            line.append(f"{self.l2_bytes / 2**20:.0f} MiB shared cache")
         if self.memory_bytes is not None:
             line.append(f"{self.memory_bytes / 1e9:.0f} GB memory")
         if self.bandwidth_gbs is not None:

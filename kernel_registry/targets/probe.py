@@ -55,7 +55,7 @@ def probe_cpu(root: str | Path = "/", machine: str | None = None) -> Target:
     best = cpu.levels(family, features)[0]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if Path(root) != Path("/"):
-        usable = len(re.findall(r"^processor\s*[:\d]", text, re.M)) or 1
+        usable = len(re.findall(r"^processor\s*[:\d]", text, re.MULTILINE)) or 1
     return Target(
         best,
         "cpu",
@@ -141,7 +141,7 @@ def probe_amd(root: str | Path = "/") -> Probe:
     targets: list[Target] = []
     reasons: list[str] = []
     for node in sorted((p for p in nodes.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
-        values = dict(re.findall(r"^(\w+)\s+(\d+)\s*$", _read(node / "properties"), re.M))
+        values = dict(re.findall(r"^(\w+)\s+(\d+)\s*$", _read(node / "properties"), re.MULTILINE))
         version = int(values.get("gfx_target_version", 0))
         if not version:  # a CPU node
             continue
@@ -150,10 +150,14 @@ def probe_amd(root: str | Path = "/") -> Probe:
             reasons.append(f"AMD device {node.name} is {gfx}, which is not in the table of targets")
             continue
         simds, per_cu = int(values.get("simd_count", 0)), int(values.get("simd_per_cu", 0))
-        banks = [dict(re.findall(r"^(\w+)\s+(\d+)\s*$", _read(p), re.M)) for p in node.glob("mem_banks/*/properties")]
+        banks = [
+            dict(re.findall(r"^(\w+)\s+(\d+)\s*$", _read(p), re.MULTILINE)) for p in node.glob("mem_banks/*/properties")
+        ]
         memory = sum(int(b.get("size_in_bytes", 0)) for b in banks if b.get("heap_type") in ("1", "2"))
         target = replace(
-            Target.parse(gfx), multiprocessors=simds // per_cu if simds and per_cu else None, memory_bytes=memory or None
+            Target.parse(gfx),
+            multiprocessors=simds // per_cu if simds and per_cu else None,
+            memory_bytes=memory or None,
         )
         name = _read(node / "name").strip()
         targets.append(for_device_name(target, name) if name else target)
@@ -193,7 +197,7 @@ def _libcuda() -> tuple[Any, str]:
 
 def _cpuinfo(text: str) -> tuple[set[str], str]:
     fields: dict[str, str] = {}
-    for key, value in re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.M):
+    for key, value in re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE):
         fields.setdefault(key.strip().lower(), value)
     flags = fields.get("flags") or fields.get("features") or ""
     return set(flags.split()), fields.get("model name", "").strip()
@@ -210,7 +214,7 @@ def _last_cache(root: Path) -> int | None:
 
 
 def _memory(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.M)
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 

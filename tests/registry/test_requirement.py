@@ -49,7 +49,10 @@ def test_compiled_code() -> None:
     assert "avx512" in Requirement(code="cpp:avx512").check_hardware(T("cpu:avx2"))[0]
     assert Requirement(code="cpp").check_hardware(T("sm_90"))
     neon = Build.of(cpu_levels=("neon",))
-    assert "no C++ level that runs on cpu:avx2; it has cpu:neon" in Requirement(code="cpp").check_build(T("cpu:avx2"), neon)[0]
+    assert (
+        "no C++ level that runs on cpu:avx2; it has cpu:neon"
+        in Requirement(code="cpp").check_build(T("cpu:avx2"), neon)[0]
+    )
     assert Requirement(code="cuda").check_build(T("sm_90"), build) == ()
     assert "runs on sm_100; it has sm_90a" in Requirement(code="cuda").check_build(T("sm_100"), build)[0]
     assert Requirement(code="cuda:sm_90a").check_build(T("sm_90"), Build.none())
@@ -62,7 +65,7 @@ def test_packages() -> None:
         "package torch is 2.13.0+cpu; 2.13.1 or newer is needed",
     )
     order = ["2.9", "2.10.0rc1", "2.10", "2.10.1", "2.11.0.dev3", "2.11.0+cu130"]
-    assert sorted(reversed(order), key=version_key) == order and version_key("2.10") == version_key("2.10.0")
+    assert sorted(order[::-1], key=version_key) == order and version_key("2.10") == version_key("2.10.0")
     with pytest.raises(ValueError, match="no version"):
         version_key("new")
 

@@ -110,7 +110,10 @@ def test_import_is_light() -> None:
         "print(time.perf_counter() - t, sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    out = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout for _ in range(3)]
+    out = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+        for _ in range(3)
+    ]
     assert all(line.strip().endswith("[]") for line in out)
     assert min(float(line.split()[0]) for line in out) < 0.05
 
@@ -133,9 +136,15 @@ AVX512 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq"
 )  # fmt: skip
 def test_probe_cpu(tmp_path: Path, machine: str, flags: str, best: str) -> None:
     key = "Features" if machine == "aarch64" else "flags"
-    write(tmp_path, "proc/cpuinfo", "".join(f"processor\t: {i}\nmodel name\t: Fake\n{key}\t\t: {flags}\n\n" for i in range(3)))
+    write(
+        tmp_path,
+        "proc/cpuinfo",
+        "".join(f"processor\t: {i}\nmodel name\t: Fake\n{key}\t\t: {flags}\n\n" for i in range(3)),
+    )
     write(tmp_path, "proc/meminfo", "MemTotal:       1024 kB\n")
-    for index, (level, size, kind) in enumerate([("1", "32K", "Instruction"), ("2", "1024K", "Unified"), ("3", "8M", "Unified")]):
+    for index, (level, size, kind) in enumerate(
+        [("1", "32K", "Instruction"), ("2", "1024K", "Unified"), ("3", "8M", "Unified")]
+    ):
         for name, text in (("level", level), ("size", size), ("type", kind)):
             write(tmp_path, f"sys/devices/system/cpu/cpu0/cache/index{index}/{name}", text + "\n")
     target = probe_cpu(tmp_path, machine)
@@ -154,7 +163,9 @@ def test_probe_amd(tmp_path: Path) -> None:
         text = f"simd_count 1216\nsimd_per_cu 4\ngfx_target_version {version}\n"
         write(tmp_path, f"sys/class/kfd/kfd/topology/nodes/{node}/properties", text)
     found = probe_amd(tmp_path)
-    assert [t.name for t in found.targets] == ["gfx942", "gfx90a", "gfx1151"] and found.targets[0].multiprocessors == 304
+    assert [t.name for t in found.targets] == ["gfx942", "gfx90a", "gfx1151"] and found.targets[
+        0
+    ].multiprocessors == 304
     assert "gfx1300" in found.reasons[0]
 
 
@@ -171,34 +182,36 @@ class FakeCuda:
     def __init__(self, devices: list[tuple[str, int, int]], status: int = 0) -> None:
         self.devices, self.status = devices, status
 
-    def cuInit(self, flags: int) -> int:  # noqa: N802
+    def cuInit(self, flags: int) -> int:
         return self.status
 
-    def cuDeviceGetCount(self, out: Any) -> int:  # noqa: N802
+    def cuDeviceGetCount(self, out: Any) -> int:
         out._obj.value = len(self.devices)
         return 0
 
-    def cuDeviceGet(self, out: Any, index: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, out: Any, index: int) -> int:
         out._obj.value = index
         return 0
 
-    def cuDeviceGetName(self, out: Any, size: int, handle: ctypes.c_int) -> int:  # noqa: N802
+    def cuDeviceGetName(self, out: Any, size: int, handle: ctypes.c_int) -> int:
         out.value = self.devices[handle.value][0].encode()
         return 0
 
-    def cuDeviceGetAttribute(self, out: Any, number: int, handle: ctypes.c_int) -> int:  # noqa: N802
+    def cuDeviceGetAttribute(self, out: Any, number: int, handle: ctypes.c_int) -> int:
         _, major, minor = self.devices[handle.value]
         known = {75: major, 76: minor, 16: 131}
         out._obj.value = known.get(number, 0)
         return 0 if number in known else 1
 
-    def cuDeviceTotalMem_v2(self, out: Any, handle: ctypes.c_int) -> int:  # noqa: N802
+    def cuDeviceTotalMem_v2(self, out: Any, handle: ctypes.c_int) -> int:
         out._obj.value = 7
         return 0
 
 
 def test_probe_cuda_mixed() -> None:
-    found = probe_cuda(FakeCuda([("NVIDIA H200", 9, 0), ("NVIDIA GH200 480GB", 9, 0), ("Odd", 12, 1), ("Future", 13, 0)]))
+    found = probe_cuda(
+        FakeCuda([("NVIDIA H200", 9, 0), ("NVIDIA GH200 480GB", 9, 0), ("Odd", 12, 1), ("Future", 13, 0)])
+    )
     assert [t.name for t in found.targets] == ["sm_90", "sm_90", "sm_121"]
     assert found.targets[0].bandwidth_gbs == 4250 and found.targets[0].multiprocessors == 131
     assert found.targets[1].bandwidth_gbs is None and found.targets[2].device == "Odd"
