@@ -12,6 +12,7 @@ from gristmill.autotune.metrics import error_of
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.interpreter import load
 
 GUARD = 256
 """Elements of guard band before and after every output."""
@@ -85,7 +86,7 @@ def run_guarded(
             out, band = _guarded(shape, dtype, device)
             bands.append((name, band))
             outputs.append(out)
-    kernel.load()(config, *copies, *outputs)
+    load(kernel)(config, *copies, *outputs)
     if any(t.is_cuda for t in outputs or _written(op, copies)):
         torch.cuda.synchronize()
     for name, (before, after, poison) in bands:

@@ -1,1 +1,32 @@
-"""Number formats, QuantTensor, layouts, quantizers and reference dequantization."""
+"""Number formats, QuantTensor, layouts, quantizers and reference dequantization.
+
+Names are resolved when first used, so that specs of layouts and kernels can be listed without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gristmill.quant.rtn import quantize as quantize
+    from gristmill.quant.sharding import concat as concat
+    from gristmill.quant.sharding import stack as stack
+    from gristmill.quant.tensor import QuantTensor as QuantTensor
+
+_HOME = {
+    "QuantTensor": "tensor",
+    "quantize": "rtn",
+    "concat": "sharding",
+    "stack": "sharding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)
