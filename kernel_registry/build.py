@@ -39,10 +39,8 @@ def version_key(version: str) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Build:
     """packages: (distribution, version), every one installed. offers / lacks: `"module:attr"` confirmed / (offer,
-    why not).
-    cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold. compilers: (name,
-    version or
-    path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU
+    why not). cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold.
+    compilers: (name, path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU
     (TRITON_INTERPRET=1).
     library: version of the native libraries; driver: of the GPU's driver, "" = unknown or none.
     """
