@@ -103,15 +103,21 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, seconds: float) 
 
 def _save(op: Op, rows: list[dict[str, Any]], here: Place) -> None:
     from gristmill.autotune.store import save
-    from gristmill.kernel_registry.store import Timing, target_key
+    from gristmill.kernel_registry.store import Timing, Verification, config_key, target_key
 
-    registry = default_registry()
-    save(here.policy.store_path, [
-        Timing(op=op.name, kernel=row["kernel"], code=registry.kernel(op.name, row["kernel"]).code_hash(),
-               config=row["config"], problem=row["problem"], target=target_key(here.target), toolchain=here.build.key(),
-               us=row["us"], samples=tuple(row["samples"]), timing="graph,cold" if here.device != "cpu" else "eager,cold")
-        for row in rows if row["us"] is not None
-    ])  # fmt: skip
+    registry, records = default_registry(), []
+    for row in rows:
+        if row["us"] is None:
+            continue
+        code = registry.kernel(op.name, row["kernel"]).code_hash()
+        where = {"target": target_key(here.target), "toolchain": here.build.key()}
+        records.append(Verification(op=op.name, kernel=row["kernel"], code=code, config=config_key(row["config"]),
+                                    problem=str(op.verification(op.problem(row["problem"]))), ok=True,
+                                    error=row["error"], **where))  # fmt: skip
+        records.append(Timing(op=op.name, kernel=row["kernel"], code=code, config=row["config"], problem=row["problem"],
+                              us=row["us"], samples=tuple(row["samples"]), **where,
+                              timing="eager,cold" if here.device == "cpu" else "graph,cold"))  # fmt: skip
+    save(here.policy.store_path, records)
 
 
 def _percent(value: float | None) -> str:
