@@ -36,8 +36,8 @@ class Resolver:
         self.device = device
         self.policy = policy or Policy.current()
         self.registry = registry or default_registry()
-        self.build = build or Build.probe()
         self.target: Target = device_target(device, self.policy)
+        self.build = build or confirmed_build(self.registry, self.target)
         self.worker = worker or shared_worker()
         self.store = self._read()
         self._lock = threading.Lock()
@@ -107,6 +107,13 @@ class Resolver:
             save(self.policy.store_path, records)
         except (OSError, StoreError) as error:
             warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
+
+
+def confirmed_build(registry: Registry, target: Target) -> Build:
+    """This installation, asked what the modules that wrapped kernels need really offer."""
+    vendor = target.vendor
+    kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
+    return Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])
 
 
 @cache
