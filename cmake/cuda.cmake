@@ -10,6 +10,12 @@ if(NOT _mode MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "GRISTMILL_CUDA=${GRISTMILL_CUDA}: expected auto, on or off")
 endif()
 
+# One line that says which way it went, on the screen and for ci/setup.sh to repeat.
+function(gm_cuda_status text)
+  message(STATUS "gristmill CUDA: ${text}")
+  file(WRITE "${CMAKE_BINARY_DIR}/gristmill-cuda.txt" "gristmill CUDA: ${text}\n")
+endfunction()
+
 set(GM_CUDA_MANIFEST "")
 file(GLOB_RECURSE GM_SM90_SOURCES CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu")
 list(APPEND GM_SM90_SOURCES ${GRISTMILL_EXTRA_SM90_SOURCES})  # for tests of the build itself
@@ -39,7 +45,7 @@ else()
 endif()
 
 if(_why)
-  message(STATUS "gristmill CUDA: ${_why}")
+  gm_cuda_status("${_why}")
   file(REMOVE "${GM_LIB_DIR}/libgristmill_cuda_sm90a.so")  # a library of an earlier build must not outlive its manifest entry
   return()
 endif()
@@ -85,4 +91,4 @@ set_target_properties(gristmill_cuda_sm90a PROPERTIES PREFIX lib SUFFIX .so LINK
 install(TARGETS gristmill_cuda_sm90a LIBRARY DESTINATION gristmill/_lib)
 set(GM_CUDA_MANIFEST "\"sm_90a\": {\"file\": \"libgristmill_cuda_sm90a.so\", \"nvcc\": \"${GM_NVCC_VERSION}\"}")
 list(LENGTH GM_SM90_SOURCES _count)
-message(STATUS "gristmill CUDA: sm_90a by nvcc ${GM_NVCC_VERSION}, ${_count} source(s)")
+gm_cuda_status("sm_90a by nvcc ${GM_NVCC_VERSION}, ${_count} source(s)")
