@@ -93,5 +93,5 @@ def rows_ok(x: Any) -> bool:
 
 
 def separate_rows(x: Any) -> bool:
-    """Whether the rows of x (see `rows_of`) do not overlap, as what is written in place must not."""
-    return x.is_contiguous() or row_stride(x) >= x.shape[-1]
+    """Whether `rows_of` takes x and no two of its rows overlap, as what is written must not."""
+    return x.is_contiguous() or (rows_ok(x) and row_stride(x) >= x.shape[-1])

@@ -45,21 +45,19 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
     return {"m": rows, "n": x.shape[-1], "x": dtype_name(x.dtype)}
 
 
-def guard(problem: Problem, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> str | None:
-    """Why this call is not one of `problem`, in a few attribute reads."""
-    n, dtype = problem.values[1][1], problem.values[2][1]
-    shape = x.shape
-    if shape[-1] != n or weight.shape != (n,) or residual.shape != shape or out.shape != shape:
-        return (f"planned for n={n}, got x {tuple(shape)}, residual {tuple(residual.shape)}, weight "
-                f"{tuple(weight.shape)}, out {tuple(out.shape)}")  # fmt: skip
-    kind = x.dtype
-    if dtype_name(kind) != dtype or residual.dtype != kind or weight.dtype != kind or out.dtype != kind:
-        return f"planned for {dtype}, got x {kind}, residual {residual.dtype}, weight {weight.dtype}, out {out.dtype}"
-    if not (rows_ok(x) and rows_ok(residual) and rows_ok(out) and weight.is_contiguous()):
-        return "x, residual and out must be rows of one stride and unit column stride, weight contiguous"
-    if not (separate_rows(residual) and separate_rows(out)):
-        return "rows of residual or out overlap, and they are written"
-    return None
+def guard(problem: Problem, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`."""
+    shape, kind, n = x.shape, x.dtype, problem.values[1][1]
+    if (shape[-1] != n or residual.shape != shape or out.shape != shape or weight.shape != (n,)
+            or residual.dtype != kind or out.dtype != kind or weight.dtype != kind
+            or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
+        raise ValueError(f"fused_add_rms_norm planned for {problem}: got x {tuple(shape)} {kind}, residual "
+                         f"{tuple(residual.shape)} {residual.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
+                         f"out {tuple(out.shape)} {out.dtype}")  # fmt: skip
+    if not (rows_ok(x) and separate_rows(residual) and separate_rows(out) and weight.is_contiguous()):
+        raise ValueError(f"fused_add_rms_norm: x {x.stride()}, residual {residual.stride()}, out {out.stride()} must be "
+                         "strides of rows with contiguous elements that do not overlap where written, weight contiguous")
+    return x.numel() // n
 
 
 def like(x: Any, residual: Any, weight: Any, eps: float) -> tuple[tuple[Any, Any], ...]:
@@ -110,7 +108,6 @@ OP = Op(
     cost=cost,
     tolerance=tolerance,
     bucket="m",
-    size=lambda x, residual, weight, eps, out: x.numel() // x.shape[-1] if x.shape[-1] else 0,
     examples=(
         "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=5,n=4096,x=bf16",
         "m=257,n=256,x=fp32", "m=2,n=16387,x=bf16",
