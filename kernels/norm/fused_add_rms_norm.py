@@ -11,7 +11,14 @@ from typing import Any
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.common import (
-    FLOATS, ITEM_BYTES, dtype_name, need, rows_of, rows_ok, separate_rows, torch_dtype,
+    FLOATS,
+    ITEM_BYTES,
+    dtype_name,
+    need,
+    rows_of,
+    rows_ok,
+    separate_rows,
+    torch_dtype,
 )  # fmt: skip
 
 
@@ -30,6 +37,7 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     name = "fused_add_rms_norm"
     rows = rows_of(f"{name}: x", x)
+    need(x.shape[-1] > 0, f"{name}: the last dimension of x is empty: {tuple(x.shape)}")
     need(residual.shape == x.shape, f"{name}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     rows_of(f"{name}: residual", residual)
     need(separate_rows(residual), f"{name}: residual is written in place, so its rows must not overlap; "
