@@ -21,7 +21,9 @@ class CachedBlock:
 
     __slots__ = ("__weakref__", "block", "extra", "hash", "parent", "tokens")
 
-    def __init__(self, hash_: int, tokens: tuple[int, ...], extra: Hashable, parent: CachedBlock | None, block: int) -> None:
+    def __init__(
+        self, hash_: int, tokens: tuple[int, ...], extra: Hashable, parent: CachedBlock | None, block: int
+    ) -> None:
         self.hash = hash_
         self.tokens = tokens
         self.extra = extra

@@ -78,7 +78,7 @@ class StepPlan:
         return sum(entry.context for entry in self.entries)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """What a step, or an abort, brought one request."""
 

@@ -72,7 +72,7 @@ class Planner:
 
     def _affordable_drafts(self, request: Request, decodes_left: int) -> int:
         """Drafts that fit the batch, the request's own limits and the room that the other decodes need."""
-        outputs_left = min(request.prompt_len + request.max_tokens, self.config.capacity) - len(request.tokens)
+        outputs_left = request.limit - len(request.tokens)
         return max(0, min(len(request.drafts), outputs_left - 1, self.budget - 1 - decodes_left))
 
     def _plan_prefill(self, request: Request, running: Sequence[Request]) -> None:

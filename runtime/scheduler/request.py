@@ -36,6 +36,7 @@ class Request:
     computed    how many of `tokens` have their KV in the cache
     block_ids   block table; replaced, never emptied in place, when the blocks are given back
     drafts      proposed continuation of `tokens`, to be verified in the next step
+    limit       known tokens at which the request ends by length
     bypassed    younger requests admitted past this one since it waits for blocks
     """
 
@@ -52,6 +53,7 @@ class Request:
         "finish_reason",
         "id",
         "last_cached",
+        "limit",
         "max_tokens",
         "preemptions",
         "priority",
@@ -98,6 +100,7 @@ class Request:
         self.arrival = -1  # given by the scheduler: its only clock
         self.state = RequestState.NEW
         self.finish_reason: FinishReason | None = None
+        self.limit = self.prompt_len + max_tokens  # lowered by the scheduler to what it can hold
         self.computed = 0
         self.block_ids: list[int] = []
         self.drafts: list[int] = []

@@ -57,6 +57,7 @@ class Scheduler:
             raise QueueFull(f"request {request.id!r} refused: {limit} requests are waiting, which is max_queued")
         if self.cache is not None:
             self.cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
+        request.limit = min(request.limit, self.config.capacity)
         request.arrival = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
@@ -162,23 +163,24 @@ class Scheduler:
         """
         if plan is not self.in_flight:
             raise ValueError("update wants the plan that was committed last and not updated yet")
-        accepted = self._check_results(plan, sampled_ids)
+        self._check_results(plan, sampled_ids)
         outputs = []
         finished = False
-        results = iter(accepted)
+        size = self.config.block_size
+        results = iter(sampled_ids)
         for entry in plan.entries:
-            new_ids = next(results) if entry.samples else ()
+            result = next(results) if entry.samples else ()
             request = self.requests.get(entry.id)
             if request is None:
                 continue
             request.computed = entry.start + entry.count
-            if entry.drafts:
-                request.computed -= entry.drafts - (len(new_ids) - 1)
-                request.drafts = []
             if entry.samples:
-                output = self._append(request, new_ids)
-                outputs.append(output)
-            if self.cache is not None and request.computed // self.config.block_size > request.registered:
+                new_ids = [result] if isinstance(result, int) else result
+                if entry.drafts:
+                    request.computed -= entry.drafts - (len(new_ids) - 1)
+                    request.drafts = []
+                outputs.append(self._append(request, new_ids))
+            if request.computed >= (request.registered + 1) * size and self.cache is not None:
                 self._register(self.cache, request)
             if request.finish_reason is not None:
                 finished = True
@@ -282,22 +284,17 @@ class Scheduler:
         request.registered = 0
         request.last_cached = None
 
-    def _check_results(self, plan: StepPlan, sampled_ids: Sequence[int | Sequence[int]]) -> list[Sequence[int]]:
+    def _check_results(self, plan: StepPlan, sampled_ids: Sequence[int | Sequence[int]]) -> None:
         entries = plan.sampling()
         if len(sampled_ids) != len(entries):
             raise ValueError(f"the plan samples for {len(entries)} requests, got {len(sampled_ids)} results")
-        results: list[Sequence[int]] = []
         for entry, result in zip(entries, sampled_ids, strict=True):
-            if isinstance(result, int):
-                results.append((result,))
-            elif isinstance(result, (list, tuple)):
+            if isinstance(result, (list, tuple)):
                 self._check_accepted(entry, result)
-                results.append(result)
-            else:
+            elif not isinstance(result, int):
                 raise TypeError(
                     f"request {entry.id!r}: a token id (int) or a list of them expected, got {type(result).__name__}"
                 )
-        return results
 
     def _check_accepted(self, entry: ScheduledRequest, result: Sequence[int]) -> None:
         if not 1 <= len(result) <= entry.drafts + 1:
@@ -311,20 +308,21 @@ class Scheduler:
 
     def _append(self, request: Request, new_ids: Sequence[int]) -> RequestOutput:
         """Append tokens until one of them ends the request; the rest of an accepted run is dropped."""
-        room = min(request.prompt_len + request.max_tokens, self.config.capacity) - len(request.tokens)
+        tokens = request.tokens
         kept = 0
         for token in new_ids:
-            request.tokens.append(token)
+            tokens.append(token)
             kept += 1
             if token in request.stop_ids:
                 request.finish_reason = FinishReason.STOP
                 break
-            if kept >= room:
+            if len(tokens) >= request.limit:
                 request.finish_reason = FinishReason.LENGTH
                 break
-        # What was computed after a stop in the middle of an accepted run belongs to no known token.
-        request.computed = min(request.computed, len(request.tokens) - 1)
-        return RequestOutput(request.id, new_ids if kept == len(new_ids) else new_ids[:kept], request.finish_reason)
+        if kept < len(new_ids):
+            new_ids = new_ids[:kept]
+            request.computed = len(tokens) - 1  # what was computed after the end belongs to no known token
+        return RequestOutput(request.id, new_ids, request.finish_reason)
 
     def _register(self, cache: PrefixCache, request: Request) -> None:
         """Tell the prefix cache about blocks that have become full and computed."""

@@ -30,7 +30,9 @@ def mix(state: int, token: int) -> int:
     return ((state ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & MASK
 
 
-def expected_ids(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = (), capacity: int = 1 << 60) -> list[int]:
+def expected_ids(
+    prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = (), capacity: int = 1 << 60
+) -> list[int]:
     """What the fake model says when it is alone in the world."""
     state = 0
     for token in prompt:
