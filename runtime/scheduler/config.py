@@ -17,8 +17,8 @@ class SchedulerConfig:
     max_seqs                    requests that run at the same time
     max_model_len               longest prompt + output of one request; None: whatever the pool holds
     max_chunk                   prompt tokens of one request in one step; None: no limit but max_batch_tokens
-    inter_prefill_budget        prompt tokens a step may add *behind* its first prefill; None: no limit. In a step that is
-                                already compute-bound a second prefill only delays the first
+    inter_prefill_budget        prompt tokens a step may add *behind* its first prefill; None: no limit. In a step
+                                that is compute-bound already a second prefill only delays the first
     max_bypass                  younger requests that may be admitted past one that waits for blocks; 0: strict order
     max_queued                  waiting requests beyond which `add` refuses; None: no limit
     watermark                   part of the pool kept free at admission while others run, so that they can grow

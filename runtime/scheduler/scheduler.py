@@ -178,7 +178,8 @@ class Scheduler:
                 new_ids = [result] if isinstance(result, int) else result
                 if entry.drafts:
                     request.computed -= entry.drafts - (len(new_ids) - 1)
-                    request.drafts = []
+                if request.drafts:
+                    request.drafts = []  # used once, even those that found no room
                 outputs.append(self._append(request, new_ids))
             if request.computed >= (request.registered + 1) * size and self.cache is not None:
                 self._register(self.cache, request)
@@ -213,8 +214,11 @@ class Scheduler:
                 raise PoolError(f"computed tokens without blocks: {request!r}\n{self.dump()}")
             if request.computed >= len(request.tokens):
                 raise PoolError(f"nothing left to compute, so nothing to sample from: {request!r}\n{self.dump()}")
-            if request.block_ids and request.state is not RequestState.RUNNING:
-                raise PoolError(f"blocks held without running: {request!r}\n{self.dump()}")
+            if request.state is not RequestState.RUNNING and (request.block_ids or request.computed or request.drafts):
+                raise PoolError(f"blocks, computed tokens or drafts without running: {request!r}\n{self.dump()}")
+            cached = request.registered * self.config.block_size
+            if cached > request.computed or (request.last_cached is None) != (cached == 0):
+                raise PoolError(f"{cached} tokens are registered: more than were computed, or not so: {request!r}")
         if owners != self.pool.refs:
             wrong = [(b, n, r) for b, (n, r) in enumerate(zip(owners, self.pool.refs, strict=True)) if n != r]
             raise PoolError(f"(block, owners, references) that differ: {wrong}\n{self.dump()}")

@@ -115,6 +115,7 @@ def step(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
         if output.finish_reason is not None:
             run.reasons[output.id] = output.finish_reason
     scheduler.check()
+    assert not any(request.drafts for request in scheduler.requests.values()), "drafts outlived their step"
     run.steps += 1
     run.preemptions += len(plan.preempted)
     run.evictions += len(plan.evicted_blocks)

@@ -315,6 +315,7 @@ def test_preemption_finds_its_own_blocks_again() -> None:
     run = run_all(scheduler, requests)
     assert run.preemptions > 0
     assert requests[1].preemptions == run.preemptions and requests[0].preemptions == 0  # the younger one goes
+    assert requests[1].cached_tokens == 0  # what it found of its own work is no hit of the prompt
     assert run.outputs == {"a": expected_ids(prompt(12), 14), "b": expected_ids(prompt(12, 1), 14)}
 
 

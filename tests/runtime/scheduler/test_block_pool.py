@@ -176,16 +176,17 @@ def test_collisions_cost_a_miss_and_never_a_wrong_block(seed: int, kind: str) ->
     rng = random.Random(seed)
     pool = BlockPool(12, 2)
     cache = PrefixCache(pool, (lambda _: 0) if kind == "constant" else (lambda key: hash(key) % 2))
-    holds: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end, as computed
+    holds: dict[int, tuple[object, ...]] = {}  # block -> extra key and all tokens up to its end, as computed
     for _ in range(30):
         tokens = [rng.randrange(2) for _ in range(rng.randint(1, 8))]
+        extra = rng.choice([None, "adapter"])
         hashes: list[int] = []
-        cache.extend_hashes(hashes, tokens)
-        for i, hit in enumerate(cache.match(hashes, tokens)):
-            assert holds[hit.block] == tuple(tokens[: 2 * (i + 1)])
-        table = fill(cache, pool, tokens)
+        cache.extend_hashes(hashes, tokens, extra)
+        for i, hit in enumerate(cache.match(hashes, tokens, extra)):
+            assert holds[hit.block] == (extra, *tokens[: 2 * (i + 1)])
+        table = fill(cache, pool, tokens, extra)
         for i in range(len(tokens) // 2):
-            holds[table[i]] = tuple(tokens[: 2 * (i + 1)])
+            holds[table[i]] = (extra, *tokens[: 2 * (i + 1)])
         cache.check()
         pool.release(table)
         pool.check()

@@ -127,8 +127,7 @@ class IgnoresTokens(PrefixCache):
     """Hash only the block, not what is before it."""
 
     def extend_hashes(self, hashes, tokens, extra=None):
-        for start in range(len(hashes) * 4, len(tokens) - 3, 4):
-            hashes.append(len(hashes))
+        hashes.extend(range(len(hashes), len(tokens) // 4))
 
     def match(self, hashes, tokens, extra=None):
         found = []
