@@ -134,3 +134,14 @@ def test_a_key_separates_prefixes() -> None:
         request = Request(name, prompt(18), 1, cache_key=key)
         run_all(scheduler, [request], model)
         assert request.cached_tokens == hit
+
+
+def test_an_aligned_last_chunk_waits_rather_than_being_cut() -> None:
+    scheduler, model, run = make(40, align_chunks=True, max_batch_tokens=10, max_seqs=4)
+    scheduler.add(Request("a", prompt(12), 1))
+    scheduler.add(Request("b", prompt(3, 1), 1))
+    plans = [step(scheduler, model, run) for _ in range(2)]  # 8 of 10 tokens go to a: 2 are too few for b
+    assert [[(e.id, e.start, e.count) for e in plan.entries] for plan in plans] == [
+        [("a", 0, 8)],
+        [("a", 8, 4), ("b", 0, 3)],
+    ]
