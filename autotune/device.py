@@ -1,0 +1,42 @@
+"""Which Target a torch device is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from gristmill.kernel_registry.policy import Policy, PolicyError
+from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
+
+
+def device_target(device: str, policy: Policy) -> Target:
+    """The target of ``cpu``, ``cuda`` or ``cuda:1``; a policy may hold a CPU to a lower code level.
+
+    ValueError if there is no such device; PolicyError if the CPU cannot run the level.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        target = _cpu()
+        if policy.cpu_level is None:
+            return target
+        levels = [level.partition(":")[2] for level in target.levels]
+        if policy.cpu_level not in levels:
+            raise PolicyError(f"cpu_level {policy.cpu_level!r}: this CPU runs {', '.join(levels)}")
+        lower = Target.parse(f"cpu:{policy.cpu_level}")
+        return replace(target, name=lower.name, arch=lower.arch, features=lower.features)
+    targets = _devices()
+    place = int(index or 0)
+    if place >= len(targets):
+        raise ValueError(f"device {device}: this machine has {len(targets)} accelerator(s)")
+    return targets[place]
+
+
+@cache
+def _cpu() -> Target:
+    return probe_cpu()
+
+
+@cache
+def _devices() -> tuple[Target, ...]:
+    return tuple(probe_devices().targets)

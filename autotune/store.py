@@ -1,0 +1,57 @@
+"""Writing the store: records are appended under a lock, and the file is replaced in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from gristmill.kernel_registry.store import SCHEMA, Store, Timing, Verification
+
+
+def save(path: Path, records: Iterable[Verification | Timing]) -> Store:
+    """Merge `records` into the store at `path` and return what it then holds.
+
+    Safe among processes: read, merge and replace happen under a lock on ``<path>.lock``; readers see the old file or
+    the new one. StoreError if the present file is damaged: it is left as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(path.name + ".lock")):
+        store = Store.read(path)
+        for record in records:
+            store.add(record)
+        _replace(path, dump(store))
+    return store
+
+
+def dump(store: Store) -> str:
+    """A store as JSON: one record a line, sorted, so that files diff well."""
+    lines = {
+        "verified": sorted(json.dumps(asdict(v), sort_keys=True) for v in store.verifications.values()),
+        "timed": sorted(json.dumps(asdict(t), sort_keys=True) for t in store.timings),
+    }
+    parts = [f'"{name}": [\n' + ",\n".join(rows) + "\n]" for name, rows in lines.items()]
+    return f'{{"schema": {SCHEMA},\n' + ",\n".join(parts) + "}\n"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+            handle.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,105 @@
+"""Verification in a child process: a fault there kills the child, not the caller, and is recorded.
+
+The parent writes one JSON task a line and reads one JSON outcome a line. Run as ``python -m gristmill.autotune.worker``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from functools import cache
+from typing import IO, Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+
+TIMEOUT = 600.0
+"""Seconds one verification may take, compilation included."""
+
+
+class Worker:
+    """A child process that verifies. Started at the first task, replaced when it dies."""
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[str | None] = queue.Queue()
+
+    def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
+        """The outcome as a table (ok, error, tolerance, reason); a dead or silent child is an outcome too."""
+        process = self._alive()
+        task = {"op": op.name, "kernel": kernel.name, "config": dict(config), "problem": str(problem), "device": device}
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(task) + "\n")
+            process.stdin.flush()
+            line = self._answers.get(timeout=self.timeout)
+        except (BrokenPipeError, queue.Empty) as error:
+            self.close()
+            what = f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
+            return {"ok": False, "error": None, "tolerance": None, "reason": f"verification: {what}"}
+        if line is None:
+            code = process.wait()
+            self._process = None
+            return {"ok": False, "error": None, "tolerance": None, "reason": f"killed its process (exit status {code})"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the child."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _alive(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._answers = queue.Queue()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gristmill.autotune.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )  # fmt: skip
+            threading.Thread(target=_pump, args=(self._process.stdout, self._answers), daemon=True).start()
+        return self._process
+
+
+@cache
+def shared_worker() -> Worker:
+    """The one verification process of this process."""
+    return Worker()
+
+
+def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:
+    for line in stream:
+        answers.put(line)
+    answers.put(None)
+
+
+def main() -> None:
+    """Answer tasks from standard input until it closes."""
+    from gristmill.autotune.verify import verify
+
+    # Kernels and libraries may print; only answers belong on the parent's pipe.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    registry = default_registry()
+    for line in sys.stdin:
+        task = json.loads(line)
+        op = registry.op(task["op"])
+        kernel = registry.kernel(op.name, task["kernel"])
+        outcome = verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
+        error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
+        answer = {"ok": outcome.ok, "error": error, "tolerance": outcome.tolerance, "reason": outcome.reason}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

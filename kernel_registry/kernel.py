@@ -1,0 +1,115 @@
+"""Kernels: how an operation is computed, by whom, and what that needs. A kernel is data with lazy code."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+
+ConfigValue = int | float | str | bool
+Config = Mapping[str, ConfigValue]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory a launch needs: bytes, and whether it must be zero at first (the kernel leaves it zero again)."""
+
+    bytes: int = 0
+    zeroed: bool = False
+
+
+def accept_all(problem: Problem) -> str | None:
+    """The `accepts` of a kernel that takes every problem of its operation."""
+    return None
+
+
+def no_config(problem: Problem, target: Target) -> Config:
+    """The `config` of a kernel that has nothing to choose."""
+    return {}
+
+
+def no_workspace(problem: Problem, config: Config) -> Workspace:
+    """The `workspace` of a kernel that needs none."""
+    return Workspace()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One implementation of one operation.
+
+    target: ``"module:attr"`` of the launcher ``launch(config, *arguments, *outputs)``; imported at first use. It
+        launches on the caller's current stream, allocates nothing that outlives the call, and does not synchronise.
+    requires: what device and installation must have; refusals are sentences.
+    accepts: ``accepts(problem)`` -> None, or the reason why not. Dynamic axes may be asked at any value.
+    config: the pure default configuration, which also carries what the launcher must know of the problem's static part
+        (scheme, code level); space: the configurations worth trying, for tuning.
+    layouts: names of the weight layouts it reads, for operations with packed weights.
+    sources: files beside the spec whose text is the kernel, hashed into `code_hash` (``_rms_norm_triton.py``).
+    aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
+    priority: rank before anything was measured; higher first. auto: False = runs only when a policy pins it.
+    proven: where this kernel has run and matched, for people ("sm_90: H200"); "" = nowhere yet.
+    """
+
+    op: str
+    name: str
+    provider: str
+    language: str
+    target: str
+    requires: Requirement
+    summary: str = ""
+    accepts: Callable[[Problem], str | None] = accept_all
+    config: Callable[[Problem, Target], Config] = no_config
+    space: Callable[[Problem, Target], Iterable[Config]] | None = None
+    workspace: Callable[[Problem, Config], Workspace] = no_workspace
+    estimate: Callable[[Problem, Target], float | None] | None = None
+    layouts: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    aot: str | None = None
+    priority: int = 0
+    deterministic: bool = True
+    batch_invariant: bool = False
+    auto: bool = True
+    waits: bool = False
+    triggers: bool = False
+    proven: str = ""
+    module: str = field(default="", compare=False)
+
+    def load(self) -> Callable[..., None]:
+        """The launcher. ImportError and AttributeError come through: selection asks before it loads."""
+        launcher: Callable[..., None] = load_attribute(self.target)
+        return launcher
+
+    def code_hash(self) -> str:
+        """A short hash over the text of the spec, the launcher's module and `sources`: what a verification is for."""
+        return _code_hash(self.module, self.target.partition(":")[0], self.sources)
+
+
+def load_attribute(path: str) -> Any:
+    """The object that ``"package.module:attr"`` names."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def _code_hash(spec: str, launcher: str, sources: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    folder: Path | None = None
+    for module in dict.fromkeys((spec, launcher)):
+        found = importlib.util.find_spec(module) if module else None
+        if found is not None and found.origin:
+            folder = folder or Path(found.origin).parent
+            digest.update(Path(found.origin).read_bytes())
+    for source in sources:
+        path = (folder or Path()) / source
+        # C++ and CUDA sources stay out of wheels: there the compiled library's version stands for them.
+        digest.update(path.read_bytes() if path.is_file() else source.encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,162 @@
+"""Plans: which kernel serves a layer at each size of its dynamic axis, over weight layouts that fit in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.layout import Layout
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.select import Candidate, NoKernelError, Selection
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+LAST_BUCKET = 8192
+"""The size that stands for every call above 4096."""
+
+MAX_LAYOUTS = 2
+"""How many packings of one weight a plan may keep, memory permitting."""
+
+
+def bucket_index(size: int) -> int:
+    """Place of the bucket that `size` falls in: 0 for 1, 1 for 2, 2 for 3..4, ... 13 for everything above 4096."""
+    return 0 if size <= 1 else min((size - 1).bit_length(), len(BUCKETS))
+
+
+def bucket_sizes() -> tuple[int, ...]:
+    """The size each bucket is selected and timed at."""
+    return (*BUCKETS, LAST_BUCKET)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One bucket of a plan. m_max: its upper bound, None for the last one."""
+
+    m_max: int | None
+    kernel: str
+    layout: str | None
+    config: Config
+    source: str
+    expected_us: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """The row that `explain --json` prints."""
+        return {
+            "m_max": self.m_max,
+            "kernel": self.kernel,
+            "layout": self.layout,
+            "config": dict(self.config),
+            "expected_us": self.expected_us,
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of selection for a layer: a kernel and configuration for each bucket, over `layouts`."""
+
+    op: str
+    problem: Problem
+    entries: tuple[PlanEntry, ...]
+    layouts: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Equal on every rank of a tensor-parallel group, or they do not run the same plan."""
+        text = json.dumps([self.op, str(self.problem), self.layouts, [e.as_dict() for e in self.entries]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+SelectAt = Callable[[Problem, frozenset[str] | None], Selection]
+
+
+def make_plan(
+    op: Op,
+    static: Problem,
+    layouts: Mapping[str, Layout],
+    policy: Policy,
+    select_at: SelectAt,
+    *,
+    sizes: Sequence[int] | None = None,
+    weights: Mapping[int, float] | None = None,
+) -> Plan:
+    """The plan of `op` for the static problem `static`.
+
+    select_at: selection (or resolution, which also verifies) for one concrete problem among kernels of some layouts.
+    sizes: bucket sizes to plan for; None = all. weights: how much each bucket size counts; None = 1 for all.
+    """
+    sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
+    choices = _layout_choices(op, static, layouts, policy)
+    best: tuple[float, Plan] | None = None
+    failure: NoKernelError | None = None
+    for choice in choices:
+        try:
+            entries = _entries(op, static, sizes, choice, layouts, select_at)
+        except NoKernelError as error:
+            failure = failure or error
+            continue
+        cost = sum(_score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True))
+        used = tuple(sorted({entry.layout for entry, _ in entries if entry.layout}))
+        plan = Plan(op.name, static, tuple(entry for entry, _ in entries), used)
+        # A second packing has to pay for its memory: at equal cost the smaller set, met first, stays.
+        if best is None or cost < best[0] * (1 - 1e-9):
+            best = (cost, plan)
+    if best is None:
+        raise failure or NoKernelError(f"no weight layout of {op.name} {static} fits in {policy.weight_memory}x its bytes")
+    return best[1]
+
+
+def _layout_choices(
+    op: Op, static: Problem, layouts: Mapping[str, Layout], policy: Policy
+) -> list[frozenset[str] | None]:
+    """Sets of layouts that fit in memory, small sets first; [None] for an operation without packed weights."""
+    scheme_axis = next((axis.name for axis in op.axes if axis.kind == "scheme"), None)
+    if scheme_axis is None or not layouts:
+        return [None]
+    scheme = QuantScheme.parse(static.text(scheme_axis))
+    n, k = static.integer("n"), static.integer("k")
+    sizes = {name: layout.nbytes(scheme, n, k) for name, layout in layouts.items() if layout.accepts(scheme)}
+    allowed = policy.weight_memory * scheme.weight_bytes(n, k)
+    names = sorted(sizes)
+    # Padding a small weight may pass the bound, and something has to run: then the smallest layout is the choice.
+    fits = [name for name in names if sizes[name] <= allowed] or sorted(names, key=lambda name: sizes[name])[:1]
+    found = [frozenset((name,)) for name in fits]
+    for count in range(2, MAX_LAYOUTS + 1):
+        found += [frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed]
+    return list(found)
+
+
+def _entries(
+    op: Op,
+    static: Problem,
+    sizes: Sequence[int],
+    choice: frozenset[str] | None,
+    layouts: Mapping[str, Layout],
+    select_at: SelectAt,
+) -> list[tuple[PlanEntry, Candidate]]:
+    found = []
+    for size in sizes:
+        candidate = select_at(op.at_bucket(static, size), choice).require()
+        reads = [name for name in candidate.kernel.layouts if choice is not None and name in choice]
+        entry = PlanEntry(
+            m_max=size if size in BUCKETS else None,
+            kernel=candidate.kernel.name,
+            layout=reads[0] if reads else None,
+            config=dict(candidate.config or {}),
+            source=candidate.source or "priority",
+            expected_us=candidate.expected_us,
+        )
+        found.append((entry, candidate))
+    return found
+
+
+def _score(candidate: Candidate) -> float:
+    """Microseconds when known; before anything was measured, a stand-in that falls with declared priority."""
+    if candidate.expected_us is not None:
+        return candidate.expected_us
+    return 1e6 - candidate.kernel.priority

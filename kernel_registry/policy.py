@@ -1,0 +1,142 @@
+"""Policy: what the user wants of selection. One file, named by GRISTMILL_POLICY or handed over; no other switches."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+POLICY_VARIABLE = "GRISTMILL_POLICY"
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be read, or that no kernel can satisfy."""
+
+
+def default_cache() -> Path:
+    """Where the store and compiled kernels live unless a policy says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gristmill"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What selection must respect.
+
+    pins: operation name or ``*`` -> kernel name patterns, tried in order before any other kernel.
+    exclude: kernel name patterns that never run.
+    strict: an operation whose pinned kernels cannot serve a problem is an error, never a fallback.
+    deterministic / batch_invariant: only kernels that declare it.
+    weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes.
+    cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
+    store, cache: paths; None = under the user's cache folder.
+    """
+
+    pins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    strict: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+    weight_memory: float = 1.05
+    cpu_level: str | None = None
+    store: str | None = None
+    cache: str | None = None
+    origin: str = "default"
+
+    def pinned(self, op: str) -> tuple[str, ...]:
+        """The kernel patterns pinned for `op`: its own, else those for ``*``."""
+        return self.pins.get(op, self.pins.get("*", ()))
+
+    def rank(self, op: str, kernel: str) -> int | None:
+        """Place of `kernel` among the pins of `op`, None when it is not pinned."""
+        for place, pattern in enumerate(self.pinned(op)):
+            if fnmatchcase(kernel, pattern):
+                return place
+        return None
+
+    def excludes(self, kernel: str) -> str | None:
+        """The exclusion pattern that matches `kernel`, if any."""
+        return next((pattern for pattern in self.exclude if fnmatchcase(kernel, pattern)), None)
+
+    @property
+    def store_path(self) -> Path:
+        """The file that holds verification records and measured times."""
+        return Path(self.store) if self.store else self.cache_path / "store.json"
+
+    @property
+    def cache_path(self) -> Path:
+        """The folder of everything that may be deleted and made again."""
+        return Path(self.cache) if self.cache else default_cache()
+
+    @staticmethod
+    def parse(data: Mapping[str, Any], origin: str) -> Policy:
+        """A policy from a table; PolicyError names the entry at fault."""
+        known = {f.name: f for f in fields(Policy) if f.name != "origin"}
+        unknown = sorted(data.keys() - known.keys())
+        if unknown:
+            raise PolicyError(f"{origin}: unknown policy entry {unknown[0]!r}; entries are {', '.join(known)}")
+        values: dict[str, Any] = {"origin": origin}
+        for name, value in data.items():
+            values[name] = _checked(name, value, origin)
+        return Policy(**values)
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """The policy in a TOML or JSON file; PolicyError says what is wrong with it."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise PolicyError(f"policy {path}: {error.strerror or error}") from error
+        try:
+            data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except ValueError as error:
+            raise PolicyError(f"policy {path}: {error}") from error
+        if not isinstance(data, dict):
+            raise PolicyError(f"policy {path}: expected a table, got {type(data).__name__}")
+        return Policy.parse(data, str(path))
+
+    @staticmethod
+    def current() -> Policy:
+        """The policy that GRISTMILL_POLICY names, or the default one. Read once for each value of the variable."""
+        return _current(os.environ.get(POLICY_VARIABLE, ""))
+
+
+@cache
+def _current(path: str) -> Policy:
+    return Policy.load(path) if path else Policy()
+
+
+def _checked(name: str, value: Any, origin: str) -> Any:
+    def wrong(expected: str) -> PolicyError:
+        return PolicyError(f"{origin}: {name} wants {expected}, got {value!r}")
+
+    def texts(given: Any) -> tuple[str, ...]:
+        if isinstance(given, str):
+            return (given,)
+        if isinstance(given, list) and all(isinstance(item, str) for item in given):
+            return tuple(given)
+        raise wrong("text or a list of texts")
+
+    if name == "pins":
+        if not isinstance(value, dict):
+            raise wrong("a table of operation -> kernel patterns")
+        return {op: texts(patterns) for op, patterns in value.items()}
+    if name == "exclude":
+        return texts(value)
+    if name in ("strict", "deterministic", "batch_invariant"):
+        if not isinstance(value, bool):
+            raise wrong("true or false")
+        return value
+    if name == "weight_memory":
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1.0:
+            raise wrong("a number of at least 1")
+        return float(value)
+    if not isinstance(value, str):
+        raise wrong("text")
+    return value

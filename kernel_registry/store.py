@@ -1,0 +1,146 @@
+"""Reading the store: verification records and measured times, as JSON. `gristmill.autotune.store` writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.target import Target
+
+SCHEMA = 1
+NEAR_LIMIT = 1.0
+"""How far, in powers of two summed over the integer axes, a tuned problem may be to speak for another."""
+
+
+class StoreError(ValueError):
+    """A store file that cannot be read; the message names the file and the place."""
+
+
+def config_key(config: Config) -> str:
+    """A configuration as one canonical text."""
+    return ",".join(f"{name}={config[name]}" for name in sorted(config))
+
+
+def target_key(target: Target) -> str:
+    """The device a record belongs to: its target and its product name."""
+    return f"{target.name}|{target.device}" if target.device else target.name
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether one kernel at one configuration matched the reference on one device with one toolchain."""
+
+    op: str
+    kernel: str
+    code: str
+    config: str
+    problem: str
+    target: str
+    toolchain: str
+    ok: bool
+    error: float | None = None
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.op, self.kernel, self.code, self.config, self.problem, self.target, self.toolchain)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured time, with the raw samples it comes from (microseconds) and how they were taken."""
+
+    op: str
+    kernel: str
+    code: str
+    config: Mapping[str, Any]
+    problem: str
+    target: str
+    toolchain: str
+    us: float
+    samples: tuple[float, ...] = ()
+    timing: str = "eager,cold"
+
+
+@dataclass
+class Store:
+    """Records in memory. Pure data: looking up reads no file."""
+
+    verifications: dict[tuple[str, ...], Verification] = field(default_factory=dict)
+    timings: list[Timing] = field(default_factory=list)
+    _by_place: dict[tuple[str, str], list[Timing]] = field(default_factory=dict, repr=False)
+
+    def add(self, record: Verification | Timing) -> None:
+        """Add a record; a later one replaces an earlier one of the same key."""
+        if isinstance(record, Verification):
+            self.verifications[record.key] = record
+            return
+        place = self._by_place.setdefault((record.op, record.target), [])
+        same = [t for t in place if (t.kernel, t.problem, t.config, t.timing) == (record.kernel, record.problem, record.config, record.timing)]
+        for old in same:
+            place.remove(old)
+            self.timings.remove(old)
+        place.append(record)
+        self.timings.append(record)
+
+    def times(self, op: str, target: str) -> Iterable[Timing]:
+        """Every measured time of `op` on the device `target` (a `target_key`)."""
+        return self._by_place.get((op, target), ())
+
+    def sibling_times(self, op: str, target: Target) -> Iterable[Timing]:
+        """Measured times of `op` on other devices of the same target name."""
+        own = target_key(target)
+        for (name, place), records in self._by_place.items():
+            if name == op and place != own and place.partition("|")[0] == target.name:
+                yield from records
+
+    @staticmethod
+    def parse(data: Any, origin: str) -> Store:
+        """A store from its JSON form; StoreError names what is at fault."""
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise StoreError(f"{origin}: expected a store of schema {SCHEMA}, found {found!r}")
+        store = Store()
+        for kind, name in ((Verification, "verified"), (Timing, "timed")):
+            for place, entry in enumerate(data.get(name, [])):
+                try:
+                    if kind is Timing:
+                        entry = {**entry, "samples": tuple(entry.get("samples", ()))}
+                    store.add(kind(**entry))
+                except (TypeError, ValueError) as error:
+                    raise StoreError(f"{origin}: {name}[{place}]: {error}") from error
+        return store
+
+    @staticmethod
+    def read(path: Path) -> Store:
+        """The store in `path`; an absent file is an empty store, a damaged one is a StoreError."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return Store()
+        try:
+            return Store.parse(json.loads(text), str(path))
+        except json.JSONDecodeError as error:
+            raise StoreError(f"{path}: line {error.lineno}: {error.msg}") from error
+
+
+def distance(a: Problem, b: Problem) -> float:
+    """Powers of two between two problems, summed over integer axes; infinite if any other axis differs."""
+    total = 0.0
+    for (name, left), (other, right) in zip(a.values, b.values, strict=True):
+        if left == right:
+            continue
+        if name != other or not _is_size(left) or not _is_size(right):
+            return math.inf
+        total += abs(math.log2(max(float(left or 0), 0.5)) - math.log2(max(float(right or 0), 0.5)))
+    return total
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

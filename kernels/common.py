@@ -1,0 +1,81 @@
+"""Small helpers shared by operation definitions and launchers. Imports no torch: tensors are asked, not built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NAMES: dict[Any, str] = {}
+_TEXT = {
+    "torch.float32": "fp32",
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float8_e4m3fn": "fp8",
+    "torch.float8_e5m2": "fp8_e5m2",
+    "torch.int8": "int8",
+    "torch.uint8": "uint8",
+    "torch.int32": "int32",
+    "torch.int64": "int64",
+}
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_e5m2": 1, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+FLOATS = ("fp32", "fp16", "bf16")
+CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
+"""Dtype codes of the C++ entry points."""
+
+
+def dtype_name(dtype: Any) -> str:
+    """The problem-string name of a torch dtype; TypeError if gristmill has no name for it."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        name = _TEXT.get(str(dtype))
+        if name is None:
+            raise TypeError(f"dtype {dtype} is not supported; supported: {', '.join(sorted(_TEXT.values()))}")
+        _NAMES[dtype] = name
+    return name
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype that a problem string names."""
+    import torch
+
+    for text, known in _TEXT.items():
+        if known == name:
+            return getattr(torch, text.removeprefix("torch."))
+    raise ValueError(f"no dtype called {name!r}; known: {', '.join(ITEM_BYTES)}")
+
+
+def need(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition`: for arguments that do not fit each other."""
+    if not condition:
+        raise ValueError(message)
+
+
+def rows_of(name: str, x: Any) -> int:
+    """Rows of x seen as [rows, x.shape[-1]].
+
+    ValueError unless the last dimension is contiguous and the leading ones flatten to one row stride.
+    """
+    if x.dim() < 1:
+        raise ValueError(f"{name}: expected at least one dimension, got a scalar")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {tuple(x.stride())}")
+    rows, stride = 1, None
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1 and stride is not None and step != stride:
+            raise ValueError(
+                f"{name}: leading dimensions must flatten to rows of one stride, got shape {tuple(x.shape)} "
+                f"with strides {tuple(x.stride())}; call .contiguous() first"
+            )
+        if size != 1 or stride is not None:
+            stride = step * size
+        rows *= size
+    return rows
+
+
+def row_stride(x: Any) -> int:
+    """Elements between rows of x seen as [rows, x.shape[-1]] (see `rows_of`)."""
+    if x.dim() == 2:
+        return int(x.stride(0))
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1:
+            return int(step)
+    return int(x.shape[-1])

@@ -1,0 +1,171 @@
+"""The native libraries in ``gristmill/_lib``: found and loaded lazily, called through ctypes.
+
+The libraries have a plain C interface and no Python ABI. CPU entries are named ``<function>__<level>``, one per ISA
+level (kernels/_native/gm_cpu.h); CUDA entries keep their name in a library per architecture (kernels/_native/gm_cuda.h).
+A caller declares argument types once and keeps the returned function::
+
+    fn = cpu_function("gm_rms_norm", "avx512", (c_void_p, c_int64, ...))
+    check(fn(x.data_ptr(), x.stride(0), ...), "gm_rms_norm")
+
+ctypes releases the interpreter lock during a call. An entry returns 0 or a negative code; `check` turns a code into an
+exception.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gristmill
+
+#: Codes for ``int dtype`` arguments, by torch's dtype name. The same numbers as in gm_cpu.h.
+DTYPE_CODES: dict[str, int] = {
+    "float32": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 4,
+    "int8": 5,
+    "uint8": 6,
+    "int32": 7,
+    "int64": 8,
+}
+
+#: For each CPU level, the levels whose code runs on it, best first.
+LEVEL_CHAINS: dict[str, tuple[str, ...]] = {
+    "base": ("base",),
+    "avx2": ("avx2", "base"),
+    "avx512": ("avx512", "avx2", "base"),
+    "avx512_vnni": ("avx512_vnni", "avx512", "avx2", "base"),
+    "avx512_bf16": ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"),
+    "amx": ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"),
+    "neon": ("neon",),
+    "neon_dotprod": ("neon_dotprod", "neon"),
+    "neon_i8mm": ("neon_i8mm", "neon_dotprod", "neon"),
+    "sve": ("sve", "neon_i8mm", "neon_dotprod", "neon"),
+}
+
+_ERRORS: dict[int, tuple[type[Exception], str]] = {
+    -1: (TypeError, "a dtype that this kernel was not built for"),
+    -2: (ValueError, "a shape or stride out of its range"),
+    -3: (MemoryError, "out of memory for its scratch space"),
+    -4: (RuntimeError, "torch's thread pool failed"),
+    -5: (ValueError, "an argument out of its range"),
+    -6: (RuntimeError, "no CUDA driver that can load it: libcuda.so.1 of CUDA 12.0 or newer (r525) is needed"),
+}
+_CUDA_ERROR = -1000  # codes from here down are this minus a CUresult
+
+
+class NativeLibraryError(RuntimeError):
+    """A native library, or a function in it, is not in this installation."""
+
+
+def library_dir() -> Path:
+    """The folder of the native libraries; it need not exist."""
+    return Path(gristmill.__path__[0]) / "_lib"
+
+
+@functools.cache
+def manifest() -> dict[str, Any]:
+    """What the build contains: ``cpu_levels``, ``cuda``, ``compiler``, ``torch_target``, ``version``. Empty if not built."""
+    path = library_dir() / "manifest.json"
+    if not path.is_file():
+        return {}
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def _load(file: str, what: str, remedy: str) -> ctypes.CDLL:
+    path = library_dir() / file
+    if not path.is_file():
+        raise NativeLibraryError(f"gristmill was built without its {what}: {path} is missing; {remedy}")
+    import torch  # noqa: F401  # loads libtorch_cpu.so, which the library names but has no path to
+
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLibraryError(f"cannot load {path}: {error}; rebuild it with `make build`") from error
+
+
+@functools.cache
+def cpu_library() -> ctypes.CDLL:
+    """The library of CPU cores. Raises NativeLibraryError if this installation has none."""
+    return _load("libgristmill_cpu.so", "C++ kernels", "run `make build`, or install with a C++20 compiler present")
+
+
+@functools.cache
+def cuda_library(arch: str) -> ctypes.CDLL:
+    """The library of CUDA kernels for one architecture, ``sm_90a`` for example.
+
+    Loading it needs no driver; calling into it does.
+    """
+    file = f"libgristmill_cuda_{arch.replace('_', '')}.so"
+    return _load(file, f"CUDA kernels for {arch}", "install with nvcc present and GRISTMILL_CUDA=on")
+
+
+@functools.cache
+def cpu_function(name: str, level: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
+    """The entry ``name`` at exactly ``level``, returning int. Calls cost about a microsecond.
+
+    Raises ValueError for an unknown level and NativeLibraryError if the build has no such entry.
+    """
+    if level not in LEVEL_CHAINS:
+        raise ValueError(f"unknown CPU level {level!r}; expected one of {', '.join(LEVEL_CHAINS)}")
+    return _declare(cpu_library(), f"{name}__{level}", argtypes)
+
+
+@functools.cache
+def cuda_function(name: str, arch: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
+    """The host entry ``name`` of the CUDA library for ``arch``, returning int."""
+    return _declare(cuda_library(arch), name, argtypes)
+
+
+def _declare(library: ctypes.CDLL, symbol: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
+    try:
+        # Indexing gives every caller its own function object, so argument types set here are nobody else's.
+        function = library[symbol]
+    except AttributeError:
+        message = f"{library._name} has no function {symbol}; run `make build` after adding a source"
+        raise NativeLibraryError(message) from None
+    function.argtypes = argtypes
+    function.restype = ctypes.c_int
+    return function
+
+
+@functools.cache
+def best_level(name: str, level: str) -> str:
+    """The highest level at or below ``level`` at which ``name`` was built.
+
+    A core may skip levels that gain it nothing (``// gm-levels:`` in its source).
+    """
+    if level not in LEVEL_CHAINS:
+        raise ValueError(f"unknown CPU level {level!r}; expected one of {', '.join(LEVEL_CHAINS)}")
+    library = cpu_library()
+    for candidate in LEVEL_CHAINS[level]:
+        if hasattr(library, f"{name}__{candidate}"):
+            return candidate
+    raise NativeLibraryError(f"{library._name} has no variant of {name} at or below {level}")
+
+
+def best_config(name: str) -> Callable[[Any, Any], dict[str, str]]:
+    """The `config` of a C++ kernel whose one choice is the code level: the best that `name` has for a CPU target."""
+
+    def config(problem: Any, target: Any) -> dict[str, str]:
+        level = target.base.partition(":")[2]
+        return {"level": best_level(name, level) if manifest() else level}
+
+    return config
+
+
+def check(code: int, name: str) -> None:
+    """Raise the exception that a native return code stands for; 0 passes."""
+    if code == 0:
+        return
+    if code <= _CUDA_ERROR:
+        raise RuntimeError(f"{name}: the CUDA driver answered error {_CUDA_ERROR - code}")
+    kind, meaning = _ERRORS.get(code, (RuntimeError, f"unknown code {code}"))
+    raise kind(f"{name}: {meaning}")
