@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import pytest
-from scheduler_harness import FakeModel, Run, expected_ids, run_all, step
 
 from gristmill.runtime.scheduler import (
     FinishReason,
@@ -16,6 +15,8 @@ from gristmill.runtime.scheduler import (
     SchedulerStuck,
 )
 from gristmill.runtime.scheduler.planner import Planner
+
+from .harness import FakeModel, Run, expected_ids, run_all, step
 
 
 def make(num_blocks: int = 50, **options: object) -> Scheduler:

@@ -1,9 +1,10 @@
 """What a step may use: reserves at admission, drafts, aligned chunks."""
 
 import pytest
-from scheduler_harness import FakeModel, Run, expected_ids, run_all, step
 
 from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
+
+from .harness import FakeModel, Run, expected_ids, run_all, step
 
 
 def make(num_blocks: int, **options: object) -> tuple[Scheduler, FakeModel, Run]:

@@ -64,17 +64,17 @@ def test_traced_memory_of_a_shorter_run_is_constant() -> None:
 
 
 def test_a_step_of_256_decodes_is_well_under_a_millisecond() -> None:
-    """Median of plan + commit + update; the bound is three times what a 2020 core takes, for noisy neighbours."""
+    """Median processor time of plan + commit + update: about 0.45 ms; the bound leaves room for slower cores."""
     scheduler = Scheduler(SchedulerConfig(num_blocks=20_000, max_batch_tokens=8192))
     for i in range(256):
         scheduler.add(Request(str(i), [i] * 20, 400))
     times = []
     while len(times) < 300:
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = scheduler.plan()
         scheduler.commit(plan)
         scheduler.update(plan, [5] * len(plan.sampling()))
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     assert plan.num_tokens == 256
     assert statistics.median(times) < 1.5e-3
 
@@ -91,9 +91,9 @@ def test_a_long_blocked_queue_does_not_slow_a_step() -> None:
             scheduler.add(Request(str(i), [i % 7] * 300, 5))
         times = []
         for _ in range(20):
-            begin = time.perf_counter()
+            begin = time.process_time()
             scheduler.plan()
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
         return min(times)
 
     assert step_seconds(20_000) < 5 * step_seconds(200)

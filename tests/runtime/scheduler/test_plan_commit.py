@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from scheduler_harness import FakeModel, Run, expected_ids, step
 
 from gristmill.runtime.kv_cache import PoolPlan
 from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig, StepPlan
+
+from .harness import FakeModel, Run, expected_ids, step
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-from scheduler_harness import FakeModel, SlotFunction, expected_ids, run_all
 
 from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache
 from gristmill.runtime.scheduler import (
@@ -17,6 +16,8 @@ from gristmill.runtime.scheduler import (
     StepPlan,
 )
 from gristmill.runtime.scheduler.planner import Planner
+
+from .harness import FakeModel, SlotFunction, expected_ids, run_all
 
 CONFIG = SchedulerConfig(num_blocks=14, block_size=4, max_seqs=4, max_batch_tokens=24)
 CAUGHT = (AssertionError, PoolError, SchedulerStuck, KeyError, IndexError, ValueError)

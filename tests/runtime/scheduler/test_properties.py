@@ -6,9 +6,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from scheduler_harness import VOCAB, FakeModel, Run, expected_ids, propose_some, run_all, step
 
 from gristmill.runtime.scheduler import FinishReason, Request, RequestTooLarge, Scheduler, SchedulerConfig
+
+from .harness import VOCAB, FakeModel, Run, expected_ids, propose_some, run_all, step
 
 COMMON = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
