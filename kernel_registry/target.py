@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .targets import ARCHES, FEATURES, VENDORS, amd, cpu, intel, nvidia
-from .targets.devices import ALIASES, Device, by_device_name
+from gristmill.kernel_registry.targets import ARCHES, FEATURES, VENDORS, amd, cpu, intel, nvidia
+from gristmill.kernel_registry.targets.devices import ALIASES, Device, by_device_name
 
 _EDIT = re.compile(r"([+-])([A-Za-z0-9_.]+)")
 _INTS = (
@@ -144,19 +144,14 @@ class Target:
         """Dense matrix TFLOP/s of `dtype` (`bf16`, `fp8` ...), or None when unknown."""
         return dict(self.tflops).get(dtype)
 
-    def key(self) -> str:
-        """What the store files measurements under: the name, and the device where known."""
-        return f"{self.name}/{self.device}" if self.device else self.name
-
     def describe(self) -> str:
         """Several lines for a reader; facts that are unknown are left out."""
-        mib = lambda n: f"{n / 2**20:.0f} MiB"  # noqa: E731
         facts = [f"{self.name}: {self.device or 'no particular device'} ({self.vendor}, {self.arch})"]
         line = []
         if self.multiprocessors is not None:
             line.append(f"{self.multiprocessors} {'threads' if self.vendor == 'cpu' else 'multiprocessors'}")
         if self.l2_bytes is not None:
-            line.append(f"{mib(self.l2_bytes)} shared cache")
+            line.append(f"{self.l2_bytes / 2**20:.0f} MiB shared cache")
         if self.memory_bytes is not None:
             line.append(f"{self.memory_bytes / 1e9:.0f} GB memory")
         if self.bandwidth_gbs is not None:

@@ -15,7 +15,18 @@ _RDNA2 = frozenset({"wave32", "dot2", "sdot4"})
 _RDNA3 = frozenset({"wave32", "dot2", "dot2.bf16", "sudot4", "wmma", "wmma.f16", "wmma.bf16", "wmma.int8", "wmma.int4"})
 _RDNA4 = _RDNA3 | {"wmma.fp8", "fp8.ocp"}
 _GFX1250 = frozenset(
-    {"wave32", "sudot4", "wmma", "wmma.f16", "wmma.bf16", "wmma.int8", "wmma.fp8", "wmma.scale", "wmma.mxf8", "wmma.mxf4"}
+    {
+        "wave32",
+        "sudot4",
+        "wmma",
+        "wmma.f16",
+        "wmma.bf16",
+        "wmma.int8",
+        "wmma.fp8",
+        "wmma.scale",
+        "wmma.mxf8",
+        "wmma.mxf4",
+    }
     | {"fp8.ocp", "bf16.native", "tdm"}
 )
 

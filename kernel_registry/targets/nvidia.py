@@ -1,7 +1,8 @@
 """NVIDIA architectures: features from the PTX ISA and the CUDA programming guide, and which device code runs where.
 
 Two traps this table exists for. A larger number is no superset: sm_110 and sm_120 cannot run sm_100 code, sm_120 has
-neither wgmma nor tcgen05, and nothing after sm_90 has wgmma. And mma.sync on int4 is gone from the hardware after sm_89.
+neither wgmma nor tcgen05, and nothing after sm_90 has wgmma. And mma.sync on int4 is gone from the hardware after
+sm_89.
 """
 
 from __future__ import annotations
@@ -70,12 +71,18 @@ def why_not(arch: str, code: str) -> str | None:
         return None if same else f"{code} code runs only on sm_{want[2]}, not on {arch}"
     if suffix == "f":
         same = major == code_major and minor >= code_minor
-        return None if same else f"{code} code runs only on its family (sm_{code_major}x from sm_{want[2]}), not on {arch}"
+        return (
+            None if same else f"{code} code runs only on its family (sm_{code_major}x from sm_{want[2]}), not on {arch}"
+        )
     if kind == "compute":
         newer = (major, minor) >= (code_major, code_minor)
         return None if newer else f"{code} PTX needs sm_{want[2]} or newer; {arch} is older"
     if _JETSON & {arch, f"sm_{want[2]}"}:
-        return None if arch == code else f"a cubin for {code} does not run on {arch}: Jetson and others do not share cubins"
+        return (
+            None
+            if arch == code
+            else f"a cubin for {code} does not run on {arch}: Jetson and others do not share cubins"
+        )
     if major != code_major:
         return f"a cubin for {code} runs only on sm_{code_major}x; {arch} is not binary compatible"
     return None if minor >= code_minor else f"a cubin for {code} needs sm_{want[2]} or newer; {arch} is older"
