@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
+import gristmill
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 import check_wheel  # noqa: E402
 import requirements  # noqa: E402
+
+
+def test_tests_import_this_tree() -> None:
+    """An editable install of another checkout would win over PYTHONPATH, and its code would be tested instead."""
+    assert Path(gristmill.__file__).resolve() == ROOT / "src" / "gristmill" / "__init__.py"
 
 
 def good_wheel_names() -> list[str]:
