@@ -57,7 +57,9 @@ def test_nvfp4_rounding_is_that_of_compressed_tensors() -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     w = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
     q = quantize(w, "nvfp4")
-    args = quantization.QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    args = quantization.QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
+    )
     ratio = torch.tensor([1.0]) / q.global_scale
     theirs = forward.fake_quantize(w, q.scales.float(), None, args, global_scale=ratio)
     # scale / (1 / global) and scale * global differ in the last bit
