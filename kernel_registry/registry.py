@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 
 ENTRY_POINTS = "gristmill.kernels"
+
+Spec = TypeVar("Spec", Op, Kernel, Layout)
 
 
 class UnknownError(LookupError):
@@ -72,7 +74,7 @@ class Registry:
             yield from self.kernels_of(op)
 
 
-def _find(table: dict[str, Any], name: str, what: str) -> Any:
+def _find(table: dict[str, Spec], name: str, what: str) -> Spec:
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=3)

@@ -79,3 +79,19 @@ def row_stride(x: Any) -> int:
         if size != 1:
             return int(step)
     return int(x.shape[-1])
+
+
+def rows_ok(x: Any) -> bool:
+    """Whether `rows_of` takes x, in a few attribute reads: for guards of planned calls."""
+    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1):
+        return True
+    try:
+        rows_of("", x)
+    except ValueError:
+        return False
+    return True
+
+
+def separate_rows(x: Any) -> bool:
+    """Whether `rows_of` takes x and no two of its rows overlap, as what is written must not."""
+    return x.is_contiguous() or (rows_ok(x) and row_stride(x) >= x.shape[-1])
