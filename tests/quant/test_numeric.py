@@ -18,8 +18,7 @@ def floats() -> np.ndarray:
     close = np.random.default_rng(0).normal(size=20000).astype(np.float32) * 8
     grid = np.arange(-8, 8, 1 / 64, dtype=np.float32)
     around = np.concatenate([np.nextafter(grid, np.float32(9)), np.nextafter(grid, np.float32(-9)), grid])
-    all_ = np.concatenate([every[np.isfinite(every)], close, around])
-    return all_
+    return np.concatenate([every[np.isfinite(every)], close, around])
 
 
 def test_e2m1_encode_is_ml_dtypes() -> None:

@@ -17,10 +17,10 @@ from gristmill.kernel_registry.scheme import (
 from gristmill.quant import quantize
 from tests.quant.oracle import weight
 
-WEIGHTS = (
-    "fp32 fp16 bf16 int4_g32 int4_g64 int4_g128 int4_ch int4_g32_zp int4_g64_zp int4_g128_zp int4_ch_zp "
-    "int8_ch int8_g128 fp8 fp8_ch fp8_block mxfp8 mxfp4 nvfp4"
-).split()
+WEIGHTS = [
+    "fp32", "fp16", "bf16", "int4_g32", "int4_g64", "int4_g128", "int4_ch", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp",
+    "int4_ch_zp", "int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block", "mxfp8", "mxfp4", "nvfp4",
+]  # fmt: skip
 
 
 def test_the_names_are_the_contracts() -> None:
