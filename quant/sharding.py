@@ -107,8 +107,8 @@ def _narrow_k(q: QuantTensor, start: int, length: int) -> QuantTensor:
     if q.scheme.granularity in ("group", "block"):
         size = q.scheme.group_size or length
         kept, new["g_idx"] = _renumber(q.column_groups()[start : start + length], size)
-        new["scales"] = _select(q.scales, -1, kept)
-        new["zero"] = _select(q.zero, -1, kept)
+        new["scales"] = select(q.scales, -1, kept)
+        new["zero"] = select(q.zero, -1, kept)
     return _rebuild(q, (*q.shape[:-1], length), **new)
 
 
@@ -116,8 +116,8 @@ def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
     new: dict[str, Tensor | None] = {"codes": _copy(q.codes, -2, start, length)}
     if q.scheme.granularity == "block":
         kept, new["n_idx"] = _renumber(q.row_blocks()[start : start + length], BLOCK)
-        new["scales"] = _select(q.scales, -2, kept)
-        new["zero"] = _select(q.zero, -2, kept)
+        new["scales"] = select(q.scales, -2, kept)
+        new["zero"] = select(q.zero, -2, kept)
     elif q.scales is not None:
         new["scales"] = _copy(q.scales, -2, start, length)
         new["zero"] = None if q.zero is None else _copy(q.zero, -2, start, length)
@@ -181,7 +181,7 @@ def _concat_k(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTe
 def _renumber(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
     """(scale indices in use, ascending; the index renumbered to them, or None when it is i // size)."""
     kept, inverse = torch.unique(index, return_inverse=True)
-    return kept.to(torch.int64), _drop_regular(inverse.to(torch.int32), size)
+    return kept.to(torch.int64), drop_regular(inverse.to(torch.int32), size)
 
 
 def _join_index(parts: list[Tensor], scales: list[Tensor | None], scale_dim: int, size: int) -> Tensor | None:
@@ -189,12 +189,13 @@ def _join_index(parts: list[Tensor], scales: list[Tensor | None], scale_dim: int
     for index, scale in zip(parts, scales, strict=True):
         shifted.append(index + offset)
         offset += 0 if scale is None else scale.shape[scale_dim]
-    regular = _drop_regular(torch.cat(shifted), size)
+    regular = drop_regular(torch.cat(shifted), size)
     # A scale that no index names (an act-order group emptied by its owner) would break the plain rule: keep the index.
     return torch.cat(shifted) if offset != -(-sum(p.numel() for p in parts) // size) else regular
 
 
-def _drop_regular(index: Tensor, size: int) -> Tensor | None:
+def drop_regular(index: Tensor, size: int) -> Tensor | None:
+    """The index, or None when entry i is i // size."""
     regular = torch.arange(index.numel(), dtype=index.dtype, device=index.device) // size
     return None if torch.equal(index, regular) else index
 
@@ -204,7 +205,8 @@ def _copy(t: Tensor, dim: int, start: int, length: int) -> Tensor:
     return t.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
-def _select(t: Tensor | None, dim: int, index: Tensor) -> Tensor | None:
+def select(t: Tensor | None, dim: int, index: Tensor) -> Tensor | None:
+    """index_select that takes None and float8."""
     if t is None:
         return None
     if t.dtype == torch.float8_e4m3fn:  # not every device indexes float8
