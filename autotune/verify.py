@@ -56,13 +56,12 @@ def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[A
 
 
 def run_reference(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """The reference's outputs: what it returns, or for an in-place operation its written arguments."""
+    """The reference's outputs: what it returns, followed by the arguments it has written in place."""
     copies = [a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
               for p, a in zip(op.parameters, arguments, strict=True)]  # fmt: skip
     returned = op.reference(*copies)
-    if op.outputs:
-        return [returned] if isinstance(returned, torch.Tensor) else list(returned)
-    return _written(op, copies)
+    made = [] if not op.outputs else [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    return made + _written(op, copies)
 
 
 def run_guarded(
@@ -87,7 +86,7 @@ def run_guarded(
             bands.append((name, band))
             outputs.append(out)
     load(kernel)(config, *copies, *outputs)
-    if any(t.is_cuda for t in outputs or _written(op, copies)):
+    if any(t.is_cuda for t in outputs + _written(op, copies)):
         torch.cuda.synchronize()
     for name, (before, after, poison) in bands:
         if not (_all_poison(before, poison) and _all_poison(after, poison)):
@@ -96,7 +95,7 @@ def run_guarded(
         if not torch.equal(now.view(torch.uint8) if now.dtype.itemsize == 1 else now.nan_to_num(),
                            original.view(torch.uint8) if now.dtype.itemsize == 1 else original.nan_to_num()):  # fmt: skip
             return outputs, f"changed its input {name}"
-    return outputs or _written(op, copies), ""
+    return outputs + _written(op, copies), ""
 
 
 def _written(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
