@@ -27,7 +27,7 @@ class BoundPlan:
     `layouts` fixes what packed weights exist; None for operations without packed weights.
     """
 
-    __slots__ = ("_guard", "_runners", "_size", "entries", "handle", "layouts", "op", "resolver", "static")
+    __slots__ = ("_guard", "_runners", "entries", "handle", "layouts", "op", "resolver", "static")
 
     def __init__(self, op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None = None) -> None:
         self.op = op
@@ -36,22 +36,16 @@ class BoundPlan:
         self.layouts = layouts
         self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
-        self._size = op.size or (lambda *arguments: 1)
         self._guard = op.guard or partial(_described, op)
         self.handle = 0
 
     def __call__(self, *arguments: Any) -> None:
         """Run on `arguments` followed by the outputs, all as the kernel's layout has them."""
-        reason = self._guard(self.static, *arguments)
-        if reason is not None:
-            raise ValueError(f"{self.op.name}: {reason}")
-        size = self._size(*arguments)
-        if size == 0:
-            return
-        runner = self._runners[0 if size == 1 else min((size - 1).bit_length(), 13)]
-        if runner is None:
-            runner = self._late(size)
-        runner(*arguments)
+        size = self._guard(self.static, *arguments)
+        if size:
+            # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.
+            runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
+            runner(*arguments)
 
     def prepare(self, sizes: Iterable[int] | None = None) -> BoundPlan:
         """Resolve (verify) and load the kernels for these sizes of the dynamic axis; None = every bucket."""
@@ -113,11 +107,12 @@ class BoundPlan:
         return runner
 
 
-def _described(op: Op, static: Problem, *arguments: Any) -> str | None:
+def _described(op: Op, static: Problem, *arguments: Any) -> int:
     """The guard of an operation that has none of its own: describe the call and compare."""
-    inputs = arguments[: len(op.parameters)]
-    found = op.static(op.problem(op.describe(*inputs)))
-    return None if found == static else f"planned for {static}, called with {found}"
+    found = op.problem(op.describe(*arguments[: len(op.parameters)]))
+    if op.static(found) != static:
+        raise ValueError(f"{op.name} planned for {static}, called with {op.static(found)}")
+    return found.integer(op.bucket) if op.bucket else 1
 
 
 def _capturing() -> bool:

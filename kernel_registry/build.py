@@ -23,7 +23,8 @@ def normal_name(name: str) -> str:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0, 0); a pre-release ranks under its release. Raises ValueError without a leading digit."""
+    """`2.13.0+cpu` -> (2, 13, 0, 0); a pre-release ranks under its release. Raises ValueError without a leading
+    digit."""
     public = version.partition("+")[0]
     match = re.match(r"v?(\d+(?:\.\d+)*)(.*)", public)
     if match is None:
@@ -37,9 +38,10 @@ def version_key(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Build:
-    """packages: (distribution, version), every one installed. offers / lacks: `"module:attr"` confirmed / (offer, why not).
-    cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold. compilers: (name, version or
-    path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU (TRITON_INTERPRET=1).
+    """packages: (distribution, version), every one installed. offers / lacks: `"module:attr"` confirmed / (offer,
+    why not). cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold.
+    compilers: (name, path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU
+    (TRITON_INTERPRET=1).
     library: version of the native libraries; driver: of the GPU's driver, "" = unknown or none.
     """
 
@@ -85,7 +87,8 @@ class Build:
         return self.version("triton")
 
     def confirm(self, offers: Iterable[str], importing: bool = False) -> Build:
-        """A copy that knows which of `offers` (`"module:attr"`) are there. Reads sources; imports only with `importing`."""
+        """A copy that knows which of `offers` (`"module:attr"`) are there. Reads sources; imports only with
+        `importing`."""
         from gristmill.kernel_registry.offers import find_offer
 
         have, lack = set(self.offers), dict(self.lacks)
@@ -162,7 +165,8 @@ class Build:
 
 
 def installed(path: Iterable[str] | None = None) -> dict[str, str]:
-    """Distribution -> version, by the names of the metadata folders on `path` (default sys.path); the first one wins."""
+    """Distribution -> version, by the names of the metadata folders on `path` (default sys.path); the first one
+    wins."""
     found: dict[str, str] = {}
     for entry in sys.path if path is None else path:
         if not os.path.isdir(entry or "."):

@@ -21,8 +21,8 @@ class Requirement:
     vendors: `nvidia amd intel cpu`, () = any.
     packages: (distribution name, minimal version or "") pairs.
     offers: `"module:attr"` names that the installed modules must really have: a name on an index proves nothing.
-    code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU level
-        that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
+    code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
+        level that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
         `hip:gfx942`, `cute:sm_90a` (compiled at run time by CuTe DSL).
     """
 

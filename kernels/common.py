@@ -73,6 +73,8 @@ def rows_of(name: str, x: Any) -> int:
 
 def row_stride(x: Any) -> int:
     """Elements between rows of x seen as [rows, x.shape[-1]] (see `rows_of`)."""
+    if x.dim() == 2:
+        return int(x.stride(0))
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size != 1:
             return int(step)

@@ -145,7 +145,7 @@ def best_config(name: str) -> Callable[[Any, Any], dict[str, str]]:
     """The `config` of a C++ kernel whose one choice is the code level: the best that `name` has for a CPU target."""
 
     def config(problem: Any, target: Any) -> dict[str, str]:
-        level = target.name.partition(":")[2]
+        level = target.base.partition(":")[2]
         return {"level": best_level(name, level) if manifest() else level}
 
     return config

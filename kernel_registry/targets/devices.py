@@ -140,7 +140,7 @@ DEVICES: tuple[Device, ...] = (
         tf32=494,
         fp32=67,
     ),
-    _d("b200", "NVIDIA B200", "sm_100", "b200", 148, 126, 180, 7700, fp16=2250, bf16=2250, fp8=4500, nvfp4=9000),
+    _d("b200", "NVIDIA B200", "sm_100", "b200", 148, 126, 180, 8000, fp16=2250, bf16=2250, fp8=4500, nvfp4=9000),
     _d("b300", "NVIDIA B300", "sm_103", "b300", None, None, 288, 8000, fp16=2250, bf16=2250, fp8=4500),
     _d("thor", "NVIDIA Jetson Thor", "sm_110", "thor", 20, None, 128, 273),
     _d("orin", "NVIDIA Jetson AGX Orin", "sm_87", "orin", 16, None, 64, 204.8),

@@ -1,7 +1,8 @@
 """NVIDIA architectures: features from the PTX ISA and the CUDA programming guide, and which device code runs where.
 
 Two traps this table exists for. A larger number is no superset: sm_110 and sm_120 cannot run sm_100 code, sm_120 has
-neither wgmma nor tcgen05, and nothing after sm_90 has wgmma. And mma.sync on int4 is gone from the hardware after sm_89.
+neither wgmma nor tcgen05, and nothing after sm_90 has wgmma. And mma.sync on int4 is gone from the hardware after
+sm_89.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class Probe:
 def probe_cpu(root: str | Path = "/", machine: str | None = None) -> Target:
     """The CPU of this process: its best level, all features, usable threads, last-level cache and memory.
 
-    Without /proc/cpuinfo the level is `cpu:base` (`cpu:neon` on arm64, where Advanced SIMD is part of the architecture).
+    Without /proc/cpuinfo the level is `cpu:base` (`cpu:neon` on arm64, where Advanced SIMD is part of the
+    architecture).
     """
     folder = Path(root)
     family = _FAMILIES.get((machine or platform.machine()).lower(), (machine or platform.machine()).lower() or "any")
@@ -75,7 +76,8 @@ def probe_devices() -> Probe:
 
 
 def probe_cuda(library: Any = None) -> Probe:
-    """NVIDIA devices by the driver API (cuInit, cuDeviceGet...: no context). `library` stands in for libcuda in tests."""
+    """NVIDIA devices by the driver API (cuInit, cuDeviceGet...: no context). `library` stands in for libcuda in
+    tests."""
     import ctypes
 
     cuda, why = (library, "") if library is not None else _libcuda()

@@ -29,12 +29,13 @@ def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
     return {"m": rows, "n": x.shape[-1], "x": dtype_name(x.dtype)}
 
 
-def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> str | None:
-    """Why this call is not one of `problem`, in a few attribute reads."""
-    n = problem.values[1][1]
-    if x.shape[-1] != n or weight.shape[0] != n or out.shape != x.shape or x.dtype != out.dtype:
-        return f"planned for n={n}, got x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}"
-    return None
+def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`."""
+    shape, n = x.shape, problem.values[1][1]
+    if shape[-1] != n or weight.shape[0] != n or out.shape != shape or x.dtype != out.dtype or x.dtype != weight.dtype:
+        raise ValueError(f"rms_norm planned for {problem}: got x {tuple(shape)} {x.dtype}, weight {tuple(weight.shape)} "
+                         f"{weight.dtype}, out {tuple(out.shape)} {out.dtype}")  # fmt: skip
+    return x.numel() // n
 
 
 def like(x: Any, weight: Any, eps: float) -> tuple[tuple[Any, Any], ...]:
@@ -83,7 +84,6 @@ OP = Op(
     cost=cost,
     tolerance=tolerance,
     bucket="m",
-    size=lambda x, weight, eps, out: x.numel() // x.shape[-1] if x.shape[-1] else 0,
     examples=(
         "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=5,n=4096,x=bf16",
         "m=257,n=256,x=fp32",

@@ -1,12 +1,15 @@
 """Operations on torch tensors: ``gristmill.ops.rms_norm(x, weight, eps)``.
 
 Every operation of the registry is here as a function, and as one torch operator in two overloads:
-``torch.ops.gristmill.<op>`` allocates its outputs, ``torch.ops.gristmill.<op>.out`` writes into those it is given.
-Both take ``plan``, the handle of a `BoundPlan` (0: find the kernel from the arguments; the answer is remembered).
+``torch.ops.gristmill.<op>.out(*arguments, plan, *outputs)`` is the primary one and writes into its last arguments;
+``torch.ops.gristmill.<op>(*arguments, plan=0)`` allocates them. ``plan`` is the handle of a `BoundPlan` (0: find the
+kernel from the arguments; the answer is remembered). Outputs are positional: keyword arguments cost more a call than a plan.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,13 +62,6 @@ def release(plan: BoundPlan) -> None:
         plan.handle = 0
 
 
-def _planned(handle: int) -> BoundPlan:
-    plan = _PLANS[handle] if 0 < handle < len(_PLANS) else None
-    if plan is None:
-        raise ValueError(f"no plan has handle {handle}; make one with gristmill.ops.bind")
-    return plan
-
-
 def _automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
     """The plan for these arguments: by their shapes, dtypes and strides, described and resolved only the first time."""
     policy = Policy.current()
@@ -98,69 +94,77 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
 def _define(op: Op) -> None:
     """Register the torch operator of `op` and make its function."""
     count = len(op.parameters)
-    inputs = ", ".join(_schema(op, index) for index in range(count))
-    outputs = ", ".join(f"Tensor({chr(ord('m') + index)}!) {name}" for index, name in enumerate(op.outputs))
+    defaults = tuple(_default(parameter.default) for parameter in op.parameters)
+    typed = [f"{parameter.type} {parameter.name}" for parameter in op.parameters]
+    inputs = ", ".join(
+        text if p.default is None else f"{text}={p.default}" for text, p in zip(typed, op.parameters, strict=True)
+    )
+    outputs = [f"Tensor({chr(ord('m') + index)}!) {name}" for index, name in enumerate(op.outputs)]
 
     def run(*arguments: Any) -> None:
         handle = arguments[count]
-        arguments = arguments[:count] + arguments[count + 1 :]
-        plan = _planned(handle) if handle else _automatic(op, arguments[:count])
-        plan(*arguments)
+        plan = _PLANS[handle] if handle else _automatic(op, arguments[:count])
+        if plan is None:
+            raise ValueError(f"{op.name}: the plan with handle {handle} was released")
+        plan(*arguments[:count], *arguments[count + 1 :])
 
-    if not op.outputs:
-        name = f"gristmill::{op.name}"
-        _LIBRARY.define(f"{op.name}({inputs}, int plan=0) -> ()")
-        _LIBRARY.impl(op.name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, lambda *arguments: None, lib=_LIBRARY)
-        _FUNCTIONS[op.name] = _function(op, getattr(torch.ops.gristmill, op.name).default, None)
-        return
+    def allocate(*arguments: Any) -> list[torch.Tensor]:
+        device = next(t.device for a in arguments for t in _tensors(a))
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in op.like(*arguments)]
 
-    def allocate(*arguments: Any) -> Any:
-        inputs = arguments[:count]
-        device = next(t.device for a in inputs for t in _tensors(a))
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in op.like(*inputs)]
-        return made[0] if len(made) == 1 else tuple(made)
-
-    def run_new(*arguments: Any, plan: int = 0) -> Any:
-        handle = arguments[count] if len(arguments) > count else plan
+    def run_new(*given: Any) -> Any:
+        # The dispatcher leaves out trailing arguments that are at their defaults.
+        arguments = (*given, *(*defaults, 0)[len(given) :])
         made = allocate(*arguments[:count])
-        run(*arguments[:count], handle, *((made,) if isinstance(made, torch.Tensor) else made))
-        return made
+        run(*arguments, *made)
+        return made[0] if len(made) == 1 else tuple(made) if made else None
 
-    def run_out(*arguments: Any, **outs: Any) -> None:
-        run(*arguments, *(outs[name] for name in op.outputs)) if outs else run(*arguments)
+    def fake_new(*given: Any) -> Any:
+        made = allocate(*(*given, *defaults[len(given) :])[:count])
+        return made[0] if len(made) == 1 else tuple(made) if made else None
 
-    returned = "Tensor" if len(op.outputs) == 1 else "(" + ", ".join("Tensor" for _ in op.outputs) + ")"
-    _LIBRARY.define(f"{op.name}.out({inputs}, int plan=0, *, {outputs}) -> ()")
-    _LIBRARY.define(f"{op.name}({inputs}, int plan=0) -> {returned}")
-    _LIBRARY.impl(f"{op.name}.out", run_out, "CompositeExplicitAutograd")
+    returned = ", ".join("Tensor" for _ in op.outputs)
+    _LIBRARY.define(f"{op.name}({inputs}, int plan=0) -> {returned if len(op.outputs) == 1 else f'({returned})'}")
     _LIBRARY.impl(op.name, run_new, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gristmill::{op.name}.out", lambda *arguments, **outs: None, lib=_LIBRARY)
-    torch.library.register_fake(f"gristmill::{op.name}", lambda *arguments, **rest: allocate(*arguments), lib=_LIBRARY)
+    torch.library.register_fake(f"gristmill::{op.name}", fake_new if op.outputs else _no_fake, lib=_LIBRARY)
     packet = getattr(torch.ops.gristmill, op.name)
-    _FUNCTIONS[op.name] = _function(op, packet.default, packet.out)
+    if op.outputs:
+        _LIBRARY.define(f"{op.name}.out({', '.join([*typed, 'int plan', *outputs])}) -> ()")
+        _LIBRARY.impl(f"{op.name}.out", run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"gristmill::{op.name}.out", _no_fake, lib=_LIBRARY)
+    _FUNCTIONS[op.name] = _function(op, packet.default, packet.out if op.outputs else None)
 
 
-def _schema(op: Op, index: int) -> str:
-    parameter = op.parameters[index]
-    default = "" if parameter.default is None else f"={parameter.default}"
-    return f"{parameter.type} {parameter.name}{default}"
+def _no_fake(*arguments: Any) -> None:
+    """What an operation that only writes into its arguments does to fake tensors: nothing."""
+
+
+def _default(text: str | None) -> Any:
+    """The Python value of a default in a schema; None stands for no default too."""
+    return None if text is None else ast.literal_eval(text)
 
 
 def _function(op: Op, new: Callable[..., Any], into: Callable[..., Any] | None) -> Callable[..., Any]:
-    names = [parameter.name for parameter in op.parameters]
+    signature = inspect.Signature([
+        inspect.Parameter(p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                          default=inspect.Parameter.empty if p.default is None else _default(p.default))
+        for p in op.parameters
+    ])  # fmt: skip
 
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
+        if named or len(arguments) < len(op.parameters):
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            arguments = bound.args
         handle = plan.handle if plan is not None else 0
         if out is None or into is None:
-            return new(*arguments, **named, plan=handle)
-        outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
-        into(*arguments, **named, plan=handle, **dict(zip(op.outputs, outs, strict=True)))
+            return new(*arguments, handle)
+        into(*arguments, handle, *((out,) if isinstance(out, torch.Tensor) else out))
         return out
 
     call.__name__ = call.__qualname__ = op.name
     call.__doc__ = (
-        f"{op.summary}. Arguments: {', '.join(names)}; outputs: {', '.join(op.outputs) or 'none (in place)'}.\n\n"
+        f"{op.summary}. Arguments: {signature}; outputs: {', '.join(op.outputs) or 'none (in place)'}.\n\n"
         f"{op.reference.__doc__ or ''}\n\nplan: a BoundPlan from `bind` (None: found from the arguments and remembered). "
         "out: the output tensor, or a tuple of them, to write into."
     )

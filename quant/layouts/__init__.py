@@ -1,0 +1,1 @@
+"""Weight layouts, one spec a module. Found by walking this package."""
