@@ -71,8 +71,7 @@ def shrunk(problem: Problem) -> Problem:
     tokens = max(1, min(problem.integer("q_tokens"), 67))
     seqs = min(problem.integer("seqs"), 5)
     max_q = min(problem.integer("max_q"), tokens)
-    if tokens > seqs * max_q:
-        tokens = seqs * max_q
+    tokens = min(tokens, seqs * max_q)
     max_ctx = max(333, max_q)
     return problem.with_values(
         q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(tokens, seqs * max_ctx * 2 // 3)

@@ -118,25 +118,25 @@ def _check_vector(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) ->
 def guard(
     problem: Problem, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
     max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
-) -> str | None:  # fmt: skip
-    """Why this call is not one of `problem`, in a few attribute reads. What the index tensors hold is not looked at."""
+) -> int:  # fmt: skip
+    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
     heads, kv_heads, head_dim, block_size, x, wide, sunk, stated = (value for _, value in problem.values[5:])
     if q.shape[1:] != (heads, head_dim) or out.shape != q.shape:
-        return f"planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}"
+        raise ValueError(f"paged_attention: planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}")
     if k_cache.shape[1:] != (block_size, kv_heads, head_dim) or v_cache.shape != k_cache.shape:
-        return f"planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        raise ValueError(f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype or q.dtype != out.dtype or dtype_name(q.dtype) != x:
-        return f"planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}"
+        raise ValueError(f"paged_attention: planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}")
     if max(0, window) != wide or (sinks is not None) != sunk or (lse is not None) != stated:
-        return f"planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise"
+        raise ValueError(f"paged_attention: planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise")
     if stated and lse.shape != q.shape[:2]:
-        return f"lse must be {tuple(q.shape[:2])}, got {tuple(lse.shape)}"
+        raise ValueError(f"paged_attention: lse must be {tuple(q.shape[:2])}, got {tuple(lse.shape)}")
     seqs = seq_lens.shape[0]
     if query_start.shape[0] != seqs + 1 or block_table.shape[0] != seqs:
-        return f"{seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of block_table"
+        raise ValueError(f"paged_attention: {seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of block_table")
     if max_ctx > block_table.shape[1] * block_size or q.shape[0] > seqs * max_q:
-        return f"max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table {tuple(block_table.shape)}"
-    return None
+        raise ValueError(f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table {tuple(block_table.shape)}")
+    return int(q.shape[0])
 
 
 def like(q: Any, *rest: Any) -> tuple[tuple[Any, Any], ...]:
@@ -235,7 +235,6 @@ OP = Op(
     error=error,
     shrink=shrunk,
     bucket="q_tokens",
-    size=lambda q, *rest: q.shape[0],
     examples=(
         "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=2,kv_heads=2,head_dim=64,x=fp32",
         "q_tokens=1,seqs=1,max_q=1,max_ctx=1,total_ctx=1,heads=1,kv_heads=1,head_dim=64,x=fp32,lse=true",
