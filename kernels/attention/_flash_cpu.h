@@ -1,8 +1,9 @@
 // Attention on CPUs with an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), shared by the
 // attention cores: paged or dense keys and values, grouped query heads, separate widths of keys and values.
 //
-// A task is (sequence, KV head, up to kRows rows: query heads of that KV head times queries). It reads keys in tiles of kTile tokens, widened to
-// float32 once for all its rows. Contexts are cut into chunks of kChunk tokens, at positions that depend on nothing else;
+// A task is (sequence, KV head, up to kRows rows: query heads of that KV head times queries); for a sequence of one query it is
+// all KV heads, which lie side by side in memory and are read at twice the speed of one head alone. It reads keys in tiles of
+// kTile tokens, widened to float32 once for all its rows. Contexts are cut into chunks of kChunk tokens, at positions that depend on nothing else;
 // each chunk has its own softmax and chunks are merged in order. Hence chunks may run on several threads or on one and
 // a row's result is bitwise the same: it depends on neither threads nor the rest of the batch.
 #pragma once
@@ -13,7 +14,7 @@
 namespace gm {
 namespace {
 
-constexpr int64_t kTile = 32, kChunk = 1024, kRows = 32;
+constexpr int64_t kTile = 32, kChunk = 512, kRows = 32;
 constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
 
 struct Attention {
@@ -104,9 +105,9 @@ inline void accumulate_rows(float* acc, const float* alpha, const float* p, cons
 
 // One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r % heads`.
 struct Tile {
-  int64_t sequence, kv_head, token, first, queries, head, heads, context;
+  int64_t sequence, kv_head, kv_heads, token, first, queries, head, heads, context;
   int64_t rows() const { return queries * heads; }
-};
+};  // with kv_heads > 1 the same again for the KV heads that follow
 
 // Running softmax of `rows` rows: top score, sum of weights, weighted sum of values.
 struct State {
@@ -120,14 +121,18 @@ struct Core {
   const int64_t head_tile = least(group, kRows), head_tiles = (group + head_tile - 1) / head_tile;
   const int64_t query_tile = most(1, kRows / head_tile);
   const bool shared = a.k == a.v;  // values are the first dv elements of the keys (MLA)
+  int64_t together = 1;            // KV heads of a one-query task
 
-  int64_t state_floats() const { return kRows * (2 + dv); }
-  int64_t scratch_floats() const { return 2 * state_floats() + kRows * (dk + kTile + 1) + kTile * (dk + dv); }
+  int64_t head_floats() const { return kRows * (2 + dv); }
+  int64_t state_floats() const { return together * head_floats(); }
+  int64_t query_floats() const { return together * kRows * dk; }
+  int64_t scratch_floats() const { return kRows * (kTile + 1) + kTile * (dk + dv); }
   State state(float* p) const { return {p, p + kRows, p + 2 * kRows}; }
 
+  int64_t queries(int64_t sequence) const { return a.query_start[sequence + 1] - a.query_start[sequence]; }
+  int64_t span(int64_t sequence) const { return queries(sequence) == 1 ? together : 1; }
   int64_t tasks(int64_t sequence) const {
-    const int64_t queries = most(0, a.query_start[sequence + 1] - a.query_start[sequence]);
-    return (queries + query_tile - 1) / query_tile * a.kv_heads * head_tiles;
+    return (queries(sequence) + query_tile - 1) / query_tile * (a.kv_heads / span(sequence)) * head_tiles;
   }
   int64_t chunks(int64_t sequence) const { return most(1, (a.seq_lens[sequence] + kChunk - 1) / kChunk); }
 
@@ -136,15 +141,23 @@ struct Core {
     t.sequence = sequence;
     t.head = task % head_tiles * head_tile;
     task /= head_tiles;
-    t.kv_head = task % a.kv_heads;
-    const int64_t begin = a.query_start[sequence], count = a.query_start[sequence + 1] - begin;
-    const int64_t offset = task / a.kv_heads * query_tile;
+    t.kv_heads = span(sequence);
+    t.kv_head = task % (a.kv_heads / t.kv_heads) * t.kv_heads;
+    const int64_t begin = a.query_start[sequence], count = queries(sequence);
+    const int64_t offset = task / (a.kv_heads / t.kv_heads) * query_tile;
     t.context = a.seq_lens[sequence];
     t.token = begin + offset;
     t.first = t.context - count + offset;
     t.queries = least(query_tile, count - offset);
     t.heads = least(head_tile, group - t.head);
     t.head += t.kv_head * group;
+    return t;
+  }
+
+  // The part of a task that belongs to its KV head number n.
+  Tile head_of(Tile t, int64_t n) const {
+    t.kv_head += n;
+    t.head += n * group;
     return t;
   }
 
@@ -165,46 +178,58 @@ struct Core {
     for (int64_t d = 0; d < n; d += int64_t(64 / sizeof(T))) __builtin_prefetch(p + d, 0, 2);
   }
 
-  void clear(State s, int64_t rows) const {
-    for (int64_t r = 0; r < rows; ++r) s.top[r] = minus_infinity(), s.sum[r] = 0;
-    std::memset(s.acc, 0, sizeof(float) * size_t(rows * dv));
+  void clear(const Tile& t, float* states) const {
+    for (int64_t n = 0; n < t.kv_heads; ++n) {
+      const State s = state(states + n * head_floats());
+      for (int64_t r = 0; r < t.rows(); ++r) s.top[r] = minus_infinity(), s.sum[r] = 0;
+      std::memset(s.acc, 0, sizeof(float) * size_t(t.rows() * dv));
+    }
   }
 
-  void load_queries(const Tile& t, float* q) const {
-    for (int64_t r = 0; r < t.rows(); ++r)
-      widen_row(static_cast<const T*>(a.q) + (t.token + r / t.heads) * a.q_token + (t.head + r % t.heads) * a.q_head, q + r * dk, a.dk,
-                a.scale);
+  void load_queries(const Tile& whole, float* q) const {
+    for (int64_t n = 0; n < whole.kv_heads; ++n) {
+      const Tile t = head_of(whole, n);
+      for (int64_t r = 0; r < t.rows(); ++r) {
+        const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
+        widen_row(static_cast<const T*>(a.q) + token * a.q_token + head * a.q_head, q + (n * kRows + r) * dk, a.dk, a.scale);
+      }
+    }
   }
 
-  // Softmax of chunk `chunk` alone, into `s`.
-  void run_chunk(const Tile& t, int64_t chunk, const float* q, State s, float* scratch) const {
-    const int64_t rows = t.rows();
-    clear(s, rows);
+  // Softmax of chunk `chunk` alone, into `states`.
+  void run_chunk(const Tile& t, int64_t chunk, const float* q, float* states, float* scratch) const {
+    clear(t, states);
     const int64_t last = t.first + t.queries - 1;
     const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
     const int64_t end = least(least((chunk + 1) * kChunk, t.context), last + 1);
-    int64_t at = most(chunk * kChunk, low / kTile * kTile);
+    for (int64_t at = most(chunk * kChunk, low / kTile * kTile); at < end; at += kTile)
+      for (int64_t n = 0; n < t.kv_heads; ++n)
+        run_tile(head_of(t, n), at, end, low, q + n * kRows * dk, state(states + n * head_floats()), scratch);
+  }
+
+  // Keys at .. min(at + kTile, end) of one KV head; those under `low` no row sees, and they are not read.
+  void run_tile(const Tile& t, int64_t at, int64_t end, int64_t low, const float* q, State s, float* scratch) const {
     float *p = scratch, *alpha = p + kRows * kTile, *keys = alpha + kRows, *values = keys + kTile * dk;
-    for (; at < end; at += kTile) {
-      const int64_t tokens = least(kTile, end - at), whole = padded(tokens);
-      for (int64_t i = 0; i < tokens; ++i) {
-        if (!shared) prefetch(value(t, at + i), a.dv);
-        widen_row(key(t, at + i), keys + i * dk, a.dk, 1.0f);
-      }
-      std::memset(keys + tokens * dk, 0, sizeof(float) * size_t((whole - tokens) * dk));
-      for (int64_t r = 0; r < rows; ++r) softmax_row(t, r, at, whole, q + r * dk, keys, s, p + r * kTile, alpha + r);
-      for (int64_t i = 0; i < tokens; ++i) {
-        if (at + kTile + i < end) prefetch(key(t, at + kTile + i), a.dk);
-        if (shared)
-          std::memcpy(values + i * dv, keys + i * dk, sizeof(float) * size_t(a.dv));
-        else
-          widen_row(value(t, at + i), values + i * dv, a.dv, 1.0f);
-      }
-      int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) accumulate_rows<4>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
-      for (; r + 2 <= rows; r += 2) accumulate_rows<2>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
-      if (r < rows) accumulate_rows<1>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+    const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens), skip = most(0, low - at);
+    std::memset(keys, 0, sizeof(float) * size_t(skip * dk));
+    std::memset(keys + tokens * dk, 0, sizeof(float) * size_t((whole - tokens) * dk));
+    for (int64_t i = skip; i < tokens; ++i) {
+      if (!shared) prefetch(value(t, at + i), a.dv);
+      widen_row(key(t, at + i), keys + i * dk, a.dk, 1.0f);
     }
+    for (int64_t r = 0; r < rows; ++r) softmax_row(t, r, at, whole, q + r * dk, keys, s, p + r * kTile, alpha + r);
+    std::memset(values, 0, sizeof(float) * size_t(skip * dv));
+    for (int64_t i = skip; i < tokens; ++i) {
+      if (at + kTile + i < end) prefetch(key(t, at + kTile + i), a.dk);
+      if (shared)
+        std::memcpy(values + i * dv, keys + i * dk, sizeof(float) * size_t(a.dv));
+      else
+        widen_row(value(t, at + i), values + i * dv, a.dv, 1.0f);
+    }
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) accumulate_rows<4>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+    for (; r + 2 <= rows; r += 2) accumulate_rows<2>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+    if (r < rows) accumulate_rows<1>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
   }
 
   // Weights of one row for a tile of keys; keys that the row does not see weigh exactly 0, and a tile without any changes nothing.
@@ -243,6 +268,10 @@ struct Core {
   }
 
   // `into` followed by `part`: the two softmaxes as one.
+  void merge(const Tile& t, float* whole, float* added) const {
+    for (int64_t n = 0; n < t.kv_heads; ++n)
+      merge(state(whole + n * head_floats()), state(added + n * head_floats()), t.rows());
+  }
   void merge(State into, State part, int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) {
       if (part.top[r] == minus_infinity()) continue;
@@ -260,7 +289,10 @@ struct Core {
     }
   }
 
-  void finish(const Tile& t, State s) const {
+  void finish(const Tile& t, float* states) const {
+    for (int64_t n = 0; n < t.kv_heads; ++n) finish_head(head_of(t, n), state(states + n * head_floats()));
+  }
+  void finish_head(const Tile& t, State s) const {
     for (int64_t r = 0; r < t.rows(); ++r) {
       const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
       float top = s.top[r], total = s.sum[r], scale = 1;
@@ -293,41 +325,50 @@ struct Core {
     return low;
   }
 
-  int run() const {
+  int run() {
     int64_t* start = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * size_t(2 * (a.seqs + 1))));
     if (!start) return GM_E_NOMEM;
     int64_t* split = start + a.seqs + 1;  // the same in units of (task, chunk)
-    start[0] = split[0] = 0;
-    for (int64_t i = 0; i < a.seqs; ++i) {
-      start[i + 1] = start[i] + tasks(i);
-      split[i + 1] = split[i] + tasks(i) * chunks(i);
-    }
+    const int64_t threads = gm_num_threads();
+    together = a.kv_heads;
+    count(start, split);
+    if (split[a.seqs] < 2 * threads) together = 1, count(start, split);
     const int64_t whole = start[a.seqs], parts = split[a.seqs];
     // Few tasks and long contexts (decode of a small batch): let the chunks of a task run at once.
-    const bool apart = gm_num_threads() > 1 && whole < 4 * gm_num_threads() && parts > whole && parts * state_floats() <= kSplitFloats;
+    const bool apart = threads > 1 && whole < 4 * threads && parts > whole && parts * state_floats() <= kSplitFloats;
     const int code = apart ? run_split(start, split) : run_whole(start);
     std::free(start);
     return code;
   }
 
+  void count(int64_t* start, int64_t* split) const {
+    start[0] = split[0] = 0;
+    for (int64_t i = 0; i < a.seqs; ++i) {
+      start[i + 1] = start[i] + tasks(i);
+      split[i + 1] = split[i] + tasks(i) * chunks(i);
+    }
+  }
+
+  static float* allocate(int64_t floats) { return static_cast<float*>(std::malloc(sizeof(float) * size_t(floats))); }
+
+  // Each task runs its chunks one after another.
   int run_whole(const int64_t* start) const {
     bool failed = false;
     const int code = parallel_for(start[a.seqs], 1, [&](int64_t begin, int64_t end) {
-      float* memory = static_cast<float*>(std::calloc(size_t(scratch_floats()), sizeof(float)));
+      float* memory = allocate(2 * state_floats() + query_floats() + scratch_floats());
       if (!memory) {
         __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
         return;
       }
-      const State all = state(memory), part = state(memory + state_floats());
-      float *q = memory + 2 * state_floats(), *scratch = q + kRows * dk;
+      float *all = memory, *part = all + state_floats(), *q = part + state_floats(), *scratch = q + query_floats();
       for (int64_t n = begin; n < end; ++n) {
         const int64_t sequence = find(start, a.seqs, n);
         const Tile t = tile(sequence, n - start[sequence]);
         load_queries(t, q);
-        clear(all, t.rows());
+        clear(t, all);
         for (int64_t chunk = 0; chunk < chunks(sequence); ++chunk) {
           run_chunk(t, chunk, q, part, scratch);
-          merge(all, part, t.rows());
+          merge(t, all, part);
         }
         finish(t, all);
       }
@@ -336,23 +377,24 @@ struct Core {
     return failed ? GM_E_NOMEM : code;
   }
 
+  // Chunks run in any order, and are merged in theirs.
   int run_split(const int64_t* start, const int64_t* split) const {
     const int64_t each = state_floats(), parts = split[a.seqs];
-    float* states = static_cast<float*>(std::malloc(sizeof(float) * size_t(parts * each)));
+    float* states = allocate(parts * each);
     if (!states) return GM_E_NOMEM;
     bool failed = false;
     int code = parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
-      float* memory = static_cast<float*>(std::calloc(size_t(scratch_floats()), sizeof(float)));
+      float* memory = allocate(query_floats() + scratch_floats());
       if (!memory) {
         __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
         return;
       }
-      float *q = memory, *scratch = q + kRows * dk;
+      float *q = memory, *scratch = q + query_floats();
       for (int64_t n = begin; n < end; ++n) {
         const int64_t sequence = find(split, a.seqs, n), count = chunks(sequence), place = n - split[sequence];
         const Tile t = tile(sequence, place / count);
         load_queries(t, q);
-        run_chunk(t, place % count, q, state(states + n * each), scratch);
+        run_chunk(t, place % count, q, states + n * each, scratch);
       }
       std::free(memory);
     });
@@ -362,8 +404,8 @@ struct Core {
           const int64_t sequence = find(start, a.seqs, n), count = chunks(sequence), task = n - start[sequence];
           const Tile t = tile(sequence, task);
           float* first = states + (split[sequence] + task * count) * each;
-          for (int64_t chunk = 1; chunk < count; ++chunk) merge(state(first), state(first + chunk * each), t.rows());
-          finish(t, state(first));
+          for (int64_t chunk = 1; chunk < count; ++chunk) merge(t, first, first + chunk * each);
+          finish(t, first);
         }
       });
     std::free(states);
@@ -384,7 +426,7 @@ inline bool inside(const Attention& a) {
     for (int64_t b = 0; b * a.block_size < context; ++b) {
       const int64_t block = a.table[i * a.table_stride + b];
       // Blocks that a window has left behind may be gone.
-      const bool read = a.window <= 0 || (b + 1) * a.block_size > context - (end - begin) - a.window + 1 - kTile;
+      const bool read = a.window <= 0 || (b + 1) * a.block_size > context - (end - begin) - a.window + 1;
       if (read && end > begin && (block < 0 || block >= a.blocks)) return false;
     }
   }
