@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 jobs=${1:-2}
 full=${GRISTMILL_FULL:-}
 # Several test processes with a thread each use the cores better than one with several; and results do not depend on either.
-export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
 
 marks="not gpu and not slow"
 if [ -n "$full" ]; then marks="not gpu"; fi
