@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gristmill import ops
-from gristmill.autotune.bound import UnpreparedError
 from gristmill.autotune import bound as bound_module
+from gristmill.autotune.bound import UnpreparedError
 
 
 @pytest.fixture(autouse=True)
