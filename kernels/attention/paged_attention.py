@@ -242,6 +242,7 @@ OP = Op(
         "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=6,kv_heads=2,head_dim=80,x=fp32,window=9,lse=true",
         "q_tokens=21,seqs=3,max_q=16,max_ctx=40,total_ctx=77,heads=4,kv_heads=1,head_dim=96,block_size=7,x=fp16,sinks=true,lse=true",
         "q_tokens=3,seqs=6,max_q=2,max_ctx=37,total_ctx=150,heads=4,kv_heads=4,head_dim=256,block_size=32,x=fp32,sinks=true,window=20",
+        "q_tokens=2,seqs=2,max_q=1,max_ctx=620,total_ctx=700,heads=4,kv_heads=2,head_dim=64,x=fp32,sinks=true,lse=true",
     ),
     bench=(
         "q_tokens=1,seqs=1,max_q=1,max_ctx=1024,total_ctx=1024,heads=32,kv_heads=8",
