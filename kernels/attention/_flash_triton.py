@@ -48,7 +48,10 @@ def flash_kernel(
     count = tl.load(query_start + sequence + 1) - begin
     offset = (tile - (begin // TILE_Q + sequence)) * TILE_Q
     if offset < count:
-        context = tl.load(seq_lens + sequence)
+        if PAGED:
+            context = tl.load(seq_lens + sequence)
+        else:
+            context = tl.load(context_start + sequence + 1) - tl.load(context_start + sequence)
         first = context - count + offset
         rows = tl.arange(0, BLOCK_M)
         query = rows // HEADS

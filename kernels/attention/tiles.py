@@ -52,3 +52,16 @@ def split_count(programs: int, wanted: int, max_ctx: int) -> int:
 def part_length(max_ctx: int, splits: int, step: int) -> int:
     """Keys of a part, a multiple of `step`."""
     return -(-max_ctx // (splits * step)) * step
+
+
+def mla_config(latent: int, rope: int, dtype: str, rows: int, target: Target) -> Config:
+    """Tile of the latent kernels: the staged cache rows fit in shared memory beside the queries."""
+    item = ITEM_BYTES[dtype]
+    wide = (power_of_two(latent) + power_of_two(max(rope, 1))) * item
+    limit = (target.smem_bytes or SMALLEST_SHARED) * 3 // 4
+    keys, stages = 32, 2 if target.vendor == "nvidia" else 1
+    while keys > 16 and (rows + keys * stages) * wide > limit:
+        keys //= 2
+    if (rows + keys * stages) * wide > limit:
+        stages = 1
+    return {"m": rows, "n": keys, "warps": 4 if rows <= 16 else 8, "stages": stages}
