@@ -16,7 +16,7 @@ constexpr int kWide = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;       // b
 constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;                        // most rows of x decoded for in registers
 constexpr int kTileBlocks = gm::kLanes == 16 ? 2 : 1, kTileRows = gm::kLanes == 16 ? 8 : 4;
 constexpr int64_t kChunkRows = 256;     // rows of x at a time
-constexpr int64_t kChunkColumns = 512;  // columns decoded at a time; a multiple of every group size
+constexpr int64_t kChunkColumns = 256;  // columns decoded at a time; a multiple of every group size
 
 struct Job {
   const uint8_t* codes;
@@ -26,41 +26,58 @@ struct Job {
   int64_t n, k, columns, group, groups, blocks, block_bytes;
   Table table;
   float bias;
-  const void* acts;    // [rows][columns / Math::kColumns], prepared
-  const float* sums;   // [rows][groups]: sum of x over each group, when there are zeros
+  const void* acts;   // x in tiles of rows, each [columns / Math::kColumns][rows of the tile]: see prepare
+  const float* sums;  // [rows, whole tiles][groups]: sum of x over each group, when there are zeros
   int64_t rows;
 };
 
-// total += scale * (sum - zero * sum of x)
-inline void close_group(const Job& j, int64_t block, int64_t g, int64_t row, V& sum, V& total) {
+// totals[row] += scale * (sum[row] - zero * sum of x[row]) for MR rows of one group of a block; `stride` floats a row.
+// Inlined with constant indices, so that sums stay in registers.
+template <int MR>
+__attribute__((always_inline)) inline void close_group(const Job& j, int64_t block, int64_t g, int64_t row0, V* sum, int64_t sum_stride, float* totals,
+                        int64_t stride) {
   const int64_t at = block * j.groups + g;
   if (j.zero_type != kNone) {
     const V zero = load16(j.zeros, j.zero_type, at);
-    const gm::vf x = gm::splat(-j.sums[row * j.groups + g]);
-    for (int i = 0; i < kParts; ++i) sum.p[i] = gm::fma(zero.p[i], x, sum.p[i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      const gm::vf x = gm::splat(-j.sums[(row0 + r) * j.groups + g]);
+      for (int i = 0; i < kParts; ++i) sum[r * sum_stride].p[i] = gm::fma(zero.p[i], x, sum[r * sum_stride].p[i]);
+    }
   }
-  if (j.scale_type == kNone) { total = sum; return; }
-  const V scale = load16(j.scales, j.scale_type, at);
-  for (int i = 0; i < kParts; ++i) total.p[i] = gm::fma(sum.p[i], scale.p[i], total.p[i]);
+  const V scale = j.scale_type == kNone ? V{} : load16(j.scales, j.scale_type, at);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r)
+    for (int i = 0; i < kParts; ++i) {
+      float* to = totals + r * stride + i * gm::kLanes;
+      const gm::vf v = sum[r * sum_stride].p[i];
+      gm::store(to, j.scale_type == kNone ? v : gm::fma(v, scale.p[i], gm::load(to)));
+    }
 }
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t whole_tiles(int64_t rows) { return (rows + kDirectRows - 1) / kDirectRows * kDirectRows; }
 
-// Totals of MR rows from row0 and NB blocks from block0 -> totals[(row - row0) * stride + block * 16 + lane].
+// Rows of the tile that has `left` rows of x left: the same rule for preparing x and for reading it.
+inline int tile_rows(int64_t left, bool direct) {
+  if (direct) return left <= 1 ? 1 : left <= 2 ? 2 : left <= 4 ? 4 : kDirectRows;
+  return left > kTileRows / 2 ? kTileRows : left > 1 ? kTileRows / 2 : 1;
+}
+
+// Totals of the job's rows, at most MR, and NB blocks from block0 -> totals[(row * NB + block) * 16 + lane].
 template <Format F, class M, int NB, int MR>
-void direct(const Job& j, int64_t block0, int64_t row0, float* totals, int64_t stride) {
+void direct(const Job& j, int64_t block0, float* totals) {
   constexpr int steps = M::template kSteps<F>;
-  const int64_t acts = j.columns / M::kColumns, lines = j.group * kBits<F> / 32;
-  const typename M::Act* x[MR];
+  const int64_t lines = j.group * kBits<F> / 32;
+  const typename M::Act* x = static_cast<const typename M::Act*>(j.acts);
   const uint8_t* p[NB];
-  // Rows and blocks past the end repeat the last one; their totals are dropped.
-  for (int r = 0; r < MR; ++r) x[r] = static_cast<const typename M::Act*>(j.acts) + smaller(row0 + r, j.rows - 1) * acts;
+  // Blocks past the end repeat the last one; their totals are dropped.
   for (int b = 0; b < NB; ++b) p[b] = j.codes + smaller(block0 + b, j.blocks - 1) * j.block_bytes;
   const Table& table = j.table;
   const float bias = j.bias;
-  V total[NB][MR] = {};
+  std::memset(totals, 0, sizeof(float) * MR * NB * kRows);
   for (int64_t g = 0; g < j.groups; ++g) {
-    V sum[NB][MR] = {};
+    V sum[MR][NB] = {};
     for (int64_t line = 0; line < lines; ++line) {
 #pragma GCC unroll 8
       for (int b = 0; b < NB; ++b) {
@@ -70,17 +87,15 @@ void direct(const Job& j, int64_t block0, int64_t row0, float* totals, int64_t s
         for (int s = 0; s < steps; ++s) {
           const typename M::Operand operand = M::template decode<F>(w, s, table, bias);
 #pragma GCC unroll 8
-          for (int r = 0; r < MR; ++r) M::mac(sum[b][r], operand, x[r] + s);
+          for (int r = 0; r < MR; ++r) M::mac(sum[r][b], operand, x + s * MR + r);
         }
       }
-      for (int r = 0; r < MR; ++r) x[r] += steps;
+      x += steps * MR;
     }
+#pragma GCC unroll 8
     for (int b = 0; b < NB; ++b)
-      for (int r = 0; r < MR; ++r)
-        close_group(j, smaller(block0 + b, j.blocks - 1), g, smaller(row0 + r, j.rows - 1), sum[b][r], total[b][r]);
+      close_group<MR>(j, smaller(block0 + b, j.blocks - 1), g, 0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
   }
-  for (int r = 0; r < MR && row0 + r < j.rows; ++r)
-    for (int b = 0; b < NB; ++b) std::memcpy(totals + r * stride + b * kRows, &total[b][r], sizeof(V));
 }
 
 // Columns [c0, c0 + count) of a block, decoded: out[step * NB].
@@ -98,48 +113,43 @@ void decode_block(const Job& j, int64_t block, int64_t c0, int64_t count, typena
 // A tile of MR rows and NB blocks over decoded columns [c0, c0 + count), added to totals (sums while the group is open).
 template <class M, int NB, int MR>
 void tile(const Job& j, const typename M::Operand* w, int64_t block0, int64_t row0, int64_t c0, int64_t count, float* totals) {
-  const int64_t acts = j.columns / M::kColumns;
-  const typename M::Act* x = static_cast<const typename M::Act*>(j.acts) + row0 * acts + c0 / M::kColumns;
+  const typename M::Act* x = static_cast<const typename M::Act*>(j.acts) + (row0 * j.columns + c0 * MR) / M::kColumns;
   const bool whole = j.groups == 1;  // the group goes on through all chunks
   const int64_t span = whole ? count : j.group, steps = span / M::kColumns;
-  for (int64_t c = 0; c < count; c += span, w += steps * NB, x += steps) {
-    V sum[NB][MR] = {};
-    if (whole)
-      for (int r = 0; r < MR; ++r)
-        for (int b = 0; b < NB; ++b) std::memcpy(&sum[b][r], totals + (r * NB + b) * kRows, sizeof(V));
+  for (int64_t c = 0; c < count; c += span, w += steps * NB, x += steps * MR) {
+    V sum[MR][NB] = {};
+    if (whole) std::memcpy(sum, totals, sizeof sum);
     for (int64_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
-        for (int b = 0; b < NB; ++b) M::mac(sum[b][r], w[s * NB + b], x + r * acts + s);
+        for (int b = 0; b < NB; ++b) M::mac(sum[r][b], w[s * NB + b], x + s * MR + r);
     }
-    const int64_t g = (c0 + c) / j.group;
-    for (int r = 0; r < MR; ++r)
-      for (int b = 0; b < NB; ++b) {
-        float* at = totals + (r * NB + b) * kRows;
-        V total = {};
-        if (!whole) std::memcpy(&total, at, sizeof total);
-        if (!whole || c0 + count == j.columns) close_group(j, smaller(block0 + b, j.blocks - 1), g, row0 + r, sum[b][r], total);
-        else total = sum[b][r];
-        std::memcpy(at, &total, sizeof total);
-      }
+    if (whole && c0 + count < j.columns) {
+      std::memcpy(totals, sum, sizeof sum);
+      continue;
+    }
+    if (whole) std::memset(totals, 0, sizeof sum);
+#pragma GCC unroll 2
+    for (int b = 0; b < NB; ++b)
+      close_group<MR>(j, smaller(block0 + b, j.blocks - 1), (c0 + c) / j.group, row0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
   }
 }
 
 template <Format F, class M>
 void buffered(const Job& j, int64_t block0, typename M::Operand* decoded, float* totals) {
   constexpr int NB = kTileBlocks;
-  std::memset(totals, 0, sizeof(float) * size_t(j.rows) * NB * kRows);
+  std::memset(totals, 0, sizeof(float) * size_t(whole_tiles(j.rows)) * NB * kRows);
   for (int64_t c0 = 0; c0 < j.columns; c0 += kChunkColumns) {
     const int64_t count = smaller(kChunkColumns, j.columns - c0);
     for (int b = 0; b < NB; ++b) decode_block<F, M, NB>(j, smaller(block0 + b, j.blocks - 1), c0, count, decoded + b);
-    int64_t r = 0;
-    float* t = totals;
-    constexpr int64_t width = NB * kRows;
-    for (; r + kTileRows <= j.rows; r += kTileRows, t += kTileRows * width)
-      tile<M, NB, kTileRows>(j, decoded, block0, r, c0, count, t);
-    for (; r + 2 <= j.rows; r += 2, t += 2 * width) tile<M, NB, 2>(j, decoded, block0, r, c0, count, t);
-    for (; r < j.rows; ++r, t += width) tile<M, NB, 1>(j, decoded, block0, r, c0, count, t);
+    for (int64_t r = 0; r < j.rows; r += kTileRows) {
+      float* t = totals + r * NB * kRows;
+      const int64_t left = j.rows - r;
+      if (left > kTileRows / 2) tile<M, NB, kTileRows>(j, decoded, block0, r, c0, count, t);
+      else if (left > 1) tile<M, NB, kTileRows / 2>(j, decoded, block0, r, c0, count, t);
+      else tile<M, NB, 1>(j, decoded, block0, r, c0, count, t);
+    }
   }
 }
 
@@ -176,7 +186,7 @@ template <Format F, class M, class T, int NB, int MR> int run_direct(const Job& 
   return gm::parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float totals[NB * MR * kRows];
     for (int64_t task = begin; task < end; ++task) {
-      direct<F, M, NB, MR>(j, task * NB, 0, totals, NB * kRows);
+      direct<F, M, NB, MR>(j, task * NB, totals);
       finish(j, o, task * NB, NB, 0, j.rows, totals, NB * kRows);
     }
   });
@@ -188,7 +198,7 @@ template <Format F, class M, class T> int run_buffered(const Job& j, const Outpu
   int failed = 0;
   const int code = gm::parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
     const size_t decoded = sizeof(typename M::Operand) * NB * (kChunkColumns / M::kColumns);
-    void* scratch = std::aligned_alloc(64, decoded + sizeof(float) * size_t(j.rows) * NB * kRows);
+    void* scratch = std::aligned_alloc(64, decoded + sizeof(float) * size_t(whole_tiles(j.rows)) * NB * kRows);
     if (!scratch) { __atomic_store_n(&failed, 1, __ATOMIC_RELAXED); return; }
     auto* operands = static_cast<typename M::Operand*>(scratch);
     auto* totals = reinterpret_cast<float*>(static_cast<char*>(scratch) + decoded);
@@ -201,7 +211,8 @@ template <Format F, class M, class T> int run_buffered(const Job& j, const Outpu
   return failed ? int(GM_E_NOMEM) : code;
 }
 
-// x rows in the packed order of columns, as Math wants them, and the sums of each group.
+// x in the packed order of columns, as M wants them, a tile of rows after another with its rows side by side; and the sums
+// of each group.
 template <Format F, class M, class T>
 void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, typename M::Act* acts, float* sums) {
   const int64_t count = j.columns / M::kColumns;
@@ -209,34 +220,44 @@ void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, type
     const int64_t source = perm ? perm[c] : c;
     return source >= 0 && source < j.k ? row[source] : T{};
   };
-  for (int64_t r = 0; r < j.rows; ++r) {
-    const T* row = x + r * stride;
-    typename M::Act* to = acts + r * count;
-    if constexpr (M::kColumns == 1) {
-      if (perm) for (int64_t c = 0; c < j.columns; ++c) to[c] = gm::to_float(at(row, c));
-      else for (int64_t c = 0; c < j.columns; ++c) to[c] = c < j.k ? gm::to_float(row[c]) : 0.0f;
-    }
-#if GM_X86_BF16
-    else {
-      constexpr int gap = kBits<F> == 16 ? 1 : 2;
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t c = Bf16::column<F>(i);
-        to[i] = uint32_t(at(row, c).bits) | uint32_t(at(row, c + gap).bits) << 16;
+  int64_t r0 = 0;
+  const bool in_registers = j.rows <= kDirectRows;
+  while (r0 < j.rows) {
+    const int rows = tile_rows(j.rows - r0, in_registers);
+    for (int i = 0; i < rows; ++i) {
+      typename M::Act* to = acts + r0 * count + i;
+      if (r0 + i >= j.rows) {  // the tile's empty rows
+        for (int64_t c = 0; c < count; ++c) to[c * rows] = 0;
+        if (sums) std::memset(sums + (r0 + i) * j.groups, 0, sizeof(float) * size_t(j.groups));
+        continue;
       }
-    }
+      const T* row = x + (r0 + i) * stride;
+      if constexpr (M::kColumns == 1) {
+        for (int64_t c = 0; c < j.columns; ++c) to[c * rows] = gm::to_float(at(row, c));
+      }
+#if GM_X86_BF16
+      else {
+        constexpr int gap = kBits<F> == 16 ? 1 : 2;
+        for (int64_t p = 0; p < count; ++p) {
+          const int64_t c = Bf16::column<F>(p);
+          to[p * rows] = uint32_t(at(row, c).bits) | uint32_t(at(row, c + gap).bits) << 16;
+        }
+      }
 #endif
-    if (sums)
+      if (!sums) continue;
       for (int64_t g = 0; g < j.groups; ++g) {
         float sum = 0;
         for (int64_t c = g * j.group; c < (g + 1) * j.group; ++c) sum += gm::to_float(at(row, c));
-        sums[r * j.groups + g] = sum;
+        sums[(r0 + i) * j.groups + g] = sum;
       }
+    }
+    r0 += rows;
   }
 }
 
 template <Format F, class M, class T>
 int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
-  const int64_t most = smaller(m, kChunkRows), columns_out = silu ? j.n / 2 : j.n;
+  const int64_t most = whole_tiles(smaller(m, kChunkRows)), columns_out = silu ? j.n / 2 : j.n;
   const size_t acts = (size_t(most) * j.columns / M::kColumns * sizeof(typename M::Act) + 63) / 64 * 64;
   const size_t sums = j.zero_type == kNone ? 0 : (size_t(most) * j.groups * 4 + 63) / 64 * 64;
   const size_t z = silu ? (size_t(most) * j.n * 4 + 63) / 64 * 64 : 0;
@@ -254,9 +275,9 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     T* to = out + row * columns_out;
     const Output<T> o{to, zs, bias, silu ? nullptr : added};
     if (j.rows == 1) code = run_direct<F, M, T, kWide, 1>(j, o);
-    else if (j.rows == 2) code = run_direct<F, M, T, (kWide > 1 ? kWide / 2 : 1), 2>(j, o);
-    else if (j.rows <= 4) code = run_direct<F, M, T, (kWide > 2 ? kWide / 4 : 1), 4>(j, o);
-    else if (j.rows <= kDirectRows) code = run_direct<F, M, T, 1, kDirectRows>(j, o);
+    else if (j.rows == 2) code = run_direct<F, M, T, kWide, 2>(j, o);
+    else if (j.rows <= 4) code = run_direct<F, M, T, (kWide > 2 ? kWide / 2 : 1), 4>(j, o);
+    else if (j.rows <= kDirectRows) code = run_direct<F, M, T, (kWide > 4 ? kWide / 4 : 1), kDirectRows>(j, o);
     else code = run_buffered<F, M, T>(j, o);
     if (!silu || code != GM_OK) continue;
     code = gm::parallel_for(j.rows, 16384 / columns_out + 1, [=](int64_t begin, int64_t end) {
