@@ -9,6 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gristmill.quant.activations import QuantAct as QuantAct
+    from gristmill.quant.activations import quantize_activation as quantize_activation
+    from gristmill.quant.packed import Packed as Packed
+    from gristmill.quant.packed import pack as pack
+    from gristmill.quant.packed import unpack as unpack
     from gristmill.quant.rtn import quantize as quantize
     from gristmill.quant.sharding import concat as concat
     from gristmill.quant.sharding import stack as stack
@@ -17,6 +22,11 @@ if TYPE_CHECKING:
 _HOME = {
     "QuantTensor": "tensor",
     "quantize": "rtn",
+    "QuantAct": "activations",
+    "quantize_activation": "activations",
+    "Packed": "packed",
+    "pack": "packed",
+    "unpack": "packed",
     "concat": "sharding",
     "stack": "sharding",
 }

@@ -70,6 +70,8 @@ class QuantTensor:
         self._check_scales()
         self._check_zero()
         self._check_global()
+        self._drop_regular("g_idx", -1)
+        self._drop_regular("n_idx", -2)
 
     @staticmethod
     def from_dense(weight: Tensor) -> QuantTensor:
@@ -218,8 +220,9 @@ class QuantTensor:
             value -= self.zero[rows].to(torch.float32)[:, columns]
         elif scheme.implicit_zero:
             value -= scheme.implicit_zero
-        if self.scales is not None:
-            value *= scales_to_float32(self.scales[rows])[:, columns]
+        scales = sharding.select(self.scales, -2, rows)
+        if scales is not None:
+            value *= scales_to_float32(scales)[:, columns]
         row_scale = self.row_scale()
         return value if row_scale is None else value * row_scale[start:stop, None]
 
@@ -257,6 +260,15 @@ class QuantTensor:
         low, high = (int(v) for v in index.aminmax())
         if low < 0 or high >= limit:
             self._fail(field, f"values 0..{limit - 1}, the scales it indexes", f"{low}..{high}")
+
+    def _drop_regular(self, field: str, scale_dim: int) -> None:
+        """An index that only says i // size is no index: GPTQ files without act-order have one."""
+        index: Tensor | None = getattr(self, field)
+        size = BLOCK if field == "n_idx" else self.scheme.group_size
+        if index is None or index.is_meta or self.scales is None or not size:
+            return
+        if self.scales.shape[scale_dim] == -(-index.numel() // size):
+            object.__setattr__(self, field, sharding.drop_regular(index, size))
 
     def _check_scales(self) -> None:
         shape = self.scheme.scale_shape(self.n, self.k)

@@ -1,1 +1,1 @@
-"""Weight layouts, one spec a module. Found by walking this package."""
+"""Specs of weight layouts. Each module declares one LAYOUT and imports no torch; the code is beside it, underscored."""
