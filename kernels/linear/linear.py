@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
@@ -198,12 +199,18 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme."""
+    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme.
+
+    A wrapped library whose packing is its own business declares no layout: its spec module has ``pack_weight``.
+    """
     from gristmill.quant.packed import pack as packed
 
     given = list(arguments)
     weight = as_quant(given[1])
-    given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    if kernel.layouts:
+        given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    else:
+        given[1] = import_module(kernel.module).pack_weight(weight)
     return given
 
 
