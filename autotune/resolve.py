@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
-from functools import cache
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.store import save
-from gristmill.autotune.worker import Worker
+from gristmill.autotune.worker import Worker, shared_worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -114,9 +113,3 @@ def confirmed_build(registry: Registry, target: Target) -> Build:
     vendor = target.vendor
     kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
     return Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])
-
-
-@cache
-def shared_worker() -> Worker:
-    """The one verification process of this process."""
-    return Worker()

@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); build gristmill again") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds {type(loaded).__name__}; expected an object; build gristmill again")  # noqa: TRY004
+        raise ValueError(f"{path} holds {type(loaded).__name__}; expected an object; build gristmill again")
     return loaded
 
 

@@ -33,7 +33,7 @@ def _by_import(module: str, attribute: str) -> tuple[bool | None, str]:
         thing: object = importlib.import_module(module)
         for part in attribute.split("."):
             thing = getattr(thing, part)
-    except Exception as error:  # noqa: BLE001 - a broken third-party package may raise anything; the reason keeps it
+    except Exception as error:
         return False, f"{module}:{attribute} cannot be had: {type(error).__name__}: {error}"
     return True, ""
 

@@ -12,8 +12,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-USER_ERRORS = (ValueError, TypeError, LookupError, FileNotFoundError, NotADirectoryError, PermissionError)
-"""What a mistaken argument raises anywhere below: shown as one line, not as a traceback."""
+from gristmill.kernel_registry.registry import UnknownError
+from gristmill.kernel_registry.select import NoKernelError
+
+USER_ERRORS = (ValueError, UnknownError, NoKernelError, FileNotFoundError, NotADirectoryError, PermissionError)
+"""What a mistaken argument raises anywhere below: shown as one line. Anything else is our bug, with its traceback."""
 
 
 def run(command: click.Command, name: str) -> None:
@@ -27,8 +30,7 @@ def run(command: click.Command, name: str) -> None:
     except click.ClickException as error:
         status = fail(name, error.format_message())
     except USER_ERRORS as error:
-        # KeyError prints its argument in quotes; every other message is a sentence as it is.
-        status = fail(name, str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error))
+        status = fail(name, str(error))
     except BrokenPipeError:
         status = 0
     sys.exit(status if isinstance(status, int) else 0)
