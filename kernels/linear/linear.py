@@ -272,7 +272,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
     The base is for many rows; over few the worst column of an RMS is further out.
     """
-    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 3e-3}[problem.text("x")]
+    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4e-3}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
@@ -310,6 +310,7 @@ OP = Op(
     error=error,
     shrink=shrink,
     pack=pack,
+    unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
         "m=0,n=32,k=64,x=bf16", "m=1,n=1,k=1,x=fp32,w=fp32", "m=7,n=257,k=129,x=bf16", "m=3,n=40,k=67,x=fp16,w=fp16",

@@ -57,7 +57,7 @@ def weight_of(scheme: str, n: int, k: int, seed: int = 0, **options: Any) -> Qua
 
 
 def k_for(scheme: str) -> int:
-    return 256 if "g128" in scheme else 96 if QuantScheme.parse(scheme).requires_k_multiple > 1 else 77
+    return 256 if "g128" in scheme else 128 if "g64" in scheme else 96 if QuantScheme.parse(scheme).requires_k_multiple > 1 else 77
 
 
 @pytest.mark.parametrize("text", [t for t in OP.examples if "m=0" not in t])
@@ -263,7 +263,7 @@ def test_bad_arguments_say_what_is_wrong() -> None:
 def test_planned_calls(policy_file: Any) -> None:
     """A layer's life: plan, pack for its layouts, call at several sizes, leading dimensions, epilogue, bad calls."""
     policy_file('pins = { linear = ["linear_cpu"] }\nstrict = true')
-    n, k = 70, 256
+    n, k = 96, 256
     weight = weight_of("int4_g128", n, k)
     text = problem_of("int4_g128", n, k, "bf16", bias=True, silu_mul=True)
     resolver = ops.resolver("cpu")
