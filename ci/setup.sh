@@ -15,6 +15,10 @@ command -v "$python" >/dev/null || fail "no $python; install Python 3.11 or newe
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian: apt install python3-venv"
 command -v "${CXX:-g++}" >/dev/null || fail "no C++ compiler (${CXX:-g++}); on Debian: apt install g++"
 
+# On a terminal pip shows its progress; in a log only errors matter.
+quiet=(-qq)
+if [ -t 1 ]; then quiet=(); fi
+
 step() { echo "gristmill set-up: $*"; }
 
 if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -34,12 +38,12 @@ fi
 # Requirements are read from pyproject.toml, so that they are written in one place.
 step "packages (the first time downloads torch; this takes minutes)"
 mapfile -t packages < <("$venv/bin/python" ci/requirements.py dev)
-"$venv/bin/python" -m pip install --quiet --upgrade-strategy only-if-needed -c "$pins" "${packages[@]}"
+"$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" "${packages[@]}"
 
 step "native libraries"
 # A build tree made by another generator or another environment cannot be reused.
 if [ -f build/CMakeCache.txt ] && ! grep -q "^CMAKE_COMMAND:INTERNAL=$venv/" build/CMakeCache.txt; then rm -rf build; fi
-PATH=$venv/bin:$PATH "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation -e .
+PATH=$venv/bin:$PATH "$venv/bin/python" -m pip install "${quiet[@]}" --no-deps --no-build-isolation -e .
 cat build/gristmill-cuda.txt
 touch "$stamp"
 step "done"

@@ -82,4 +82,4 @@ target_link_libraries(gristmill_cpu PRIVATE gm_torch_stub)
 target_link_options(gristmill_cpu PRIVATE -Wl,-z,defs -Wl,--as-needed $<$<CONFIG:Release>:-s>)
 set_target_properties(gristmill_cpu PROPERTIES PREFIX lib SUFFIX .so LIBRARY_OUTPUT_DIRECTORY "${GM_LIB_DIR}"
                       SKIP_BUILD_RPATH ON INSTALL_RPATH "")
-install(TARGETS gristmill_cpu LIBRARY DESTINATION gristmill/_lib)
+gm_install(TARGETS gristmill_cpu LIBRARY)

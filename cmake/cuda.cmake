@@ -88,7 +88,7 @@ target_link_libraries(gristmill_cuda_sm90a PRIVATE ${CMAKE_DL_LIBS})
 target_link_options(gristmill_cuda_sm90a PRIVATE -Wl,-z,defs -Wl,--as-needed -s)
 set_target_properties(gristmill_cuda_sm90a PROPERTIES PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX
                       LIBRARY_OUTPUT_DIRECTORY "${GM_LIB_DIR}" SKIP_BUILD_RPATH ON INSTALL_RPATH "")
-install(TARGETS gristmill_cuda_sm90a LIBRARY DESTINATION gristmill/_lib)
+gm_install(TARGETS gristmill_cuda_sm90a LIBRARY)
 set(GM_CUDA_MANIFEST "\"sm_90a\": {\"file\": \"libgristmill_cuda_sm90a.so\", \"nvcc\": \"${GM_NVCC_VERSION}\"}")
 list(LENGTH GM_SM90_SOURCES _count)
 gm_cuda_status("sm_90a by nvcc ${GM_NVCC_VERSION}, ${_count} source(s)")

@@ -66,7 +66,7 @@ class NativeLibraryError(RuntimeError):
 
 def library_dir() -> Path:
     """The folder of the native libraries; it need not exist."""
-    return Path(gristmill.__path__[0]) / "_lib"
+    return Path(str(gristmill.__file__)).parent / "_lib"
 
 
 @functools.cache
