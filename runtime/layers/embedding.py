@@ -13,8 +13,9 @@ from gristmill.runtime.layers.plans import Plans
 class Embedding:
     """Rows of a [vocab, hidden] matrix."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, plans: Plans, weight: Tensor) -> None:
         self.weight = weight
+        plans.own(weight)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """int64 [tokens] -> [tokens, hidden]."""

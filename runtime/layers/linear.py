@@ -36,6 +36,7 @@ class Linear:
         self.bias = bias
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
+        plans.own(bias, *(tensor for packing in self.weight.packed.values() for tensor in packing))
         self._only = self.weight.tensors() if len(layouts) == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -47,8 +48,3 @@ class Linear:
             scratch = self.plans.scratch(self.plan, rows)
             self.plan(x, tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
         return out
-
-    @property
-    def nbytes(self) -> int:
-        """Resident bytes: every packing, and the bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

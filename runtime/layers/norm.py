@@ -14,6 +14,7 @@ class RMSNorm:
         problem = f"n={weight.shape[0]},x={plans.x}"
         self.weight = weight
         self.eps = eps
+        plans.own(weight)
         self.plan = plans.bind("rms_norm", problem)
         self.add_plan = plans.bind("fused_add_rms_norm", problem)
 
@@ -27,8 +28,3 @@ class RMSNorm:
         """residual += x in place; the norm of the sum, written over x."""
         self.add_plan(x, residual, self.weight, self.eps, x)
         return x
-
-    @property
-    def nbytes(self) -> int:
-        """Resident bytes."""
-        return self.weight.nbytes

@@ -29,6 +29,7 @@ class Plans:
         self.dtype = dtype
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[str, str, frozenset[str] | None], BoundPlan] = {}
+        self._owned: list[Tensor] = []
         self._layouts: dict[str, frozenset[str]] = {}
         self._needs: dict[tuple[int, int], Any] = {}
         self._arenas: dict[bool, Tensor] = {}
@@ -37,6 +38,16 @@ class Plans:
     def x(self) -> str:
         """Name of the activations' dtype in problems."""
         return dtype_name(self.dtype)
+
+    def own(self, *tensors: Tensor | None) -> None:
+        """Count these parameters among the model's resident weights."""
+        self._owned += [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes of all parameters, packed as they are; memory that two of them share counts once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._owned}
+        return sum(storages.values())
 
     def bind(self, op: str, problem: str, layouts: frozenset[str] | None = None) -> BoundPlan:
         """The plan of an operation for a static problem."""

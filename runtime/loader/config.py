@@ -8,37 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.runtime.errors import ConfigError
 
 ARCHITECTURES = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")
 """What `gristmill.runtime.models` has a file for."""
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: angles theta**(-2i/dim), scaled as `type` says.
-
-    dim: rotated dimensions of a head. interleaved: pairs (0, 1), (2, 3), ... (GPT-J) instead of halves (NeoX).
-    The other fields are those of transformers' `rope_parameters`, None where the file has none.
-    """
-
-    theta: float
-    dim: int
-    type: str = "default"
-    interleaved: bool = False
-    factor: float = 1.0
-    original_max_position: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-
 
 @dataclass(frozen=True)
 class MlaConfig:
@@ -90,7 +64,9 @@ class ModelConfig:
     intermediate_size: int
     rms_eps: float
     max_position: int
-    rope: RopeConfig
+    rope: RopeParameters
+    rope_dim: int
+    rope_interleaved: bool
     tie_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -202,7 +178,9 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         intermediate_size=fields.size("intermediate_size"),
         rms_eps=fields.number("rms_norm_eps", 1e-6),
         max_position=fields.size("max_position_embeddings"),
-        rope=_rope(fields, mla.rope_dim if mla else head_dim, deepseek and fields.flag("rope_interleave", True)),
+        rope=_rope(fields),
+        rope_dim=mla.rope_dim if mla else head_dim,
+        rope_interleaved=deepseek and fields.flag("rope_interleave", True),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
@@ -234,38 +212,19 @@ def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) 
     return tuple(ids)
 
 
-def _rope(fields: _Fields, dim: int, interleaved: bool) -> RopeConfig:
+def _rope(fields: _Fields) -> RopeParameters:
     """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier files."""
-    given = fields.get("rope_parameters", dict, None)
-    if given is None:
-        given = dict(fields.get("rope_scaling", dict, None) or {})
-        given.setdefault("rope_theta", fields.number("rope_theta", 10000.0))
-    rope = _Fields(given, f"{fields.origin}: rope_parameters")
-    kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"{rope.origin}: rope_type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{rope.origin}: partial_rotary_factor must be 1, got {given['partial_rotary_factor']!r}")
-    scaled = kind != "default"
-    original = rope.size("original_max_position_embeddings", fields.get("original_max_position_embeddings", int, None))
-    if kind == "llama3" and original is None:
-        raise ConfigError(f"{rope.origin}: rope_type llama3 needs original_max_position_embeddings")
-    return RopeConfig(
-        theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
-        dim=dim,
-        type=kind,
-        interleaved=interleaved,
-        factor=rope.number("factor") if scaled else 1.0,
-        original_max_position=original if original is not None or not scaled else fields.size("max_position_embeddings"),
-        low_freq_factor=rope.number("low_freq_factor") if kind == "llama3" else None,
-        high_freq_factor=rope.number("high_freq_factor") if kind == "llama3" else None,
-        beta_fast=rope.number("beta_fast", None),
-        beta_slow=rope.number("beta_slow", None),
-        mscale=rope.number("mscale", None),
-        mscale_all_dim=rope.number("mscale_all_dim", None),
-        attention_factor=rope.number("attention_factor", None),
-        truncate=rope.flag("truncate", True),
-    )
+    theta, longest = fields.number("rope_theta", 10000.0), fields.size("max_position_embeddings")
+    given = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    if given.get("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{fields.origin}: partial rotary embeddings are not supported")
+    original = fields.get("original_max_position_embeddings", int, None)
+    if original is not None:
+        given = {"original_max_position_embeddings": original, **given}
+    try:
+        return RopeParameters.parse(given, theta, longest)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{fields.origin}: {error}") from error
 
 
 def _mla(fields: _Fields) -> MlaConfig:

@@ -72,8 +72,8 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
         self.plans = plans
-        rope = Rope(plans, config.rope, config.max_position)
-        self.embedding = Embedding(weights.tensor("embedding"))
+        rope = Rope(plans, config)
+        self.embedding = Embedding(plans, weights.tensor("embedding"))
         self.layers = [Layer(config, weights, plans, f"layers.{i}", rope) for i in range(config.num_layers)]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
         self.head = LogitsHead(plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head"))
