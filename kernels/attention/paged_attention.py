@@ -124,7 +124,8 @@ def guard(
     if q.shape[1:] != (heads, head_dim) or out.shape != q.shape:
         raise ValueError(f"paged_attention: planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}")
     if k_cache.shape[1:] != (block_size, kv_heads, head_dim) or v_cache.shape != k_cache.shape:
-        raise ValueError(f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
+        raise ValueError(f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got "
+                         f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}")  # fmt: skip
     if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype or q.dtype != out.dtype or dtype_name(q.dtype) != x:
         raise ValueError(f"paged_attention: planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}")
     if max(0, window) != wide or (sinks is not None) != sunk or (lse is not None) != stated:
@@ -135,7 +136,8 @@ def guard(
     if query_start.shape[0] != seqs + 1 or block_table.shape[0] != seqs:
         raise ValueError(f"paged_attention: {seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of block_table")
     if max_ctx > block_table.shape[1] * block_size or q.shape[0] > seqs * max_q:
-        raise ValueError(f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table {tuple(block_table.shape)}")
+        raise ValueError(f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and "
+                         f"block_table {tuple(block_table.shape)}")  # fmt: skip
     return int(q.shape[0])
 
 
