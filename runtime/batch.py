@@ -18,7 +18,7 @@ class Batch:
     tokens, positions: int64 [T]. slots: int64 [T], block · block_size + offset of each token's place in the cache.
     query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
     tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
-    logits are wanted.
+    logits are wanted. fresh: no sequence has anything in the cache before this step.
     """
 
     tokens: Tensor
@@ -30,6 +30,7 @@ class Batch:
     rows: Tensor
     max_q: int
     max_ctx: int
+    fresh: bool
 
 
 def make_batch(
@@ -71,6 +72,7 @@ def make_batch(
         block_table=narrow[2 * seqs + 1 :].view(seqs, width),
         max_q=max(entry.count for entry in entries),
         max_ctx=max(contexts),
+        fresh=all(entry.start == 0 for entry in entries),
     )
 
 

@@ -29,7 +29,8 @@ class Attention:
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         self.rope(q, k, batch.positions)
-        write_kv(self.plans, k, v, k_cache, v_cache, batch.slots)
+        shape = f"h={self.kv_heads},d={self.head_dim},dv={self.head_dim},block_size={k_cache.shape[1]},x={self.plans.x}"
+        self.plans.bind("reshape_and_cache", shape)(k, v, k_cache, v_cache, batch.slots)
         out = q.new_empty(q.shape)
         problem = (
             f"heads={self.heads},kv_heads={self.kv_heads},head_dim={self.head_dim},"
@@ -41,8 +42,3 @@ class Attention:
             self.scale, 0, None, None, self.plans.scratch(plan, x.shape[0]), out,
         )  # fmt: skip
         return self.out(out.view(x.shape[0], -1))
-
-
-def write_kv(plans, k, v, k_cache, v_cache, slots):
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = k
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
