@@ -65,7 +65,7 @@ def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: both styles, in bf16."""
     pointers = {"q": "*bf16", "k": "*bf16", "positions": "*i64", "cos_sin": "*fp32"}
     names = ("q_token", "q_head", "k_token", "k_head", "q_heads", "k_heads", "rows", "q_tiles")
-    sizes = {name: "i32" for name in names}
+    sizes = dict.fromkeys(names, "i32")
     return [
         AotCase(
             style, rotary_embedding_kernel, pointers | sizes,
