@@ -60,8 +60,8 @@ def make_batch(
     if all_rows:
         rows = list(range(len(tokens)))
     total, seqs = len(tokens), len(entries)
-    wide = _send([*tokens, *positions, *slots, *rows], torch.int64, device)
-    narrow = _send([*starts, *contexts, *table], torch.int32, device)
+    wide = send([*tokens, *positions, *slots, *rows], torch.int64, device)
+    narrow = send([*starts, *contexts, *table], torch.int32, device)
     return Batch(
         tokens=wide[:total],
         positions=wide[total : 2 * total],
@@ -76,7 +76,8 @@ def make_batch(
     )
 
 
-def _send(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list of numbers as a tensor on the device, without waiting for it."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import Request, RequestOutput, Scheduler, SchedulerConfig
+from gristmill.runtime.scheduler import FinishReason, Request, RequestOutput, Scheduler, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,9 @@ class Engine:
         except BaseException:
             self.scheduler.discard(plan)
             raise
-        outputs = self.scheduler.update(plan, sampled)
+        # A row of NaN, or of nothing finite, ends its own request and no other.
+        failed = [entry.id for entry, token in zip(plan.sampling(), sampled, strict=True) if token < 0]
+        outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, sampled)
         for output in outputs:
             if output.finish_reason is not None:
                 del self._active[output.id]

@@ -35,7 +35,8 @@ CUDA_MEMORY = 0.85
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt brought. finish_reason: ``stop`` (an end token, which is in token_ids), ``length`` or ``abort``."""
+    """What one prompt brought. finish_reason: ``stop`` (an end token, which is in token_ids), ``length``,
+    ``abort``, or ``error`` (the model's logits were NaN)."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
