@@ -17,6 +17,9 @@ from gristmill.kernels.common import need
 UNUSED_BLOCK = 2**30
 """What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
 
+LIMITS = {"fp32": (4e-5, 2e-5), "fp16": (2.5e-3, 2e-4), "bf16": (1.3e-2, 2e-4)}
+"""Limits of (outputs, log-sum-exp) by dtype: two roundings of the output; the scores are float32 in every kernel."""
+
 RAGGED_AXES = (
     Axis("q_tokens", "int", "new tokens of all sequences", dynamic=True),
     Axis("seqs", "int", "sequences", dynamic=True, minimum=1),
@@ -76,6 +79,22 @@ def shrunk(problem: Problem) -> Problem:
     return problem.with_values(
         q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(tokens, seqs * max_ctx * 2 // 3)
     )
+
+
+def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int, int]:
+    """(keys that must be read, query-key pairs that count), for the lengths that `lengths` draws."""
+    read, pairs = 0, 0
+    for query, context in zip(*lengths(problem, seed), strict=True):
+        if query == 0:
+            continue
+        first = context - query
+        if window > 0:
+            read += min(context, query + window - 1)
+            pairs += sum(min(window, position + 1) for position in range(first, context))
+        else:
+            read += context
+            pairs += query * first + query * (query + 1) // 2
+    return read, pairs
 
 
 def starts(counts: Sequence[int]) -> list[int]:
@@ -139,6 +158,16 @@ def check_heads(op: str, name: str, x: Any, dims: int) -> None:
     need(x.dim() == dims, f"{op}: {name} must have {dims} dimensions, got {tuple(x.shape)}")
     need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{op}: the last dimension of {name} must be contiguous, "
          f"got strides {tuple(x.stride())}")  # fmt: skip
+
+
+def check_stated(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
+    """x is None or a contiguous float32 tensor of this shape on q's device; TypeError or ValueError otherwise."""
+    if x is None:
+        return
+    if str(x.dtype) != "torch.float32":
+        raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
+    need(tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
+         f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}")  # fmt: skip
 
 
 def attention_error(limits: tuple[float, float], outputs: Sequence[Any], references: Sequence[Any]) -> float:
