@@ -78,7 +78,7 @@ def launch_mla(config: Config, latent: Any, cache: Any, slot_mapping: Any) -> No
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: eight heads of 128 in bf16, block strides past 2³¹ elements."""
-    pointers = {name: "*bf16" for name in ("key", "value", "key_cache", "value_cache")} | {"slot_mapping": "*i64"}
+    pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16") | {"slot_mapping": "*i64"}
     names = (
         "key_token", "key_head", "value_token", "value_head", "key_block", "key_place", "key_cache_head", "value_block",
         "value_place", "value_cache_head", "heads", "block_size", "slots", "key_parts",
@@ -91,5 +91,5 @@ def aot(target: Target) -> list[AotCase]:
 def aot_mla(target: Target) -> list[AotCase]:
     """What the compile matrix builds: DeepSeek's latent in bf16."""
     pointers = {"latent": "*bf16", "cache": "*bf16", "slot_mapping": "*i64"}
-    sizes = {name: "i32" for name in ("latent_token", "cache_block", "cache_place", "block_size", "slots")}
+    sizes = dict.fromkeys(("latent_token", "cache_block", "cache_place", "block_size", "slots"), "i32")
     return [AotCase("mla", reshape_and_cache_mla_kernel, pointers | sizes, {"D": 576, "BLOCK": 1024}, {"num_warps": 4})]
