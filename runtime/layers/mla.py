@@ -88,7 +88,7 @@ class LatentAttention:
         out = q.new_empty(tokens, self.heads, mla.v_dim)
         plan = self.plans.bind(
             "varlen_attention",
-            f"heads={self.heads},kv_heads={self.heads},head_dim={mla.qk_dim},v_dim={mla.v_dim},x={self.plans.x}",
+            f"heads={self.heads},kv_heads={self.heads},qk_dim={mla.qk_dim},v_dim={mla.v_dim},x={self.plans.x}",
         )
         plan(q, k, v, batch.query_start, batch.query_start, batch.max_q, batch.max_q, self.scale, None, out)
         return out
