@@ -22,9 +22,10 @@ struct Attention {
   void* out;
   float* lse;          // [tokens, heads] or null
   const float* sinks;  // [heads] or null
-  const int32_t *query_start, *seq_lens;
-  const int32_t* table;          // block numbers, [seqs, table_stride]; null: dense keys
-  const int32_t* context_start;  // dense keys: where each sequence's begin
+  const int32_t* query_start;  // [seqs + 1]
+  const int32_t* table;        // block numbers, [seqs, table_width]; null: dense keys
+  const int32_t* starts;       // paged: contexts' lengths [seqs]; dense: where each begins [seqs + 1]
+  int64_t context(int64_t i) const { return table ? starts[i] : starts[i + 1] - starts[i]; }
   int64_t table_stride, q_token, q_head, out_token, out_head;
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
   int64_t tokens, blocks, table_width;  // bounds that the index tensors are checked against
@@ -134,7 +135,7 @@ struct Core {
   int64_t tasks(int64_t sequence) const {
     return (queries(sequence) + query_tile - 1) / query_tile * (a.kv_heads / span(sequence)) * head_tiles;
   }
-  int64_t chunks(int64_t sequence) const { return most(1, (a.seq_lens[sequence] + kChunk - 1) / kChunk); }
+  int64_t chunks(int64_t sequence) const { return most(1, (a.context(sequence) + kChunk - 1) / kChunk); }
 
   Tile tile(int64_t sequence, int64_t task) const {
     Tile t;
@@ -145,7 +146,7 @@ struct Core {
     t.kv_head = task % (a.kv_heads / t.kv_heads) * t.kv_heads;
     const int64_t begin = a.query_start[sequence], count = queries(sequence);
     const int64_t offset = task / (a.kv_heads / t.kv_heads) * query_tile;
-    t.context = a.seq_lens[sequence];
+    t.context = a.context(sequence);
     t.token = begin + offset;
     t.first = t.context - count + offset;
     t.queries = least(query_tile, count - offset);
@@ -163,7 +164,7 @@ struct Core {
 
   const T* row(const void* base, const Tile& t, int64_t at, int64_t block, int64_t slot, int64_t head) const {
     const T* p = static_cast<const T*>(base) + t.kv_head * head;
-    if (!a.table) return p + (a.context_start[t.sequence] + at) * slot;
+    if (!a.table) return p + (a.starts[t.sequence] + at) * slot;
     return p + int64_t(a.table[t.sequence * a.table_stride + at / a.block_size]) * block + at % a.block_size * slot;
   }
   const T* key(const Tile& t, int64_t at) const { return row(a.k, t, at, a.k_block, a.k_slot, a.k_head); }
@@ -416,10 +417,10 @@ struct Core {
 // Whether every token, block and context that the index tensors name exists.
 inline bool inside(const Attention& a) {
   for (int64_t i = 0; i < a.seqs; ++i) {
-    const int64_t begin = a.query_start[i], end = a.query_start[i + 1], context = a.seq_lens[i];
+    const int64_t begin = a.query_start[i], end = a.query_start[i + 1], context = a.context(i);
     if (begin < 0 || end < begin || end > a.tokens || context < 0) return false;
     if (!a.table) {
-      if (a.context_start[i] < 0 || a.context_start[i] + context > a.blocks) return false;
+      if (a.starts[i] < 0 || a.starts[i] + context > a.blocks) return false;
       continue;
     }
     if (context > a.table_width * a.block_size) return false;

@@ -17,6 +17,9 @@ from gristmill.kernels.common import need
 UNUSED_BLOCK = 2**30
 """What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
 
+LIMITS = {"fp32": (4e-5, 2e-5), "fp16": (2.5e-3, 2e-4), "bf16": (1.3e-2, 2e-4)}
+"""Limits of (outputs, log-sum-exp) by dtype: two roundings of the output; the scores are float32 in every kernel."""
+
 RAGGED_AXES = (
     Axis("q_tokens", "int", "new tokens of all sequences", dynamic=True),
     Axis("seqs", "int", "sequences", dynamic=True, minimum=1),
@@ -29,7 +32,7 @@ RAGGED_AXES = (
 def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     """(new tokens, context) of each sequence, within the bounds of `problem`; the contexts include the new tokens.
 
-    One sequence has the most new tokens the bounds allow and one the longest context; the rest is drawn by `seed`: decodes,
+    One sequence has the most new tokens the bounds allow, one with new tokens the longest context; the rest is drawn by `seed`: decodes,
     prefills, cached prefixes, and sequences without new tokens where there are fewer tokens than sequences.
     ValueError for bounds that no lengths can meet.
     """
@@ -53,6 +56,8 @@ def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     spare = max(0, problem.integer("total_ctx") - tokens)
     order = list(range(seqs))
     draw.shuffle(order)
+    longest = draw.choice([index for index in order if queries[index]] or order)
+    order.sort(key=lambda index: index != longest)
     for place, index in enumerate(order):
         room = min(spare, max_ctx - contexts[index])
         extra = room if place == 0 else draw.randint(0, min(room, 2 * spare // (seqs - place)))
@@ -74,8 +79,24 @@ def shrunk(problem: Problem) -> Problem:
     tokens = min(tokens, seqs * max_q)
     max_ctx = max(333, max_q)
     return problem.with_values(
-        q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(tokens, seqs * max_ctx * 2 // 3)
+        q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(max_ctx, seqs * max_ctx * 2 // 3)
     )
+
+
+def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int, int]:
+    """(keys that must be read, query-key pairs that count), for the lengths that `lengths` draws."""
+    read, pairs = 0, 0
+    for query, context in zip(*lengths(problem, seed), strict=True):
+        if query == 0:
+            continue
+        first = context - query
+        if window > 0:
+            read += min(context, query + window - 1)
+            pairs += sum(min(window, position + 1) for position in range(first, context))
+        else:
+            read += context
+            pairs += query * first + query * (query + 1) // 2
+    return read, pairs
 
 
 def starts(counts: Sequence[int]) -> list[int]:
@@ -139,6 +160,16 @@ def check_heads(op: str, name: str, x: Any, dims: int) -> None:
     need(x.dim() == dims, f"{op}: {name} must have {dims} dimensions, got {tuple(x.shape)}")
     need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{op}: the last dimension of {name} must be contiguous, "
          f"got strides {tuple(x.stride())}")  # fmt: skip
+
+
+def check_stated(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
+    """x is None or a contiguous float32 tensor of this shape on q's device; TypeError or ValueError otherwise."""
+    if x is None:
+        return
+    if str(x.dtype) != "torch.float32":
+        raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
+    need(tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
+         f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}")  # fmt: skip
 
 
 def attention_error(limits: tuple[float, float], outputs: Sequence[Any], references: Sequence[Any]) -> float:

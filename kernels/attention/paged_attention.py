@@ -11,22 +11,23 @@ from typing import Any
 
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention.causal import causal_attention
 from gristmill.kernels.attention.lengths import (
+    LIMITS,
     RAGGED_AXES,
     attention_error,
     block_tables,
     check_heads,
     check_ragged,
+    check_stated,
     lengths,
     owned_slots,
     shrunk,
     starts,
     table_tensor,
+    visible_keys,
 )
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
-
-LIMITS = {"fp32": (4e-5, 2e-5), "fp16": (2.5e-3, 2e-4), "bf16": (1.3e-2, 2e-4)}
-"""Limits of (outputs, log-sum-exp) by dtype: two roundings of the output; the scores are float32 in every kernel."""
 
 
 def reference(
@@ -46,30 +47,17 @@ def reference(
     out = torch.zeros_like(q)
     if lse is not None:
         lse.fill_(float("-inf"))
-    begin, contexts = query_start.tolist(), seq_lens.tolist()
-    block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    for index, context in enumerate(contexts):
+    begin, block_size = query_start.tolist(), k_cache.shape[1]
+    for index, context in enumerate(seq_lens.tolist()):
         rows = slice(begin[index], begin[index + 1])
-        count = rows.stop - rows.start
-        if count == 0 or context == 0:
+        if rows.stop == rows.start:
             continue
         position = torch.arange(context, device=q.device)
-        blocks = block_table[index, position // block_size].long()
-        keys = k_cache[blocks, position % block_size].float().repeat_interleave(group, dim=1)
-        values = v_cache[blocks, position % block_size].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * scale
-        own = torch.arange(context - count, context, device=q.device)[:, None]
-        seen = position <= own
-        if window > 0:
-            seen &= position > own - window
-        scores = scores.masked_fill(~seen, float("-inf"))
-        total = scores.logsumexp(-1, keepdim=True)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks[:, None, None].float())
-        weights = (scores - total).exp().nan_to_num(0.0)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        slots = block_table[index, position // block_size].long(), position % block_size
+        found, total = causal_attention(q[rows], k_cache[slots], v_cache[slots], scale, window, sinks)
+        out[rows] = found.to(q.dtype)
         if lse is not None:
-            lse[rows] = total[..., 0].T
+            lse[rows] = total
     return out
 
 
@@ -97,22 +85,13 @@ def describe(
     need(max_ctx <= block_table.shape[1] * block_size,
          f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {block_size} hold")  # fmt: skip
     need(tokens <= seqs * max_q, f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}")
-    _check_vector(op, "sinks", sinks, (heads,), q)
-    _check_vector(op, "lse", lse, (tokens, heads), q)
+    check_stated(op, "sinks", sinks, (heads,), q)
+    check_stated(op, "lse", lse, (tokens, heads), q)
     return {
         "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "heads": heads, "kv_heads": kv_heads,
         "head_dim": head_dim, "block_size": block_size, "x": dtype_name(q.dtype), "window": max(0, window),
         "sinks": sinks is not None, "lse": lse is not None,
     }  # fmt: skip
-
-
-def _check_vector(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
-    if x is None:
-        return
-    if str(x.dtype) != "torch.float32":
-        raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
-    need(tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
-         f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}")  # fmt: skip
 
 
 def guard(
@@ -175,23 +154,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     ]  # fmt: skip
 
 
-def visible_keys(problem: Problem, seed: int = 0) -> tuple[int, int]:
-    """(keys that must be read, query-key pairs that count), for the lengths that `inputs` draws."""
-    window, read, pairs = problem.integer("window"), 0, 0
-    for query, context in zip(*lengths(problem, seed), strict=True):
-        if query == 0:
-            continue
-        first = context - query
-        read += min(context, query + window - 1) if window else context
-        full = query * first + query * (query + 1) // 2
-        pairs += sum(min(window, p + 1) for p in range(first, context)) if window else full
-    return read, pairs
-
-
 def cost(problem: Problem) -> Cost:
     """q and out once, every visible key and value once; two multiply-adds for each visible pair and head element."""
     heads, dim, item = problem.integer("heads"), problem.integer("head_dim"), ITEM_BYTES[problem.text("x")]
-    read, pairs = visible_keys(problem)
+    read, pairs = visible_keys(problem, problem.integer("window"))
     rows = problem.integer("q_tokens") * heads
     return Cost(
         bytes=(2 * rows + 2 * read * problem.integer("kv_heads")) * dim * item + (4 * rows if problem["lse"] else 0),
@@ -244,6 +210,7 @@ OP = Op(
         "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=6,kv_heads=2,head_dim=80,x=fp32,window=9,lse=true",
         "q_tokens=21,seqs=3,max_q=16,max_ctx=40,total_ctx=77,heads=4,kv_heads=1,head_dim=96,block_size=7,x=fp16,sinks=true,lse=true",
         "q_tokens=3,seqs=6,max_q=2,max_ctx=37,total_ctx=150,heads=4,kv_heads=4,head_dim=256,block_size=32,x=fp32,sinks=true,window=20",
+        "q_tokens=2,seqs=2,max_q=1,max_ctx=620,total_ctx=700,heads=4,kv_heads=2,head_dim=64,x=fp32,sinks=true,lse=true",
     ),
     bench=(
         "q_tokens=1,seqs=1,max_q=1,max_ctx=1024,total_ctx=1024,heads=32,kv_heads=8",

@@ -1,17 +1,13 @@
-"""Paged attention in C++ for CPUs (`_paged_attention_cpu.cpp`), compiled for every ISA level."""
+"""Paged attention in C++ for CPUs (`_attention_cpu.cpp`), compiled for every ISA level."""
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
-from gristmill.kernels.native import best_config, check, cpu_function
-
-ARGUMENTS = (c_void_p,) * 10 + (c_float, c_int)
-_Sizes = c_int64 * 20
+from gristmill.kernels.attention.cpu_call import SOURCES, attend
+from gristmill.kernels.native import best_config
 
 
 def launch(
@@ -19,17 +15,8 @@ def launch(
     max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
 ) -> None:  # fmt: skip
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
-    sizes = _Sizes(
-        block_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1), *k_cache.stride()[:3],
-        *v_cache.stride()[:3], seq_lens.shape[0], q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], window,
-        q.shape[0], k_cache.shape[0], block_table.shape[1],
-    )  # fmt: skip
-    code = cpu_function("gm_paged_attention", config["level"], ARGUMENTS)(
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr(),
-        None if sinks is None else sinks.data_ptr(), block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
-        sizes, scale, CPU_DTYPE[dtype_name(q.dtype)],
-    )  # fmt: skip
-    check(code, "paged_attention_cpu")
+    attend("paged_attention_cpu", config["level"], q, k_cache, v_cache, block_table, query_start, seq_lens, scale, window, sinks,
+           lse, out)  # fmt: skip
 
 
 KERNEL = Kernel(
@@ -40,8 +27,8 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="online softmax over tiles of 32 keys, a KV head's queries together, float32 inside",
-    config=best_config("gm_paged_attention"),
-    sources=("_paged_attention_cpu.cpp", "_flash_cpu.h"),
+    config=best_config("gm_attention"),
+    sources=SOURCES,
     batch_invariant=True,
     priority=100,
 )

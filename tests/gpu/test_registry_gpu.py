@@ -90,8 +90,10 @@ def test_a_kernel_that_says_so_is_deterministic(op: Op, kernel: Kernel, text: st
     arguments = kernel_arguments(op, kernel, op.inputs(problem, 5, DEVICE))
     config, launcher, first = kernel.config(problem, TARGET), load(kernel), None
     for _ in range(20):
-        outputs = [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*arguments)]
-        launcher(config, *arguments, *outputs)
+        copies = [a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
+                  for p, a in zip(op.parameters, arguments, strict=True)]  # fmt: skip
+        outputs = [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*copies)]
+        launcher(config, *copies, *outputs)
         torch.cuda.synchronize()
         seen = [out.view(torch.uint8).clone() if out.numel() else out for out in outputs]
         assert first is None or all(torch.equal(a, b) for a, b in zip(first, seen, strict=True))
