@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from gristmill.autotune.metrics import error_of
 from gristmill.autotune.verify import run_reference
 from gristmill.kernel_registry.problem import Problem
