@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
@@ -198,12 +199,18 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme."""
+    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme.
+
+    A wrapped library whose packing is its own business declares no layout: its spec module has ``pack_weight``.
+    """
     from gristmill.quant.packed import pack as packed
 
     given = list(arguments)
     weight = as_quant(given[1])
-    given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    if kernel.layouts:
+        given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    else:
+        given[1] = import_module(kernel.module).pack_weight(weight)
     return given
 
 
@@ -265,7 +272,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
     The base is for many rows; over few the worst column of an RMS is further out.
     """
-    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 3e-3}[problem.text("x")]
+    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4e-3}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
@@ -303,6 +310,7 @@ OP = Op(
     error=error,
     shrink=shrink,
     pack=pack,
+    unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
         "m=0,n=32,k=64,x=bf16", "m=1,n=1,k=1,x=fp32,w=fp32", "m=7,n=257,k=129,x=bf16", "m=3,n=40,k=67,x=fp16,w=fp16",
