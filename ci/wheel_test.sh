@@ -20,6 +20,7 @@ python -m pip install --quiet --no-deps --no-index --target "$site" "$work"/whee
 # Ours first, then everybody else's; an editable gristmill there is not looked at, since its own .pth is not processed.
 python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/zz-dependencies.pth"
 cd "$work"
+unset PYTHONPATH
 "$work/venv/bin/python" -P - "$site" <<'PY'
 import sys
 from pathlib import Path

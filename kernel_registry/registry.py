@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -116,11 +114,13 @@ def default_registry() -> Registry:
 
     An entry point names a module that declares OP, KERNEL, KERNELS, LAYOUT or LAYOUTS, like our own.
     """
+    from importlib.metadata import entry_points  # brings in email and sockets: half of an import of this package
+
     registry = Registry()
     for package in ("gristmill.kernels", "gristmill.quant.layouts"):
         for spec in discover(package):
             registry.add(spec)
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for entry in entry_points(group=ENTRY_POINTS):
         for spec in specs_of(importlib.import_module(entry.value.partition(":")[0])):
             registry.add(spec)
     return registry

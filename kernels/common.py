@@ -81,17 +81,15 @@ def row_stride(x: Any) -> int:
     return int(x.shape[-1])
 
 
-def rows_ok(x: Any) -> bool:
-    """Whether `rows_of` takes x, in a few attribute reads: for guards of planned calls."""
-    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1):
-        return True
-    try:
-        rows_of("", x)
-    except ValueError:
-        return False
-    return True
-
-
 def separate_rows(x: Any) -> bool:
-    """Whether `rows_of` takes x and no two of its rows overlap, as what is written must not."""
-    return x.is_contiguous() or (rows_ok(x) and row_stride(x) >= x.shape[-1])
+    """Whether no two rows of x (see `rows_of`) overlap, as what is written must not."""
+    return x.is_contiguous() or row_stride(x) >= x.shape[-1]
+
+
+def need_rows(op: str, reads: dict[str, Any], writes: dict[str, Any]) -> None:
+    """ValueError unless `rows_of` takes every tensor and the rows of the written ones do not overlap."""
+    for name, x in (reads | writes).items():
+        rows_of(f"{op}: {name}", x)
+    for name, x in writes.items():
+        need(separate_rows(x), f"{op}: {name} is written, so its rows must not overlap; got shape {tuple(x.shape)} with "
+             f"strides {tuple(x.stride())}")  # fmt: skip

@@ -6,7 +6,7 @@ columns or rows to the scales it kept. An index that says no more than "consecut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,7 +48,7 @@ def narrow(q: QuantTensor, dim: int, start: int, length: int) -> QuantTensor:
     if dim == len(q.shape) - 2:
         return _narrow_n(q, start, length)
     cut = {name: _copy(t, dim, start, length) for name, t in q.tensors().items() if name not in ("g_idx", "n_idx")}
-    return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), **cut)
+    return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), cut)
 
 
 def concat(tensors: Sequence[QuantTensor], dim: int) -> QuantTensor:
@@ -83,7 +83,7 @@ def concat(tensors: Sequence[QuantTensor], dim: int) -> QuantTensor:
         for name in first.tensors()
         if name not in ("g_idx", "n_idx")
     }
-    return _rebuild(first, tuple(shape), **joined)
+    return _rebuild(first, tuple(shape), joined)
 
 
 def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
@@ -91,7 +91,7 @@ def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
     if not tensors:
         raise ValueError("stack needs at least one QuantTensor, got none")
     raised = [
-        _rebuild(t, (1, *t.shape), **{n: v[None] for n, v in t.tensors().items() if n not in ("g_idx", "n_idx")})
+        _rebuild(t, (1, *t.shape), {n: v[None] for n, v in t.tensors().items() if n not in ("g_idx", "n_idx")})
         for t in tensors
     ]
     return concat(raised, 0)
@@ -109,7 +109,7 @@ def _narrow_k(q: QuantTensor, start: int, length: int) -> QuantTensor:
         kept, new["g_idx"] = _renumber(q.column_groups()[start : start + length], size)
         new["scales"] = select(q.scales, -1, kept)
         new["zero"] = select(q.zero, -1, kept)
-    return _rebuild(q, (*q.shape[:-1], length), **new)
+    return _rebuild(q, (*q.shape[:-1], length), new)
 
 
 def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
@@ -127,7 +127,7 @@ def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
         inside = [i for i, (a, b) in enumerate(zip(segments, ends, strict=True)) if a < start + length and b > start]
         new["global_scale"] = q.global_scale[..., inside[0] : inside[-1] + 1].clone()
         segments = tuple(max(0, segments[i] - start) for i in inside)
-    return _rebuild(q, (*q.shape[:-2], length, q.k), segments, **new)
+    return _rebuild(q, (*q.shape[:-2], length, q.k), new, segments)
 
 
 def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTensor:
@@ -151,7 +151,7 @@ def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTe
     for t in tensors:
         segments += [row + s for s in t.segments]
         row += t.n
-    return _rebuild(first, shape, tuple(segments) if first.scheme.has_global else (0,), **new)
+    return _rebuild(first, shape, new, tuple(segments) if first.scheme.has_global else (0,))
 
 
 def _concat_k(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTensor:
@@ -175,7 +175,7 @@ def _concat_k(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTe
         new["g_idx"] = _join_index([t.column_groups() for t in tensors], [t.scales for t in tensors], -1, size)
         new["scales"] = _cat([t.scales for t in tensors], -1)
         new["zero"] = _cat([t.zero for t in tensors], -1)
-    return _rebuild(first, shape, **new)
+    return _rebuild(first, shape, new)
 
 
 def _renumber(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
@@ -224,7 +224,10 @@ def _cat(parts: list[Tensor | None], dim: int) -> Tensor | None:
 
 
 def _rebuild(
-    q: QuantTensor, shape: tuple[int, ...], segments: tuple[int, ...] | None = None, **new: Tensor | None
+    q: QuantTensor,
+    shape: tuple[int, ...],
+    new: Mapping[str, Tensor | None],
+    segments: tuple[int, ...] | None = None,
 ) -> QuantTensor:
     """q with another shape and the given tensors; those not given stay."""
     held: dict[str, Tensor | None] = {**q.tensors(), **new}

@@ -220,8 +220,9 @@ class QuantTensor:
             value -= self.zero[rows].to(torch.float32)[:, columns]
         elif scheme.implicit_zero:
             value -= scheme.implicit_zero
-        if self.scales is not None:
-            value *= scales_to_float32(self.scales[rows])[:, columns]
+        scales = sharding.select(self.scales, -2, rows)
+        if scales is not None:
+            value *= scales_to_float32(scales)[:, columns]
         row_scale = self.row_scale()
         return value if row_scale is None else value * row_scale[start:stop, None]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, rows_ok, separate_rows, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
 
 
 def reference(x: Any) -> Any:
@@ -34,14 +34,14 @@ def guard(problem: Problem, x: Any, out: Any) -> int:
     if (shape[-1] != 2 * n or made[-1] != n or made[:-1] != shape[:-1] or out.dtype != kind
             or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
         raise ValueError(f"silu_and_mul planned for {problem}: got x {tuple(shape)} {kind}, out {tuple(made)} {out.dtype}")
-    if not (rows_ok(x) and separate_rows(out)):
-        raise ValueError(f"silu_and_mul: strides of x {x.stride()} and out {out.stride()} must be those of rows with "
-                         "contiguous elements, not overlapping in out")  # fmt: skip
+    if not (x.is_contiguous() and out.is_contiguous()):
+        need_rows("silu_and_mul", {"x": x}, {"out": out})
     return out.numel() // n
 
 
 def like(x: Any) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output."""
+    need(x.dim() > 0, "silu_and_mul: x: expected at least one dimension, got a scalar")
     return (((*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, rows_ok, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
 
 MOST_EXPERTS = 4096
 SCORINGS = ("sigmoid", "softmax")
@@ -113,8 +113,8 @@ def guard(
         if out.shape != (*lead, top_k) or not out.is_contiguous() or dtype_name(out.dtype) != dtype:
             raise ValueError(f"grouped_topk: {name} must be a contiguous {(*lead, top_k)} {dtype}, got {tuple(out.shape)} "
                              f"{out.dtype}")  # fmt: skip
-    if not rows_ok(logits):
-        raise ValueError(f"grouped_topk: logits must be rows of contiguous elements, got strides {logits.stride()}")
+    if not logits.is_contiguous():
+        rows_of("grouped_topk: logits", logits)
     return logits.numel() // experts
 
 

@@ -10,16 +10,7 @@ from typing import Any
 
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import (
-    FLOATS,
-    ITEM_BYTES,
-    dtype_name,
-    need,
-    rows_of,
-    rows_ok,
-    separate_rows,
-    torch_dtype,
-)  # fmt: skip
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
 
 
 def reference(x: Any, residual: Any, weight: Any, eps: float) -> Any:
@@ -39,9 +30,7 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
     rows = rows_of(f"{name}: x", x)
     need(x.shape[-1] > 0, f"{name}: the last dimension of x is empty: {tuple(x.shape)}")
     need(residual.shape == x.shape, f"{name}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-    rows_of(f"{name}: residual", residual)
-    need(separate_rows(residual), f"{name}: residual is written in place, so its rows must not overlap; "
-         f"got strides {tuple(residual.stride())}")  # fmt: skip
+    need_rows(name, {}, {"residual": residual})
     need(weight.dim() == 1 and weight.shape[0] == x.shape[-1],
          f"{name}: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}")  # fmt: skip
     need(weight.stride(0) == 1 or weight.shape[0] == 1, f"{name}: weight must be contiguous")
@@ -56,15 +45,15 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
 def guard(problem: Problem, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != n or residual.shape != shape or out.shape != shape or weight.shape != (n,)
+    if (shape[-1] != n or residual.shape != shape or out.shape != shape or weight.numel() != n
             or residual.dtype != kind or out.dtype != kind or weight.dtype != kind
             or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
         raise ValueError(f"fused_add_rms_norm planned for {problem}: got x {tuple(shape)} {kind}, residual "
                          f"{tuple(residual.shape)} {residual.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
                          f"out {tuple(out.shape)} {out.dtype}")  # fmt: skip
-    if not (rows_ok(x) and separate_rows(residual) and separate_rows(out) and weight.is_contiguous()):
-        raise ValueError(f"fused_add_rms_norm: x {x.stride()}, residual {residual.stride()}, out {out.stride()} must be "
-                         "strides of rows with contiguous elements that do not overlap where written, weight contiguous")
+    if not (x.is_contiguous() and residual.is_contiguous() and out.is_contiguous() and weight.is_contiguous()):
+        need_rows("fused_add_rms_norm", {"x": x}, {"residual": residual, "out": out})
+        need(weight.is_contiguous(), "fused_add_rms_norm: weight must be contiguous")
     return x.numel() // n
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, rows_ok, separate_rows, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
 
 
 def reference(x: Any, weight: Any, eps: float) -> Any:
@@ -33,13 +33,13 @@ def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
 def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != n or out.shape != shape or weight.shape != (n,) or out.dtype != kind or weight.dtype != kind
+    if (shape[-1] != n or out.shape != shape or weight.numel() != n or out.dtype != kind or weight.dtype != kind
             or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
         raise ValueError(f"rms_norm planned for {problem}: got x {tuple(shape)} {kind}, weight {tuple(weight.shape)} "
                          f"{weight.dtype}, out {tuple(out.shape)} {out.dtype}")  # fmt: skip
-    if not (rows_ok(x) and separate_rows(out) and weight.is_contiguous()):
-        raise ValueError(f"rms_norm: x {x.stride()} and out {out.stride()} must be strides of rows with contiguous "
-                         f"elements, not overlapping in out; weight {weight.stride()} contiguous")  # fmt: skip
+    if not (x.is_contiguous() and out.is_contiguous() and weight.is_contiguous()):
+        need_rows("rms_norm", {"x": x}, {"out": out})
+        need(weight.is_contiguous(), "rms_norm: weight must be contiguous")
     return x.numel() // n
 
 

@@ -103,19 +103,22 @@ def test_no_code_name() -> None:
 
 
 def test_import_is_light() -> None:
-    """Best of three, in a process of its own: under 50 ms, and neither torch nor numpy."""
+    """In processes of their own: neither torch nor numpy, and 50 ms of processor time or, on a busy machine, as little
+    as a module of the standard library that takes about as long.
+    """
     code = (
-        "import time, sys; t = time.perf_counter();"
-        "import gristmill.kernel_registry.target, gristmill.kernel_registry.requirement, gristmill.kernel_registry.build;"
-        "print(time.perf_counter() - t, sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))"
+        "import time, sys; t = time.process_time(); import asyncio; known = time.process_time() - t;"
+        "t = time.process_time(); import gristmill.kernel_registry.registry, gristmill.kernel_registry.select;"
+        "print(time.process_time() - t, known, sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     out = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
-        for _ in range(3)
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.split()
+        for _ in range(5)
     ]
-    assert all(line.strip().endswith("[]") for line in out)
-    assert min(float(line.split()[0]) for line in out) < 0.05
+    assert all(line[2] == "[]" for line in out)
+    ours, known = (min(float(line[place]) for line in out) for place in (0, 1))
+    assert ours < 0.05 or ours < 1.5 * known, (ours, known)
 
 
 def write(root: Path, path: str, text: str) -> None:
