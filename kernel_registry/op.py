@@ -70,6 +70,7 @@ class Op:
         caps the bucket axis at 257.
     pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
         for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
+    unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
     error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
 
@@ -92,6 +93,7 @@ class Op:
     shrink: Callable[[Problem], Problem] | None = None
     error: Callable[..., float] | None = None
     pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
+    unplanned: frozenset[str] | None = None
     module: str = ""
 
     @cached_property

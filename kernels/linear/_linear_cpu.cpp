@@ -15,6 +15,7 @@ using namespace lin;
 constexpr int kWide = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;       // blocks at once for one row of x
 constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;                        // most rows of x decoded for in registers
 constexpr int kTileBlocks = gm::kLanes == 16 ? 2 : 1, kTileRows = gm::kLanes == 16 ? 8 : 4;
+constexpr int64_t kAhead = 2048;         // bytes of a block fetched before they are needed; the stream ends harmlessly
 constexpr int64_t kChunkRows = 256;     // rows of x at a time
 constexpr int64_t kChunkColumns = 256;  // columns decoded at a time; a multiple of every group size
 
@@ -82,6 +83,7 @@ void direct(const Job& j, int64_t block0, float* totals) {
 #pragma GCC unroll 8
       for (int b = 0; b < NB; ++b) {
         const W w = load_line(p[b]);
+        __builtin_prefetch(p[b] + kAhead);
         p[b] += 64;
 #pragma GCC unroll 8
         for (int s = 0; s < steps; ++s) {

@@ -184,7 +184,9 @@ def aot(target: Target) -> list[AotCase]:
     off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False)
     cases = []
 
-    def case(name: str, x: str, weight: str, tile: tuple[int, int, int], types: dict[str, str], **constants: Any) -> None:
+    def case(
+        name: str, x: str, weight: str, tile: tuple[int, int, int], types: dict[str, str], **constants: Any
+    ) -> None:
         pointers = {"x": x, "weight": weight, **plain, **types, "bias": x, "residual": x, "out": x}
         shape = dict(zip(("BM", "BN", "BK"), tile, strict=True))
         base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee" if x == "*fp32" else "tf32"}
@@ -200,5 +202,15 @@ def aot(target: Target) -> list[AotCase]:
     case("fp8_block", "*bf16", "*u8", (64, 64, 64), {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128,
          ROW_BLOCK=True, RESIDUAL=True)  # fmt: skip
     case("mxfp4", "*bf16", "*u8", (16, 64, 32), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32)
-    case("nvfp4", "*bf16", "*u8", (16, 64, 16), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16, ROW_SCALE=True)
+    case(
+        "nvfp4",
+        "*bf16",
+        "*u8",
+        (16, 64, 16),
+        {"scales": "*u8"},
+        FORMAT=E2M1,
+        SCALE=SCALE_E4M3,
+        GROUP=16,
+        ROW_SCALE=True,
+    )
     return cases

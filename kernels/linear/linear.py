@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
@@ -16,7 +17,13 @@ LONGEST_N, LONGEST_K = 1536, 16384
 
 
 def reference(
-    x: Any, weight: Any, bias: Any = None, residual: Any = None, silu_mul: bool = False, n: int = 0, workspace: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
 ) -> Any:
     """x [..., K] and a QuantTensor [N, K] (or a dense tensor, or a list of one) -> [..., N], [..., N / 2] with silu_mul.
 
@@ -59,7 +66,13 @@ def as_quant(weight: Any) -> Any:
 
 
 def describe(
-    x: Any, weight: Any, bias: Any = None, residual: Any = None, silu_mul: bool = False, n: int = 0, workspace: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
 ) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit.
 
@@ -74,7 +87,9 @@ def describe(
         need(weight.is_contiguous(), f"linear: weight must be contiguous, got strides {tuple(weight.stride())}")
         scheme, act_order = dtype_name(weight.dtype), False
         if scheme not in FLOATS:
-            raise TypeError(f"linear: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan")
+            raise TypeError(
+                f"linear: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan"
+            )
     else:
         scheme, act_order = str(weight.scheme), weight.g_idx is not None
     rows = rows_of("linear: x", x)
@@ -84,7 +99,9 @@ def describe(
     need(x.shape[-1] == k, f"linear: x {tuple(x.shape)} does not fit a weight [{rows_w}, {k}]: K is {k}")
     need(n in (0, rows_w), f"linear: n is {n}, but the weight has {rows_w} rows")
     need(weight.device == x.device, f"linear: weight is on {weight.device}, x on {x.device}")
-    need(not silu_mul or rows_w % 2 == 0, f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}")
+    need(
+        not silu_mul or rows_w % 2 == 0, f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}"
+    )
     out = (*x.shape[:-1], rows_w // 2 if silu_mul else rows_w)
     for name, tensor, shape in (("bias", bias, (rows_w,)), ("residual", residual, out)):
         if tensor is None:
@@ -153,10 +170,14 @@ def _code_bytes(scheme: str, n: int, k: int, _seen: dict[tuple[str, int, int], i
     return found
 
 
-
-
 def like(
-    x: Any, weight: Any, bias: Any = None, residual: Any = None, silu_mul: bool = False, n: int = 0, workspace: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
     rows = n
@@ -198,12 +219,18 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme."""
+    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme.
+
+    A wrapped library whose packing is its own business declares no layout: its spec module has ``pack_weight``.
+    """
     from gristmill.quant.packed import pack as packed
 
     given = list(arguments)
     weight = as_quant(given[1])
-    given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    if kernel.layouts:
+        given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    else:
+        given[1] = import_module(kernel.module).pack_weight(weight)
     return given
 
 
@@ -265,7 +292,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
     The base is for many rows; over few the worst column of an RMS is further out.
     """
-    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 3e-3}[problem.text("x")]
+    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4e-3}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
@@ -303,6 +330,7 @@ OP = Op(
     error=error,
     shrink=shrink,
     pack=pack,
+    unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
         "m=0,n=32,k=64,x=bf16", "m=1,n=1,k=1,x=fp32,w=fp32", "m=7,n=257,k=129,x=bf16", "m=3,n=40,k=67,x=fp16,w=fp16",

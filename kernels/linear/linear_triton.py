@@ -63,6 +63,11 @@ KERNELS = tuple(
     )
     for name, layout, accepts, summary in (
         ("linear_triton", "dense_v1", accepts_dense, "tiles of tl.dot; float32 is IEEE"),
-        ("linear_w_triton", "plain_v1", accepts_quantized, "codes decoded by integer arithmetic, sums scaled in float32"),
+        (
+            "linear_w_triton",
+            "plain_v1",
+            accepts_quantized,
+            "codes decoded by integer arithmetic, sums scaled in float32",
+        ),
     )
 )

@@ -40,6 +40,16 @@ class LinearWeight:
         packed = {name: pack(weight, name).tensors for name in names}
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, packed)
 
+    @staticmethod
+    def pack_for(weight: Any, kernel: Any) -> LinearWeight:
+        """Pack for one kernel, in its first layout that holds the scheme, or in its library's own order."""
+        from gristmill.kernels.linear.linear import as_quant, layout_for, pack
+
+        weight = as_quant(weight)
+        tensors = pack(kernel, [None, weight])[1]
+        name = layout_for(kernel, weight.scheme).name if kernel.layouts else kernel.name
+        return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, {name: tensors})
+
     def problem(self, x: str, *, bias: bool = False, residual: bool = False, silu_mul: bool = False) -> str:
         """The static problem of a layer with this weight, for activations of dtype `x` (``bf16``)."""
         return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)

@@ -72,7 +72,7 @@ def _automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
         device = next(t.device for a in arguments for t in _tensors(a))
         static = op.static(described)
         known = (op.name, id(policy), static, str(device))
-        plan = _FOUND.get(known) or bind(op.name, static, device, policy)
+        plan = _FOUND.get(known) or bind(op.name, static, device, policy, op.unplanned)
         _FOUND[known] = _FOUND[key] = plan
     return plan
 
