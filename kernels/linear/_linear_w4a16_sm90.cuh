@@ -90,37 +90,40 @@ __device__ __forceinline__ uint32_t two_codes(uint32_t word) {
   return out;
 }
 
-// One warp copies x[:, k0 : k0 + 128] to shared memory, rows kXStride bytes apart, zeros past K. x may be any address: where its
-// rows are not 16-byte aligned the lanes copy element by element.
+// The WARPS warps that work on the same k copy x[:, k0 : k0 + 128] to shared memory, rows kXStride bytes apart, zeros past K. x may be any address: where its
+// rows are not 16-byte aligned they copy element by element.
 constexpr int kXStride = kTileK * 2 + 64;  // 64 bytes of padding: 8 rows x 4 lanes x 16 bytes meet no bank twice in a phase
 
-template <typename T>
-__device__ __forceinline__ void load_x(const W4Params& p, uint8_t* dst, int k0, int lane) {
-  const T* x = static_cast<const T*>(p.x) + k0;
-  if (p.xaligned) {
-    for (int c = lane; c < p.m * 16; c += 32) {
-      const int row = c >> 4, k = (c & 15) * 8;
-      const uint32_t bytes = k0 + k < p.k ? 16 : 0;  // 0 fills with zeros
-      const T* src = bytes ? x + static_cast<int64_t>(row) * p.ldx + k : static_cast<const T*>(p.x);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_u32(dst + row * kXStride + k * 2)), "l"(src), "r"(bytes)
-                   : "memory");
-    }
+template <typename T, int NT, int WARPS>
+__device__ __forceinline__ void load_x(const W4Params& p, uint8_t* dst, int k0, int thread) {
+  if (p.xaligned) {  // 16 threads a row
+    const int row = thread >> 4, k = k0 + (thread & 15) * 8;
+    const uint32_t bytes = k < p.k ? 16 : 0;  // 0 fills with zeros
+    const T* src = static_cast<const T*>(p.x) + (bytes ? static_cast<int64_t>(row) * p.ldx + k : 0);
+    const int64_t step = bytes ? 2 * WARPS * static_cast<int64_t>(p.ldx) : 0;
+    const uint32_t to = smem_u32(dst + row * kXStride + (thread & 15) * 16);
+#pragma unroll
+    for (int i = 0; i < (NT * 4 + WARPS - 1) / WARPS; ++i)
+      if (i * 2 * WARPS + row < p.m)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 2 * WARPS * kXStride), "l"(src + i * step), "r"(bytes)
+                     : "memory");
   } else {
+    const T* x = static_cast<const T*>(p.x) + k0;
 #pragma unroll 1
-    for (int c = lane; c < p.m * kTileK; c += 32) {
+    for (int c = thread; c < p.m * kTileK; c += WARPS * 32) {
       const int row = c >> 7, k = c & (kTileK - 1);
       reinterpret_cast<T*>(dst + row * kXStride)[k] = k0 + k < p.k ? x[static_cast<int64_t>(row) * p.ldx + k] : T(0.f);
     }
   }
 }
 
-// NT: columns of x in eights.  RT: tiles of 16 rows per warp.  WN x WK: warps along N and along K.  NX: slots of x per warp.
+// NT: columns of x in eights.  RT: tiles of 16 rows per warp.  WN x WK: warps along N and along K.  NX: slots of x.
 // MINB: CTAs a multiprocessor holds.
 template <typename T, int NT, int RT, int WN, int WK, int NX, int MINB>
 __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __grid_constant__ W4Params p) {
   constexpr int kWarps = WN * WK, C = RT < 4 ? RT : 4, kSub = RT / C, kSlot = C * kTileBytes;
   constexpr int kElems = WN * RT * NT * 32;  // float4 of sums a CTA
-  constexpr int CH = NT == 1 ? 4 : 2;        // independent chains of products
+  constexpr int CH = NT == 1 ? 2 : 1, TP = NT <= 2 ? 2 : 1;  // chains of products a tile, tiles at a time: four independent chains
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ __align__(8) uint64_t bars[kWarps][kMaxDepth];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -129,8 +132,9 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
   const int steps = max(0, (kb1 - kb0 - wk + WK - 1) / WK), chunks = steps * kSub;
   const int xslot = p.m * kXStride;
-  uint8_t* ring = smem + warp * (depth * kSlot + NX * xslot);
-  uint8_t* xs = ring + depth * kSlot;
+  uint8_t* ring = smem + warp * depth * kSlot;
+  uint8_t* xs = smem + kWarps * depth * kSlot + wk * NX * xslot;
+  const int xthread = wn * 32 + lane;
   const uint32_t bar0 = smem_u32(&bars[warp][0]);
 
   // The warp's part of the weights: kSub streams, each of up to four tiles of one block of 64 rows.
@@ -171,8 +175,8 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
 #pragma unroll
-  for (int i = 0; i < NX; ++i) {
-    if (i < steps) load_x<T>(p, xs + i * xslot, (kb0 + wk + i * WK) * kTileK, lane);
+  for (int i = 0; i < NX - 1; ++i) {
+    if (i < steps) load_x<T, NT, WN>(p, xs + i * xslot, (kb0 + wk + i * WK) * kTileK, xthread);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
@@ -184,12 +188,18 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[r][n][i] = 0.f;
 
-  int slot = 0, next = depth, xi = 0;
+  int slot = 0, next = depth, xi = 0, xfree = NX - 1;
   uint32_t parity = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(NX - 1) : "memory");
-    __syncwarp();
+    asm volatile("cp.async.wait_group %0;" ::"n"(NX - 2) : "memory");
+    if constexpr (WN == 1)
+      __syncwarp();
+    else
+      asm volatile("bar.sync %0, %1;" ::"r"(wk + 1), "n"(WN * 32) : "memory");
+    // Everyone has this step's x, and nobody reads the previous one's any more.
+    if (step + NX - 1 < steps) load_x<T, NT, WN>(p, xs + xfree * xslot, (kb0 + wk + (step + NX - 1) * WK) * kTileK, xthread);
+    asm volatile("cp.async.commit_group;" ::: "memory");
     uint4 x[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; ++n)
@@ -198,60 +208,75 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
         x[n][j] = make_uint4(0, 0, 0, 0);
         if (n * 8 + g < p.m) x[n][j] = *reinterpret_cast<const uint4*>(xs + xi * xslot + (n * 8 + g) * kXStride + j * 64 + t * 16);
       }
-    __syncwarp();
-    if (step + NX < steps) load_x<T>(p, xs + xi * xslot, (kb0 + wk + (step + NX) * WK) * kTileK, lane);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    xfree = xi;
     if (++xi == NX) xi = 0;
 
     const uint32_t minus[4] = {Num<T>::minus, Num<T>::minus, Num<T>::minus, Num<T>::minus};
-    float init[NT][2];  // -(offset + 8) · Σx of the group for columns 2t and 2t + 1; the same in every row
+    float init[NT][4];  // -(offset + 8) · Σx of the group for columns 2t and 2t + 1; the same in every row
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
+      float odd[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) init[n][i] = 0.f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        Num<T>::mma(even, minus, x[n][j].x, x[n][j].y, even);
+        Num<T>::mma(init[n], minus, x[n][j].x, x[n][j].y, init[n]);
         Num<T>::mma(odd, minus, x[n][j].z, x[n][j].w, odd);
       }
-      init[n][0] = even[0] + odd[0], init[n][1] = even[1] + odd[1];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) init[n][i] += odd[i];
     }
 #pragma unroll
     for (int sub = 0; sub < kSub; ++sub) {
       mbar_wait(bar0 + 8 * slot, parity);
       const uint8_t* chunk = ring + slot * kSlot;
 #pragma unroll
-      for (int c = 0; c < C; ++c) {
-        const uint8_t* tile = chunk + c * kTileBytes;
-        const uint4 q[2] = {reinterpret_cast<const uint4*>(tile)[lane], reinterpret_cast<const uint4*>(tile)[32 + lane]};
-        const uint32_t sc = reinterpret_cast<const uint32_t*>(tile + kCodeBytes)[g];
-        float part[CH][NT][4];
+      for (int c0 = 0; c0 < C; c0 += TP) {
+        uint4 q[TP][2];
+        uint32_t sc[TP];
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+        for (int c = 0; c < TP; ++c) {
+          const uint8_t* tile = chunk + (c0 + c) * kTileBytes;
+          q[c][0] = reinterpret_cast<const uint4*>(tile)[lane];
+          q[c][1] = reinterpret_cast<const uint4*>(tile)[32 + lane];
+          sc[c] = reinterpret_cast<const uint32_t*>(tile + kCodeBytes)[g];
+        }
+        float part[TP][CH][NT][4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
+        for (int c = 0; c < TP; ++c)
 #pragma unroll
-            for (int h = 0; h < CH; ++h) part[h][n][i] = h ? 0.f : init[n][i & 1];
+          for (int h = 0; h < CH; ++h)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) part[c][h][n][i] = h == CH - 1 ? init[n][i] : 0.f;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const uint4& w = q[j >> 1];
-          const uint32_t lo = j & 1 ? w.z : w.x, hi = j & 1 ? w.w : w.y;  // rows g and g + 8, 8 codes each
-          const uint32_t a[4] = {two_codes<T, 0>(lo), two_codes<T, 0>(hi), two_codes<T, 1>(lo), two_codes<T, 1>(hi)};
-          const uint32_t b[4] = {two_codes<T, 2>(lo), two_codes<T, 2>(hi), two_codes<T, 3>(lo), two_codes<T, 3>(hi)};
+          const int h = j % CH;
 #pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            Num<T>::mma(part[j % CH][n], a, x[n][j].x, x[n][j].y, part[j % CH][n]);
-            Num<T>::mma(part[j % CH][n], b, x[n][j].z, x[n][j].w, part[j % CH][n]);
+          for (int c = 0; c < TP; ++c) {
+            const uint4& w = q[c][j >> 1];
+            const uint32_t lo = j & 1 ? w.z : w.x, hi = j & 1 ? w.w : w.y;  // rows g and g + 8, 8 codes each
+            const uint32_t a[4] = {two_codes<T, 0>(lo), two_codes<T, 0>(hi), two_codes<T, 1>(lo), two_codes<T, 1>(hi)};
+            const uint32_t b[4] = {two_codes<T, 2>(lo), two_codes<T, 2>(hi), two_codes<T, 3>(lo), two_codes<T, 3>(hi)};
+#pragma unroll
+            for (int n = 0; n < NT; ++n) Num<T>::mma(part[c][h][n], a, x[n][j].x, x[n][j].y, part[c][h][n]);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) Num<T>::mma(part[c][h][n], b, x[n][j].z, x[n][j].w, part[c][h][n]);
           }
         }
-        const float s[2] = {__uint_as_float(sc << 16), __uint_as_float(sc & 0xffff0000u)};
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+        for (int c = 0; c < TP; ++c) {
+          const float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = part[0][n][i] + part[1][n][i];
-            if constexpr (CH == 4) sum += part[2][n][i] + part[3][n][i];
-            acc[sub * C + c][n][i] += s[i >> 1] * sum;
-          }
+          for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float sum = part[c][0][n][i];
+              if constexpr (CH == 2) sum += part[c][1][n][i];
+              acc[sub * C + c0 + c][n][i] += s[i >> 1] * sum;
+            }
+        }
       }
       __syncwarp();  // every lane has read the slot
       if (lane == 0 && next < chunks) issue(slot, sub);
