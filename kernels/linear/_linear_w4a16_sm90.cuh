@@ -117,11 +117,11 @@ __device__ __forceinline__ void load_x(const W4Params& p, uint8_t* dst, int k0, 
   }
 }
 
-// NT: columns of x in eights.  RT: tiles of 16 rows per warp.  WN x WK: warps along N and along K.  NX: slots of x.
+// NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of a slot.  WN x WK: warps along N and along K.  NX: slots of x.
 // MINB: CTAs a multiprocessor holds.
-template <typename T, int NT, int RT, int WN, int WK, int NX, int MINB>
+template <typename T, int NT, int RT, int C, int WN, int WK, int NX, int MINB>
 __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __grid_constant__ W4Params p) {
-  constexpr int kWarps = WN * WK, C = RT < 4 ? RT : 4, kSub = RT / C, kSlot = C * kTileBytes;
+  constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kSlot = C * kTileBytes;
   constexpr int kElems = WN * RT * NT * 32;  // float4 of sums a CTA
   constexpr int CH = NT == 1 ? 2 : 1, TP = NT <= 2 ? 2 : 1;  // chains of products a tile, tiles at a time: four independent chains
   extern __shared__ __align__(128) uint8_t smem[];
@@ -137,38 +137,36 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   const int xthread = wn * 32 + lane;
   const uint32_t bar0 = smem_u32(&bars[warp][0]);
 
-  // The warp's part of the weights: kSub streams, each of up to four tiles of one block of 64 rows.
-  const uint8_t* src[kSub];
-  int bytes[kSub], stride[kSub];
-  uint64_t policy = 0;
-  if (lane == 0) {
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#pragma unroll
-    for (int i = 0; i < kSub; ++i) {
-      const int first = (block * WN + wn) * RT + i * C, base = first & ~3, in_block = min(4, p.tiles - base);
-      bytes[i] = max(0, min(C, p.tiles - first)) * kTileBytes;  // rows past the end: nothing to copy, their sums are never stored
-      stride[i] = WK * in_block * kTileBytes;
-      src[i] = p.w + (static_cast<int64_t>(base) * p.groups + (kb0 + wk) * in_block + (first & 3)) * kTileBytes;
-    }
-  }
-  const auto issue = [&](int slot, int i) {  // lane 0 only
-    if (bytes[i] > 0) {
-      mbar_expect(bar0 + 8 * slot, bytes[i]);
-      bulk_load(smem_u32(ring) + slot * kSlot, src[i], bytes[i], bar0 + 8 * slot, policy);
-      src[i] += stride[i];
-    } else {
-      mbar_arrive(bar0 + 8 * slot);
+  // The warp's part of the weights: a group fills kSub slots of C tiles, each from up to three blocks of 64 rows; lane 3 i + j
+  // copies what slot i takes from its j-th block.
+  const int sub_of_lane = lane / 3, first = (block * WN + wn) * RT + sub_of_lane * C;
+  const int last = min(min(first + C, (block * WN + wn) * RT + RT), p.tiles);  // rows past the end are not copied and never stored
+  const int base = (first & ~3) + lane % 3 * 4, from = max(first, base), till = min(last, base + 4), in_block = min(4, p.tiles - base);
+  const int bytes = sub_of_lane < kSub && till > from ? (till - from) * kTileBytes : 0, total = max(0, last - first) * kTileBytes;
+  const uint8_t* src = p.w + (static_cast<int64_t>(base) * p.groups + (kb0 + wk) * in_block + (from - base)) * kTileBytes;
+  const int stride = WK * in_block * kTileBytes;
+  const uint32_t dst = smem_u32(ring) + (from - first) * kTileBytes;
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const auto issue = [&](int slot, int sub) {
+    if (sub_of_lane == sub) {
+      if (lane % 3 == 0) mbar_expect(bar0 + 8 * slot, total);
+      if (bytes > 0) {
+        bulk_load(dst + slot * kSlot, src, bytes, bar0 + 8 * slot, policy);
+        src += stride;
+      }
     }
   };
   if (lane == 0) {
 #pragma unroll 1
     for (int s = 0; s < depth; ++s) mbar_init(bar0 + 8 * s, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#pragma unroll 1
-    for (int s = 0; s < depth && s < chunks; s += kSub)
-#pragma unroll
-      for (int i = 0; i < kSub; ++i) issue(s + i, i);
   }
+  __syncwarp();
+#pragma unroll 1
+  for (int s = 0; s < depth && s < chunks; s += kSub)
+#pragma unroll
+    for (int i = 0; i < kSub; ++i) issue(s + i, i);
   __syncwarp();
   if (split > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -231,11 +229,14 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
       mbar_wait(bar0 + 8 * slot, parity);
       const uint8_t* chunk = ring + slot * kSlot;
 #pragma unroll
-      for (int c0 = 0; c0 < C; c0 += TP) {
+      for (int c0 = 0; c0 < C && sub * C + c0 < RT; c0 += TP) {
+        constexpr bool kLate = true;
+        const bool late = kLate && sub == 0 && c0 == 0;  // the first tiles of a group do not wait for Σx
         uint4 q[TP][2];
         uint32_t sc[TP];
 #pragma unroll
         for (int c = 0; c < TP; ++c) {
+          if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
           const uint8_t* tile = chunk + (c0 + c) * kTileBytes;
           q[c][0] = reinterpret_cast<const uint4*>(tile)[lane];
           q[c][1] = reinterpret_cast<const uint4*>(tile)[32 + lane];
@@ -249,12 +250,13 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) part[c][h][n][i] = h == CH - 1 ? init[n][i] : 0.f;
+              for (int i = 0; i < 4; ++i) part[c][h][n][i] = h == CH - 1 && !late ? init[n][i] : 0.f;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int h = j % CH;
 #pragma unroll
           for (int c = 0; c < TP; ++c) {
+            if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
             const uint4& w = q[c][j >> 1];
             const uint32_t lo = j & 1 ? w.z : w.x, hi = j & 1 ? w.w : w.y;  // rows g and g + 8, 8 codes each
             const uint32_t a[4] = {two_codes<T, 0>(lo), two_codes<T, 0>(hi), two_codes<T, 1>(lo), two_codes<T, 1>(hi)};
@@ -267,6 +269,7 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
         }
 #pragma unroll
         for (int c = 0; c < TP; ++c) {
+          if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
           const float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
 #pragma unroll
           for (int n = 0; n < NT; ++n)
@@ -274,12 +277,13 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
             for (int i = 0; i < 4; ++i) {
               float sum = part[c][0][n][i];
               if constexpr (CH == 2) sum += part[c][1][n][i];
+              if (late) sum += init[n][i];
               acc[sub * C + c0 + c][n][i] += s[i >> 1] * sum;
             }
         }
       }
       __syncwarp();  // every lane has read the slot
-      if (lane == 0 && next < chunks) issue(slot, sub);
+      if (next < chunks) issue(slot, sub);
       ++next;
       if (++slot == depth) slot = 0, parity ^= 1;
     }
