@@ -90,32 +90,53 @@ __device__ __forceinline__ uint32_t two_codes(uint32_t word) {
   return out;
 }
 
-// The WARPS warps that work on the same k copy x[:, k0 : k0 + 128] to shared memory, rows kXStride bytes apart, zeros past K. x may be any address: where its
-// rows are not 16-byte aligned they copy element by element.
-constexpr int kXStride = kTileK * 2 + 64;  // 64 bytes of padding: 8 rows x 4 lanes x 16 bytes meet no bank twice in a phase
+// A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes whose eight 16-byte chunks are permuted by
+// exclusive or with the row (the tensor cores' 128-byte swizzle): eight rows of a chunk meet no bank twice.
+__device__ __forceinline__ uint32_t x_offset(int rows, int row, int chunk) {
+  return (chunk >> 3) * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16;
+}
 
+// The WARPS warps that work on the same k copy x to shared memory, with zeros past K. x may be any address: where its rows are not
+// 16-byte aligned they copy element by element.
 template <typename T, int NT, int WARPS>
-__device__ __forceinline__ void load_x(const W4Params& p, uint8_t* dst, int k0, int thread) {
-  if (p.xaligned) {  // 16 threads a row
-    const int row = thread >> 4, k = k0 + (thread & 15) * 8;
-    const uint32_t bytes = k < p.k ? 16 : 0;  // 0 fills with zeros
-    const T* src = static_cast<const T*>(p.x) + (bytes ? static_cast<int64_t>(row) * p.ldx + k : 0);
-    const int64_t step = bytes ? 2 * WARPS * static_cast<int64_t>(p.ldx) : 0;
-    const uint32_t to = smem_u32(dst + row * kXStride + (thread & 15) * 16);
+struct XLoader {
+  const char* src;  // this thread's 16 bytes of its first row, at the next k to be loaded
+  int k, row, rows, row_step;
+  uint32_t to, slots;
+
+  __device__ __forceinline__ XLoader(const W4Params& p, uint32_t slots, int k0, int thread) : slots(slots) {
+    row = thread >> 4, k = k0 + (thread & 15) * 8;
+    rows = (p.m - row + 2 * WARPS - 1) / (2 * WARPS);
+    row_step = 4 * WARPS * p.ldx;
+    src = static_cast<const char*>(p.x) + (static_cast<int64_t>(row) * p.ldx + k) * 2;
+    to = slots + x_offset(p.m, row, thread & 15);
+  }
+  // Copies x[:, 128] to the slot at byte offset `slot` and moves on by `groups` groups of 128.
+  __device__ __forceinline__ void load(const W4Params& p, uint32_t slot, int groups, int thread) {
+    if (p.xaligned) {  // 16 threads a row
+      const uint32_t bytes = k < p.k ? 16 : 0;  // 0 fills with zeros
 #pragma unroll
-    for (int i = 0; i < (NT * 4 + WARPS - 1) / WARPS; ++i)
-      if (i * 2 * WARPS + row < p.m)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 2 * WARPS * kXStride), "l"(src + i * step), "r"(bytes)
-                     : "memory");
-  } else {
-    const T* x = static_cast<const T*>(p.x) + k0;
-#pragma unroll 1
+      for (int i = 0; i < (NT * 4 + WARPS - 1) / WARPS; ++i)
+        if (i < rows)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(WARPS % 4 == 0 ? to + slot + i * 2 * WARPS * 128 : slots + slot + x_offset(p.m, row + i * 2 * WARPS, thread & 15)),
+                       "l"(bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x)), "r"(bytes)
+                       : "memory");
+    } else {
+      load_elements(p, slot, thread);
+    }
+    src += groups * (kTileK * 2), k += groups * kTileK;
+  }
+  __device__ __noinline__ void load_elements(const W4Params& p, uint32_t slot, int thread) {
+    const T* x = static_cast<const T*>(p.x);
+    const int k0 = k - (thread & 15) * 8;
+    const uint32_t base = slots + slot;
     for (int c = thread; c < p.m * kTileK; c += WARPS * 32) {
-      const int row = c >> 7, k = c & (kTileK - 1);
-      reinterpret_cast<T*>(dst + row * kXStride)[k] = k0 + k < p.k ? x[static_cast<int64_t>(row) * p.ldx + k] : T(0.f);
+      const int r = c >> 7, i = c & (kTileK - 1);
+      const T v = k0 + i < p.k ? x[static_cast<int64_t>(r) * p.ldx + k0 + i] : T(0.f);
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(base + x_offset(p.m, r, i >> 3) + (i & 7) * 2), "h"(*reinterpret_cast<const uint16_t*>(&v)) : "memory");
     }
   }
-}
+};
 
 // NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of a slot.  WN x WK: warps along N and along K.  NX: slots of x.
 // MINB: CTAs a multiprocessor holds.
@@ -131,52 +152,71 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
   const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
   const int steps = max(0, (kb1 - kb0 - wk + WK - 1) / WK), chunks = steps * kSub;
-  const int xslot = p.m * kXStride;
+  const int xslot = p.m * kTileK * 2;
   uint8_t* ring = smem + warp * depth * kSlot;
   uint8_t* xs = smem + kWarps * depth * kSlot + wk * NX * xslot;
   const int xthread = wn * 32 + lane;
   const uint32_t bar0 = smem_u32(&bars[warp][0]);
 
-  // The warp's part of the weights: a group fills kSub slots of C tiles, each from up to three blocks of 64 rows; lane 3 i + j
-  // copies what slot i takes from its j-th block.
-  const int sub_of_lane = lane / 3, first = (block * WN + wn) * RT + sub_of_lane * C;
-  const int last = min(min(first + C, (block * WN + wn) * RT + RT), p.tiles);  // rows past the end are not copied and never stored
-  const int base = (first & ~3) + lane % 3 * 4, from = max(first, base), till = min(last, base + 4), in_block = min(4, p.tiles - base);
-  const int bytes = sub_of_lane < kSub && till > from ? (till - from) * kTileBytes : 0, total = max(0, last - first) * kTileBytes;
-  const uint8_t* src = p.w + (static_cast<int64_t>(base) * p.groups + (kb0 + wk) * in_block + (from - base)) * kTileBytes;
-  const int stride = WK * in_block * kTileBytes;
-  const uint32_t dst = smem_u32(ring) + (from - first) * kTileBytes;
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  const auto issue = [&](int slot, int sub) {
-    if (sub_of_lane == sub) {
-      if (lane % 3 == 0) mbar_expect(bar0 + 8 * slot, total);
-      if (bytes > 0) {
-        bulk_load(dst + slot * kSlot, src, bytes, bar0 + 8 * slot, policy);
-        src += stride;
-      }
+  // The warp's part of the weights: a group fills kSub slots of C tiles, each from up to kSeg blocks of 64 rows.
+  constexpr int kSeg = 4 % C == 0 && RT % C == 0 ? 1 : 3;
+  const char* src[kSub * kSeg];
+  int bytes[kSub * kSeg], stride[kSub * kSeg];
+  uint64_t policy = 0;
+  if (lane == 0) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll
+    for (int i = 0; i < kSub * kSeg; ++i) {
+      const int row0 = (block * WN + wn) * RT, first = row0 + i / kSeg * C, last = min(min(first + C, row0 + RT), p.tiles);
+      const int base = (first & ~3) + i % kSeg * 4, from = max(first, base), till = min(last, base + 4), in_block = min(4, p.tiles - base);
+      bytes[i] = max(0, till - from) * kTileBytes;  // rows past the end: nothing to copy, their sums are never stored
+      stride[i] = WK * in_block * kTileBytes;
+      src[i] = reinterpret_cast<const char*>(p.w) + (static_cast<int64_t>(base) * p.groups + (kb0 + wk) * in_block + (from - base)) * kTileBytes;
+    }
+  }
+  const auto issue = [&](int slot, int sub) {  // lane 0 only
+    const uint32_t bar = bar0 + 8 * slot;
+    uint32_t dst = smem_u32(ring) + slot * kSlot, total = 0;
+#pragma unroll
+    for (int j = 0; j < kSeg; ++j) total += bytes[sub * kSeg + j];
+    mbar_expect(bar, total);
+#pragma unroll
+    for (int j = 0; j < kSeg; ++j) {
+      const int i = sub * kSeg + j;
+      if (bytes[i] > 0) bulk_load(dst, src[i], bytes[i], bar, policy);
+      dst += bytes[i], src[i] += stride[i];
     }
   };
   if (lane == 0) {
 #pragma unroll 1
     for (int s = 0; s < depth; ++s) mbar_init(bar0 + 8 * s, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
 #pragma unroll 1
-  for (int s = 0; s < depth && s < chunks; s += kSub)
+    for (int s = 0; s < depth && s < chunks; s += kSub)
 #pragma unroll
-    for (int i = 0; i < kSub; ++i) issue(s + i, i);
+      for (int i = 0; i < kSub; ++i) issue(s + i, i);
+  }
   __syncwarp();
   if (split > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
+  XLoader<T, NT, WN> loader(p, smem_u32(xs), (kb0 + wk) * kTileK, xthread);
 #pragma unroll
   for (int i = 0; i < NX - 1; ++i) {
-    if (i < steps) load_x<T, NT, WN>(p, xs + i * xslot, (kb0 + wk + i * WK) * kTileK, xthread);
+    if (i < steps) loader.load(p, i * xslot, WK, xthread);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
+  // Where the lane's row of the B fragments lies; columns past M repeat the last one and are never stored.
+  uint32_t xrow[NT], xswz[NT];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int row = min(n * 8 + (lane & 7), p.m - 1);
+    xrow[n] = smem_u32(xs) + row * 128, xswz[n] = ((lane >> 3) ^ (row & 7)) * 16;
+  }
+  uint32_t minus[4];  // A constant operand, opaque so that it stays in registers.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(minus[i]) : "n"(Num<T>::minus));
 
   float acc[RT][NT][4];
 #pragma unroll
@@ -186,7 +226,7 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[r][n][i] = 0.f;
 
-  int slot = 0, next = depth, xi = 0, xfree = NX - 1;
+  int slot = 0, next = depth, xi = 0, xfree = (NX - 1) * xslot;  // slots of x as byte offsets
   uint32_t parity = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -196,42 +236,44 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
     else
       asm volatile("bar.sync %0, %1;" ::"r"(wk + 1), "n"(WN * 32) : "memory");
     // Everyone has this step's x, and nobody reads the previous one's any more.
-    if (step + NX - 1 < steps) load_x<T, NT, WN>(p, xs + xfree * xslot, (kb0 + wk + (step + NX - 1) * WK) * kTileK, xthread);
+    if (step + NX - 1 < steps) loader.load(p, xfree, WK, xthread);
     asm volatile("cp.async.commit_group;" ::: "memory");
     uint4 x[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        x[n][j] = make_uint4(0, 0, 0, 0);
-        if (n * 8 + g < p.m) x[n][j] = *reinterpret_cast<const uint4*>(xs + xi * xslot + (n * 8 + g) * kXStride + j * 64 + t * 16);
+        const uint32_t at = xrow[n] + xi + (j >> 1) * (xslot / 2) + (xswz[n] ^ (j & 1) * 64);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x[n][j].x), "=r"(x[n][j].y), "=r"(x[n][j].z), "=r"(x[n][j].w)
+                     : "r"(at)
+                     : "memory");
       }
     xfree = xi;
-    if (++xi == NX) xi = 0;
+    if ((xi += xslot) == NX * xslot) xi = 0;
 
-    const uint32_t minus[4] = {Num<T>::minus, Num<T>::minus, Num<T>::minus, Num<T>::minus};
-    float init[NT][4];  // -(offset + 8) · Σx of the group for columns 2t and 2t + 1; the same in every row
+    float init[NT][4], odd[NT][4];  // -(offset + 8) · Σx of the group for columns 2t and 2t + 1; the same in every row
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      float odd[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int n = 0; n < NT; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) init[n][i] = 0.f;
+      for (int i = 0; i < 4; ++i) init[n][i] = odd[n][i] = 0.f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        Num<T>::mma(init[n], minus, x[n][j].x, x[n][j].y, init[n]);
-        Num<T>::mma(odd, minus, x[n][j].z, x[n][j].w, odd);
-      }
+    for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) init[n][i] += odd[i];
+      for (int n = 0; n < NT; ++n) Num<T>::mma(init[n], minus, x[n][j].x, x[n][j].y, init[n]);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) Num<T>::mma(odd[n], minus, x[n][j].z, x[n][j].w, odd[n]);
     }
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) init[n][i] += odd[n][i];
 #pragma unroll
     for (int sub = 0; sub < kSub; ++sub) {
       mbar_wait(bar0 + 8 * slot, parity);
       const uint8_t* chunk = ring + slot * kSlot;
 #pragma unroll
       for (int c0 = 0; c0 < C && sub * C + c0 < RT; c0 += TP) {
-        constexpr bool kLate = true;
-        const bool late = kLate && sub == 0 && c0 == 0;  // the first tiles of a group do not wait for Σx
         uint4 q[TP][2];
         uint32_t sc[TP];
 #pragma unroll
@@ -250,22 +292,27 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) part[c][h][n][i] = h == CH - 1 && !late ? init[n][i] : 0.f;
+              for (int i = 0; i < 4; ++i) part[c][h][n][i] = h == CH - 1 ? init[n][i] : 0.f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int h = j % CH;
+        for (int j = 0; j < 4; ++j) {  // products in an order that keeps dependent ones as far apart as possible
+          uint32_t a[TP][4], b[TP][4];
 #pragma unroll
           for (int c = 0; c < TP; ++c) {
-            if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
             const uint4& w = q[c][j >> 1];
-            const uint32_t lo = j & 1 ? w.z : w.x, hi = j & 1 ? w.w : w.y;  // rows g and g + 8, 8 codes each
-            const uint32_t a[4] = {two_codes<T, 0>(lo), two_codes<T, 0>(hi), two_codes<T, 1>(lo), two_codes<T, 1>(hi)};
-            const uint32_t b[4] = {two_codes<T, 2>(lo), two_codes<T, 2>(hi), two_codes<T, 3>(lo), two_codes<T, 3>(hi)};
-#pragma unroll
-            for (int n = 0; n < NT; ++n) Num<T>::mma(part[c][h][n], a, x[n][j].x, x[n][j].y, part[c][h][n]);
-#pragma unroll
-            for (int n = 0; n < NT; ++n) Num<T>::mma(part[c][h][n], b, x[n][j].z, x[n][j].w, part[c][h][n]);
+            const uint32_t even = j & 1 ? w.z : w.x, odd = j & 1 ? w.w : w.y;  // a word is a fragment of 16 k
+            a[c][0] = two_codes<T, 0>(even), a[c][1] = two_codes<T, 1>(even), a[c][2] = two_codes<T, 2>(even), a[c][3] = two_codes<T, 3>(even);
+            b[c][0] = two_codes<T, 0>(odd), b[c][1] = two_codes<T, 1>(odd), b[c][2] = two_codes<T, 2>(odd), b[c][3] = two_codes<T, 3>(odd);
           }
+#pragma unroll
+          for (int c = 0; c < TP; ++c)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+              if (c0 + c < C && sub * C + c0 + c < RT) Num<T>::mma(part[c][0][n], a[c], x[n][j].x, x[n][j].y, part[c][0][n]);
+#pragma unroll
+          for (int c = 0; c < TP; ++c)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+              if (c0 + c < C && sub * C + c0 + c < RT) Num<T>::mma(part[c][CH - 1][n], b[c], x[n][j].z, x[n][j].w, part[c][CH - 1][n]);
         }
 #pragma unroll
         for (int c = 0; c < TP; ++c) {
@@ -277,13 +324,12 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
             for (int i = 0; i < 4; ++i) {
               float sum = part[c][0][n][i];
               if constexpr (CH == 2) sum += part[c][1][n][i];
-              if (late) sum += init[n][i];
               acc[sub * C + c0 + c][n][i] += s[i >> 1] * sum;
             }
         }
       }
       __syncwarp();  // every lane has read the slot
-      if (next < chunks) issue(slot, sub);
+      if (lane == 0 && next < chunks) issue(slot, sub);
       ++next;
       if (++slot == depth) slot = 0, parity ^= 1;
     }
