@@ -7,7 +7,6 @@ from functools import cache
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.target import Target
-from gristmill.kernel_registry.targets.cpu import levels_of
 from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 
 
@@ -21,7 +20,7 @@ def device_target(device: str, policy: Policy) -> Target:
         target = _cpu()
         if policy.cpu_level is None:
             return target
-        levels = levels_of(target)
+        levels = [level.partition(":")[2] for level in target.levels]
         if policy.cpu_level not in levels:
             raise PolicyError(f"cpu_level {policy.cpu_level!r}: this CPU runs {', '.join(levels)}")
         lower = Target.parse(f"cpu:{policy.cpu_level}")
@@ -40,4 +39,4 @@ def _cpu() -> Target:
 
 @cache
 def _devices() -> tuple[Target, ...]:
-    return tuple(probe_devices())
+    return tuple(probe_devices().targets)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
-from functools import cache
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.store import save
-from gristmill.autotune.worker import Worker
+from gristmill.autotune.worker import Worker, shared_worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -36,8 +35,8 @@ class Resolver:
         self.device = device
         self.policy = policy or Policy.current()
         self.registry = registry or default_registry()
-        self.build = build or Build.probe()
         self.target: Target = device_target(device, self.policy)
+        self.build = build or confirmed_build(self.registry, self.target)
         self.worker = worker or shared_worker()
         self.store = self._read()
         self._lock = threading.Lock()
@@ -109,7 +108,8 @@ class Resolver:
             warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
 
 
-@cache
-def shared_worker() -> Worker:
-    """The one verification process of this process."""
-    return Worker()
+def confirmed_build(registry: Registry, target: Target) -> Build:
+    """This installation, asked what the modules that wrapped kernels need really offer."""
+    vendor = target.vendor
+    kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
+    return Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])

@@ -12,6 +12,7 @@ from gristmill.autotune.metrics import error_of
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.interpreter import load
 
 GUARD = 256
 """Elements of guard band before and after every output."""
@@ -39,7 +40,7 @@ def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
     reference = run_reference(op, arguments)
     try:
         outputs, trespass = run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))
-    except Exception as error:  # noqa: BLE001  (whatever a candidate raises is why it is not chosen)
+    except Exception as error:
         return Outcome(False, None, tolerance, f"{type(error).__name__}: {error}")
     if trespass:
         return Outcome(False, None, tolerance, trespass)
@@ -55,19 +56,21 @@ def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[A
 
 
 def run_reference(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """The reference's outputs: what it returns, or for an in-place operation its written arguments."""
+    """What the reference produces: the outputs that it returns, then the arguments that it writes in place."""
     copies = [a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
               for p, a in zip(op.parameters, arguments, strict=True)]  # fmt: skip
     returned = op.reference(*copies)
-    if op.outputs:
-        return [returned] if isinstance(returned, torch.Tensor) else list(returned)
-    return _written(op, copies)
+    made = [] if not op.outputs else [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    return made + _written(op, copies)
 
 
 def run_guarded(
     op: Op, kernel: Kernel, config: Config, arguments: Sequence[Any]
 ) -> tuple[list[torch.Tensor], str]:
-    """Launch on copies with poisoned, guarded outputs: (outputs, "" or what was written that must not be)."""
+    """Launch on copies with poisoned, guarded outputs.
+
+    Returns the outputs, then the arguments written in place; and "", or what was written that must not be.
+    """
     copies, bands, originals = [], [], []
     for parameter, argument in zip(op.parameters, arguments, strict=True):
         if parameter.mutable and isinstance(argument, torch.Tensor):
@@ -85,8 +88,9 @@ def run_guarded(
             out, band = _guarded(shape, dtype, device)
             bands.append((name, band))
             outputs.append(out)
-    kernel.load()(config, *copies, *outputs)
-    if any(t.is_cuda for t in outputs or _written(op, copies)):
+    load(kernel)(config, *copies, *outputs)
+    outputs += _written(op, copies)
+    if any(t.is_cuda for t in outputs):
         torch.cuda.synchronize()
     for name, (before, after, poison) in bands:
         if not (_all_poison(before, poison) and _all_poison(after, poison)):
@@ -95,7 +99,7 @@ def run_guarded(
         if not torch.equal(now.view(torch.uint8) if now.dtype.itemsize == 1 else now.nan_to_num(),
                            original.view(torch.uint8) if now.dtype.itemsize == 1 else original.nan_to_num()):  # fmt: skip
             return outputs, f"changed its input {name}"
-    return outputs or _written(op, copies), ""
+    return outputs, ""
 
 
 def _written(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
+from functools import cache
 from typing import IO, Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -67,6 +68,12 @@ class Worker:
             )  # fmt: skip
             threading.Thread(target=_pump, args=(self._process.stdout, self._answers), daemon=True).start()
         return self._process
+
+
+@cache
+def shared_worker() -> Worker:
+    """The one verification process of this process."""
+    return Worker()
 
 
 def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:

@@ -1,6 +1,6 @@
 # libgristmill_cpu.so: every kernels/**/_*_cpu.cpp, compiled once per ISA level with -DGM_LEVEL=<level>.
 include(CheckCXXCompilerFlag)
-option(GRISTMILL_SANITIZE "Build the CPU cores with AddressSanitizer and UBSan" OFF)
+option(GRISTMILL_SANITIZE "Build the CPU cores and tests/native/*_asan.cpp with AddressSanitizer and UBSan" OFF)
 
 # gm_level(name flags...) offers a level; it is built if the compiler takes every flag.
 set(GM_CPU_LEVELS "")
@@ -35,7 +35,8 @@ else()
 endif()
 
 set(GM_CXX_FLAGS -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno
-    -fno-trapping-math $<$<CONFIG:Release>:-O3>)
+    -fno-trapping-math
+    $<$<AND:$<CONFIG:Release>,$<NOT:$<BOOL:${GRISTMILL_SANITIZE}>>>:-O3>)
 if(GRISTMILL_SANITIZE)
   list(APPEND GM_CXX_FLAGS -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
 endif()
@@ -64,6 +65,12 @@ foreach(level IN LISTS GM_CPU_LEVELS)
   endif()
 endforeach()
 
+list(JOIN GM_CPU_BUILT " " _joined)
+message(STATUS "gristmill CPU: levels ${_joined}")
+if(GRISTMILL_SANITIZE)
+  return()
+endif()
+
 # torch's thread pool is the one thing taken from torch (see kernels/_native/torch_stub.cpp for why a stub is linked).
 add_library(gm_torch_stub SHARED kernels/_native/torch_stub.cpp)
 set_target_properties(gm_torch_stub PROPERTIES OUTPUT_NAME torch_cpu LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/stub")
@@ -72,13 +79,7 @@ add_library(gristmill_cpu SHARED kernels/_native/threads.cpp ${GM_CPU_OBJECTS})
 target_include_directories(gristmill_cpu PRIVATE kernels/_native)
 target_compile_options(gristmill_cpu PRIVATE ${GM_CXX_FLAGS})
 target_link_libraries(gristmill_cpu PRIVATE gm_torch_stub)
-if(GRISTMILL_SANITIZE)
-  target_link_options(gristmill_cpu PRIVATE -fsanitize=address,undefined)
-else()
-  target_link_options(gristmill_cpu PRIVATE -Wl,-z,defs -Wl,--as-needed $<$<CONFIG:Release>:-s>)
-endif()
+target_link_options(gristmill_cpu PRIVATE -Wl,-z,defs -Wl,--as-needed $<$<CONFIG:Release>:-s>)
 set_target_properties(gristmill_cpu PROPERTIES PREFIX lib SUFFIX .so LIBRARY_OUTPUT_DIRECTORY "${GM_LIB_DIR}"
                       SKIP_BUILD_RPATH ON INSTALL_RPATH "")
-install(TARGETS gristmill_cpu LIBRARY DESTINATION gristmill/_lib)
-list(JOIN GM_CPU_BUILT " " _joined)
-message(STATUS "gristmill CPU: levels ${_joined}")
+gm_install(TARGETS gristmill_cpu LIBRARY)

@@ -1,2 +1,94 @@
-# The CUDA part; see below.
+# libgristmill_cuda_<arch>.so: every kernels/**/_*_sm90.cu, compiled by nvcc to a cubin and embedded beside its host code
+# (kernels/_native/gm_cuda.h). GRISTMILL_CUDA=auto builds it when nvcc is there, on requires nvcc, off skips it.
+set(_default auto)
+if(DEFINED ENV{GRISTMILL_CUDA})
+  set(_default "$ENV{GRISTMILL_CUDA}")
+endif()
+set(GRISTMILL_CUDA "${_default}" CACHE STRING "CUDA part: auto, on or off")
+string(TOLOWER "${GRISTMILL_CUDA}" _mode)
+if(NOT _mode MATCHES "^(auto|on|off)$")
+  message(FATAL_ERROR "GRISTMILL_CUDA=${GRISTMILL_CUDA}: expected auto, on or off")
+endif()
+
+# One line that says which way it went, on the screen and for ci/setup.sh to repeat.
+function(gm_cuda_status text)
+  message(STATUS "gristmill CUDA: ${text}")
+  file(WRITE "${CMAKE_BINARY_DIR}/gristmill-cuda.txt" "gristmill CUDA: ${text}\n")
+endfunction()
+
 set(GM_CUDA_MANIFEST "")
+file(GLOB_RECURSE GM_SM90_SOURCES CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu")
+list(APPEND GM_SM90_SOURCES ${GRISTMILL_EXTRA_SM90_SOURCES})  # for tests of the build itself
+
+# NVCC names the compiler; NVCC_PREPEND_FLAGS is nvcc's own variable for, say, -ccbin.
+find_program(GRISTMILL_NVCC NAMES nvcc HINTS ENV NVCC ENV CUDACXX ENV CUDA_HOME PATH_SUFFIXES bin)
+set(_why "")
+if(_mode STREQUAL "off")
+  set(_why "off, by GRISTMILL_CUDA")
+elseif(NOT GRISTMILL_NVCC)
+  if(_mode STREQUAL "on")
+    message(FATAL_ERROR "GRISTMILL_CUDA=on, but no nvcc was found: put it on PATH, set CUDA_HOME, or use GRISTMILL_CUDA=auto")
+  endif()
+  set(_why "not built, no nvcc found (GRISTMILL_CUDA=on would insist)")
+elseif(NOT GM_SM90_SOURCES)
+  set(_why "nvcc found, but there are no CUDA sources")
+else()
+  execute_process(COMMAND "${GRISTMILL_NVCC}" --version OUTPUT_VARIABLE _out RESULT_VARIABLE _rc)
+  string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _match "${_out}")
+  set(GM_NVCC_VERSION "${CMAKE_MATCH_1}")
+  if(NOT _rc EQUAL 0 OR GM_NVCC_VERSION VERSION_LESS 12.3)
+    if(_mode STREQUAL "on")
+      message(FATAL_ERROR "GRISTMILL_CUDA=on, but ${GRISTMILL_NVCC} is release '${GM_NVCC_VERSION}'; sm_90a needs 12.3 or newer")
+    endif()
+    set(_why "not built, ${GRISTMILL_NVCC} is release '${GM_NVCC_VERSION}' and sm_90a needs 12.3 or newer")
+  endif()
+endif()
+
+if(_why)
+  gm_cuda_status("${_why}")
+  file(REMOVE "${GM_LIB_DIR}/libgristmill_cuda_sm90a.so")  # a library of an earlier build must not outlive its manifest entry
+  return()
+endif()
+
+set(_host_flags -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra)
+set(_include -I "${CMAKE_SOURCE_DIR}/kernels/_native")
+set(_dir "${CMAKE_BINARY_DIR}/cuda_sm90a")
+file(MAKE_DIRECTORY "${_dir}")
+set(_objects "")
+foreach(source IN LISTS GM_SM90_SOURCES)
+  get_filename_component(stem "${source}" NAME_WE)
+  string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
+  add_custom_command(
+    OUTPUT "${_dir}/${stem}.cubin"
+    COMMAND "${GRISTMILL_NVCC}" -std=c++20 -O3 -lineinfo -cubin -arch=sm_90a ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
+            -o "${_dir}/${stem}.cubin" "${source}"
+    DEPENDS "${source}" DEPFILE "${_dir}/${stem}.cubin.d" VERBATIM COMMENT "nvcc sm_90a ${stem}.cu")
+  # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.
+  add_custom_command(
+    OUTPUT "${_dir}/${stem}.o"
+    COMMAND "${GRISTMILL_NVCC}" -x c++ -std=c++20 -O2 -Xcompiler ${_host_flags} ${_include} -DGM_CUBIN_SYMBOL=${symbol}
+            -MD -MF "${_dir}/${stem}.o.d" -c -o "${_dir}/${stem}.o" "${source}"
+    DEPENDS "${source}" DEPFILE "${_dir}/${stem}.o.d" VERBATIM COMMENT "host half of ${stem}.cu")
+  file(CONFIGURE OUTPUT "${_dir}/${stem}_cubin.cpp" CONTENT
+"__asm__(\".pushsection .rodata\\n.balign 64\\n.globl ${symbol}\\n.hidden ${symbol}\\n${symbol}:\\n.incbin \\\"${_dir}/${stem}.cubin\\\"\\n.popsection\\n\");
+")
+  set_source_files_properties("${_dir}/${stem}_cubin.cpp" PROPERTIES OBJECT_DEPENDS "${_dir}/${stem}.cubin")
+  list(APPEND _objects "${_dir}/${stem}.o" "${_dir}/${stem}_cubin.cpp")
+endforeach()
+set(_driver "${CMAKE_SOURCE_DIR}/kernels/_native/cuda_driver.cpp")
+add_custom_command(
+  OUTPUT "${_dir}/cuda_driver.o"
+  COMMAND "${GRISTMILL_NVCC}" -x c++ -std=c++20 -O2 -Xcompiler ${_host_flags} ${_include} -DGM_CUBIN_SYMBOL=gm_no_cubin
+          -MD -MF "${_dir}/cuda_driver.o.d" -c -o "${_dir}/cuda_driver.o" "${_driver}"
+  DEPENDS "${_driver}" DEPFILE "${_dir}/cuda_driver.o.d" VERBATIM COMMENT "cuda_driver.cpp")
+
+add_library(gristmill_cuda_sm90a SHARED ${_objects} "${_dir}/cuda_driver.o")
+set_source_files_properties(${_objects} "${_dir}/cuda_driver.o" PROPERTIES GENERATED TRUE)
+target_link_libraries(gristmill_cuda_sm90a PRIVATE ${CMAKE_DL_LIBS})
+target_link_options(gristmill_cuda_sm90a PRIVATE -Wl,-z,defs -Wl,--as-needed -s)
+set_target_properties(gristmill_cuda_sm90a PROPERTIES PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX
+                      LIBRARY_OUTPUT_DIRECTORY "${GM_LIB_DIR}" SKIP_BUILD_RPATH ON INSTALL_RPATH "")
+gm_install(TARGETS gristmill_cuda_sm90a LIBRARY)
+set(GM_CUDA_MANIFEST "\"sm_90a\": {\"file\": \"libgristmill_cuda_sm90a.so\", \"nvcc\": \"${GM_NVCC_VERSION}\"}")
+list(LENGTH GM_SM90_SOURCES _count)
+gm_cuda_status("sm_90a by nvcc ${GM_NVCC_VERSION}, ${_count} source(s)")

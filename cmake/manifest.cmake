@@ -13,4 +13,4 @@ file(CONFIGURE OUTPUT "${GM_LIB_DIR}/manifest.json" CONTENT
   \"torch_target\": \"2.11\"
 }
 ")
-install(FILES "${GM_LIB_DIR}/manifest.json" DESTINATION gristmill/_lib)
+gm_install(FILES "${GM_LIB_DIR}/manifest.json")

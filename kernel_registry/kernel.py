@@ -85,7 +85,8 @@ class Kernel:
 
     def load(self) -> Callable[..., None]:
         """The launcher. ImportError and AttributeError come through: selection asks before it loads."""
-        return load_attribute(self.target)
+        launcher: Callable[..., None] = load_attribute(self.target)
+        return launcher
 
     def code_hash(self) -> str:
         """A short hash over the text of the spec, the launcher's module and `sources`: what a verification is for."""

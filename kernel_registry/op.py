@@ -62,13 +62,15 @@ class Op:
         other, naming what was expected and what came.
     like: ``like(*arguments)`` -> ((shape, dtype), ...) of the outputs; runs under fake tensors.
     inputs: ``inputs(problem, seed, device)`` -> the arguments, as a list, for tests, verification and benchmarks.
-    guard: ``guard(problem, *arguments)`` -> None or the reason why the call does not belong to the static part of
-        `problem`; cheap, run at every planned call. None: `describe` is run instead.
-    bucket: the axis a plan has buckets for, and `size(*arguments)`, its value in a call, read from host shapes.
+    bucket: the axis a plan has buckets for.
+    guard: ``guard(problem, *arguments, *outputs)`` -> the call's size on the bucket axis, read from host shapes;
+        ValueError if the call does not belong to the static part of `problem`. Runs at every planned call and keeps
+        kernels inside their buffers, in a few attribute reads. None: `describe` is run instead, slower.
     shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work); None
         caps the bucket axis at 257.
     pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
         for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
+    unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
     error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
 
@@ -87,11 +89,11 @@ class Op:
     examples: tuple[str, ...]
     bench: tuple[str, ...]
     bucket: str | None = None
-    size: Callable[..., int] | None = None
-    guard: Callable[..., str | None] | None = None
+    guard: Callable[..., int] | None = None
     shrink: Callable[[Problem], Problem] | None = None
     error: Callable[..., float] | None = None
     pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
+    unplanned: frozenset[str] | None = None
     module: str = ""
 
     @cached_property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -88,6 +87,8 @@ class Policy:
     @staticmethod
     def load(path: str | Path) -> Policy:
         """The policy in a TOML or JSON file; PolicyError says what is wrong with it."""
+        import tomllib
+
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 
 ENTRY_POINTS = "gristmill.kernels"
+
+Spec = TypeVar("Spec", Op, Kernel, Layout)
 
 
 class UnknownError(LookupError):
@@ -72,7 +72,7 @@ class Registry:
             yield from self.kernels_of(op)
 
 
-def _find(table: dict[str, Any], name: str, what: str) -> Any:
+def _find(table: dict[str, Spec], name: str, what: str) -> Spec:
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=3)
@@ -114,11 +114,13 @@ def default_registry() -> Registry:
 
     An entry point names a module that declares OP, KERNEL, KERNELS, LAYOUT or LAYOUTS, like our own.
     """
+    from importlib.metadata import entry_points  # brings in email and sockets: half of an import of this package
+
     registry = Registry()
     for package in ("gristmill.kernels", "gristmill.quant.layouts"):
         for spec in discover(package):
             registry.add(spec)
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for entry in entry_points(group=ENTRY_POINTS):
         for spec in specs_of(importlib.import_module(entry.value.partition(":")[0])):
             registry.add(spec)
     return registry

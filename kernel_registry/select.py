@@ -119,7 +119,7 @@ def _judge(
         return Candidate(kernel, "build", tuple(reasons))
     if reason := kernel.accepts(problem):
         return Candidate(kernel, "problem", (reason,))
-    if reason := _unwanted(op, kernel, policy):
+    if reason := _unwanted(op, kernel, target, policy):
         return Candidate(kernel, "policy", (reason,))
     if layouts is not None and kernel.layouts and not layouts & set(kernel.layouts):
         reads, have = ", ".join(kernel.layouts), ", ".join(sorted(layouts))
@@ -137,13 +137,15 @@ def _judge(
     return Candidate(kernel, "eligible", (), config=config)
 
 
-def _unwanted(op: Op, kernel: Kernel, policy: Policy) -> str | None:
+def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | None:
     if pattern := policy.excludes(kernel.name):
         return f"excluded by {pattern!r} in policy {policy.origin}"
     if policy.deterministic and not kernel.deterministic:
         return "not deterministic; the policy asks for it"
     if policy.batch_invariant and not kernel.batch_invariant:
         return "results depend on the batch; the policy asks for batch invariance"
+    if kernel.language == "triton" and target.vendor == "cpu" and policy.rank(op.name, kernel.name) is None:
+        return "on a CPU Triton only interprets, for tests: runs when pinned"
     if not kernel.auto and policy.rank(op.name, kernel.name) is None:
         return "runs only when pinned" + (f" ({kernel.proven})" if kernel.proven else "")
     return None

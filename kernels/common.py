@@ -73,7 +73,23 @@ def rows_of(name: str, x: Any) -> int:
 
 def row_stride(x: Any) -> int:
     """Elements between rows of x seen as [rows, x.shape[-1]] (see `rows_of`)."""
+    if x.dim() == 2:
+        return int(x.stride(0))
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size != 1:
             return int(step)
     return int(x.shape[-1])
+
+
+def separate_rows(x: Any) -> bool:
+    """Whether no two rows of x (see `rows_of`) overlap, as what is written must not."""
+    return x.is_contiguous() or row_stride(x) >= x.shape[-1]
+
+
+def need_rows(op: str, reads: dict[str, Any], writes: dict[str, Any]) -> None:
+    """ValueError unless `rows_of` takes every tensor and the rows of the written ones do not overlap."""
+    for name, x in (reads | writes).items():
+        rows_of(f"{op}: {name}", x)
+    for name, x in writes.items():
+        need(separate_rows(x), f"{op}: {name} is written, so its rows must not overlap; got shape {tuple(x.shape)} with "
+             f"strides {tuple(x.stride())}")  # fmt: skip

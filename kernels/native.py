@@ -1,13 +1,14 @@
 """The native libraries in ``gristmill/_lib``: found and loaded lazily, called through ctypes.
 
-The libraries have a plain C interface and no Python ABI. CPU entries are named ``<function>__<level>``, one per ISA level
-(kernels/_native/gm_cpu.h); CUDA entries keep their name in a library per architecture. A caller declares argument types once
-and keeps the returned function::
+The libraries have a plain C interface and no Python ABI. CPU entries are named ``<function>__<level>``, one per ISA
+level (kernels/_native/gm_cpu.h); CUDA entries keep their name in a library per architecture (kernels/_native/gm_cuda.h).
+A caller declares argument types once and keeps the returned function::
 
     fn = cpu_function("gm_rms_norm", "avx512", (c_void_p, c_int64, ...))
     check(fn(x.data_ptr(), x.stride(0), ...), "gm_rms_norm")
 
-ctypes releases the interpreter lock during a call. An entry returns 0 or a negative code; `check` turns a code into an exception.
+ctypes releases the interpreter lock during a call. An entry returns 0 or a negative code; `check` turns a code into an
+exception.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     -3: (MemoryError, "out of memory for its scratch space"),
     -4: (RuntimeError, "torch's thread pool failed"),
     -5: (ValueError, "an argument out of its range"),
+    -6: (RuntimeError, "no CUDA driver that can load it: libcuda.so.1 of CUDA 12.0 or newer (r525) is needed"),
 }
+_CUDA_ERROR = -1000  # codes from here down are this minus a CUresult
 
 
 class NativeLibraryError(RuntimeError):
@@ -63,12 +66,12 @@ class NativeLibraryError(RuntimeError):
 
 def library_dir() -> Path:
     """The folder of the native libraries; it need not exist."""
-    return Path(gristmill.__path__[0]) / "_lib"
+    return Path(str(gristmill.__file__)).parent / "_lib"
 
 
 @functools.cache
 def manifest() -> dict[str, Any]:
-    """What the build contains (``cpu_levels``, ``cuda``, ``compiler``, ``torch_target``, ``version``), or an empty dict without a build."""
+    """What the build contains: ``cpu_levels``, ``cuda``, ``compiler``, ``torch_target``, ``version``. Empty if not built."""
     path = library_dir() / "manifest.json"
     if not path.is_file():
         return {}
@@ -80,7 +83,7 @@ def _load(file: str, what: str, remedy: str) -> ctypes.CDLL:
     path = library_dir() / file
     if not path.is_file():
         raise NativeLibraryError(f"gristmill was built without its {what}: {path} is missing; {remedy}")
-    import torch  # noqa: F401  (loads libtorch_cpu.so, which the library names but has no path to)
+    import torch  # noqa: F401  # loads libtorch_cpu.so, which the library names but has no path to
 
     try:
         return ctypes.CDLL(str(path))
@@ -96,7 +99,10 @@ def cpu_library() -> ctypes.CDLL:
 
 @functools.cache
 def cuda_library(arch: str) -> ctypes.CDLL:
-    """The library of CUDA kernels for one architecture, ``sm_90a`` for example. Loading it needs no driver; calling it does."""
+    """The library of CUDA kernels for one architecture, ``sm_90a`` for example.
+
+    Loading it needs no driver; calling into it does.
+    """
     file = f"libgristmill_cuda_{arch.replace('_', '')}.so"
     return _load(file, f"CUDA kernels for {arch}", "install with nvcc present and GRISTMILL_CUDA=on")
 
@@ -123,7 +129,8 @@ def _declare(library: ctypes.CDLL, symbol: str, argtypes: tuple[Any, ...]) -> Ca
         # Indexing gives every caller its own function object, so argument types set here are nobody else's.
         function = library[symbol]
     except AttributeError:
-        raise NativeLibraryError(f"{library._name} has no function {symbol}; run `make build` after adding a source") from None
+        message = f"{library._name} has no function {symbol}; run `make build` after adding a source"
+        raise NativeLibraryError(message) from None
     function.argtypes = argtypes
     function.restype = ctypes.c_int
     return function
@@ -131,7 +138,10 @@ def _declare(library: ctypes.CDLL, symbol: str, argtypes: tuple[Any, ...]) -> Ca
 
 @functools.cache
 def best_level(name: str, level: str) -> str:
-    """The highest level at or below ``level`` at which ``name`` was built (a core may skip levels that gain it nothing)."""
+    """The highest level at or below ``level`` at which ``name`` was built.
+
+    A core may skip levels that gain it nothing (``// gm-levels:`` in its source).
+    """
     if level not in LEVEL_CHAINS:
         raise ValueError(f"unknown CPU level {level!r}; expected one of {', '.join(LEVEL_CHAINS)}")
     library = cpu_library()
@@ -145,7 +155,7 @@ def best_config(name: str) -> Callable[[Any, Any], dict[str, str]]:
     """The `config` of a C++ kernel whose one choice is the code level: the best that `name` has for a CPU target."""
 
     def config(problem: Any, target: Any) -> dict[str, str]:
-        level = target.name.partition(":")[2]
+        level = target.base.partition(":")[2]
         return {"level": best_level(name, level) if manifest() else level}
 
     return config
@@ -155,5 +165,7 @@ def check(code: int, name: str) -> None:
     """Raise the exception that a native return code stands for; 0 passes."""
     if code == 0:
         return
+    if code <= _CUDA_ERROR:
+        raise RuntimeError(f"{name}: the CUDA driver answered error {_CUDA_ERROR - code}")
     kind, meaning = _ERRORS.get(code, (RuntimeError, f"unknown code {code}"))
     raise kind(f"{name}: {meaning}")

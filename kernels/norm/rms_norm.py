@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
 
 
 def reference(x: Any, weight: Any, eps: float) -> Any:
@@ -19,6 +19,7 @@ def reference(x: Any, weight: Any, eps: float) -> Any:
 def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     rows = rows_of("rms_norm: x", x)
+    need(x.shape[-1] > 0, f"rms_norm: the last dimension of x is empty: {tuple(x.shape)}")
     need(weight.dim() == 1 and weight.shape[0] == x.shape[-1],
          f"rms_norm: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}")  # fmt: skip
     if weight.dtype != x.dtype:
@@ -29,12 +30,17 @@ def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
     return {"m": rows, "n": x.shape[-1], "x": dtype_name(x.dtype)}
 
 
-def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> str | None:
-    """Why this call is not one of `problem`, in a few attribute reads."""
-    n = problem.values[1][1]
-    if x.shape[-1] != n or weight.shape[0] != n or out.shape != x.shape or x.dtype != out.dtype:
-        return f"planned for n={n}, got x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}"
-    return None
+def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`."""
+    shape, kind, n = x.shape, x.dtype, problem.values[1][1]
+    if (shape[-1] != n or out.shape != shape or weight.numel() != n or out.dtype != kind or weight.dtype != kind
+            or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
+        raise ValueError(f"rms_norm planned for {problem}: got x {tuple(shape)} {kind}, weight {tuple(weight.shape)} "
+                         f"{weight.dtype}, out {tuple(out.shape)} {out.dtype}")  # fmt: skip
+    if not (x.is_contiguous() and out.is_contiguous() and weight.is_contiguous()):
+        need_rows("rms_norm", {"x": x}, {"out": out})
+        need(weight.is_contiguous(), "rms_norm: weight must be contiguous")
+    return x.numel() // n
 
 
 def like(x: Any, weight: Any, eps: float) -> tuple[tuple[Any, Any], ...]:
@@ -83,10 +89,9 @@ OP = Op(
     cost=cost,
     tolerance=tolerance,
     bucket="m",
-    size=lambda x, weight, eps, out: x.numel() // x.shape[-1] if x.shape[-1] else 0,
     examples=(
         "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=5,n=4096,x=bf16",
-        "m=257,n=256,x=fp32",
+        "m=257,n=256,x=fp32", "m=2,n=16387,x=bf16",
     ),
     bench=("m=1,n=4096", "m=64,n=7168", "m=1024,n=7168", "m=16384,n=7168"),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import pytest
 import torch
+
 from gristmill.kernels import native
 
 from .levels import runnable_levels

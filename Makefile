@@ -1,0 +1,65 @@
+# The two commands: `make run` and `make test`. Each does its whole set-up first; the second time that takes no time.
+#
+# Variables:  PYTHON=python3.12            the interpreter of the virtual environment (3.11 or newer)
+#             CONSTRAINTS=file             versions to install, instead of ci/constraints.txt
+#             TORCH_SPEC="torch==2.11.0"   torch alone, instead of the constraints' line
+#             GRISTMILL_CUDA=auto|on|off   the CUDA part of the native build
+#             VENV=directory               instead of .venv
+#             JOBS=2                       test processes and compilers at a time
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.ONESHELL:
+
+PYTHON ?= python3
+CONSTRAINTS ?= ci/constraints.txt
+TORCH_SPEC ?=
+VENV ?= .venv
+JOBS ?= 2
+
+# Absolute, so that recipes may change directory. No activation: programs are called by path.
+VENV_DIR := $(abspath $(VENV))
+PY := $(VENV_DIR)/bin/python
+export PATH := $(VENV_DIR)/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONPATH PYTHONHOME
+
+# One key for everything the environment is made of: a change of any makes a new set-up.
+KEY := $(shell { cat $(CONSTRAINTS) pyproject.toml; echo "$(TORCH_SPEC)" "$(PYTHON)" "$(VENV_DIR)"; } 2>/dev/null | cksum | cut -d' ' -f1)
+SETUP := $(VENV)/.setup-$(KEY)
+
+.PHONY: help run test test-full build lint setup clean
+
+help:  ## this list
+	@echo "gristmill: LLM inference kernels, chosen by measurement"
+	@echo
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo
+	@echo "Set-up (virtual environment, torch, native build) happens by itself. Variables: see the top of the Makefile."
+
+run: build  ## two models answer on this machine, then a table by number format
+	@if [ ! -f examples/run.py ]; then echo "examples/run.py is not in this tree: nothing to run" >&2; exit 1; fi
+	@exec "$(PY)" examples/run.py
+
+test: build  ## what CI runs: lint, types, import contracts, tests, wheels (under 15 minutes on 2 cores)
+	@exec bash ci/test.sh "$(JOBS)"
+
+test-full: build  ## test, with the slow tests, sanitizers everywhere and the whole compile matrix (under 75 minutes)
+	@exec env GRISTMILL_FULL=1 bash ci/test.sh "$(JOBS)"
+
+build: $(SETUP)  ## compile what changed; libraries land in src/gristmill/_lib
+	@cmake --build build --parallel $(JOBS)
+
+lint: $(SETUP)  ## ruff, mypy and the import contracts
+	@exec bash ci/lint.sh
+
+setup: $(SETUP)
+
+$(SETUP):
+	@exec bash ci/setup.sh "$(PYTHON)" "$(VENV_DIR)" "$(CONSTRAINTS)" "$(SETUP)" "$(TORCH_SPEC)"
+
+clean:  ## remove the virtual environment and everything built
+	rm -rf "$(VENV)" build dist src/gristmill/_lib .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,126 @@
+"""Bound plans: a plan whose kernels are loaded, one call away. What runs in the hot path is a table look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.kernel import Workspace
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plan import BUCKETS, Plan, PlanEntry, bucket_index, bucket_sizes
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.interpreter import load
+
+Runner = Callable[..., None]
+
+
+class UnpreparedError(RuntimeError):
+    """A call that its plan was not prepared for, at a time when preparing is impossible (CUDA-graph capture)."""
+
+
+class BoundPlan:
+    """A plan on one device: call it with the operation's arguments and outputs.
+
+    Buckets are resolved when first met, or before by `prepare`; during CUDA-graph capture an unprepared bucket raises.
+    `layouts` fixes what packed weights exist; None for operations without packed weights.
+    """
+
+    __slots__ = ("_cuda", "_guard", "_runners", "_tensor", "entries", "handle", "layouts", "op", "resolver", "static")
+
+    def __init__(self, op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None = None) -> None:
+        self.op = op
+        self.static = op.static(static)
+        self.resolver = resolver
+        self.layouts = layouts
+        self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
+        self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
+        self._guard = op.guard or partial(_described, op)
+        self._cuda = resolver.target.vendor != "cpu"
+        self._tensor = next(i for i, parameter in enumerate(op.parameters) if parameter.type.startswith("Tensor") and "[]" not in parameter.type)
+        self.handle = 0
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run on `arguments` followed by the outputs, all as the kernel's layout has them."""
+        if arguments[self._tensor].is_cuda is not self._cuda:
+            raise ValueError(f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
+                             f"{arguments[self._tensor].device}")  # fmt: skip
+        size = self._guard(self.static, *arguments)
+        if size:
+            # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.
+            runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
+            runner(*arguments)
+
+    def prepare(self, sizes: Iterable[int] | None = None) -> BoundPlan:
+        """Resolve (verify) and load the kernels for these sizes of the dynamic axis; None = every bucket."""
+        for size in bucket_sizes() if sizes is None else sizes:
+            index = bucket_index(size)
+            if self._runners[index] is None:
+                self._bind(index)
+        return self
+
+    def adopt(self, plan: Plan) -> BoundPlan:
+        """Take the kernels of a finished plan (every bucket it has) instead of resolving them again."""
+        for entry in plan.entries:
+            self._load(len(BUCKETS) if entry.m_max is None else bucket_index(entry.m_max), entry)
+        return self
+
+    def workspace(self, size: int) -> Workspace:
+        """Scratch memory that calls of this size need."""
+        index = bucket_index(size)
+        if self.entries[index] is None:
+            self._bind(index)
+        entry = self.entries[index]
+        if entry is None:
+            raise UnpreparedError(f"{self.op.name}: bucket of size {size} has no kernel")
+        kernel = self.resolver.kernel(self.op, entry.kernel)
+        return kernel.workspace(self.op.at_bucket(self.static, size), entry.config)
+
+    def entry(self, size: int) -> PlanEntry:
+        """Which kernel runs calls of this size; resolves the bucket when it was not met yet."""
+        index = bucket_index(size)
+        if self.entries[index] is None:
+            self._bind(index)
+        found = self.entries[index]
+        if found is None:
+            raise UnpreparedError(f"{self.op.name}: bucket of size {size} has no kernel")
+        return found
+
+    def _late(self, size: int) -> Runner:
+        if _capturing():
+            raise UnpreparedError(
+                f"{self.op.name} {self.static} was not prepared for size {size}; call prepare([{size}]) before capture"
+            )
+        return self._bind(bucket_index(size))
+
+    def _bind(self, index: int) -> Runner:
+        size = bucket_sizes()[index]
+        candidate = self.resolver.resolve(self.op, self.op.at_bucket(self.static, size), self.layouts).require()
+        reads = [name for name in candidate.kernel.layouts if self.layouts is None or name in self.layouts]
+        return self._load(index, PlanEntry(
+            m_max=size if size in BUCKETS else None, kernel=candidate.kernel.name, layout=reads[0] if reads else None,
+            config=dict(candidate.config or {}), source=candidate.source or "priority",
+            expected_us=candidate.expected_us,
+        ))  # fmt: skip
+
+    def _load(self, index: int, entry: PlanEntry) -> Runner:
+        launcher = load(self.resolver.kernel(self.op, entry.kernel))
+        runner = partial(launcher, entry.config)
+        self.entries[index] = entry
+        self._runners[index] = runner
+        return runner
+
+
+def _described(op: Op, static: Problem, *arguments: Any) -> int:
+    """The guard of an operation that has none of its own: describe the call and compare."""
+    found = op.problem(op.describe(*arguments[: len(op.parameters)]))
+    if op.static(found) != static:
+        raise ValueError(f"{op.name} planned for {static}, called with {op.static(found)}")
+    return found.integer(op.bucket) if op.bucket else 1
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

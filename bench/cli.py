@@ -1,0 +1,43 @@
+"""The kernelbench command line: see, explain, verify and measure kernels."""
+
+from __future__ import annotations
+
+import click
+
+from gristmill import __version__, console
+from gristmill.bench.commands.bench import bench
+from gristmill.bench.commands.doctor import doctor
+from gristmill.bench.commands.explain import explain
+from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.verify import verify
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kernelbench")
+def cli() -> None:
+    """See which LLM kernels exist, which one would run here and why, whether they are right, and how fast they are.
+
+    \b
+    kernelbench doctor                          what this machine has
+    kernelbench list --op linear                every kernel of an operation, and what the others lack
+    kernelbench explain linear --axes           how problems of an operation are written
+    kernelbench explain linear --problem "m=16,n=4096,k=4096,x=bf16,w=int4_g128"
+    kernelbench verify --op rms_norm            run kernels against the reference
+    kernelbench bench rms_norm                  time them, next to the measured floor
+
+    GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
+    cpu_level, store, cache. Every command takes --json: JSON alone on stdout, unknown values null.
+    """
+
+
+for _command in (doctor, list_kernels, explain, verify, bench):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    console.run(cli, "kernelbench")
+
+
+if __name__ == "__main__":
+    main()

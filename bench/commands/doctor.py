@@ -1,0 +1,91 @@
+"""kernelbench doctor: what this machine and this installation have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gristmill import __version__, console
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, StoreError
+from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
+
+
+@click.command()
+@click.option("--measure", is_flag=True, help="Also measure read bandwidth, matrix rates and launch cost (a few seconds).")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def doctor(measure: bool, as_json: bool) -> None:
+    """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing."""
+    found = probe_devices()
+    build, policy, registry = Build.probe(), Policy.current(), default_registry()
+    devices = [*found.targets, probe_cpu()]
+    report: dict[str, Any] = {
+        "version": __version__,
+        "devices": [_device(target) for target in devices],
+        "no_device": [*found.reasons],
+        "build": {
+            "cpu_levels": [*build.cpu_levels], "cuda": [*build.cuda_archs], "library": build.library or None,
+            "torch": build.torch, "triton": build.triton, "driver": build.driver or None, "python": build.python,
+            "compilers": dict(build.compilers),
+        },
+        "packages": {name: build.version(name) for name in _wrapped()},
+        "policy": policy.origin,
+        "store": _store(policy),
+        "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
+    }  # fmt: skip
+    if measure:
+        from gristmill.autotune.floor import ceilings
+
+        names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
+        for name, device in zip(names, report["devices"], strict=True):
+            limits = ceilings(name)
+            device["measured"] = {"read_gbs": limits.read_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
+    if as_json:
+        console.emit(report)
+        return
+    _print(report)
+
+
+def _device(target: Target) -> dict[str, Any]:
+    return {
+        "target": target.name, "device": target.device or None, "vendor": target.vendor,
+        "features": sorted(target.features), "multiprocessors": target.multiprocessors,
+        "memory_gib": None if target.memory_bytes is None else round(target.memory_bytes / 2**30, 1),
+        "levels": [*target.levels], "measured": None,
+    }  # fmt: skip
+
+
+def _wrapped() -> list[str]:
+    return sorted({name for kernel in default_registry().all_kernels() for name, _ in kernel.requires.packages})
+
+
+def _store(policy: Policy) -> dict[str, Any]:
+    try:
+        store = Store.read(policy.store_path)
+    except StoreError as error:
+        return {"path": str(policy.store_path), "verifications": None, "timings": None, "error": str(error)}
+    return {"path": str(policy.store_path), "verifications": len(store.verifications), "timings": len(store.timings), "error": None}
+
+
+def _print(report: dict[str, Any]) -> None:
+    build, store = report["build"], report["store"]
+    rows = [["gristmill", report["version"]], ["registry", "{operations} operations, {kernels} kernels".format(**report["registry"])]]
+    for device in report["devices"]:
+        memory = f", {device['memory_gib']} GiB" if device["memory_gib"] else ""
+        rows.append([device["target"], f"{device['device'] or device['vendor']}, {device['multiprocessors']} processors{memory}"])
+        rows.append(["", ", ".join(device["features"])])
+        if device["measured"]:
+            rates = ", ".join(f"{name} {console.number(rate)} TFLOP/s" for name, rate in device["measured"]["tflops"].items())
+            rows.append(["  measured", f"read {console.number(device['measured']['read_gbs'])} GB/s, {rates}"])
+    rows += [["no accelerator", reason] for reason in report["no_device"]]
+    rows.append(["C++ levels", ", ".join(build["cpu_levels"]) or "none: run make build, or install with a C++20 compiler"])
+    rows.append(["CUDA code", ", ".join(build["cuda"]) or "none: built without nvcc"])
+    rows += [[name, build[name] or "not installed"] for name in ("torch", "triton")]
+    rows += [[name, version or "not installed (optional)"] for name, version in report["packages"].items() if name not in ("torch", "triton")]
+    rows.append(["policy", report["policy"]])
+    rows.append(["store", store["error"] or f"{store['path']}: {store['verifications']} verifications, {store['timings']} times"])
+    console.table("Doctor", ["what", "found"], rows)

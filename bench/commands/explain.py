@@ -1,0 +1,129 @@
+"""kernelbench explain: which kernel a problem gets, why, and why not the others; the plan of a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gristmill import console
+from gristmill.bench.place import Place, place
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plan import Plan, bucket_sizes, make_plan
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.select import NoKernelError, Selection, select
+from gristmill.kernel_registry.store import Store
+
+
+@click.command()
+@click.argument("op_name", metavar="OP")
+@click.option("--problem", "text", metavar="P", help='Axis values: "m=16,n=4096,k=4096,x=bf16,w=int4_g128".')
+@click.option("--target", metavar="T", help="A device: sm_121, h200, gfx942, cpu:avx2 ... Default: this machine.")
+@click.option("--axes", is_flag=True, help="Print the axes that problems of OP have, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_json: bool) -> None:
+    """Which kernel OP gets for a problem, and what speaks against every other one.
+
+    Without its dynamic size (m, q_tokens ...) the problem is a layer, and the plan by size is printed too. On a device
+    of this machine the winner is verified if it was not yet; on another target nothing is, and candidates that could
+    run stay "unverified".
+
+    \b
+    Verdicts: selected, eligible, unverified, hardware (the device lacks something), build (this installation lacks
+    something), problem (the kernel does not take it), policy, quarantined (it failed verification here).
+    Sources of expected times: measured, near (a similar problem), sibling (a similar device), model, priority (none).
+    """
+    op = default_registry().op(op_name)
+    if axes:
+        _axes(op, as_json)
+        return
+    if text is None:
+        raise click.UsageError(f'--problem is missing; "kernelbench explain {op_name} --axes" lists its axes')
+    here = place(target)
+    problem = op.problem(text)
+    layer = op.bucket is not None and op.bucket in problem.open_axes
+    shown = op.at_bucket(problem, 1) if layer else _closed(op, problem)
+    selection = _selection(op, shown, here)
+    plan = _plan(op, problem, here) if layer else None
+    if as_json:
+        answer: dict[str, Any] = {
+            "op": op.name,
+            "problem": str(problem if layer else shown),
+            "target": here.target.name,
+            "selected": selection.best.kernel.name if selection.best else None,
+            "candidates": [candidate.as_dict() for candidate in selection.candidates],
+        }
+        if plan is not None:
+            answer["plan"] = [entry.as_dict() for entry in plan.entries]
+            answer["layouts"] = list(plan.layouts)
+        console.emit(answer)
+        return
+    _tables(op, shown, here, selection, plan)
+
+
+def _closed(op: Op, problem: Problem) -> Problem:
+    """Dynamic axes that were left out take the size of the bucket axis, as a plan's buckets do."""
+    if not problem.open_axes or op.bucket is None:
+        return problem
+    given = {name: value for name, value in problem.values if value is not None}
+    return op.problem({**dict(op.at_bucket(op.static(problem), problem.integer(op.bucket)).values), **given})
+
+
+def _selection(op: Op, problem: Problem, here: Place, layouts: frozenset[str] | None = None) -> Selection:
+    if here.device is not None:
+        from gristmill.autotune.resolve import Resolver
+
+        return Resolver(here.device, here.policy).resolve(op, problem, layouts)
+    kernels, store = default_registry().kernels_of(op.name), Store.read(here.policy.store_path)
+    return select(op, problem, kernels, here.target, here.build, store, here.policy, layouts=layouts, foreign=True)
+
+
+def _plan(op: Op, static: Problem, here: Place) -> Plan | None:
+    registry = default_registry()
+    try:
+        if here.device is not None:
+            from gristmill.autotune.resolve import Resolver
+
+            resolver = Resolver(here.device, here.policy)
+            return resolver.plan(op, static)
+        return make_plan(op, static, registry.layouts, here.policy,
+                         lambda problem, layouts: _selection(op, problem, here, layouts), sizes=bucket_sizes())  # fmt: skip
+    except NoKernelError:
+        return None
+
+
+def _axes(op: Op, as_json: bool) -> None:
+    rows = [
+        {"axis": a.name, "wants": a.wants(), "default": a.default, "dynamic": a.dynamic, "meaning": a.help} for a in op.axes
+    ]
+    if as_json:
+        console.emit({"op": op.name, "axes": rows, "examples": [*op.examples]})
+        return
+    console.table(
+        f"Axes of {op.name}: {op.summary}", ["axis", "takes", "default", "changes per call", "meaning"],
+        [[r["axis"], r["wants"], r["default"], "yes" if r["dynamic"] else "", r["meaning"]] for r in rows],
+    )  # fmt: skip
+    console.out().print(f'\nFor example: kernelbench explain {op.name} --problem "{op.bench[0]}"')
+
+
+def _tables(op: Op, problem: Problem, here: Place, selection: Selection, plan: Plan | None) -> None:
+    where = here.target.name + ("" if here.device else " (not a device of this machine: nothing is verified)")
+    console.table(
+        f"{op.name} {problem} on {where}", ["kernel", "verdict", "expected µs", "source", "reasons"],
+        [[c.kernel.name, c.verdict, console.number(c.expected_us), c.source, "; ".join(c.reasons)]
+         for c in selection.candidates], right=("expected µs",),
+    )  # fmt: skip
+    if selection.best is None:
+        console.out().print("\nNothing can run this problem here.")
+    elif here.device is None:
+        console.out().print(f"\nWould run, once verified: {selection.best.kernel.name}")
+    if plan is not None:
+        console.out().print()
+        console.table(
+            "Plan" + (f" over {', '.join(plan.layouts)}" if plan.layouts else ""),
+            [f"{op.bucket} up to", "kernel", "layout", "expected µs", "source", "configuration"],
+            [[entry.m_max or "any", entry.kernel, entry.layout, console.number(entry.expected_us), entry.source,
+              ", ".join(f"{k}={v}" for k, v in entry.config.items())] for entry in plan.entries],
+            right=(f"{op.bucket} up to", "expected µs"),
+        )  # fmt: skip

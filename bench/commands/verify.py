@@ -1,0 +1,64 @@
+"""kernelbench verify: run kernels against the reference."""
+
+from __future__ import annotations
+
+import click
+
+from gristmill import console
+from gristmill.bench.place import place
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.registry import UnknownError, default_registry
+
+
+@click.command()
+@click.option("--op", "op_name", metavar="OP", help="Only this operation.")
+@click.option("--kernel", "kernel_name", metavar="K", help="Only this kernel.")
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def verify(context: click.Context, op_name: str | None, kernel_name: str | None, target: str | None, as_json: bool) -> None:
+    """Run every kernel that can run here on every example of its operation, and compare with the torch reference.
+
+    Outputs start poisoned and stand between guard bands; inputs must come back unchanged. Each kernel runs in a child
+    process, so that a crash is a result. Exit status 1 if any kernel is wrong.
+    """
+    from gristmill.autotune.worker import Worker
+
+    registry, here = default_registry(), place(target)
+    if here.device is None:
+        raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
+    if op_name is not None:
+        registry.op(op_name)
+    work: list[tuple[Op, Kernel, str]] = []
+    for kernel in registry.all_kernels():
+        if (op_name and kernel.op != op_name) or (kernel_name and kernel.name != kernel_name):
+            continue
+        if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build):
+            continue
+        op = registry.op(kernel.op)
+        work += [(op, kernel, text) for text in op.examples if kernel.accepts(op.problem(text)) is None]
+    known = {kernel.name for kernel in registry.all_kernels() if not op_name or kernel.op == op_name}
+    if kernel_name and kernel_name not in known:
+        raise UnknownError(f"no kernel called {kernel_name!r}" + (f" of {op_name}" if op_name else ""))
+    if kernel_name and not work:
+        raise click.UsageError(f"{kernel_name} cannot run on {here.target.name}; see kernelbench list")
+    rows, worker = [], Worker()
+    for op, kernel, text in console.progress(work, lambda item: f"{item[1].name} {item[2]}", quiet=as_json):
+        problem = op.problem(text)
+        outcome = worker.verify(op, kernel, kernel.config(problem, here.target), problem, here.device)
+        rows.append({
+            "op": op.name, "kernel": kernel.name, "problem": str(problem), "ok": outcome["ok"],
+            "error": outcome["error"], "tolerance": op.tolerance(problem).limit, "reason": outcome["reason"],
+        })  # fmt: skip
+    worker.close()
+    if as_json:
+        console.emit(rows)
+    else:
+        console.table(
+            f"Verification on {here.target.name}", ["operation", "kernel", "problem", "", "error", "tolerance", "reason"],
+            [[r["op"], r["kernel"], r["problem"], "ok" if r["ok"] else "WRONG", console.number(r["error"]),
+              console.number(r["tolerance"]), r["reason"]] for r in rows], right=("error", "tolerance"),
+        )  # fmt: skip
+    if not all(row["ok"] for row in rows):
+        context.exit(1)

@@ -1,0 +1,62 @@
+"""Where a command looks: a device of this machine, or a target that is only a description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
+
+
+@dataclass(frozen=True)
+class Place:
+    """A target, and the torch device that it is here (None: it is not here, so nothing can run or be verified)."""
+
+    target: Target
+    device: str | None
+    build: Build
+    policy: Policy
+
+
+def place(text: str | None) -> Place:
+    """The place that ``--target`` names; None = the first GPU of this machine, else its CPU.
+
+    A CPU level that this CPU runs is here (held to that level). ValueError for an unknown target.
+    """
+    policy = Policy.current()
+    devices = tuple(probe_devices().targets)
+    if text is None:
+        if devices:
+            return Place(devices[0], "cuda:0", _build(devices[0]), policy)
+        return _cpu(policy, policy.cpu_level)
+    if text.lower() == "cpu":
+        return _cpu(policy, policy.cpu_level)
+    target = Target.parse(text)
+    for index, device in enumerate(devices):
+        if device.name == target.name and (not target.device or target.device == device.device):
+            return Place(device, f"cuda:{index}", _build(device), policy)
+    if target.name in probe_cpu().levels:
+        return _cpu(policy, target.name.partition(":")[2])
+    return Place(target, None, _foreign_build(target), policy)
+
+
+def _cpu(policy: Policy, level: str | None) -> Place:
+    policy = replace(policy, cpu_level=level)
+    target = probe_cpu()
+    if level is not None:
+        lower = Target.parse(f"cpu:{level}")
+        target = replace(target, name=lower.name, arch=lower.arch, features=lower.features)
+    return Place(target, "cpu", _build(target), policy)
+
+
+def _build(target: Target) -> Build:
+    offers = [offer for kernel in default_registry().all_kernels() for offer in kernel.requires.offers]
+    return Build.probe().confirm(offers)
+
+
+def _foreign_build(target: Target) -> Build:
+    """What this installation would be there: its packages, and Triton's compiler instead of its interpreter."""
+    return replace(_build(target), triton_interpreter=False)

@@ -1,0 +1,68 @@
+"""Check what is inside the sdist and the wheels: ``python ci/check_wheel.py DIST...``.
+
+Wheels carry the Python packages and the libraries, and no sources of C++ or CUDA; sdists carry those. Neither carries models.
+Every Python file of the tree's packages must be in both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench")
+NATIVE = {".cpp", ".cu", ".cuh", ".h"}
+MODEL_FILES = {".safetensors", ".u16"}
+SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
+
+
+def tracked() -> list[str]:
+    """The tree's files, by git where there is git."""
+    answer = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if answer.returncode == 0:
+        return [name for name in answer.stdout.splitlines() if (ROOT / name).exists()]
+    return [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+
+
+def problems(dist: Path) -> list[str]:
+    """What is wrong with one file, a line each."""
+    found = []
+    if dist.suffix == ".whl":
+        names = set(zipfile.ZipFile(dist).namelist())
+        wanted = {f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(".py")}
+        wanted |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
+        wanted |= {"gristmill/__init__.py", "gristmill/py.typed"}
+        found += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
+        found += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
+        if "-py3-none-" not in dist.name:
+            found.append("is tied to one Python, but holds nothing that is")
+    else:
+        with tarfile.open(dist) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        wanted = {name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {".py", *NATIVE}}
+        wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
+        found += [f"has {name}: generated" for name in names if name.startswith(("build/", "src/gristmill/_lib", ".venv"))]
+    found += [f"lacks {name}" for name in sorted(wanted - names)]
+    found += [f"has model data {name}" for name in names if PurePosixPath(name).suffix in MODEL_FILES or "examples/models/" in name]
+    if dist.stat().st_size > SIZE_LIMIT:
+        found.append(f"is {dist.stat().st_size >> 20} MiB, over {SIZE_LIMIT >> 20}")
+    return found
+
+
+def main() -> int:
+    failed = False
+    for dist in map(Path, sys.argv[1:]):
+        found = problems(dist)
+        for line in found:
+            print(f"{dist.name} {line}", file=sys.stderr)
+        failed |= bool(found)
+        if not found:
+            print(f"{dist.name}: {dist.stat().st_size / 1024:.0f} KiB, contents as they should be")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

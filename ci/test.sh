@@ -1,0 +1,30 @@
+#!/bin/bash
+# All of CI, each step named and timed; the first failure ends it. GRISTMILL_FULL=1 adds what takes long.
+#   ci/test.sh [JOBS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+jobs=${1:-2}
+full=${GRISTMILL_FULL:-}
+# Several test processes with a thread each use the cores better than one with several; and results do not depend on either.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
+
+marks="not gpu and not slow"
+if [ -n "$full" ]; then marks="not gpu"; fi
+begin=$SECONDS
+step() {
+  local name=$1 start=$SECONDS
+  shift
+  echo "== $name"
+  "$@"
+  echo "== $name: $((SECONDS - start)) s"
+}
+
+step "lint, types, import contracts" bash ci/lint.sh
+step "symbols of the library" python ci/check_symbols.py
+step "sanitizers" bash ci/sanitize.sh
+step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks"
+if [ -f ci/compile_matrix.py ]; then
+  step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
+fi
+step "wheel and sdist" bash ci/wheel_test.sh
+echo "== all passed in $((SECONDS - begin)) s"

@@ -1,0 +1,90 @@
+"""Layouts: named, versioned storage orders of a weight and its scales, owned by no kernel. Standard library only.
+
+A layout is declared in a spec module of ``quant/layouts`` as ``LAYOUT = Layout(...)``; kernels name the layouts they
+read, plans choose among them, and the code that packs is imported when it is first needed.
+
+    >>> from gristmill.kernel_registry.registry import default_registry
+    >>> layout = default_registry().layout("plain_v1")
+    >>> layout.slots
+    ('codes', 'scales', 'zeros', 'row_scale', 'row_block', 'perm')
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One storage order.
+
+    Attributes:
+        name: with a version, ``plain_v1``: any change of the order is a new name.
+        summary: one line for people.
+        slots: names of the packed tensors, in the order in which they are passed to an operator as ``Tensor[]``. Every
+            weight fills every slot: one that a scheme does not need is an empty tensor.
+        schemes: names of the weight schemes it can hold (activations do not matter).
+        pack: ``"module:attr"`` of ``pack(QuantTensor) -> Packed``.
+        unpack: ``"module:attr"`` of ``unpack(Packed) -> QuantTensor``, the exact inverse.
+        size: ``size(scheme, n, k)`` -> bytes of all slots for an [n, k] weight without act-order.
+        module: where it was declared; set when it is discovered.
+    """
+
+    name: str
+    summary: str
+    slots: tuple[str, ...]
+    schemes: tuple[str, ...]
+    pack: str
+    unpack: str
+    size: Callable[[QuantScheme, int, int], int] = field(repr=False)
+    module: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.schemes) - set(ALL_WEIGHT_SCHEMES))
+        if unknown:
+            raise ValueError(f"layout {self.name}: no weight scheme called {', '.join(unknown)}")
+        for target in (self.pack, self.unpack):
+            if target.count(":") != 1:
+                raise ValueError(f"layout {self.name}: a target is 'module:attr', got {target!r}")
+
+    def accepts(self, scheme: QuantScheme | str) -> bool:
+        """Whether weights of this scheme can be packed so."""
+        return self.why_not(scheme) is None
+
+    def why_not(self, scheme: QuantScheme | str) -> str | None:
+        """None, or the reason why weights of this scheme cannot be packed so."""
+        weights = QuantScheme.parse(scheme).weights
+        if weights in self.schemes:
+            return None
+        return f"layout {self.name} holds {', '.join(self.schemes)}, not {weights}"
+
+    def nbytes(self, scheme: QuantScheme | str, n: int, k: int) -> int:
+        """Bytes of an [n, k] weight in this layout, padding included.
+
+        Raises:
+            ValueError: the layout does not hold the scheme.
+        """
+        scheme = QuantScheme.parse(scheme)
+        reason = self.why_not(scheme)
+        if reason is not None:
+            raise ValueError(reason)
+        return self.size(scheme, n, k)
+
+    def load_pack(self) -> Callable[[Any], Any]:
+        """The packing function, imported now."""
+        return _load(self.pack)
+
+    def load_unpack(self) -> Callable[[Any], Any]:
+        """The inverse, imported now."""
+        return _load(self.unpack)
+
+
+def _load(target: str) -> Callable[[Any], Any]:
+    module, _, attribute = target.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
+    return function

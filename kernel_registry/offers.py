@@ -1,0 +1,101 @@
+"""What an installed module offers, found without importing it wherever its source says so.
+
+Distribution names lie (on PyPI `aiter` is an unrelated package), so a kernel names the attribute that it will call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ast
+
+
+def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
+    """Whether `"module:attr"` is there: (True, ""), (False, why), or (None, why) when only an import could tell.
+
+    Reads the module's source; runs none of it. With `importing` an undecided module is imported and asked.
+    """
+    module, _, attribute = offer.partition(":")
+    found, why = _by_source(module, attribute.partition(".")[0])
+    if found is False or (found is True and "." not in attribute) or not importing:
+        return (
+            (found, why) if found is not True or "." not in attribute else (None, f"{offer}: only an import can tell")
+        )
+    return _by_import(module, attribute)
+
+
+def _by_import(module: str, attribute: str) -> tuple[bool | None, str]:
+    try:
+        thing: object = importlib.import_module(module)
+        for part in attribute.split("."):
+            thing = getattr(thing, part)
+    except Exception as error:
+        return False, f"{module}:{attribute} cannot be had: {type(error).__name__}: {error}"
+    return True, ""
+
+
+def _by_source(module: str, name: str) -> tuple[bool | None, str]:
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError) as error:
+        return False, f"module {top} cannot be found: {error}"
+    if spec is None:
+        return False, f"module {top} is not installed"
+    folders = [Path(p) for p in spec.submodule_search_locations or ()]
+    file = Path(spec.origin) if spec.origin and spec.origin not in ("built-in", "frozen") else None
+    seen = top
+    for part in rest:
+        seen += f".{part}"
+        packages = [f / part for f in folders if (f / part).is_dir()]
+        sources = [f / f"{part}.py" for f in folders if (f / f"{part}.py").is_file()]
+        if not packages and not sources:
+            if any(True for folder in folders for _ in folder.glob(f"{part}.*so")):
+                return None, f"{seen} is a compiled module: only an import can tell"
+            return False, f"{top} is installed, but has no module {seen}"
+        folders = packages
+        file = packages[0] / "__init__.py" if packages else sources[0]
+    if file is None or file.suffix != ".py" or not file.is_file():
+        return None, f"{module} has no Python source: only an import can tell"
+    return _names(file, module, name)
+
+
+def _names(file: Path, module: str, name: str) -> tuple[bool | None, str]:
+    import ast
+
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        return None, f"the source of {module} cannot be read: {error}"
+    dynamic = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name == name and node in tree.body:
+                return True, ""
+            dynamic |= node.name == "__getattr__" and node in tree.body
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            for alias in node.names:
+                dynamic |= alias.name == "*"
+                if (alias.asname or alias.name.partition(".")[0]) == name:
+                    # An import inside try, if or a function may not happen.
+                    return (True, "") if node in tree.body else (None, f"{module}:{name}: only an import can tell")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return (True, "") if _at_top(tree, name) else (None, f"{module}:{name}: only an import can tell")
+    if any(isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name for n in ast.walk(tree)):
+        return None, f"{module}:{name} is defined on a condition: only an import can tell"
+    if dynamic:
+        return None, f"{module} makes its names when imported: only an import can tell"
+    return False, f"{module} is installed, but offers no {name} (an unrelated package of that name?)"
+
+
+def _at_top(tree: ast.Module, name: str) -> bool:
+    import ast
+
+    body = tree.body
+    targets = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
+    targets += [n.target for n in body if isinstance(n, ast.AnnAssign) and n.value is not None]
+    return any(isinstance(t, ast.Name) and t.id == name for t in targets)

@@ -1,0 +1,134 @@
+"""Requirement: what a kernel needs of the device and of the installation. Answers with reasons, never a bare False."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.target import Target, why_not_code
+from gristmill.kernel_registry.targets import VENDORS
+
+CODES = ("python", "torch", "triton", "cpp", "cuda", "hip", "cute")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Needs of one kernel; everything given must hold.
+
+    features: any-of sets: one of them must be wholly in the target's features; () = no need.
+    vendors: `nvidia amd intel cpu`, () = any.
+    packages: (distribution name, minimal version or "") pairs.
+    offers: `"module:attr"` names that the installed modules must really have: a name on an index proves nothing.
+    code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
+        level that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
+        `hip:gfx942`, `cute:sm_90a` (compiled at run time by CuTe DSL).
+    """
+
+    features: tuple[frozenset[str], ...] = ()
+    vendors: tuple[str, ...] = ()
+    packages: tuple[tuple[str, str], ...] = ()
+    offers: tuple[str, ...] = ()
+    code: str = "python"
+    _kind: str = field(init=False, repr=False, compare=False, default="")
+    _arch: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if any(isinstance(s, str) for s in self.features):
+            raise TypeError(f"features {self.features!r}: expected sets of feature names, one set for each alternative")
+        object.__setattr__(self, "features", tuple(frozenset(s) for s in self.features))
+        for vendor in self.vendors:
+            if vendor not in VENDORS:
+                raise ValueError(f"vendor {vendor!r} is unknown; expected one of {', '.join(VENDORS)}")
+        for offer in self.offers:
+            if not re.fullmatch(r"[\w.]+:[\w.]+", offer):
+                raise ValueError(f"offer {offer!r}: expected 'module:attr'")
+        kind, _, arch = self.code.partition(":")
+        if kind not in CODES or (arch and kind in ("python", "torch", "triton")):
+            raise ValueError(f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'")
+        if kind in ("hip", "cute") and not arch:
+            raise ValueError(
+                f"code {self.code!r}: name the architecture, e.g. {kind}:{'gfx942' if kind == 'hip' else 'sm_90a'}"
+            )
+        object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_arch", arch)
+
+    @classmethod
+    def any(
+        cls,
+        *sets: Iterable[str],
+        vendors: tuple[str, ...] = (),
+        packages: tuple[tuple[str, str], ...] = (),
+        offers: tuple[str, ...] = (),
+        code: str = "python",
+    ) -> Requirement:
+        """A Requirement met by any of the feature sets: `Requirement.any({"wgmma", "tma"}, {"mfma"})`."""
+        for one in sets:
+            if isinstance(one, str):
+                raise TypeError(f"{one!r} is a string; expected a set of feature names for each alternative")
+        return cls(tuple(frozenset(s) for s in sets), vendors, packages, offers, code)
+
+    def check_hardware(self, target: Target, build: Build | None = None) -> tuple[str, ...]:
+        """Why this device cannot run the kernel, whatever is installed; () = it can.
+
+        `build` matters in one case: with Triton's interpreter on, Triton kernels run on a CPU.
+        """
+        reasons: list[str] = []
+        if self.vendors and target.vendor not in self.vendors:
+            reasons.append(f"runs on {', '.join(self.vendors)}; {target.name} is {target.vendor}")
+        interpreted = self._kind == "triton" and build is not None and build.triton_interpreter
+        if self.features and not interpreted and not any(s <= target.features for s in self.features):
+            wanted = " or ".join("{" + ", ".join(sorted(s)) + "}" for s in self.features)
+            lacking = sorted(frozenset().union(*(s - target.features for s in self.features)))
+            one = "" if len(self.features) == 1 else "one of "
+            reasons.append(f"needs {one}{wanted}; {target.name} lacks {', '.join(lacking)}")
+        if reasons:
+            return tuple(reasons)
+        if self._kind == "triton" and target.triton_target is None and not interpreted:
+            reasons.append(f"Triton emits no code for {target.name} (its interpreter is off: TRITON_INTERPRET=1)")
+        elif self._kind == "cpp" and target.vendor != "cpu":
+            reasons.append(f"C++ code for CPUs; {target.name} is {target.vendor}")
+        elif self._kind == "cuda" and target.vendor != "nvidia":
+            reasons.append(f"CUDA code; {target.name} is {target.vendor}")
+        elif self._arch and (why := why_not_code(target, self._code_name())):
+            reasons.append(why)
+        return tuple(reasons)
+
+    def check_build(self, target: Target, build: Build) -> tuple[str, ...]:
+        """Why this installation cannot emit or load the kernel for the device; () = it can."""
+        reasons: list[str] = []
+        for name, minimum in self.packages:
+            if why := build.why_not_package(name, minimum):
+                reasons.append(why)
+        if not reasons:
+            reasons += [why for offer in self.offers if (why := build.why_not_offer(offer))]
+        if (
+            self._kind == "torch"
+            and (why := build.why_not_package("torch", ""))
+            or self._kind == "triton"
+            and (why := build.why_not_triton(target))
+        ):
+            reasons.append(why)
+        elif self._kind == "cpp":
+            reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level")
+        elif self._kind == "cuda":
+            reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture")
+        elif self._kind == "hip":
+            reasons += self._compiled(target, list(build.hip_archs), "HIP architecture")
+        elif self._kind == "cute" and (why := build.why_not_package("nvidia-cutlass-dsl", "")):
+            reasons.append(why)
+        return tuple(dict.fromkeys(reasons))
+
+    def _code_name(self) -> str:
+        return f"cpu:{self._arch}" if self._kind == "cpp" else self._arch
+
+    def _compiled(self, target: Target, have: list[str], what: str) -> list[str]:
+        if self._arch:
+            wanted = self._code_name()
+            if wanted in have:
+                return []
+            return [f"this build has no code for {wanted}; it has {', '.join(have) or 'none'}"]
+        if any(why_not_code(target, code) is None for code in have):
+            return []
+        return [f"this build has no {what} that runs on {target.name}; it has {', '.join(have) or 'none'}"]

@@ -1,0 +1,88 @@
+// Shared header of the ahead-of-time CUDA kernels: kernels/<family>/_<op>_sm90.cu -> _lib/libgristmill_cuda_sm90a.so.
+//
+// One .cu file is read twice. nvcc compiles the part under __CUDACC__ to a cubin for sm_90a; the host compiler compiles the rest and
+// the cubin is embedded beside it. So the library needs no CUDA runtime: it loads on a machine without a GPU, and finds the driver
+// (libcuda.so.1) when first called. Nothing else is linked.
+//
+//   #include "gm_cuda.h"
+//   struct Params { const void* x; void* y; int n; };              // seen by both sides
+//   #ifdef __CUDACC__
+//   extern "C" __global__ void my_kernel(const __grid_constant__ Params p) { ... }     // extern "C": found by name
+//   #else
+//   static gm::CudaKernel my_kernel{GM_CUBIN, "my_kernel"};
+//   GM_CUDA_ENTRY(gm_my_op)(const void* x, void* y, int n, int device, void* stream) {  // exports int gm_my_op(...)
+//     Params p{x, y, n};
+//     void* args[] = {&p};
+//     return my_kernel.launch(device, stream, {.grid_x = 132, .block = 256, .smem = 100 * 1024, .cluster = 2, .pdl = true}, args);
+//   }
+//   #endif
+//
+// In Python: native.cuda_function("gm_my_op", "sm_90a", (c_void_p, c_void_p, c_int, c_int, c_void_p)), called with
+// x.get_device() and torch.cuda.current_stream(device).cuda_stream. The launch is asynchronous on that stream, may be captured into a
+// CUDA graph once the kernel has been launched or prepared on the device, and returns 0, GM_E_DRIVER, or -1000 - CUresult.
+//
+// Driver: CUDA 12.0 or newer (r525), for cuLibraryLoadData; and it must accept the cubin of the toolkit that built it.
+#pragma once
+
+#ifndef __CUDACC__
+#include <cuda.h>
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <cstdint>
+
+#define GM_CUDA_ENTRY(name) extern "C" __attribute__((visibility("default"))) int name
+enum : int { GM_OK = 0, GM_E_DTYPE = -1, GM_E_SHAPE = -2, GM_E_ARG = -5, GM_E_DRIVER = -6, GM_E_CUDA = -1000 };
+
+// The cubin made of this very source; GM_CUBIN_SYMBOL comes from CMake.
+extern "C" const unsigned char GM_CUBIN_SYMBOL[];
+#define GM_CUBIN GM_CUBIN_SYMBOL
+
+namespace gm {
+
+// Entry points of the driver, looked up once. All null if there is no driver.
+struct CudaDriver {
+  decltype(&cuCtxGetCurrent) ctx_get_current = nullptr;
+  decltype(&cuCtxGetDevice) ctx_get_device = nullptr;
+  decltype(&cuCtxPushCurrent) ctx_push = nullptr;
+  decltype(&cuCtxPopCurrent) ctx_pop = nullptr;
+  decltype(&cuDeviceGet) device_get = nullptr;
+  decltype(&cuDevicePrimaryCtxRetain) primary_retain = nullptr;
+  decltype(&cuLibraryLoadData) library_load = nullptr;
+  decltype(&cuLibraryGetKernel) library_kernel = nullptr;
+  decltype(&cuKernelSetAttribute) kernel_attribute = nullptr;
+  decltype(&cuLaunchKernelEx) launch = nullptr;
+  bool ready = false;
+};
+
+extern CudaDriver g_driver;        // cuda_driver.cpp
+extern pthread_mutex_t g_mutex;    // guards first uses
+const CudaDriver* cuda_driver();   // null if there is no usable driver
+
+struct Launch {
+  unsigned grid_x = 1, grid_y = 1, grid_z = 1;
+  unsigned block = 128;
+  unsigned smem = 0;     // dynamic shared memory, bytes
+  unsigned cluster = 1;  // CTAs of a cluster, along x
+  bool pdl = false;      // programmatic dependent launch: may start before the previous kernel on the stream has ended
+};
+
+// A kernel of an embedded cubin. Static storage, constant initialisation, thread-safe.
+class CudaKernel {
+ public:
+  constexpr CudaKernel(const unsigned char* cubin, const char* name) : cubin_(cubin), name_(name) {}
+
+  // Loads the cubin and allows `smem` bytes on `device` without launching: call it before graph capture.
+  int prepare(int device, unsigned smem);
+  // `device` is the ordinal of the tensors; `stream` a CUstream of it.
+  int launch(int device, void* stream, const Launch& shape, void** args);
+
+ private:
+  const unsigned char* cubin_;
+  const char* name_;
+  CUkernel kernel_ = nullptr;
+  unsigned smem_[64] = {};  // bytes allowed so far, by device
+};
+
+}  // namespace gm
+#endif

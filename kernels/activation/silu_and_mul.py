@@ -1,0 +1,94 @@
+"""SwiGLU's gate: silu(gate) · up, gate and up being the two halves of each row (Shazeer, "GLU Variants", 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
+
+
+def reference(x: Any) -> Any:
+    """x [..., 2N], gate first -> silu(x[..., :N]) · x[..., N:], [..., N] in x's dtype.
+
+    silu(g) = g / (1 + e⁻ᵍ). Computed in float32 and rounded once, where a model's own code may round silu too.
+    """
+    import torch
+
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def describe(x: Any) -> dict[str, Any]:
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    rows = rows_of("silu_and_mul: x", x)
+    need(x.shape[-1] % 2 == 0 and x.shape[-1] > 0,
+         f"silu_and_mul: x holds gate and up side by side, so its last dimension must be even, got {tuple(x.shape)}")
+    return {"m": rows, "n": x.shape[-1] // 2, "x": dtype_name(x.dtype)}
+
+
+def guard(problem: Problem, x: Any, out: Any) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`."""
+    shape, made, kind, n = x.shape, out.shape, x.dtype, problem.values[1][1]
+    if (shape[-1] != 2 * n or made[-1] != n or made[:-1] != shape[:-1] or out.dtype != kind
+            or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
+        raise ValueError(f"silu_and_mul planned for {problem}: got x {tuple(shape)} {kind}, out {tuple(made)} {out.dtype}")
+    if not (x.is_contiguous() and out.is_contiguous()):
+        need_rows("silu_and_mul", {"x": x}, {"out": out})
+    return out.numel() // n
+
+
+def like(x: Any) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output."""
+    need(x.dim() > 0, "silu_and_mul: x: expected at least one dimension, got a scalar")
+    return (((*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random arguments, the gate wide enough to reach both flat ends of silu."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    m, n = problem.integer("m"), problem.integer("n")
+    x = torch.randn(m, 2 * n, generator=generator)
+    x[:, :n] *= 4
+    return [x.to(torch_dtype(problem.text("x"))).to(device)]
+
+
+def cost(problem: Problem) -> Cost:
+    """Both halves read once, the product written once."""
+    m, n = problem.integer("m"), problem.integer("n")
+    return Cost(bytes=3 * m * n * ITEM_BYTES[problem.text("x")], flops=5 * m * n, unit="fp32")
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """One rounding step of the output dtype beside the reference's own."""
+    return Tolerance("relative", {"fp32": 4e-6, "fp16": 1.1e-3, "bf16": 8.5e-3}[problem.text("x")])
+
+
+OP = Op(
+    name="silu_and_mul",
+    family="activation",
+    summary="silu(gate) · up of the two halves of each row",
+    axes=(
+        Axis("m", "int", "rows (tokens)", dynamic=True),
+        Axis("n", "int", "length of gate, of up, and of an output row", minimum=1),
+        Axis("x", "dtype", "dtype of x and the output", default="bf16", choices=FLOATS),
+    ),
+    arguments="Tensor x",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    bucket="m",
+    examples=(
+        "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=3,n=4097,x=bf16",
+        "m=257,n=65,x=fp32",
+    ),
+    bench=("m=1,n=14336", "m=64,n=14336", "m=1024,n=14336", "m=8192,n=18432"),
+)  # fmt: skip

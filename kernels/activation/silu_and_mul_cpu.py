@@ -1,0 +1,37 @@
+"""silu(gate) · up in C++ for CPUs (`_silu_and_mul_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.native import best_config, check, cpu_function
+
+ARGUMENTS = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int)
+
+
+def launch(config: Config, x: Any, out: Any) -> None:
+    """x [..., 2N] -> out [..., N]."""
+    n = out.shape[-1]
+    code = cpu_function("gm_silu_and_mul", config["level"], ARGUMENTS)(
+        x.data_ptr(), row_stride(x), out.data_ptr(), row_stride(out), out.numel() // n, n, CPU_DTYPE[dtype_name(x.dtype)]
+    )
+    check(code, "silu_and_mul_cpu")
+
+
+KERNEL = Kernel(
+    op="silu_and_mul",
+    name="silu_and_mul_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="vector exp within 2 ulp, float32 inside",
+    config=best_config("gm_silu_and_mul"),
+    sources=("_silu_and_mul_cpu.cpp",),
+    batch_invariant=True,
+    priority=100,
+)

@@ -1,0 +1,29 @@
+"""silu(gate) · up by torch, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+
+
+def launch(config: Config, x: Any, out: Any) -> None:
+    """x [..., 2N] -> out [..., N]."""
+    import torch
+
+    n = out.shape[-1]
+    gate = torch.nn.functional.silu(x[..., :n].float())
+    torch.mul(gate, x[..., n:], out=gate)
+    out.copy_(gate)
+
+
+KERNEL = Kernel(
+    op="silu_and_mul",
+    name="silu_and_mul_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch.nn.functional.silu, then mul",
+)

@@ -1,0 +1,151 @@
+"""Attention by torch, shared by the torch kernels: a sequence at a time, query heads regrouped by KV head.
+
+torch's own grouped attention reads a bf16 cache at a hundredth of memory speed on CPUs; the regrouped products do not.
+On a GPU nothing is read back: host-known bounds stand for the lengths, masked, so that the kernels can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+QUERY_TILE = 256
+
+Gather = Callable[[int, int, Any], tuple[Any, Any]]
+"""gather(sequence, first, end) -> keys [end - first, kv_heads, Dk] and values [.., Dv] of these positions; past a
+sequence's context (only asked for on GPUs) anything that exists."""
+
+
+def attend_sequences(
+    q: Any, gather: Gather, query_start: Any, contexts: Any, max_q: int, max_ctx: int, scale: float, window: int, sinks: Any,
+    lse: Any, out: Any,
+) -> None:  # fmt: skip
+    """q [tokens, heads, Dk] -> out [tokens, heads, Dv], lse [tokens, heads] or None; contexts int32 [seqs]."""
+    if q.device.type == "cpu":
+        begin = query_start.tolist()
+        for index, context in enumerate(contexts.tolist()):
+            rows = slice(begin[index], begin[index + 1])
+            count = rows.stop - rows.start
+            if count == 0:
+                continue
+            first = max(0, context - count - window + 1) if window > 0 else 0
+            keys, values = gather(index, first, context)
+            kept, own = torch.arange(first, context), torch.arange(context - count, context)
+            _attend(q[rows], keys, values, kept, own, context, scale, window, sinks, out[rows],
+                    None if lse is None else lse[rows])  # fmt: skip
+        return
+    if q.shape[0] == 0:
+        return
+    kept = torch.arange(max_ctx, device=q.device)
+    step = torch.arange(max_q, device=q.device)
+    for index in range(contexts.shape[0]):
+        context, begin, end = contexts[index], query_start[index], query_start[index + 1]
+        keys, values = gather(index, 0, max_ctx)
+        values = values.masked_fill((kept >= context)[:, None, None], 0)
+        rows = begin + step
+        inside = rows < end
+        own = context - (end - begin) + step
+        made = torch.empty((max_q, *out.shape[1:]), dtype=q.dtype, device=q.device)
+        stated = None if lse is None else torch.empty((max_q, q.shape[1]), device=q.device)
+        _attend(q[rows.clamp(max=q.shape[0] - 1)], keys, values, kept, own, context, scale, window, sinks, made, stated)
+        # Rows past this sequence's are computed, and dropped.
+        rows = torch.where(inside, rows, q.shape[0])
+        _scatter(out, rows, made)
+        if lse is not None:
+            _scatter(lse, rows, stated)
+
+
+def _scatter(target: Any, rows: Any, values: Any) -> None:
+    """target[rows] = values where rows < len(target); the rest is dropped."""
+    padded = torch.empty((target.shape[0] + 1, *target.shape[1:]), dtype=target.dtype, device=target.device)
+    padded[:-1] = target
+    padded[rows] = values
+    target.copy_(padded[:-1])
+
+
+def _attend(
+    q: Any, keys: Any, values: Any, kept: Any, own: Any, context: Any, scale: float, window: int, sinks: Any, out: Any, lse: Any
+) -> None:
+    """One sequence: q [n, heads, Dk] at positions own [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at kept [c]."""
+    count, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    grouped = q.reshape(count, kv_heads, group, dim)
+    keys, values = keys.permute(1, 2, 0), values.permute(1, 0, 2)
+    # In half precision torch rounds the scores, and the weights before the second product; the reference does not.
+    keys, values = keys.float(), values.float()
+    for begin in range(0, count, QUERY_TILE):
+        part = grouped[begin : begin + QUERY_TILE].permute(1, 2, 0, 3).flatten(1, 2)
+        positions = own[begin : begin + QUERY_TILE]
+        scores = (torch.matmul(part.to(keys.dtype), keys).float() * scale).view(kv_heads, group, len(positions), -1)
+        seen = (kept <= positions[:, None]) & (kept < context)
+        if window > 0:
+            seen &= kept > positions[:, None] - window
+        scores = scores.masked_fill(~seen, float("-inf"))
+        top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
+        if sinks is not None:
+            sink = sinks.view(kv_heads, group, 1, 1)
+            top = torch.maximum(top, sink)
+        weights = (scores - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + (sink - top).exp()
+        product = torch.matmul(weights.flatten(1, 2).to(values.dtype), values).float()
+        product = product.view(kv_heads, group, len(positions), -1) / torch.where(total > 0, total, 1.0)
+        out[begin : begin + QUERY_TILE] = product.permute(2, 0, 1, 3).reshape(len(positions), heads, -1).to(out.dtype)
+        if lse is not None:
+            stated = torch.where(total > 0, top + total.log(), float("-inf"))
+            lse[begin : begin + QUERY_TILE] = stated[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
+
+
+def paged_gather(k_cache: Any, v_cache: Any, block_table: Any) -> Gather:
+    """Keys and values [.., kv_heads, D] out of caches [blocks, block_size, kv_heads, D]."""
+    block_size, blocks = k_cache.shape[1], k_cache.shape[0]
+
+    def gather(index: int, first: int, end: int) -> tuple[Any, Any]:
+        start = first // block_size
+        taken = block_table[index, start : -(-end // block_size)].long()
+        if taken.is_cuda:
+            taken = taken.clamp(0, blocks - 1)
+        cut = slice(first - start * block_size, end - start * block_size)
+        return k_cache[taken].flatten(0, 1)[cut], v_cache[taken].flatten(0, 1)[cut]
+
+    return gather
+
+
+def launch_paged(
+    config: Any, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
+    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
+) -> None:  # fmt: skip
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
+    gather = paged_gather(k_cache, v_cache, block_table)
+    attend_sequences(q, gather, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse, out)
+
+
+def launch_mla(
+    config: Any, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
+    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
+) -> None:  # fmt: skip
+    """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
+    rows = cache[:, :, None]
+    gather = paged_gather(rows, rows[..., :latent_dim], block_table)
+    attend_sequences(q, gather, query_start, seq_lens, max_q, max_ctx, scale, 0, None, lse, out)
+
+
+def launch_varlen(
+    config: Any, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
+    lse: Any, out: Any,
+) -> None:  # fmt: skip
+    """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
+    begin = context_start.tolist() if q.device.type == "cpu" else context_start
+
+    def gather(index: int, first: int, end: int) -> tuple[Any, Any]:
+        rows = torch.arange(first, end, device=q.device) + begin[index]
+        if rows.is_cuda:
+            rows = rows.clamp(max=k.shape[0] - 1)
+        return k[rows], v[rows]
+
+    contexts = context_start[1:] - context_start[:-1]
+    attend_sequences(q, gather, query_start, contexts, max_q, max_ctx, scale, 0, None, lse, out)

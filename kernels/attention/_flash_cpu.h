@@ -1,0 +1,444 @@
+// Attention on CPUs with an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), shared by the
+// attention cores: paged or dense keys and values, grouped query heads, separate widths of keys and values.
+//
+// A task is (sequence, KV head, up to kRows rows: query heads of that KV head times queries); for a sequence of one query it is
+// all KV heads, which lie side by side in memory and are read at twice the speed of one head alone. It reads keys in tiles of
+// kTile tokens, widened to float32 once for all its rows. Contexts are cut into chunks of kChunk tokens, at positions that depend on nothing else;
+// each chunk has its own softmax and chunks are merged in order. Hence chunks may run on several threads or on one and
+// a row's result is bitwise the same: it depends on neither threads nor the rest of the batch.
+#pragma once
+#include <cstdlib>
+
+#include "gm_cpu.h"
+
+namespace gm {
+namespace {
+
+constexpr int64_t kTile = 32, kChunk = 512, kRows = 32;
+constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
+
+struct Attention {
+  const void *q, *k, *v;
+  void* out;
+  float* lse;          // [tokens, heads] or null
+  const float* sinks;  // [heads] or null
+  const int32_t* query_start;  // [seqs + 1]
+  const int32_t* table;        // block numbers, [seqs, table_width]; null: dense keys
+  const int32_t* starts;       // paged: contexts' lengths [seqs]; dense: where each begins [seqs + 1]
+  int64_t context(int64_t i) const { return table ? starts[i] : starts[i + 1] - starts[i]; }
+  int64_t table_stride, q_token, q_head, out_token, out_head;
+  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
+  int64_t tokens, blocks, table_width;  // bounds that the index tensors are checked against
+  int64_t seqs, heads, kv_heads, dk, dv, block_size, window;
+  float scale;
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+inline float minus_infinity() { return -__builtin_inff(); }
+
+// Neighbouring lanes of a, then of b, added: log2(kLanes) rounds of it over kLanes vectors give each vector's sum in its own lane.
+inline vf fold(vf a, vf b) {
+#if GM_X86_AVX512
+  const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const vf y = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif GM_X86_AVX2
+  const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+  const vf y = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+  const vf y = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+  return x + y;
+}
+inline vf sums(vf (&v)[kLanes]) {
+#pragma GCC unroll 8
+  for (int n = kLanes / 2; n > 0; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) v[i] = fold(v[2 * i], v[2 * i + 1]);
+  return v[0];
+}
+
+// Scores of one query row against kLanes key rows (padded to whole vectors by zeros).
+inline vf dot_rows(const float* q, const float* keys, int64_t width) {
+  vf acc[kLanes] = {};
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const vf x = load(q + d);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) acc[i] = fma(x, load(keys + i * width + d), acc[i]);
+  }
+  return sums(acc);
+}
+
+// acc[R rows][N vectors] = acc * alpha + p * values, tokens in order.
+template <int R, int N>
+inline void accumulate(float* acc, const float* alpha, const float* p, const float* values, int64_t tokens, int64_t width) {
+  vf sum[R][N];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * kLanes) * alpha[r];
+  for (int64_t t = 0; t < tokens; ++t) {
+    vf value[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) value[n] = load(values + t * width + n * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vf weight = splat(p[r * kTile + t]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[r][n] = fma(weight, value[n], sum[r][n]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(acc + r * width + n * kLanes, sum[r][n]);
+}
+
+template <int R>
+inline void accumulate_rows(float* acc, const float* alpha, const float* p, const float* values, int64_t tokens, int64_t width) {
+  constexpr int N = kLanes == 16 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + N * kLanes <= width; d += N * kLanes) accumulate<R, N>(acc + d, alpha, p, values + d, tokens, width);
+  for (; d < width; d += kLanes) accumulate<R, 1>(acc + d, alpha, p, values + d, tokens, width);
+}
+
+// One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r % heads`.
+struct Tile {
+  int64_t sequence, kv_head, kv_heads, token, first, queries, head, heads, context;
+  int64_t rows() const { return queries * heads; }
+};  // with kv_heads > 1 the same again for the KV heads that follow
+
+// Running softmax of `rows` rows: top score, sum of weights, weighted sum of values.
+struct State {
+  float *top, *sum, *acc;
+};
+
+template <class T>
+struct Core {
+  const Attention& a;
+  const int64_t dk = padded(a.dk), dv = padded(a.dv), group = a.heads / a.kv_heads;
+  const int64_t head_tile = least(group, kRows), head_tiles = (group + head_tile - 1) / head_tile;
+  const int64_t query_tile = most(1, kRows / head_tile);
+  const bool shared = a.k == a.v;  // values are the first dv elements of the keys (MLA)
+  int64_t together = 1;            // KV heads of a one-query task
+
+  int64_t head_floats() const { return kRows * (2 + dv); }
+  int64_t state_floats() const { return together * head_floats(); }
+  int64_t query_floats() const { return together * kRows * dk; }
+  int64_t scratch_floats() const { return kRows * (kTile + 1) + kTile * (dk + dv); }
+  State state(float* p) const { return {p, p + kRows, p + 2 * kRows}; }
+
+  int64_t queries(int64_t sequence) const { return a.query_start[sequence + 1] - a.query_start[sequence]; }
+  int64_t span(int64_t sequence) const { return queries(sequence) == 1 ? together : 1; }
+  int64_t tasks(int64_t sequence) const {
+    return (queries(sequence) + query_tile - 1) / query_tile * (a.kv_heads / span(sequence)) * head_tiles;
+  }
+  int64_t chunks(int64_t sequence) const { return most(1, (a.context(sequence) + kChunk - 1) / kChunk); }
+
+  Tile tile(int64_t sequence, int64_t task) const {
+    Tile t;
+    t.sequence = sequence;
+    t.head = task % head_tiles * head_tile;
+    task /= head_tiles;
+    t.kv_heads = span(sequence);
+    t.kv_head = task % (a.kv_heads / t.kv_heads) * t.kv_heads;
+    const int64_t begin = a.query_start[sequence], count = queries(sequence);
+    const int64_t offset = task / (a.kv_heads / t.kv_heads) * query_tile;
+    t.context = a.context(sequence);
+    t.token = begin + offset;
+    t.first = t.context - count + offset;
+    t.queries = least(query_tile, count - offset);
+    t.heads = least(head_tile, group - t.head);
+    t.head += t.kv_head * group;
+    return t;
+  }
+
+  // The part of a task that belongs to its KV head number n.
+  Tile head_of(Tile t, int64_t n) const {
+    t.kv_head += n;
+    t.head += n * group;
+    return t;
+  }
+
+  const T* row(const void* base, const Tile& t, int64_t at, int64_t block, int64_t slot, int64_t head) const {
+    const T* p = static_cast<const T*>(base) + t.kv_head * head;
+    if (!a.table) return p + (a.starts[t.sequence] + at) * slot;
+    return p + int64_t(a.table[t.sequence * a.table_stride + at / a.block_size]) * block + at % a.block_size * slot;
+  }
+  const T* key(const Tile& t, int64_t at) const { return row(a.k, t, at, a.k_block, a.k_slot, a.k_head); }
+  const T* value(const Tile& t, int64_t at) const { return row(a.v, t, at, a.v_block, a.v_slot, a.v_head); }
+
+  static void widen_row(const T* from, float* to, int64_t n, float scale) {
+    int64_t d = 0;
+    for (; d + kLanes <= n; d += kLanes) store(to + d, load(from + d) * scale);
+    if (d < n) store(to + d, load(from + d, n - d) * scale);
+  }
+  static void prefetch(const T* p, int64_t n) {
+    for (int64_t d = 0; d < n; d += int64_t(64 / sizeof(T))) __builtin_prefetch(p + d, 0, 2);
+  }
+
+  void clear(const Tile& t, float* states) const {
+    for (int64_t n = 0; n < t.kv_heads; ++n) {
+      const State s = state(states + n * head_floats());
+      for (int64_t r = 0; r < t.rows(); ++r) s.top[r] = minus_infinity(), s.sum[r] = 0;
+      std::memset(s.acc, 0, sizeof(float) * size_t(t.rows() * dv));
+    }
+  }
+
+  void load_queries(const Tile& whole, float* q) const {
+    for (int64_t n = 0; n < whole.kv_heads; ++n) {
+      const Tile t = head_of(whole, n);
+      for (int64_t r = 0; r < t.rows(); ++r) {
+        const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
+        widen_row(static_cast<const T*>(a.q) + token * a.q_token + head * a.q_head, q + (n * kRows + r) * dk, a.dk, a.scale);
+      }
+    }
+  }
+
+  // Softmax of chunk `chunk` alone, into `states`.
+  void run_chunk(const Tile& t, int64_t chunk, const float* q, float* states, float* scratch) const {
+    clear(t, states);
+    const int64_t last = t.first + t.queries - 1;
+    const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
+    const int64_t end = least(least((chunk + 1) * kChunk, t.context), last + 1);
+    for (int64_t at = most(chunk * kChunk, low / kTile * kTile); at < end; at += kTile)
+      for (int64_t n = 0; n < t.kv_heads; ++n)
+        run_tile(head_of(t, n), at, end, low, q + n * kRows * dk, state(states + n * head_floats()), scratch);
+  }
+
+  // Keys at .. min(at + kTile, end) of one KV head; those under `low` no row sees, and they are not read.
+  void run_tile(const Tile& t, int64_t at, int64_t end, int64_t low, const float* q, State s, float* scratch) const {
+    float *p = scratch, *alpha = p + kRows * kTile, *keys = alpha + kRows, *values = keys + kTile * dk;
+    const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens), skip = most(0, low - at);
+    std::memset(keys, 0, sizeof(float) * size_t(skip * dk));
+    std::memset(keys + tokens * dk, 0, sizeof(float) * size_t((whole - tokens) * dk));
+    for (int64_t i = skip; i < tokens; ++i) {
+      if (!shared) prefetch(value(t, at + i), a.dv);
+      widen_row(key(t, at + i), keys + i * dk, a.dk, 1.0f);
+    }
+    for (int64_t r = 0; r < rows; ++r) softmax_row(t, r, at, whole, q + r * dk, keys, s, p + r * kTile, alpha + r);
+    std::memset(values, 0, sizeof(float) * size_t(skip * dv));
+    for (int64_t i = skip; i < tokens; ++i) {
+      if (at + kTile + i < end) prefetch(key(t, at + kTile + i), a.dk);
+      if (shared)
+        std::memcpy(values + i * dv, keys + i * dk, sizeof(float) * size_t(a.dv));
+      else
+        widen_row(value(t, at + i), values + i * dv, a.dv, 1.0f);
+    }
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) accumulate_rows<4>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+    for (; r + 2 <= rows; r += 2) accumulate_rows<2>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+    if (r < rows) accumulate_rows<1>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+  }
+
+  // Weights of one row for a tile of keys; keys that the row does not see weigh exactly 0, and a tile without any changes nothing.
+  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, const float* q, const float* keys, State s, float* p,
+                   float* alpha) const {
+    const int64_t own = t.first + r / t.heads;
+    const int32_t high = int32_t(most(-1, least(own - at, kTile)));
+    const int32_t low = a.window > 0 ? int32_t(most(0, least(own - a.window + 1 - at, kTile))) : 0;
+    vf score[kTile / kLanes], best = splat(minus_infinity());
+    vi lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const vi place = lane + int32_t(i);
+      const vi seen = (place <= high) & (place >= low);
+      const vf found = dot_rows(q, keys + i * dk, dk);
+      score[i / kLanes] = seen ? found : splat(minus_infinity());
+      best = max(best, score[i / kLanes]);
+    }
+    const float top = s.top[r], tile_top = gm::max(best), now = top > tile_top ? top : tile_top;
+    *alpha = 1;
+    if (now == minus_infinity()) {
+      std::memset(p, 0, sizeof(float) * kTile);
+      return;
+    }
+    if (now != top) {
+      *alpha = exp(top - now);
+      s.top[r] = now;
+    }
+    vf total = zero();
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const vf weight = exp(score[i / kLanes] - now);
+      store(p + i, weight);
+      total += weight;
+    }
+    s.sum[r] = s.sum[r] * *alpha + sum(total);
+  }
+
+  // `into` followed by `part`: the two softmaxes as one.
+  void merge(const Tile& t, float* whole, float* added) const {
+    for (int64_t n = 0; n < t.kv_heads; ++n)
+      merge(state(whole + n * head_floats()), state(added + n * head_floats()), t.rows());
+  }
+  void merge(State into, State part, int64_t rows) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (part.top[r] == minus_infinity()) continue;
+      float *x = into.acc + r * dv, *y = part.acc + r * dv;
+      if (into.top[r] == minus_infinity()) {
+        into.top[r] = part.top[r], into.sum[r] = part.sum[r];
+        std::memcpy(x, y, sizeof(float) * size_t(dv));
+        continue;
+      }
+      const float top = into.top[r] > part.top[r] ? into.top[r] : part.top[r];
+      const float old = exp(into.top[r] - top), added = exp(part.top[r] - top);
+      into.top[r] = top;
+      into.sum[r] = into.sum[r] * old + part.sum[r] * added;
+      for (int64_t d = 0; d < dv; d += kLanes) store(x + d, load(x + d) * old + load(y + d) * added);
+    }
+  }
+
+  void finish(const Tile& t, float* states) const {
+    for (int64_t n = 0; n < t.kv_heads; ++n) finish_head(head_of(t, n), state(states + n * head_floats()));
+  }
+  void finish_head(const Tile& t, State s) const {
+    for (int64_t r = 0; r < t.rows(); ++r) {
+      const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
+      float top = s.top[r], total = s.sum[r], scale = 1;
+      if (a.sinks) {
+        const float sink = a.sinks[head];
+        const float now = top > sink ? top : sink;
+        if (now != minus_infinity()) {
+          scale = exp(top - now);
+          total = total * scale + exp(sink - now);
+          top = now;
+        }
+      }
+      scale = total > 0 ? scale / total : 0;
+      T* out = static_cast<T*>(a.out) + token * a.out_token + head * a.out_head;
+      const float* acc = s.acc + r * dv;
+      int64_t d = 0;
+      for (; d + kLanes <= a.dv; d += kLanes) store(out + d, load(acc + d) * scale);
+      if (d < a.dv) store(out + d, load(acc + d) * scale, a.dv - d);
+      if (a.lse) a.lse[token * a.heads + head] = total > 0 ? top + __builtin_logf(total) : minus_infinity();
+    }
+  }
+
+  // Index of the last start[i] <= n, with start[0..count] ascending and n < start[count].
+  static int64_t find(const int64_t* start, int64_t count, int64_t n) {
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (start[middle] <= n ? low : high) = middle;
+    }
+    return low;
+  }
+
+  int run() {
+    int64_t* start = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * size_t(2 * (a.seqs + 1))));
+    if (!start) return GM_E_NOMEM;
+    int64_t* split = start + a.seqs + 1;  // the same in units of (task, chunk)
+    const int64_t threads = gm_num_threads();
+    together = a.kv_heads;
+    count(start, split);
+    if (split[a.seqs] < 2 * threads) together = 1, count(start, split);
+    const int64_t whole = start[a.seqs], parts = split[a.seqs];
+    // Few tasks and long contexts (decode of a small batch): let the chunks of a task run at once.
+    const bool apart = threads > 1 && whole < 4 * threads && parts > whole && parts * state_floats() <= kSplitFloats;
+    const int code = apart ? run_split(start, split) : run_whole(start);
+    std::free(start);
+    return code;
+  }
+
+  void count(int64_t* start, int64_t* split) const {
+    start[0] = split[0] = 0;
+    for (int64_t i = 0; i < a.seqs; ++i) {
+      start[i + 1] = start[i] + tasks(i);
+      split[i + 1] = split[i] + tasks(i) * chunks(i);
+    }
+  }
+
+  static float* allocate(int64_t floats) { return static_cast<float*>(std::malloc(sizeof(float) * size_t(floats))); }
+
+  // Each task runs its chunks one after another.
+  int run_whole(const int64_t* start) const {
+    bool failed = false;
+    const int code = parallel_for(start[a.seqs], 1, [&](int64_t begin, int64_t end) {
+      float* memory = allocate(2 * state_floats() + query_floats() + scratch_floats());
+      if (!memory) {
+        __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+        return;
+      }
+      float *all = memory, *part = all + state_floats(), *q = part + state_floats(), *scratch = q + query_floats();
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t sequence = find(start, a.seqs, n);
+        const Tile t = tile(sequence, n - start[sequence]);
+        load_queries(t, q);
+        clear(t, all);
+        for (int64_t chunk = 0; chunk < chunks(sequence); ++chunk) {
+          run_chunk(t, chunk, q, part, scratch);
+          merge(t, all, part);
+        }
+        finish(t, all);
+      }
+      std::free(memory);
+    });
+    return failed ? GM_E_NOMEM : code;
+  }
+
+  // Chunks run in any order, and are merged in theirs.
+  int run_split(const int64_t* start, const int64_t* split) const {
+    const int64_t each = state_floats(), parts = split[a.seqs];
+    float* states = allocate(parts * each);
+    if (!states) return GM_E_NOMEM;
+    bool failed = false;
+    int code = parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
+      float* memory = allocate(query_floats() + scratch_floats());
+      if (!memory) {
+        __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+        return;
+      }
+      float *q = memory, *scratch = q + query_floats();
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t sequence = find(split, a.seqs, n), count = chunks(sequence), place = n - split[sequence];
+        const Tile t = tile(sequence, place / count);
+        load_queries(t, q);
+        run_chunk(t, place % count, q, states + n * each, scratch);
+      }
+      std::free(memory);
+    });
+    if (!failed && code == GM_OK)
+      code = parallel_for(start[a.seqs], 1, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; ++n) {
+          const int64_t sequence = find(start, a.seqs, n), count = chunks(sequence), task = n - start[sequence];
+          const Tile t = tile(sequence, task);
+          float* first = states + (split[sequence] + task * count) * each;
+          for (int64_t chunk = 1; chunk < count; ++chunk) merge(t, first, first + chunk * each);
+          finish(t, first);
+        }
+      });
+    std::free(states);
+    return failed ? GM_E_NOMEM : code;
+  }
+};
+
+// Whether every token, block and context that the index tensors name exists.
+inline bool inside(const Attention& a) {
+  for (int64_t i = 0; i < a.seqs; ++i) {
+    const int64_t begin = a.query_start[i], end = a.query_start[i + 1], context = a.context(i);
+    if (begin < 0 || end < begin || end > a.tokens || context < 0) return false;
+    if (!a.table) {
+      if (a.starts[i] < 0 || a.starts[i] + context > a.blocks) return false;
+      continue;
+    }
+    if (context > a.table_width * a.block_size) return false;
+    for (int64_t b = 0; b * a.block_size < context; ++b) {
+      const int64_t block = a.table[i * a.table_stride + b];
+      // Blocks that a window has left behind may be gone.
+      const bool read = a.window <= 0 || (b + 1) * a.block_size > context - (end - begin) - a.window + 1;
+      if (read && end > begin && (block < 0 || block >= a.blocks)) return false;
+    }
+  }
+  return true;
+}
+
+template <class T>
+int attend(const Attention& a) {
+  if (!inside(a)) return GM_E_ARG;
+  return Core<T>{a}.run();
+}
+
+}  // namespace
+}  // namespace gm

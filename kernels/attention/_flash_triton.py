@@ -1,0 +1,163 @@
+"""Attention with an online softmax in Triton, shared by the attention launchers: paged or dense keys, grouped heads.
+
+One program takes a tile of rows of one KV head: consecutive query tokens times the query heads that share it, packed in M.
+Programs find their sequence by bisection over query_start, so one launch serves any mix of prefill and decode (the scheme of vLLM's
+unified Triton attention); with SPLIT the context is cut in parts whose partial results `merge_kernel` joins by their
+log-sum-exp (Flash-Decoding, Dao et al., 2023). Scores are kept in units of log 2, so that exp2 is the only exponential.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
+    """The sequence that tile number `tile` may belong to: sequence i owns the tiles from query_start[i] // TILE_Q + i on."""
+    low = 0
+    high = seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // TILE_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def flash_kernel(
+    q, k, v, out, lse, sinks, table, query_start, seq_lens, context_start, parts, parts_lse,
+    seqs, tokens, heads, scale, window, part_length,
+    table_stride, q_token, q_head, out_token, out_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    GROUP: tl.constexpr, HEAD_TILES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = (GROUP + HEAD_TILES - 1) // HEAD_TILES
+    TILE_Q: tl.constexpr = BLOCK_M // HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    head_tile = tl.program_id(1) % HEAD_TILES
+    sequence = find_sequence(query_start, seqs, tile, TILE_Q)
+    begin = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - begin
+    offset = (tile - (begin // TILE_Q + sequence)) * TILE_Q
+    if offset < count:
+        if PAGED:
+            context = tl.load(seq_lens + sequence)
+        else:
+            context = tl.load(context_start + sequence + 1) - tl.load(context_start + sequence)
+        first = context - count + offset
+        rows = tl.arange(0, BLOCK_M)
+        query = rows // HEADS
+        group_head = head_tile * HEADS + rows % HEADS
+        live = (query < TILE_Q) & (offset + query < count) & (group_head < GROUP)
+        token = (begin + offset + query).to(tl.int64)
+        head = kv_head * GROUP + group_head
+        own = first + query
+        dk = tl.arange(0, BLOCK_DK)
+        dv = tl.arange(0, BLOCK_DV)
+        q_at = q + token[:, None] * q_token + head[:, None] * q_head + dk[None, :]
+        queries = tl.load(q_at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)
+
+        end = tl.minimum(context, first + TILE_Q)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(0, first - window + 1)
+        if SPLIT:
+            part = tl.program_id(2)
+            low += part * part_length
+            end = tl.minimum(end, low + part_length)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        k += kv_head.to(tl.int64) * k_head
+        v += kv_head.to(tl.int64) * v_head
+        for at in range(low // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            position = at + tl.arange(0, BLOCK_N)
+            there = (position < end) & (position >= low)
+            if PAGED:
+                block = tl.load(table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0)
+                k_row = block.to(tl.int64) * k_block + (position % BLOCK_SIZE) * k_slot
+                v_row = block.to(tl.int64) * v_block + (position % BLOCK_SIZE) * v_slot
+            else:
+                slot = (tl.load(context_start + sequence) + position).to(tl.int64)
+                k_row = slot * k_slot
+                v_row = slot * v_slot
+            keys = tl.load(k + k_row[None, :] + dk[:, None], mask=there[None, :] & (dk < DK)[:, None], other=0.0)
+            scores = tl.dot(queries, keys, input_precision="ieee") * (scale * LOG2E)
+            seen = there[None, :] & (position[None, :] <= own[:, None])
+            if WINDOW:
+                seen = seen & (position[None, :] > own[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+            now = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(now == float("-inf"), 0.0, now)
+            alpha = tl.exp2(top - base)
+            weights = tl.exp2(scores - base[:, None])
+            total = total * alpha + tl.sum(weights, 1)
+            values = tl.load(v + v_row[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+            acc = acc * alpha[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            top = now
+
+        if SPLIT:
+            place = (part.to(tl.int64) * tokens + token) * heads + head
+            safe = tl.where(total > 0, total, 1.0)
+            tl.store(parts + place[:, None] * DV + dv[None, :], acc / safe[:, None], mask=live[:, None] & (dv < DV)[None, :])
+            tl.store(parts_lse + place, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
+        else:
+            if SINKS:
+                sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
+                now = tl.maximum(top, sink)
+                base = tl.where(now == float("-inf"), 0.0, now)
+                alpha = tl.exp2(top - base)
+                total = total * alpha + tl.exp2(sink - base)
+                acc = acc * alpha[:, None]
+                top = now
+            safe = tl.where(total > 0, total, 1.0)
+            out_at = out + token[:, None] * out_token + head[:, None] * out_head + dv[None, :]
+            tl.store(out_at, (acc / safe[:, None]).to(out.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
+            if LSE:
+                stated = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
+                tl.store(lse + token * heads + head, stated, mask=live)
+
+
+@triton.jit
+def merge_kernel(
+    out, lse, sinks, parts, parts_lse, tokens, heads, count, out_token, out_head,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """out[token, head] = the parts' results weighted by their log-sum-exp, and by the sink's."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dv = tl.arange(0, BLOCK_DV)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for part in range(count):
+        place = (part * tokens + token) * heads + head
+        stated = tl.load(parts_lse + place)
+        values = tl.load(parts + place * DV + dv, mask=dv < DV, other=0.0)
+        now = tl.maximum(top, stated)
+        base = tl.where(now == float("-inf"), 0.0, now)
+        alpha = tl.exp2(top - base)
+        weight = tl.exp2(stated - base)
+        acc = acc * alpha + values * weight
+        total = total * alpha + weight
+        top = now
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        now = tl.maximum(top, sink)
+        base = tl.where(now == float("-inf"), 0.0, now)
+        alpha = tl.exp2(top - base)
+        total = total * alpha + tl.exp2(sink - base)
+        acc = acc * alpha
+        top = now
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(out + token * out_token + head * out_head + dv, (acc / safe).to(out.dtype.element_ty), mask=dv < DV)
+    if LSE:
+        tl.store(lse + token * heads + head, tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf")))

@@ -1,0 +1,45 @@
+// Two partial attentions into one by their natural log-sum-exps: out = (e^p A + e^q B) / (e^p + e^q), lse = ln(e^p + e^q).
+#include <cmath>
+
+#include "gm_cpu.h"
+
+namespace {
+
+template <class T>
+void merge_row(const T* a, float p, const T* b, float q, T* out, float* lse, int64_t size) {
+  constexpr int L = gm::kLanes;
+  const float none = -__builtin_inff();
+  const float larger = p > q ? p : q;
+  const float most = p != p || q != q ? p + q : larger == none ? 0.0f : larger;  // NaN stays NaN
+  const float wa = ::expf(p - most), wb = ::expf(q - most), total = wa + wb;
+  *lse = most + ::logf(total);
+  const float scale = total == 0.0f ? 1.0f : total;
+  const bool use_a = p != none, use_b = q != none;  // an empty partial is not read: it may hold anything
+  for (int64_t c = 0; c < size; c += L) {
+    const int64_t n = size - c;
+    gm::vf sum = gm::zero();
+    if (use_a) sum = sum + (n >= L ? gm::load(a + c) : gm::load(a + c, n)) * wa;
+    if (use_b) sum = sum + (n >= L ? gm::load(b + c) : gm::load(b + c, n)) * wb;
+    if (n >= L) {
+      gm::store(out + c, sum / scale);
+    } else {
+      gm::store(out + c, sum / scale, n);
+    }
+  }
+}
+
+}  // namespace
+
+// a, b, out [rows, size] of one dtype; a_lse, b_lse, lse [rows]; all contiguous. out may be a or b.
+GM_KERNEL(gm_merge_attention_states)(const void* a, const float* a_lse, const void* b, const float* b_lse, void* out, float* lse,
+                                     int64_t rows, int64_t size, int dtype) {
+  if (rows < 0 || size < 1) return GM_E_SHAPE;
+  GM_DISPATCH_FLOAT(dtype, T, {
+    const int64_t grain = 16384 / size + 1;
+    return gm::parallel_for(rows, grain, [=](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        merge_row(static_cast<const T*>(a) + r * size, a_lse[r], static_cast<const T*>(b) + r * size, b_lse[r],
+                  static_cast<T*>(out) + r * size, lse + r, size);
+    });
+  })
+}

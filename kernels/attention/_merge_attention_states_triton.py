@@ -1,0 +1,52 @@
+"""Merging partial attentions in Triton: one program a tile of rows, a row being one head of one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+
+
+@triton.jit
+def merge_attention_states_kernel(
+    a, a_lse, b, b_lse, out, lse, count, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = row < count
+    left = tl.load(a_lse + row, mask=valid, other=float("-inf"))
+    right = tl.load(b_lse + row, mask=valid, other=float("-inf"))
+    most = tl.maximum(left, right)
+    most = tl.where(most == float("-inf"), 0.0, most)
+    left_weight, right_weight = tl.exp(left - most), tl.exp(right - most)
+    total = left_weight + right_weight
+    tl.store(lse + row, most + tl.log(total), mask=valid)
+    column = tl.arange(0, BLOCK)[None, :]
+    place = row[:, None] * D + column
+    inside = valid[:, None] & (column < D)
+    # An empty partial (lse -inf) is not read at all: it may hold anything.
+    x = tl.load(a + place, mask=inside & (left != float("-inf"))[:, None], other=0.0).to(tl.float32)
+    y = tl.load(b + place, mask=inside & (right != float("-inf"))[:, None], other=0.0).to(tl.float32)
+    merged = (x * left_weight[:, None] + y * right_weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
+
+
+def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
+    """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
+    tokens, heads, d = a.shape
+    count, rows = tokens * heads, config["rows"]
+    if count:
+        merge_attention_states_kernel[(-(-count // rows),)](
+            a, a_lse, b, b_lse, out, lse, count, D=d, BLOCK=triton.next_power_of_2(d), ROWS=rows,
+            num_warps=config["warps"],
+        )  # fmt: skip
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: heads of 128 in bf16."""
+    signature = {"a": "*bf16", "a_lse": "*fp32", "b": "*bf16", "b_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "count": "i32"}
+    return [AotCase("d128", merge_attention_states_kernel, signature, {"D": 128, "BLOCK": 128, "ROWS": 8}, {"num_warps": 4})]

@@ -1,0 +1,193 @@
+"""Ragged attention problems: lengths, paged caches and tensor checks shared by the attention operations.
+
+A problem holds bounds only (``q_tokens, seqs, max_q, max_ctx, total_ctx``); `lengths` turns them into one query length and one
+context length a sequence, by seed. `paged_cache` lays contexts out in shuffled blocks in which everything that no
+sequence owns is NaN, so that reading a wrong slot shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import need
+
+UNUSED_BLOCK = 2**30
+"""What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
+
+LIMITS = {"fp32": (4e-5, 2e-5), "fp16": (2.5e-3, 2e-4), "bf16": (1.3e-2, 2e-4)}
+"""Limits of (outputs, log-sum-exp) by dtype: two roundings of the output; the scores are float32 in every kernel."""
+
+RAGGED_AXES = (
+    Axis("q_tokens", "int", "new tokens of all sequences", dynamic=True),
+    Axis("seqs", "int", "sequences", dynamic=True, minimum=1),
+    Axis("max_q", "int", "bound on the new tokens of one sequence", dynamic=True, minimum=1),
+    Axis("max_ctx", "int", "bound on the context of one sequence, its new tokens included", dynamic=True, minimum=1),
+    Axis("total_ctx", "int", "contexts of all sequences together", dynamic=True),
+)
+
+
+def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
+    """(new tokens, context) of each sequence, within the bounds of `problem`; the contexts include the new tokens.
+
+    One sequence has the most new tokens the bounds allow, one with new tokens the longest context; the rest is drawn by `seed`: decodes,
+    prefills, cached prefixes, and sequences without new tokens where there are fewer tokens than sequences.
+    ValueError for bounds that no lengths can meet.
+    """
+    tokens, seqs = problem.integer("q_tokens"), problem.integer("seqs")
+    max_ctx = problem.integer("max_ctx")
+    most = min(problem.integer("max_q"), max_ctx)
+    need(tokens <= seqs * most, f"{problem.op}: {tokens} new tokens do not fit in {seqs} sequences of at most {most}")
+    draw = random.Random(seed)
+    queries = [0] * seqs
+    queries[0] = min(most, tokens)
+    left = tokens - queries[0]
+    for index in range(1, seqs):
+        queries[index] = 1 if left > 0 else 0
+        left -= queries[index]
+    while left > 0:
+        for index in range(seqs):
+            extra = min(left, draw.randint(0, most - queries[index]))
+            queries[index] += extra
+            left -= extra
+    contexts = list(queries)
+    spare = max(0, problem.integer("total_ctx") - tokens)
+    order = list(range(seqs))
+    draw.shuffle(order)
+    longest = draw.choice([index for index in order if queries[index]] or order)
+    order.sort(key=lambda index: index != longest)
+    for place, index in enumerate(order):
+        room = min(spare, max_ctx - contexts[index])
+        extra = room if place == 0 else draw.randint(0, min(room, 2 * spare // (seqs - place)))
+        contexts[index] += extra
+        spare -= extra
+    for index in order:
+        extra = min(spare, max_ctx - contexts[index])
+        contexts[index] += extra
+        spare -= extra
+    draw.shuffle(order)
+    return [queries[i] for i in order], [contexts[i] for i in order]
+
+
+def shrunk(problem: Problem) -> Problem:
+    """The problem that verifies a plan for `problem`: few tokens, contexts of several blocks, whatever the bounds were."""
+    tokens = max(1, min(problem.integer("q_tokens"), 67))
+    seqs = min(problem.integer("seqs"), 5)
+    max_q = min(problem.integer("max_q"), tokens)
+    tokens = min(tokens, seqs * max_q)
+    max_ctx = max(333, max_q)
+    return problem.with_values(
+        q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(max_ctx, seqs * max_ctx * 2 // 3)
+    )
+
+
+def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int, int]:
+    """(keys that must be read, query-key pairs that count), for the lengths that `lengths` draws."""
+    read, pairs = 0, 0
+    for query, context in zip(*lengths(problem, seed), strict=True):
+        if query == 0:
+            continue
+        first = context - query
+        if window > 0:
+            read += min(context, query + window - 1)
+            pairs += sum(min(window, position + 1) for position in range(first, context))
+        else:
+            read += context
+            pairs += query * first + query * (query + 1) // 2
+    return read, pairs
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Running sums of `counts` from 0: where each sequence begins, and the total."""
+    found = [0]
+    for count in counts:
+        found.append(found[-1] + count)
+    return found
+
+
+def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[list[list[int]], int]:
+    """Shuffled blocks for each context, and how many blocks the cache has (a few belong to nobody)."""
+    counts = [-(-context // block_size) for context in contexts]
+    blocks = sum(counts) + 3
+    order = list(range(blocks))
+    random.Random(seed + 1).shuffle(order)
+    begin = starts(counts)
+    return [order[begin[i] : begin[i + 1]] for i in range(len(contexts))], blocks
+
+
+def table_tensor(rows: Sequence[Sequence[int]], width: int) -> Any:
+    """int32 [seqs, width] of block numbers, padded by UNUSED_BLOCK."""
+    import torch
+
+    table = torch.full((len(rows), max(width, 1)), UNUSED_BLOCK, dtype=torch.int32)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    return table
+
+
+def owned_slots(tables: Sequence[Sequence[int]], contexts: Sequence[int], block_size: int) -> Any:
+    """int64 slots (block · block_size + offset) of every context token, sequence after sequence."""
+    import torch
+
+    parts = [torch.zeros(0, dtype=torch.int64)]
+    for row, context in zip(tables, contexts, strict=True):
+        position = torch.arange(context)
+        parts.append(torch.tensor(row, dtype=torch.int64)[position // block_size] * block_size + position % block_size)
+    return torch.cat(parts)
+
+
+def check_ragged(op: str, q: Any, query_start: Any, others: Sequence[tuple[str, Any]]) -> int:
+    """Check the index tensors of a ragged call: int32, contiguous, on q's device; `others` have one row a sequence.
+
+    Returns the number of sequences. TypeError or ValueError says what came instead.
+    """
+    seqs = query_start.shape[0] - 1 if query_start.dim() == 1 else -1
+    need(seqs >= 1, f"{op}: query_start must be [seqs + 1] with at least one sequence, got {tuple(query_start.shape)}")
+    for name, tensor in (("query_start", query_start), *others):
+        if str(tensor.dtype) != "torch.int32":
+            raise TypeError(f"{op}: {name} must be int32, got {tensor.dtype}")
+        need(tensor.device == q.device, f"{op}: {name} is on {tensor.device}, q on {q.device}")
+        need(tensor.stride(-1) == 1 or tensor.shape[-1] <= 1, f"{op}: the last dimension of {name} must be contiguous")
+        if name != "query_start":
+            need(tensor.shape[0] == seqs, f"{op}: {name} has {tensor.shape[0]} rows, query_start has {seqs} sequences")
+    return int(seqs)
+
+
+def check_heads(op: str, name: str, x: Any, dims: int) -> None:
+    """x has `dims` dimensions and a contiguous last one; ValueError says what came instead."""
+    need(x.dim() == dims, f"{op}: {name} must have {dims} dimensions, got {tuple(x.shape)}")
+    need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{op}: the last dimension of {name} must be contiguous, "
+         f"got strides {tuple(x.stride())}")  # fmt: skip
+
+
+def check_stated(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
+    """x is None or a contiguous float32 tensor of this shape on q's device; TypeError or ValueError otherwise."""
+    if x is None:
+        return
+    if str(x.dtype) != "torch.float32":
+        raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
+    need(tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
+         f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}")  # fmt: skip
+
+
+def attention_error(limits: tuple[float, float], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+    """max over elements of |Δ| / max(|ref|, RMS of its row); a wrong log-sum-exp counts in proportion to its own limit.
+
+    limits: (limit of the outputs, absolute limit of the log-sum-exp). outputs: (out,) or (out, lse).
+    """
+    import math
+
+    import torch
+
+    out, ref = outputs[0].double(), references[0].double()
+    worst = 0.0
+    if out.numel():
+        rms = ref.square().mean(-1, keepdim=True).sqrt()
+        delta = torch.where(out == ref, 0.0, (out - ref).abs() / torch.maximum(ref.abs(), rms).clamp_min(1e-30))
+        worst = float(delta.max())
+    if len(outputs) > 1 and outputs[1].numel():
+        lse, ref = outputs[1].double(), references[1].double()
+        worst = max(worst, float(torch.where(lse == ref, 0.0, (lse - ref).abs()).max()) * limits[0] / limits[1])
+    return math.inf if math.isnan(worst) else worst

@@ -1,0 +1,38 @@
+"""Merging partial attentions in C++ for CPUs (`_merge_attention_states_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.native import best_config, check, cpu_function
+
+ARGUMENTS = (*(c_void_p,) * 6, c_int64, c_int64, c_int)
+
+
+def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
+    """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
+    tokens, heads, d = a.shape
+    code = cpu_function("gm_merge_attention_states", config["level"], ARGUMENTS)(
+        a.data_ptr(), a_lse.data_ptr(), b.data_ptr(), b_lse.data_ptr(), out.data_ptr(), lse.data_ptr(), tokens * heads, d,
+        CPU_DTYPE[dtype_name(a.dtype)],
+    )  # fmt: skip
+    check(code, "merge_attention_states_cpu")
+
+
+KERNEL = Kernel(
+    op="merge_attention_states",
+    name="merge_attention_states_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="rows over threads, elements over lanes, float32 inside",
+    config=best_config("gm_merge_attention_states"),
+    sources=("_merge_attention_states_cpu.cpp",),
+    batch_invariant=True,
+    priority=100,
+)

@@ -1,0 +1,205 @@
+"""Multi-head latent attention over a paged latent cache, absorbed (DeepSeek-V2, 2024).
+
+The cache holds one row a token: the normalised latent and the rotated key that all heads share. With the key projection absorbed
+into q and the value projection left to the caller, attention is multi-query: keys are whole rows, values their first
+`latent_dim` elements. Correct for any number of new tokens, so that prefill may run absorbed too; un-absorbed prefill is
+`varlen_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention.causal import causal_attention
+from gristmill.kernels.attention.lengths import (
+    LIMITS,
+    RAGGED_AXES,
+    attention_error,
+    block_tables,
+    check_heads,
+    check_ragged,
+    check_stated,
+    lengths,
+    owned_slots,
+    shrunk,
+    starts,
+    table_tensor,
+    visible_keys,
+)
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+
+
+def reference(
+    q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int, scale: float,
+    latent_dim: int = 512, lse: Any = None, workspace: Any = None,
+) -> Any:  # fmt: skip
+    """q [tokens, heads, latent_dim + rope], cache [blocks, block_size, latent_dim + rope], block_table int32 [seqs, max_blocks],
+    query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, latent_dim] in q's dtype, float32 inside.
+
+    Sequence i has new tokens query_start[i] .. query_start[i+1], the last of its seq_lens[i] context tokens; causal.
+    scale multiplies the scores. lse float32 [tokens, heads]: written in place, natural logarithm. max_q, max_ctx: host-known
+    bounds. Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+    """
+    import torch
+
+    out = torch.zeros(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    begin, block_size = query_start.tolist(), cache.shape[1]
+    for index, context in enumerate(seq_lens.tolist()):
+        rows = slice(begin[index], begin[index + 1])
+        if rows.stop == rows.start:
+            continue
+        position = torch.arange(context, device=q.device)
+        keys = cache[block_table[index, position // block_size].long(), position % block_size][:, None]
+        found, total = causal_attention(q[rows], keys, keys[..., :latent_dim], scale)
+        out[rows] = found.to(q.dtype)
+        if lse is not None:
+            lse[rows] = total
+    return out
+
+
+def describe(
+    q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int, scale: float,
+    latent_dim: int = 512, lse: Any = None, workspace: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    op = "mla_attention"
+    check_heads(op, "q", q, 3)
+    check_heads(op, "cache", cache, 3)
+    need(cache.device == q.device, f"{op}: cache is on {cache.device}, q on {q.device}")
+    if cache.dtype != q.dtype:
+        raise TypeError(f"{op}: cache must have q's dtype {q.dtype}, got {cache.dtype}")
+    tokens, heads, dim = q.shape
+    need(cache.shape[2] == dim, f"{op}: rows of the cache have {cache.shape[2]} elements, q's heads {dim}")
+    need(1 <= latent_dim <= dim, f"{op}: latent_dim must be 1 to {dim}, got {latent_dim}")
+    need(block_table.dim() == 2 and seq_lens.dim() == 1, f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
+         f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}")  # fmt: skip
+    seqs = check_ragged(op, q, query_start, (("seq_lens", seq_lens), ("block_table", block_table)))
+    need(max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}")
+    need(max_ctx <= block_table.shape[1] * cache.shape[1],
+         f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {cache.shape[1]} hold")  # fmt: skip
+    need(tokens <= seqs * max_q, f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}")
+    check_stated(op, "lse", lse, (tokens, heads), q)
+    return {
+        "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "heads": heads, "latent_dim": latent_dim,
+        "rope_dim": dim - latent_dim, "block_size": cache.shape[1], "x": dtype_name(q.dtype), "lse": lse is not None,
+    }  # fmt: skip
+
+
+def guard(
+    problem: Problem, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
+    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
+) -> int:  # fmt: skip
+    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
+    heads, latent, rope, block_size, x, stated = (value for _, value in problem.values[5:])
+    tokens, seqs = q.shape[0], seq_lens.shape[0]
+    if q.shape[1:] != (heads, latent + rope) or cache.shape[1:] != (block_size, latent + rope) or latent_dim != latent:
+        raise ValueError(f"mla_attention planned for {problem}: got q {tuple(q.shape)}, cache {tuple(cache.shape)}, "
+                         f"latent_dim {latent_dim}")  # fmt: skip
+    if out.shape != (tokens, heads, latent) or q.dtype != cache.dtype or q.dtype != out.dtype or dtype_name(q.dtype) != x:
+        raise ValueError(f"mla_attention planned for {problem}: got q {q.dtype}, cache {cache.dtype}, out {out.dtype} "
+                         f"{tuple(out.shape)}")  # fmt: skip
+    if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
+        raise ValueError(f"mla_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}")
+    if query_start.shape[0] != seqs + 1 or block_table.shape[0] != seqs:
+        raise ValueError(f"mla_attention: {seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of "
+                         "block_table")  # fmt: skip
+    if max_ctx > block_table.shape[1] * block_size or tokens > seqs * max_q:
+        raise ValueError(f"mla_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table "
+                         f"{tuple(block_table.shape)}")  # fmt: skip
+    return int(tokens)
+
+
+def like(
+    q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int, scale: float,
+    latent_dim: int = 512, lse: Any = None, workspace: Any = None,
+) -> tuple[tuple[Any, Any], ...]:  # fmt: skip
+    """Shape and dtype of the output."""
+    return (((*q.shape[:2], latent_dim), q.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random arguments within the bounds: shuffled blocks, unowned slots NaN, unused table entries out of range."""
+    import torch
+
+    queries, contexts = lengths(problem, seed)
+    tokens, heads, latent = problem.integer("q_tokens"), problem.integer("heads"), problem.integer("latent_dim")
+    dim, block_size = latent + problem.integer("rope_dim"), problem.integer("block_size")
+    dtype, max_ctx = torch_dtype(problem.text("x")), problem.integer("max_ctx")
+    generator = torch.Generator(device).manual_seed(seed)
+    tables, blocks = block_tables(contexts, block_size, seed)
+    q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
+    cache = torch.full((blocks * block_size, dim), float("nan"), dtype=dtype, device=device)
+    slots = owned_slots(tables, contexts, block_size).to(device)
+    cache[slots] = torch.randn(len(slots), dim, generator=generator, device=device).to(dtype)
+    lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
+    return [
+        q.to(dtype), cache.view(blocks, block_size, dim), table_tensor(tables, -(-max_ctx // block_size)).to(device),
+        torch.tensor(starts(queries), dtype=torch.int32, device=device),
+        torch.tensor(contexts, dtype=torch.int32, device=device), problem.integer("max_q"), max_ctx, dim**-0.5, latent, lse, None,
+    ]  # fmt: skip
+
+
+def cost(problem: Problem) -> Cost:
+    """q and out once, every cache row once for all heads; two products for each visible pair."""
+    heads, latent, item = problem.integer("heads"), problem.integer("latent_dim"), ITEM_BYTES[problem.text("x")]
+    dim = latent + problem.integer("rope_dim")
+    read, pairs = visible_keys(problem)
+    rows = problem.integer("q_tokens") * heads
+    return Cost(
+        bytes=(rows * (dim + latent) + read * dim) * item + (4 * rows if problem["lse"] else 0),
+        flops=2 * pairs * heads * (dim + latent), unit=problem.text("x"),
+    )  # fmt: skip
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """The output's rounding and one of the weights; see `attention_error`."""
+    return Tolerance("scaled", LIMITS[problem.text("x")][0])
+
+
+def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
+    """The figure that `tolerance` limits; the log-sum-exp, when asked for, counts in proportion to its own limit."""
+    return attention_error(LIMITS[problem.text("x")], outputs, references)
+
+
+OP = Op(
+    name="mla_attention",
+    family="attention",
+    summary="multi-head latent attention over a paged latent cache, absorbed; prefill and decode mixed",
+    axes=(
+        *RAGGED_AXES,
+        Axis("heads", "int", "query heads", minimum=1),
+        Axis("latent_dim", "int", "elements of the latent: the values, and the first part of the keys", default=512, minimum=1),
+        Axis("rope_dim", "int", "rotated elements of the keys", default=64),
+        Axis("block_size", "int", "tokens of a cache block", default=64, minimum=1),
+        Axis("x", "dtype", "dtype of q, the cache and the output", default="bf16", choices=FLOATS),
+        Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
+    ),
+    arguments="Tensor q, Tensor cache, Tensor block_table, Tensor query_start, Tensor seq_lens, int max_q, int max_ctx, "
+    "float scale, int latent_dim=512, Tensor(a!)? lse=None, Tensor(w!)? workspace=None",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    shrink=shrunk,
+    bucket="q_tokens",
+    examples=(
+        "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=1,latent_dim=64,rope_dim=16,x=fp32",
+        "q_tokens=3,seqs=3,max_q=1,max_ctx=70,total_ctx=150,heads=16",
+        "q_tokens=11,seqs=3,max_q=9,max_ctx=40,total_ctx=77,heads=5,latent_dim=96,rope_dim=32,block_size=7,x=fp32,lse=true",
+        "q_tokens=2,seqs=2,max_q=1,max_ctx=600,total_ctx=700,heads=20,latent_dim=128,rope_dim=64,x=fp16,lse=true",
+    ),
+    bench=(
+        "q_tokens=1,seqs=1,max_q=1,max_ctx=4096,total_ctx=4096,heads=128",
+        "q_tokens=64,seqs=64,max_q=1,max_ctx=4096,total_ctx=262144,heads=16",
+        "q_tokens=64,seqs=64,max_q=1,max_ctx=4096,total_ctx=262144,heads=128",
+    ),
+)  # fmt: skip

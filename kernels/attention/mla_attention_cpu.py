@@ -1,0 +1,35 @@
+"""Latent attention in C++ for CPUs (`_attention_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.attention.cpu_call import SOURCES, attend
+from gristmill.kernels.native import best_config
+
+
+def launch(
+    config: Config, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
+    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
+) -> None:  # fmt: skip
+    """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
+    rows = cache[:, :, None]
+    attend("mla_attention_cpu", config["level"], q, rows, rows[..., :latent_dim], block_table, query_start, seq_lens, scale, 0,
+           None, lse, out)  # fmt: skip
+
+
+KERNEL = Kernel(
+    op="mla_attention",
+    name="mla_attention_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="online softmax over tiles of 32 keys, a KV head's queries together, float32 inside",
+    config=best_config("gm_attention"),
+    sources=SOURCES,
+    batch_invariant=True,
+    priority=100,
+)

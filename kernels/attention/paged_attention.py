@@ -1,0 +1,222 @@
+"""Attention over a paged KV cache: causal, any mix of prefill and decode in one call (Kwon et al., PagedAttention, 2023).
+
+Sequence i has new tokens query_start[i] .. query_start[i+1] of q, the last ones of its seq_lens[i] context tokens, all of
+which are already in the cache. The query at position p sees keys 0..p, or with a window the last `window` of them. Query
+head h reads KV head h // (heads / kv_heads).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention.causal import causal_attention
+from gristmill.kernels.attention.lengths import (
+    LIMITS,
+    RAGGED_AXES,
+    attention_error,
+    block_tables,
+    check_heads,
+    check_ragged,
+    check_stated,
+    lengths,
+    owned_slots,
+    shrunk,
+    starts,
+    table_tensor,
+    visible_keys,
+)
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+
+
+def reference(
+    q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
+    scale: float, window: int = 0, sinks: Any = None, lse: Any = None, workspace: Any = None,
+) -> Any:  # fmt: skip
+    """q [tokens, heads, D], k_cache and v_cache [blocks, block_size, kv_heads, D], block_table int32 [seqs, max_blocks],
+    query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
+
+    scale multiplies the scores. window: keys a query sees, itself included; 0 or less = all. sinks float32 [heads]: one more
+    logit a head in the softmax, with no value (gpt-oss). lse float32 [tokens, heads]: written in place, the natural
+    logarithm of the softmax's denominator, sink included. max_q, max_ctx: host-known bounds. A query that sees no key gives 0.
+    Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+    """
+    import torch
+
+    out = torch.zeros_like(q)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    begin, block_size = query_start.tolist(), k_cache.shape[1]
+    for index, context in enumerate(seq_lens.tolist()):
+        rows = slice(begin[index], begin[index + 1])
+        if rows.stop == rows.start:
+            continue
+        position = torch.arange(context, device=q.device)
+        slots = block_table[index, position // block_size].long(), position % block_size
+        found, total = causal_attention(q[rows], k_cache[slots], v_cache[slots], scale, window, sinks)
+        out[rows] = found.to(q.dtype)
+        if lse is not None:
+            lse[rows] = total
+    return out
+
+
+def describe(
+    q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
+    scale: float, window: int = 0, sinks: Any = None, lse: Any = None, workspace: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    op = "paged_attention"
+    check_heads(op, "q", q, 3)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_heads(op, name, cache, 4)
+        need(cache.device == q.device, f"{op}: {name} is on {cache.device}, q on {q.device}")
+        need(cache.shape[3] == q.shape[2], f"{op}: {name} has head_dim {cache.shape[3]}, q has {q.shape[2]}")
+        if cache.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {cache.dtype}")
+    need(k_cache.shape == v_cache.shape, f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}")
+    tokens, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    need(kv_heads >= 1 and heads % kv_heads == 0, f"{op}: {heads} query heads do not divide among {kv_heads} KV heads")
+    need(block_table.dim() == 2 and seq_lens.dim() == 1, f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
+         f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}")  # fmt: skip
+    seqs = check_ragged(op, q, query_start, (("seq_lens", seq_lens), ("block_table", block_table)))
+    need(max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}")
+    need(max_ctx <= block_table.shape[1] * block_size,
+         f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {block_size} hold")  # fmt: skip
+    need(tokens <= seqs * max_q, f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}")
+    check_stated(op, "sinks", sinks, (heads,), q)
+    check_stated(op, "lse", lse, (tokens, heads), q)
+    return {
+        "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": head_dim, "block_size": block_size, "x": dtype_name(q.dtype), "window": max(0, window),
+        "sinks": sinks is not None, "lse": lse is not None,
+    }  # fmt: skip
+
+
+def guard(
+    problem: Problem, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
+    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
+) -> int:  # fmt: skip
+    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
+    heads, kv_heads, head_dim, block_size, x, wide, sunk, stated = (value for _, value in problem.values[5:])
+    if q.shape[1:] != (heads, head_dim) or out.shape != q.shape:
+        raise ValueError(f"paged_attention: planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}")
+    if k_cache.shape[1:] != (block_size, kv_heads, head_dim) or v_cache.shape != k_cache.shape:
+        raise ValueError(f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got "
+                         f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}")  # fmt: skip
+    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype or q.dtype != out.dtype or dtype_name(q.dtype) != x:
+        raise ValueError(f"paged_attention: planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}")
+    if max(0, window) != wide or (sinks is not None) != sunk or (lse is not None) != stated:
+        raise ValueError(f"paged_attention: planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise")
+    if stated and lse.shape != q.shape[:2]:
+        raise ValueError(f"paged_attention: lse must be {tuple(q.shape[:2])}, got {tuple(lse.shape)}")
+    seqs = seq_lens.shape[0]
+    if query_start.shape[0] != seqs + 1 or block_table.shape[0] != seqs:
+        raise ValueError(f"paged_attention: {seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of block_table")
+    if max_ctx > block_table.shape[1] * block_size or q.shape[0] > seqs * max_q:
+        raise ValueError(f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and "
+                         f"block_table {tuple(block_table.shape)}")  # fmt: skip
+    return int(q.shape[0])
+
+
+def like(q: Any, *rest: Any) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output."""
+    return ((q.shape, q.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random arguments within the bounds: shuffled blocks, unowned slots NaN, unused table entries out of range, q as rows
+    of a wider buffer (as after a fused QKV projection), scores with a spread of about 2 so that single keys matter."""
+    import torch
+
+    queries, contexts = lengths(problem, seed)
+    heads, kv_heads, dim = problem.integer("heads"), problem.integer("kv_heads"), problem.integer("head_dim")
+    block_size, dtype = problem.integer("block_size"), torch_dtype(problem.text("x"))
+    generator = torch.Generator(device).manual_seed(seed)
+    tables, blocks = block_tables(contexts, block_size, seed)
+    tokens = problem.integer("q_tokens")
+    wide = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator, device=device) * 2
+    cache = torch.full((2, blocks * block_size, kv_heads, dim), float("nan"), dtype=dtype, device=device)
+    slots = owned_slots(tables, contexts, block_size).to(device)
+    for part in cache:
+        part[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator, device=device).to(dtype)
+    caches = cache.view(2, blocks, block_size, kv_heads, dim)
+    max_ctx = max(problem.integer("max_ctx"), 1)
+    table = table_tensor(tables, -(-max_ctx // block_size))
+    sinks = torch.randn(heads, generator=generator, device=device) + 1 if problem["sinks"] else None
+    lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
+    return [
+        wide.to(dtype)[:, :heads], caches[0], caches[1], table.to(device),
+        torch.tensor(starts(queries), dtype=torch.int32, device=device),
+        torch.tensor(contexts, dtype=torch.int32, device=device), problem.integer("max_q"), max_ctx, dim**-0.5,
+        problem.integer("window"), sinks, lse, None,
+    ]  # fmt: skip
+
+
+def cost(problem: Problem) -> Cost:
+    """q and out once, every visible key and value once; two multiply-adds for each visible pair and head element."""
+    heads, dim, item = problem.integer("heads"), problem.integer("head_dim"), ITEM_BYTES[problem.text("x")]
+    read, pairs = visible_keys(problem, problem.integer("window"))
+    rows = problem.integer("q_tokens") * heads
+    return Cost(
+        bytes=(2 * rows + 2 * read * problem.integer("kv_heads")) * dim * item + (4 * rows if problem["lse"] else 0),
+        flops=4 * pairs * heads * dim, unit=problem.text("x"),
+    )  # fmt: skip
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """The output's rounding and one of the weights; see `attention_error`."""
+    return Tolerance("scaled", LIMITS[problem.text("x")][0])
+
+
+def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
+    """The figure that `tolerance` limits; the log-sum-exp, when asked for, counts in proportion to its own limit."""
+    return attention_error(LIMITS[problem.text("x")], outputs, references)
+
+
+OP = Op(
+    name="paged_attention",
+    family="attention",
+    summary="causal attention over a paged KV cache, prefill and decode mixed",
+    axes=(
+        *RAGGED_AXES,
+        Axis("heads", "int", "query heads", minimum=1),
+        Axis("kv_heads", "int", "KV heads; divides heads", minimum=1),
+        Axis("head_dim", "int", "elements of a head", default=128, minimum=1),
+        Axis("block_size", "int", "tokens of a cache block", default=16, minimum=1),
+        Axis("x", "dtype", "dtype of q, the caches and the output", default="bf16", choices=FLOATS),
+        Axis("window", "int", "keys a query sees, itself included; 0 = all", default=0),
+        Axis("sinks", "bool", "one more softmax logit a head", default=False),
+        Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
+    ),
+    arguments="Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, int max_q, "
+    "int max_ctx, float scale, int window=0, Tensor? sinks=None, Tensor(a!)? lse=None, Tensor(w!)? workspace=None",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    shrink=shrunk,
+    bucket="q_tokens",
+    examples=(
+        "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=2,kv_heads=2,head_dim=64,x=fp32",
+        "q_tokens=1,seqs=1,max_q=1,max_ctx=1,total_ctx=1,heads=1,kv_heads=1,head_dim=64,x=fp32,lse=true",
+        "q_tokens=5,seqs=5,max_q=1,max_ctx=70,total_ctx=200,heads=8,kv_heads=2,head_dim=128",
+        "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=6,kv_heads=2,head_dim=80,x=fp32,window=9,lse=true",
+        "q_tokens=21,seqs=3,max_q=16,max_ctx=40,total_ctx=77,heads=4,kv_heads=1,head_dim=96,block_size=7,x=fp16,sinks=true,lse=true",
+        "q_tokens=3,seqs=6,max_q=2,max_ctx=37,total_ctx=150,heads=4,kv_heads=4,head_dim=256,block_size=32,x=fp32,sinks=true,window=20",
+        "q_tokens=2,seqs=2,max_q=1,max_ctx=620,total_ctx=700,heads=4,kv_heads=2,head_dim=64,x=fp32,sinks=true,lse=true",
+    ),
+    bench=(
+        "q_tokens=1,seqs=1,max_q=1,max_ctx=1024,total_ctx=1024,heads=32,kv_heads=8",
+        "q_tokens=1,seqs=1,max_q=1,max_ctx=32768,total_ctx=32768,heads=32,kv_heads=8",
+        "q_tokens=64,seqs=64,max_q=1,max_ctx=4096,total_ctx=262144,heads=32,kv_heads=8",
+        "q_tokens=2048,seqs=1,max_q=2048,max_ctx=2048,total_ctx=2048,heads=32,kv_heads=8",
+        "q_tokens=2079,seqs=32,max_q=2048,max_ctx=4096,total_ctx=100000,heads=32,kv_heads=8",
+    ),
+)  # fmt: skip

@@ -1,0 +1,34 @@
+"""Paged attention in C++ for CPUs (`_attention_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.attention.cpu_call import SOURCES, attend
+from gristmill.kernels.native import best_config
+
+
+def launch(
+    config: Config, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
+    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
+) -> None:  # fmt: skip
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
+    attend("paged_attention_cpu", config["level"], q, k_cache, v_cache, block_table, query_start, seq_lens, scale, window, sinks,
+           lse, out)  # fmt: skip
+
+
+KERNEL = Kernel(
+    op="paged_attention",
+    name="paged_attention_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="online softmax over tiles of 32 keys, a KV head's queries together, float32 inside",
+    config=best_config("gm_attention"),
+    sources=SOURCES,
+    batch_invariant=True,
+    priority=100,
+)

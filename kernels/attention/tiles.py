@@ -1,0 +1,77 @@
+"""Tile sizes and splits of the Triton attention kernels: pure functions of the problem and the target."""
+
+from __future__ import annotations
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import ITEM_BYTES
+
+DEFAULT_MULTIPROCESSORS = 108
+SMALLEST_SHARED = 64 * 1024
+"""Shared memory of a block where the target does not say: what every GPU in use has."""
+
+SPLIT_FLOOR = 256
+"""Keys of a part of a split context at least: shorter parts cost more to merge than they gain."""
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n, and at least 16 (a tile side that tl.dot takes)."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def tile_config(dk: int, dv: int, dtype: str, rows: int, target: Target) -> Config:
+    """Tile of `rows` rows: keys a step, stages and warps such that the staged keys and values fit in shared memory."""
+    item = ITEM_BYTES[dtype]
+    wide = power_of_two(dk) + power_of_two(dv)
+    limit = (target.smem_bytes or SMALLEST_SHARED) * 3 // 4
+    keys, stages = 64 if dtype != "fp32" else 32, 2 if target.vendor == "nvidia" else 1
+    queries = rows * power_of_two(dk) * item
+    while keys > 16 and queries + keys * wide * item * stages > limit:
+        keys //= 2
+    if queries + keys * wide * item * stages > limit:
+        stages = 1
+    return {"m": rows, "n": keys, "warps": _warps(rows * power_of_two(dv), dtype, target), "stages": stages}
+
+
+def _warps(accumulators: int, dtype: str, target: Target) -> int:
+    """Warps that hold `accumulators` floats beside everything else without spilling.
+
+    RDNA's 32 lanes have 256 registers each, and float32 products take twice the operands.
+    """
+    if target.vendor == "amd" and target.wave_size == 32:
+        return 16 if dtype == "fp32" else 8
+    return 8 if accumulators >= 128 * 128 else 4
+
+
+def packing(group: int, rows: int) -> tuple[int, int]:
+    """(parts the query heads of one KV head are cut in, query tokens of a tile) for tiles of `rows` rows."""
+    head_tiles = -(-group // rows)
+    return head_tiles, rows // -(-group // head_tiles)
+
+
+def tile_bound(tokens: int, seqs: int, tile_q: int) -> int:
+    """How many tiles any lengths of `tokens` tokens in `seqs` sequences can need."""
+    return tokens // tile_q + seqs
+
+
+def split_count(programs: int, wanted: int, max_ctx: int) -> int:
+    """Parts to cut contexts in so that `programs` programs a part make about `wanted`, never shorter than SPLIT_FLOOR."""
+    return max(1, min(wanted // max(programs, 1), max_ctx // SPLIT_FLOOR))
+
+
+def part_length(max_ctx: int, splits: int, step: int) -> int:
+    """Keys of a part, a multiple of `step`."""
+    return -(-max_ctx // (splits * step)) * step
+
+
+def mla_config(latent: int, rope: int, dtype: str, rows: int, target: Target) -> Config:
+    """Tile of the latent kernels: the staged cache rows fit in shared memory beside the queries."""
+    item = ITEM_BYTES[dtype]
+    wide = (power_of_two(latent) + power_of_two(max(rope, 1))) * item
+    limit = (target.smem_bytes or SMALLEST_SHARED) * 3 // 4
+    keys, stages = 32, 2 if target.vendor == "nvidia" else 1
+    while keys > 16 and (rows + keys * stages) * wide > limit:
+        keys //= 2
+    if (rows + keys * stages) * wide > limit:
+        stages = 1
+    return {"m": rows, "n": keys, "warps": _warps(rows * power_of_two(latent), dtype, target), "stages": stages}

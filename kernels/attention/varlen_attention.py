@@ -1,0 +1,187 @@
+"""Causal attention over dense sequences of different lengths, keys and values of different widths.
+
+The un-absorbed prefill of multi-head latent attention (192 elements of query and key, 128 of value, a key for every head) and any
+prefill without a cache. Sequence i has new tokens query_start[i] .. query_start[i+1] of q; they are the last of its context,
+rows context_start[i] .. context_start[i+1] of k and v. Query head h reads KV head h // (heads / kv_heads).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention.causal import causal_attention
+from gristmill.kernels.attention.lengths import (
+    LIMITS,
+    RAGGED_AXES,
+    attention_error,
+    check_heads,
+    check_ragged,
+    check_stated,
+    lengths,
+    shrunk,
+    starts,
+    visible_keys,
+)
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+
+
+def reference(
+    q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float, lse: Any = None
+) -> Any:
+    """q [tokens, heads, Dk], k [ctx, kv_heads, Dk], v [ctx, kv_heads, Dv], query_start and context_start int32 [seqs + 1]
+    -> out [tokens, heads, Dv] in q's dtype, float32 inside.
+
+    scale multiplies the scores. lse float32 [tokens, heads]: written in place, natural logarithm. max_q, max_ctx: host-known
+    bounds. Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+    """
+    import torch
+
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    begin, context = query_start.tolist(), context_start.tolist()
+    for index in range(len(begin) - 1):
+        rows, seen = slice(begin[index], begin[index + 1]), slice(context[index], context[index + 1])
+        if rows.stop == rows.start:
+            continue
+        found, total = causal_attention(q[rows], k[seen], v[seen], scale)
+        out[rows] = found.to(q.dtype)
+        if lse is not None:
+            lse[rows] = total
+    return out
+
+
+def describe(
+    q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float, lse: Any = None
+) -> dict[str, Any]:
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    op = "varlen_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_heads(op, name, x, 3)
+        need(x.device == q.device, f"{op}: {name} is on {x.device}, q on {q.device}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {x.dtype}")
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    need(k.shape[:2] == v.shape[:2] and k.shape[2] == dim, f"{op}: k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each "
+         f"other or q {tuple(q.shape)}")  # fmt: skip
+    need(kv_heads >= 1 and heads % kv_heads == 0, f"{op}: {heads} query heads do not divide among {kv_heads} KV heads")
+    need(context_start.dim() == 1 and context_start.shape == query_start.shape,
+         f"{op}: query_start is {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}")  # fmt: skip
+    seqs = check_ragged(op, q, query_start, ())
+    check_ragged(op, q, context_start, ())
+    need(max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}")
+    need(tokens <= seqs * max_q and k.shape[0] <= seqs * max_ctx,
+         f"{op}: {tokens} tokens or {k.shape[0]} keys are more than {seqs} sequences of max_q {max_q} and max_ctx {max_ctx} have")  # fmt: skip
+    check_stated(op, "lse", lse, (tokens, heads), q)
+    return {
+        "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "total_ctx": k.shape[0], "heads": heads,
+        "kv_heads": kv_heads, "qk_dim": dim, "v_dim": v.shape[2], "x": dtype_name(q.dtype), "lse": lse is not None,
+    }  # fmt: skip
+
+
+def guard(
+    problem: Problem, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
+    lse: Any, out: Any,
+) -> int:  # fmt: skip
+    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
+    heads, kv_heads, qk_dim, v_dim, x, stated = (value for _, value in problem.values[5:])
+    tokens = q.shape[0]
+    fits = q.shape[1:] == (heads, qk_dim) and k.shape[1:] == (kv_heads, qk_dim) and out.shape == (tokens, heads, v_dim)
+    if not fits or v.shape != (k.shape[0], kv_heads, v_dim):
+        raise ValueError(f"varlen_attention planned for {problem}: got q {tuple(q.shape)}, k {tuple(k.shape)}, "
+                         f"v {tuple(v.shape)}, out {tuple(out.shape)}")  # fmt: skip
+    if not q.dtype == k.dtype == v.dtype == out.dtype or dtype_name(q.dtype) != x:
+        raise ValueError(f"varlen_attention planned for {problem}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, out {out.dtype}")
+    if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
+        raise ValueError(f"varlen_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}")
+    if query_start.shape != context_start.shape or tokens > (query_start.shape[0] - 1) * max_q:
+        raise ValueError(f"varlen_attention: query_start {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}, "
+                         f"max_q {max_q} do not fit q {tuple(q.shape)}")  # fmt: skip
+    return int(tokens)
+
+
+def like(q: Any, k: Any, v: Any, *rest: Any) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output."""
+    return (((*q.shape[:2], v.shape[2]), q.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random arguments within the bounds; k and v are parts of one wider projection, as MLA has them."""
+    import torch
+
+    queries, contexts = lengths(problem, seed)
+    tokens, heads, kv_heads = problem.integer("q_tokens"), problem.integer("heads"), problem.integer("kv_heads")
+    dim, width, dtype = problem.integer("qk_dim"), problem.integer("v_dim"), torch_dtype(problem.text("x"))
+    generator = torch.Generator(device).manual_seed(seed)
+    q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
+    wide = torch.randn(sum(contexts), kv_heads, dim + width, generator=generator, device=device).to(dtype)
+    lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
+    return [
+        q.to(dtype), wide[..., :dim], wide[..., dim:], torch.tensor(starts(queries), dtype=torch.int32, device=device),
+        torch.tensor(starts(contexts), dtype=torch.int32, device=device), problem.integer("max_q"), problem.integer("max_ctx"),
+        dim**-0.5, lse,
+    ]  # fmt: skip
+
+
+def cost(problem: Problem) -> Cost:
+    """q and out once, every key and value once; two products for each visible pair."""
+    heads, kv_heads, item = problem.integer("heads"), problem.integer("kv_heads"), ITEM_BYTES[problem.text("x")]
+    both = problem.integer("qk_dim") + problem.integer("v_dim")
+    read, pairs = visible_keys(problem)
+    rows = problem.integer("q_tokens") * heads
+    return Cost(
+        bytes=(rows + read * kv_heads) * both * item + (4 * rows if problem["lse"] else 0),
+        flops=2 * pairs * heads * both, unit=problem.text("x"),
+    )  # fmt: skip
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """The output's rounding and one of the weights; see `attention_error`."""
+    return Tolerance("scaled", LIMITS[problem.text("x")][0])
+
+
+def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
+    """The figure that `tolerance` limits; the log-sum-exp, when asked for, counts in proportion to its own limit."""
+    return attention_error(LIMITS[problem.text("x")], outputs, references)
+
+
+OP = Op(
+    name="varlen_attention",
+    family="attention",
+    summary="causal attention over dense sequences of different lengths (un-absorbed MLA prefill)",
+    axes=(
+        *RAGGED_AXES,
+        Axis("heads", "int", "query heads", minimum=1),
+        Axis("kv_heads", "int", "KV heads; divides heads", minimum=1),
+        Axis("qk_dim", "int", "elements of a query or key head", default=192, minimum=1),
+        Axis("v_dim", "int", "elements of a value head", default=128, minimum=1),
+        Axis("x", "dtype", "dtype of q, k, v and the output", default="bf16", choices=FLOATS),
+        Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
+    ),
+    arguments="Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context_start, int max_q, int max_ctx, float scale, "
+    "Tensor(a!)? lse=None",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    shrink=shrunk,
+    bucket="q_tokens",
+    examples=(
+        "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=2,kv_heads=2,qk_dim=24,v_dim=16,x=fp32",
+        "q_tokens=40,seqs=3,max_q=33,max_ctx=50,total_ctx=90,heads=2,kv_heads=2",
+        "q_tokens=17,seqs=4,max_q=9,max_ctx=37,total_ctx=77,heads=6,kv_heads=2,qk_dim=48,v_dim=80,x=fp32,lse=true",
+        "q_tokens=7,seqs=1,max_q=7,max_ctx=7,total_ctx=7,heads=3,kv_heads=1,qk_dim=64,v_dim=64,x=fp16,lse=true",
+    ),
+    bench=(
+        "q_tokens=2048,seqs=1,max_q=2048,max_ctx=2048,total_ctx=2048,heads=128,kv_heads=128",
+        "q_tokens=8192,seqs=8,max_q=1024,max_ctx=1024,total_ctx=8192,heads=16,kv_heads=16",
+    ),
+)  # fmt: skip

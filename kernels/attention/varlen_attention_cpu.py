@@ -1,0 +1,33 @@
+"""Attention over dense sequences in C++ for CPUs (`_attention_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.attention.cpu_call import SOURCES, attend
+from gristmill.kernels.native import best_config
+
+
+def launch(
+    config: Config, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
+    lse: Any, out: Any,
+) -> None:  # fmt: skip
+    """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
+    attend("varlen_attention_cpu", config["level"], q, k[None], v[None], None, query_start, context_start, scale, 0, None, lse, out)
+
+
+KERNEL = Kernel(
+    op="varlen_attention",
+    name="varlen_attention_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="online softmax over tiles of 32 keys, a KV head's queries together, float32 inside",
+    config=best_config("gm_attention"),
+    sources=SOURCES,
+    batch_invariant=True,
+    priority=100,
+)

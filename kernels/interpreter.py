@@ -1,0 +1,124 @@
+"""Triton's interpreter, repaired: bf16 and fp8 arithmetic as on a GPU.
+
+Triton's interpreter (3.6 to 3.9) keeps bf16 and fp8 as integers and adds, multiplies and rounds those bit patterns; the
+results are silently wrong. `install` computes them in float32 and rounds to nearest even by ml_dtypes instead, and
+`check` proves it against torch: it raises if a new Triton has moved the private names this relies on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Kernel
+
+
+class InterpreterError(RuntimeError):
+    """The interpreter is not as this module expects it, so its results cannot be trusted."""
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in the interpreter in this process (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def load(kernel: Kernel) -> Callable[..., None]:
+    """The launcher of `kernel`; repairs the interpreter first when a Triton kernel is to run in it."""
+    if kernel.language == "triton" and interpreting():
+        install()
+    return kernel.load()
+
+
+@cache
+def install() -> None:
+    """Repair the interpreter in this process and check the repair."""
+    try:
+        _patch()
+    except (ImportError, AttributeError) as error:
+        raise InterpreterError(f"Triton's interpreter has changed: {error}; it computes bf16 wrongly unrepaired") from error
+    check()
+
+
+def _patch() -> None:
+    import ml_dtypes
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    narrow = {
+        tl.bfloat16: ml_dtypes.bfloat16,
+        tl.float8e4nv: ml_dtypes.float8_e4m3fn,
+        tl.float8e5: ml_dtypes.float8_e5m2,
+        tl.float8e4b8: ml_dtypes.float8_e4m3fnuz,
+        tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
+    }
+    builder, handle, numpy_type = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter._get_np_dtype
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        plain = np.ascontiguousarray(values)
+        plain = plain.view(narrow[source]) if source in narrow else plain
+        cast = plain.astype(np.float32).astype(narrow.get(target) or numpy_type(target))
+        return cast.view(getattr(np, f"uint{target.primitive_bitwidth}"))
+
+    def widen(h: Any) -> Any:
+        scalar = h.dtype.scalar
+        return h.data.view(narrow[scalar]).astype(np.float32) if scalar in narrow else h.data
+
+    def narrowed(values: Any, dtype: Any) -> Any:
+        return handle(values.astype(narrow[dtype]).view(numpy_type(dtype)), dtype)
+
+    old_binary, old_unary, old_cast = builder.binary_op, builder.unary_op, builder.cast_impl
+
+    def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
+        if left.dtype.scalar not in narrow:
+            return old_binary(self, left, right, op)
+        out = op(widen(left), widen(right))
+        return handle(out, tl.int1) if out.dtype == bool else narrowed(out, left.dtype.scalar)
+
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        if arg.dtype.scalar not in narrow:
+            return old_unary(self, arg, op)
+        return narrowed(op(widen(arg)), arg.dtype.scalar)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        left, right = widen(a), widen(b)
+        if np.issubdtype(d.data.dtype, np.integer):
+            return handle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+        total = np.matmul(left.astype(np.float32), right.astype(np.float32)) + widen(d)
+        return handle(total.astype(widen(d).dtype), d.dtype.scalar)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        before, after = source.dtype.scalar, target.scalar
+        if after in narrow:
+            return narrowed(widen(source).astype(np.float32), after)
+        if before in narrow and not after.is_ptr():
+            return handle(widen(source).astype(numpy_type(after)), after)
+        return old_cast(self, source, target)
+
+    interpreter._convert_float = convert
+    builder.binary_op, builder.unary_op = binary_op, unary_op
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    for name in ("fp_ext", "fp_trunc", "si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):
+        setattr(builder, f"create_{name}", lambda self, source, target, *rest: cast_impl(self, source, target))
+
+
+def check() -> None:
+    """Compare bf16 addition, matrix product and rounding, and fp8 rounding, with torch; InterpreterError if any differs."""
+    import torch
+
+    from gristmill.kernels import _interpreter_check
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(16, 16, generator=generator).to(torch.bfloat16) for _ in range(2))
+    found = _interpreter_check.run(a, b)
+    wanted = {
+        "bf16 addition": a + b,
+        "bf16 matrix product": a.float() @ b.float(),
+        "rounding to bf16": (a.float() * b.float()).to(torch.bfloat16),
+        "rounding to fp8": (a.float() * 7).to(torch.float8_e4m3fn),
+    }
+    for what, value in wanted.items():
+        if not torch.allclose(found[what].float(), value.float(), rtol=0 if "matrix" not in what else 1e-6, atol=1e-6):
+            raise InterpreterError(f"{what} differs from torch in Triton's interpreter, repaired; do not trust its results")

@@ -1,0 +1,112 @@
+"""Writing keys and values of new tokens into a paged cache (Kwon et al., "PagedAttention", 2023).
+
+The cache is NHD: [blocks, block_size, heads, head size] for keys and for values, usually two views of one allocation;
+any strides are taken as long as a head is contiguous. MLA's single latent has its own operation, reshape_and_cache_mla.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.kv_cache.slots import check_slots, describe_cache, describe_slots, random_slots, store
+
+NAME = "reshape_and_cache"
+
+
+def reference(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+    """key [T, H, D], value [T, H, Dv]; key_cache [blocks, block_size, H, D] and value_cache [..., H, Dv], written in place.
+
+    Token t goes to slot slot_mapping[t] (int64): place slot % block_size of block slot // block_size; −1 = not written.
+    """
+    check_slots(NAME, slot_mapping, key_cache.shape[0] * key_cache.shape[1])
+    store(key, key_cache, slot_mapping)
+    store(value, value_cache, slot_mapping)
+
+
+def describe(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> dict[str, Any]:
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    for name, tokens, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        need(tokens.dim() == 3, f"{NAME}: {name} must be [tokens, heads, head size], got {tuple(tokens.shape)}")
+        need(tokens.stride(2) == 1 or tokens.shape[2] == 1,
+             f"{NAME}: a head of {name} must be contiguous, got strides {tokens.stride()}")  # fmt: skip
+        describe_cache(NAME, f"{name}_cache", cache, tokens, "[blocks, block_size, heads, head size]")
+    need(value.shape[:2] == key.shape[:2], f"{NAME}: value is {tuple(value.shape)}, key {tuple(key.shape)}")
+    need(value_cache.shape[:2] == key_cache.shape[:2],
+         f"{NAME}: value_cache is {tuple(value_cache.shape)}, key_cache {tuple(key_cache.shape)}")  # fmt: skip
+    if value.dtype != key.dtype:
+        raise TypeError(f"{NAME}: value must have key's dtype {key.dtype}, got {value.dtype}")
+    need(value.device == key.device, f"{NAME}: value is on {value.device}, key on {key.device}")
+    describe_slots(NAME, slot_mapping, key.shape[0], key.device)
+    return {"t": key.shape[0], "h": key.shape[1], "d": key.shape[2], "dv": value.shape[2],
+            "block_size": key_cache.shape[1], "x": dtype_name(key.dtype)}  # fmt: skip
+
+
+def guard(problem: Problem, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> int:
+    """Tokens of a planned call; ValueError if it is not one of `problem`."""
+    (_, _), (_, h), (_, d), (_, dv), (_, size), (_, x) = problem.values
+    tokens, kind, shape = key.shape[0], key.dtype, key_cache.shape
+    if (key.shape == (tokens, h, d) and value.shape == (tokens, h, dv) and shape[1:] == (size, h, d)
+            and value_cache.shape == (shape[0], size, h, dv) and slot_mapping.shape == (tokens,)
+            and dtype_name(kind) == x and value.dtype == kind and key_cache.dtype == kind and value_cache.dtype == kind
+            and dtype_name(slot_mapping.dtype) == "int64" and key_cache.is_contiguous() and value_cache.is_contiguous()
+            and slot_mapping.is_contiguous() and key.stride(2) == 1 and value.stride(2) == 1):  # fmt: skip
+        return int(tokens)
+    # Anything else is described whole: other orders of the cache pass, and what does not fit is named.
+    found = describe(key, value, key_cache, value_cache, slot_mapping)
+    for name, planned in problem.values:
+        if planned is not None and found[name] != planned:
+            raise ValueError(f"{NAME} planned for {problem}: got {found}")
+    return int(found["t"])
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random tokens for distinct slots of a cache with room for twice as many; about one in five is not written."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    t, h, d, dv, size = (problem.integer(axis) for axis in ("t", "h", "d", "dv", "block_size"))
+    dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
+    made = [
+        torch.randn(*shape, generator=generator).to(dtype).to(device)
+        for shape in ((t, h, d), (t, h, dv), (blocks, size, h, d), (blocks, size, h, dv))
+    ]
+    return [*made, random_slots(t, blocks, size, generator).to(device)]
+
+
+def cost(problem: Problem) -> Cost:
+    """Every token read once and written once."""
+    t, row = problem.integer("t"), problem.integer("h") * (problem.integer("d") + problem.integer("dv"))
+    return Cost(bytes=t * (2 * row * ITEM_BYTES[problem.text("x")] + 8), flops=0)
+
+
+OP = Op(
+    name=NAME,
+    family="kv_cache",
+    summary="keys and values of new tokens into a paged cache",
+    axes=(
+        Axis("t", "int", "tokens", dynamic=True),
+        Axis("h", "int", "key and value heads", minimum=1),
+        Axis("d", "int", "elements of a key head", minimum=1),
+        Axis("dv", "int", "elements of a value head", minimum=1),
+        Axis("block_size", "int", "tokens of a block", default=16, minimum=1),
+        Axis("x", "dtype", "dtype of tokens and cache", default="bf16", choices=FLOATS),
+    ),
+    arguments="Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping",
+    outputs=(),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=lambda key, value, key_cache, value_cache, slot_mapping: (),
+    inputs=inputs,
+    cost=cost,
+    tolerance=lambda problem: Tolerance("exact", 0.0),
+    bucket="t",
+    examples=(
+        "t=0,h=2,d=8,dv=8,x=fp32", "t=1,h=1,d=1,dv=1,block_size=1,x=fp32", "t=7,h=3,d=33,dv=17",
+        "t=33,h=2,d=64,dv=64,block_size=5,x=fp16", "t=65,h=8,d=128,dv=128,x=bf16",
+    ),
+    bench=("t=1,h=8,d=128,dv=128", "t=64,h=8,d=128,dv=128", "t=4096,h=8,d=128,dv=128"),
+)  # fmt: skip

@@ -1,0 +1,350 @@
+"""Linear: y = x · Wᵀ (+ bias), then silu(gate)·up if asked, then + residual, over dense and quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
+
+EPILOGUE = ("bias", "residual", "silu_mul")
+LONGEST_N, LONGEST_K = 1536, 16384
+"""Weights larger than this are verified on a cut-out: every column is an independent sum."""
+
+
+def reference(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
+) -> Any:
+    """x [..., K] and a QuantTensor [N, K] (or a dense tensor, or a list of one) -> [..., N], [..., N / 2] with silu_mul.
+
+    z = x · Wᵀ + bias; with silu_mul the first N / 2 rows of W are the gate and z = silu(gate) · up; y = z + residual.
+    Everything in float32, with W dequantized in float32, and rounded once to x's dtype. A scheme with an activation
+    part quantizes x first, by that format's rule.
+    """
+    z = product(x, weight)
+    if bias is not None:
+        z = z + bias.float()
+    if silu_mul:
+        gate, up = z.chunk(2, -1)
+        z = gate * gate.sigmoid() * up
+    if residual is not None:
+        z = z + residual.float()
+    return z.to(x.dtype)
+
+
+def product(x: Any, weight: Any) -> Any:
+    """x · Wᵀ in float32, [..., N]."""
+    weight = as_quant(weight)
+    wide = x.float()
+    if weight.scheme.activation is not None:
+        from gristmill.quant.activations import quantize_activation
+
+        wide = quantize_activation(x, weight.scheme.activation).dequantize()
+    return wide @ weight.dequantize().T
+
+
+def as_quant(weight: Any) -> Any:
+    """A QuantTensor from itself, from a dense tensor, or from a list of one dense tensor."""
+    from gristmill.quant.tensor import QuantTensor
+
+    if isinstance(weight, list | tuple):
+        if len(weight) != 1:
+            raise ValueError("linear: the reference takes a QuantTensor or one dense tensor, got a packed weight "
+                             f"of {len(weight)} tensors; unpack it first")  # fmt: skip
+        weight = weight[0]
+    return weight if isinstance(weight, QuantTensor) else QuantTensor.from_dense(weight)
+
+
+def describe(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
+) -> dict[str, Any]:
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit.
+
+    Packed tensors do not say their scheme: without a plan only a QuantTensor or a list of one dense [N, K] is described.
+    """
+    if isinstance(weight, list | tuple):
+        need(len(weight) == 1,
+             f"linear: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed for, or one "
+             "dense [N, K] tensor in a list")  # fmt: skip
+        weight = weight[0]
+        need(weight.dim() == 2, f"linear: a dense weight must be [N, K], got {tuple(weight.shape)}")
+        need(weight.is_contiguous(), f"linear: weight must be contiguous, got strides {tuple(weight.stride())}")
+        scheme, act_order = dtype_name(weight.dtype), False
+        if scheme not in FLOATS:
+            raise TypeError(
+                f"linear: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan"
+            )
+    else:
+        scheme, act_order = str(weight.scheme), weight.g_idx is not None
+    rows = rows_of("linear: x", x)
+    rows_w, k = weight.shape
+    if x.dtype not in (torch_dtype(name) for name in FLOATS):
+        raise TypeError(f"linear: x must be {', '.join(FLOATS)}, got {x.dtype}")
+    need(x.shape[-1] == k, f"linear: x {tuple(x.shape)} does not fit a weight [{rows_w}, {k}]: K is {k}")
+    need(n in (0, rows_w), f"linear: n is {n}, but the weight has {rows_w} rows")
+    need(weight.device == x.device, f"linear: weight is on {weight.device}, x on {x.device}")
+    need(
+        not silu_mul or rows_w % 2 == 0, f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}"
+    )
+    out = (*x.shape[:-1], rows_w // 2 if silu_mul else rows_w)
+    for name, tensor, shape in (("bias", bias, (rows_w,)), ("residual", residual, out)):
+        if tensor is None:
+            continue
+        need(tuple(tensor.shape) == shape, f"linear: {name} must be {shape}, got {tuple(tensor.shape)}")
+        need(tensor.is_contiguous(), f"linear: {name} must be contiguous")
+        need(tensor.device == x.device, f"linear: {name} is on {tensor.device}, x on {x.device}")
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"linear: {name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+    given = (bias is not None, residual is not None, silu_mul)
+    epilogue = "+".join(flag for flag, on in zip(EPILOGUE, given, strict=True) if on) or "none"
+    return {"m": rows, "n": rows_w, "k": k, "x": dtype_name(x.dtype), "w": scheme, "epilogue": epilogue,
+            "act_order": act_order}  # fmt: skip
+
+
+_EPILOGUES = {
+    "+".join(flag for flag, on in zip(EPILOGUE, bits, strict=True) if on) or "none": bits
+    for bits in ((b, r, s) for b in (False, True) for r in (False, True) for s in (False, True))
+}
+
+
+def guard(
+    problem: Problem, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`, or its packed tensors are too small for it."""
+    values = problem.values
+    rows_w, k = values[1][1], values[2][1]
+    shape = x.shape
+    if (
+        shape[-1] != k
+        or dtype_name(x.dtype) != values[3][1]
+        or out.dtype != x.dtype
+        or out.shape[-1] != (rows_w >> 1 if silu_mul else rows_w)
+        or out.shape[:-1] != shape[:-1]
+        or not out.is_contiguous()
+        or (x.stride(-1) != 1 and k != 1)
+        or (len(shape) > 2 and not x.is_contiguous())
+    ):
+        raise ValueError(
+            f"linear planned for {problem}: got x {tuple(shape)} {x.dtype} strides {x.stride()}, out {tuple(out.shape)} "
+            f"{out.dtype} strides {out.stride()}; x's rows must be contiguous (all of x with more than 2 dimensions), out too"
+        )
+    if (bias is not None, residual is not None, silu_mul) != _EPILOGUES[values[5][1]]:
+        raise ValueError(f"linear planned for {problem}: the call has bias={bias is not None}, "
+                         f"residual={residual is not None}, silu_mul={silu_mul}")  # fmt: skip
+    if bias is not None and (bias.numel() != rows_w or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(f"linear planned for {problem}: bias must be a contiguous [{rows_w}] of x's dtype, got "
+                         f"{tuple(bias.shape)} {bias.dtype}")  # fmt: skip
+    if residual is not None and (
+        residual.shape != out.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        raise ValueError(f"linear planned for {problem}: residual must be contiguous, of out's shape {tuple(out.shape)} and "
+                         f"dtype, got {tuple(residual.shape)} {residual.dtype}")  # fmt: skip
+    first = weight[0]
+    if first.nbytes < _code_bytes(values[4][1], rows_w, k) or first.device != x.device or not first.is_contiguous():
+        raise ValueError(f"linear planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
+                         f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}")  # fmt: skip
+    return x.numel() // k
+
+
+def _code_bytes(scheme: str, n: int, k: int, _seen: dict[tuple[str, int, int], int] = {}) -> int:  # noqa: B006
+    key = (scheme, n, k)
+    found = _seen.get(key)
+    if found is None:
+        found = _seen[key] = n * QuantScheme.parse(scheme).code_bytes(k)
+    return found
+
+
+def like(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
+) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
+    rows = n
+    if not rows:
+        first = weight[0] if isinstance(weight, list | tuple) else weight
+        need(not isinstance(weight, list | tuple) or first.dim() == 2,
+             "linear: this packing does not tell the rows of W; pass n")  # fmt: skip
+        rows = first.shape[-2]
+    return (((*x.shape[:-1], rows // 2 if silu_mul else rows), x.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random arguments; the weight is a QuantTensor whose rows and columns have very different sizes.
+
+    So a wrong row, group or scale shows: the error is relative to each column of the output.
+    """
+    import torch
+
+    from gristmill.quant.rtn import quantize
+
+    generator = torch.Generator().manual_seed(seed)
+    m, n, k = (problem.integer(axis) for axis in "mnk")
+    dtype, scheme = torch_dtype(problem.text("x")), QuantScheme.parse(problem.text("w"))
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator)
+
+    x = normal(m, k) * torch.exp(0.5 * normal(m, 1))
+    weight = normal(n, k).to(device) * (torch.exp(0.5 * normal(n, 1)) / k**0.5).to(device)
+    g_idx = None
+    if problem["act_order"]:
+        size = scheme.group_size or k
+        g_idx = (torch.arange(k) // size)[torch.randperm(k, generator=generator)].to(device)
+    flags = problem.flags("epilogue")
+    columns = n // 2 if "silu_mul" in flags else n
+    bias = normal(n).to(dtype).to(device) if "bias" in flags else None
+    residual = normal(m, columns).to(dtype).to(device) if "residual" in flags else None
+    return [x.to(dtype).to(device), quantize(weight, scheme, g_idx=g_idx), bias, residual, "silu_mul" in flags, n, None]
+
+
+def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme.
+
+    A wrapped library whose packing is its own business declares no layout: its spec module has ``pack_weight``.
+    """
+    from gristmill.quant.packed import pack as packed
+
+    given = list(arguments)
+    weight = as_quant(given[1])
+    if kernel.layouts:
+        given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    else:
+        given[1] = import_module(kernel.module).pack_weight(weight)
+    return given
+
+
+def layout_for(kernel: Any, scheme: QuantScheme) -> Any:
+    """The first layout that `kernel` reads and that holds `scheme`; ValueError if there is none."""
+    from gristmill.kernel_registry.registry import default_registry
+
+    for name in kernel.layouts:
+        layout = default_registry().layout(name)
+        if layout.accepts(scheme):
+            return layout
+    raise ValueError(f"{kernel.name} reads {', '.join(kernel.layouts) or 'no layout'}; none of them holds {scheme}")
+
+
+def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+    """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x, of the worst column.
+
+    The divisor is what a sum of K such products is on average, so one wrong scale, group or row of W shows in its
+    column however small that is. |bias| and |residual| are added to it, being rounded with the sum; behind silu_mul
+    it goes through the derivative of silu(gate)·up.
+    """
+    import torch
+
+    x, weight, bias, residual, silu_mul = arguments[:5]
+    out, ref = (t.double().reshape(-1, t.shape[-1]) for t in (outputs[0], references[0]))
+    if out.numel() == 0:
+        return 0.0
+    weight = as_quant(weight)
+    rows = x.double().reshape(-1, x.shape[-1]).norm(dim=1, keepdim=True)
+    scale = rows * weight.dequantize().norm(dim=1).double() / weight.k**0.5
+    if bias is not None:
+        scale = scale + bias.double().abs()
+    if silu_mul:
+        z = product(x, weight).double().reshape(scale.shape) + (0 if bias is None else bias.double())
+        gate, up = z.chunk(2, 1)
+        of_gate, of_up = scale.chunk(2, 1)
+        scale = 1.1 * of_gate * up.abs() + of_up * (gate * gate.sigmoid()).abs() + 1e-3 * of_gate * of_up
+    if residual is not None:
+        scale = scale + residual.double().reshape(ref.shape).abs()
+    delta = torch.where(out == ref, 0.0, (out - ref).abs() / scale.clamp_min(1e-30))
+    return float(delta.square().mean(0).sqrt().max())
+
+
+def cost(problem: Problem) -> Cost:
+    """x and the weight read once, the output written once, and what the epilogue reads."""
+    m, n, k = (problem.integer(axis) for axis in "mnk")
+    item, flags = ITEM_BYTES[problem.text("x")], problem.flags("epilogue")
+    scheme = QuantScheme.parse(problem.text("w"))
+    columns = n // 2 if "silu_mul" in flags else n
+    moved = m * k + m * columns * (2 if "residual" in flags else 1) + (n if "bias" in flags else 0)
+    unit = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}[problem.text("x")]
+    if scheme.activation is not None:
+        unit = "int8" if scheme.activation.startswith("int8") else "fp8"
+    return Cost(bytes=moved * item + scheme.weight_bytes(n, k), flops=2 * m * n * k, unit=unit)
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """Rounding of the output and, in half precision, of the weight to the dtype of x.
+
+    The base is for many rows; over few the worst column of an RMS is further out.
+    """
+    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4e-3}[problem.text("x")]
+    return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
+
+
+def shrink(problem: Problem) -> Problem:
+    """At most 257 rows, and a cut-out of large weights with the same remainders of N and K."""
+    m, n, k = (problem.integer(axis) for axis in "mnk")
+    n = n if n <= LONGEST_N else 1024 + n % 512
+    k = k if k <= LONGEST_K else LONGEST_K - 512 + k % 512
+    return problem.with_values(m=min(m, VERIFIED_ROWS), n=n, k=k)
+
+
+OP = Op(
+    name="linear",
+    family="linear",
+    summary="y = x W^T with dense or quantized weights, and its epilogue",
+    axes=(
+        Axis("m", "int", "rows of x (tokens)", dynamic=True),
+        Axis("n", "int", "rows of W (output features; gate and up together for silu_mul)", minimum=1),
+        Axis("k", "int", "columns of W (input features)", minimum=1),
+        Axis("x", "dtype", "dtype of x, bias, residual and the output", default="bf16", choices=FLOATS),
+        Axis("w", "scheme", "how the weight is stored, and how x is quantized first, if it is", default="bf16"),
+        Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
+        Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
+    ),
+    arguments="Tensor x, Tensor[] weight, Tensor? bias=None, Tensor? residual=None, bool silu_mul=False, int n=0, "
+    "Tensor(w!)? workspace=None",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    shrink=shrink,
+    pack=pack,
+    unplanned=frozenset({"dense_v1"}),
+    bucket="m",
+    examples=(
+        "m=0,n=32,k=64,x=bf16", "m=1,n=1,k=1,x=fp32,w=fp32", "m=7,n=257,k=129,x=bf16", "m=3,n=40,k=67,x=fp16,w=fp16",
+        "m=33,n=96,k=256,x=fp32,w=fp32,epilogue=bias+residual+silu_mul", "m=2,n=30,k=64,x=bf16,w=fp32,epilogue=bias",
+        "m=1,n=257,k=256,x=bf16,w=int4_g128", "m=7,n=66,k=96,x=fp32,w=int4_g32_zp,epilogue=bias+silu_mul",
+        "m=5,n=48,k=192,x=fp16,w=int4_g64,act_order=true", "m=4,n=33,k=129,x=bf16,w=int4_ch_zp,epilogue=residual",
+        "m=2,n=17,k=129,x=bf16,w=int8_ch", "m=19,n=31,k=256,x=bf16,w=int8_g128", "m=3,n=50,k=77,x=fp32,w=fp8",
+        "m=1,n=65,k=129,x=fp16,w=fp8_ch", "m=9,n=257,k=129,x=bf16,w=fp8_block", "m=2,n=70,k=96,x=bf16,w=mxfp8",
+        "m=7,n=34,k=96,x=bf16,w=mxfp4,epilogue=bias", "m=6,n=39,k=144,x=bf16,w=nvfp4", "m=3,n=20,k=80,x=fp32,w=nvfp4",
+        "m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128", "m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token",
+    ),
+    bench=(
+        "m=1,n=4096,k=4096", "m=1,n=4096,k=4096,w=int4_g128", "m=16,n=4096,k=4096,w=int4_g128",
+        "m=256,n=4096,k=4096,w=int4_g128", "m=1,n=4096,k=4096,w=fp8_block", "m=1,n=4096,k=4096,w=mxfp4",
+        "m=1,n=4096,k=4096,w=nvfp4", "m=256,n=4096,k=4096",
+    ),
+)  # fmt: skip

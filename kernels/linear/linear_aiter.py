@@ -1,0 +1,76 @@
+"""fp8 weights per row with fp8 activations per token by AITER (AMD, MIT), probed by what the module offers.
+
+On PyPI `aiter` is an unrelated package: only a module with ``gemm_a8w8`` is taken for AMD's. CDNA3 multiplies e4m3fnuz:
+the same bits mean half there, so bytes are reinterpreted, -0 (NaN in fnuz) becomes 0, and both scales are doubled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+
+SCHEMES = ("fp8_ch.fp8_token", "fp8.fp8_token")
+
+
+def as_fnuz(values: Any) -> Any:
+    """e4m3fn values [...] -> e4m3fnuz of half the value, bit for bit but for -0."""
+    import torch
+
+    raw = values.view(torch.uint8)
+    return torch.where(raw == 0x80, torch.zeros_like(raw), raw).view(torch.float8_e4m3fnuz)
+
+
+def launch(
+    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+) -> None:
+    """x [..., K] bf16 or float16, the six tensors of plain_v1 in fp8_ch or fp8 -> out [..., N or N / 2]."""
+    import aiter
+    import torch
+
+    from gristmill.kernels.linear._epilogue import finish
+    from gristmill.quant.activations import quantize_activation
+
+    codes, scales = weight[0].view(torch.float8_e4m3fn), weight[1]
+    act = quantize_activation(x.reshape(-1, x.shape[-1]), "fp8_token")
+    values, of_x, of_w = act.values, act.scales, scales.float().view(1, -1)
+    if config["fnuz"]:
+        values, codes, of_x, of_w = as_fnuz(values), as_fnuz(codes), 2 * of_x, 2 * of_w
+    z = aiter.gemm_a8w8(values, codes, of_x, of_w, dtype=x.dtype)
+    finish(z.view(*x.shape[:-1], codes.shape[0]), bias, residual, silu_mul, out)
+
+
+def accepts(problem: Problem) -> str | None:
+    """fp8 weights per row or tensor, activations per token, half precision out."""
+    if problem.text("w") not in SCHEMES:
+        return f"multiplies {' and '.join(SCHEMES)}, not {problem.text('w')}"
+    if problem.text("x") == "fp32":
+        return "writes bf16 or float16, not fp32"
+    n, k = problem.integer("n"), problem.integer("k")
+    return None if k % 16 == 0 and n % 16 == 0 else f"needs K and N multiples of 16, got N={n}, K={k}"
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """Which e4m3 the device multiplies."""
+    return {"fnuz": "fp8.fnuz" in target.features}
+
+
+KERNEL = Kernel(
+    op="linear",
+    name="linear_aiter",
+    provider="aiter",
+    language="hip",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("amd",), offers=("aiter:gemm_a8w8",)),
+    summary="AITER gemm_a8w8",
+    accepts=accepts,
+    config=config,
+    layouts=("plain_v1",),
+    sources=("_epilogue.py",),
+    auto=False,
+    priority=60,
+    proven="",
+)

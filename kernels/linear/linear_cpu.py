@@ -1,0 +1,85 @@
+"""Linear in C++ for CPUs over cpu_rows16_v1 (`_linear_cpu.cpp`), every scheme, compiled for every ISA level."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.native import best_config, check, cpu_function
+
+ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6)
+FORMATS = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3, "mxfp8": 3, "fp32": 4, "fp16": 5, "bf16": 6}
+TYPES = {"fp32": 0, "fp16": 1, "bf16": 2, "fp8": 3, "uint8": 6}
+NONE, E8M0 = -1, 20
+_LEVEL = best_config("gm_linear_rows16")
+
+
+def launch(
+    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+) -> None:
+    """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
+    codes, scales, zeros, row_scale, perm = weight
+    k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
+    columns = codes.shape[1] * config["columns"]
+    group = config["group"] or columns
+    blocks, ordered = -(-rows // 16), perm.numel()
+    if codes.shape[0] != blocks or columns < k * (not ordered) or (ordered and ordered != columns):
+        raise ValueError(
+            f"linear_cpu: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
+        )
+    scaled, zeroed = scales.numel(), zeros.numel()
+    if (scaled and scaled != blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
+        raise ValueError(f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
+                         f"in groups of {group}")  # fmt: skip
+    scale_type = NONE if not scaled else E8M0 if config["e8m0"] else TYPES[dtype_name(scales.dtype)]
+    code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(
+        x.data_ptr(), row_stride(x), codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
+        row_scale.data_ptr() if row_scale.numel() else None, perm.data_ptr() if ordered else None,
+        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(), out.data_ptr(),
+        x.numel() // k, rows, k, columns, group, config["format"], scale_type,
+        TYPES[dtype_name(zeros.dtype)] if zeroed else NONE, 0 if zeroed else config["zero"], int(silu_mul),
+        CPU_DTYPE[dtype_name(x.dtype)],
+    )  # fmt: skip
+    check(code, "linear_cpu")
+
+
+def accepts(problem: Problem) -> str | None:
+    """Weight-only and dense schemes."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    return None if scheme.activation is None else f"takes activations in their own dtype, not {scheme.activation}"
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The code level, and what the scheme says of a packed weight: columns a line, group (0 = row), zero, format."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    return {
+        **_LEVEL(problem, target),
+        "format": FORMATS[scheme.weight],
+        "columns": 32 // scheme.bits,
+        "group": scheme.group_size or 0,
+        "zero": scheme.implicit_zero,
+        "e8m0": scheme.scale_dtype == "e8m0",
+    }
+
+
+KERNEL = Kernel(
+    op="linear",
+    name="linear_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="16 output rows a vector, codes decoded exactly, groups summed in float32",
+    accepts=accepts,
+    config=config,
+    layouts=("cpu_rows16_v1",),
+    sources=("_linear_cpu.cpp", "_linear_decode.h"),
+    batch_invariant=True,
+    priority=100,
+)

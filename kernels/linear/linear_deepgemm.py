@@ -1,0 +1,65 @@
+"""fp8_block weights with fp8 activations by DeepGEMM (DeepSeek, MIT), probed by what the module offers.
+
+On package indexes `deep-gemm` is another project: only a module with ``fp8_gemm_nt`` is taken for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+
+
+def launch(
+    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+) -> None:
+    """x [..., K] bf16, the six tensors of plain_v1 in fp8_block -> out [..., N or N / 2].
+
+    x is quantized here, per token and 128 columns; DeepGEMM brings the scales into its own order.
+    """
+    import deep_gemm
+    import torch
+
+    from gristmill.kernels.linear._epilogue import finish
+    from gristmill.quant.activations import quantize_activation
+
+    codes, scales, k = weight[0], weight[1], x.shape[-1]
+    rows = codes.shape[0]
+    if tuple(scales.shape) != (-(-rows // 128), -(-k // 128)):
+        raise ValueError(f"linear_deepgemm: block scales must be whole 128 x 128 blocks of [{rows}, {k}], got "
+                         f"{tuple(scales.shape)}: fused or sharded inside a block")  # fmt: skip
+    act = quantize_activation(x.reshape(-1, k), "fp8_g128")
+    plain = bias is None and residual is None and not silu_mul
+    z = out.view(-1, rows) if plain else torch.empty(act.values.shape[0], rows, dtype=x.dtype, device=x.device)
+    deep_gemm.fp8_gemm_nt((act.values, act.scales), (codes.view(torch.float8_e4m3fn), scales), z)
+    if not plain:
+        finish(z.view(*x.shape[:-1], rows), bias, residual, silu_mul, out)
+
+
+def accepts(problem: Problem) -> str | None:
+    """DeepSeek's format, bf16 in and out, whole blocks along K."""
+    if problem.text("w") != "fp8_block.fp8_g128":
+        return f"multiplies fp8_block.fp8_g128, not {problem.text('w')}"
+    if problem.text("x") != "bf16":
+        return f"writes bf16, not {problem.text('x')}"
+    n, k = problem.integer("n"), problem.integer("k")
+    return None if k % 128 == 0 and n % 64 == 0 else f"needs K a multiple of 128 and N of 64, got N={n}, K={k}"
+
+
+KERNEL = Kernel(
+    op="linear",
+    name="linear_deepgemm",
+    provider="deepgemm",
+    language="cuda",
+    target=f"{__name__}:launch",
+    requires=Requirement.any({"wgmma", "tma"}, {"tcgen05"}, vendors=("nvidia",), offers=("deep_gemm:fp8_gemm_nt",)),
+    summary="DeepGEMM fp8_gemm_nt",
+    accepts=accepts,
+    layouts=("plain_v1",),
+    sources=("_epilogue.py",),
+    auto=False,
+    priority=60,
+    proven="",
+)

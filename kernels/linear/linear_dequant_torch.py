@@ -1,0 +1,72 @@
+"""Quantized linear in torch alone: rows of the weight are dequantized a few at a time and multiplied. Runs anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+
+CHUNK = 1 << 22
+"""Weights dequantized at a time: 16 MB of float32."""
+
+
+def launch(
+    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+) -> None:
+    """x [..., K], a weight packed as plain_v1 or cpu_rows16_v1 -> out [..., N or N / 2].
+
+    bf16 activations meet the weight rounded to bf16; float16 and float32 ones meet it in float32.
+    """
+    import torch
+
+    from gristmill.kernels.linear._epilogue import finish
+    from gristmill.kernels.linear._slots import dequantize_rows, gather, perm_of
+    from gristmill.quant.activations import quantize_activation
+
+    scheme = QuantScheme.parse(str(config["scheme"]))
+    k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
+    flat = x.reshape(-1, k)
+    if scheme.activation is not None:
+        flat = quantize_activation(flat, scheme.activation).dequantize()
+    elif x.dtype != torch.bfloat16:
+        flat = flat.float()
+    flat = gather(flat, perm_of(weight))
+    z = torch.empty(flat.shape[0], rows, dtype=flat.dtype, device=x.device)
+    step = max(16, CHUNK // k // 16 * 16)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        part = dequantize_rows(weight, scheme, k, start, stop).to(flat.dtype)
+        z[:, start:stop] = flat @ part.T
+    finish(
+        z, bias, None if residual is None else residual.view(-1, out.shape[-1]), silu_mul, out.view(-1, out.shape[-1])
+    )
+
+
+def accepts(problem: Problem) -> str | None:
+    """Quantized weights, with any activation format."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    return "multiplies quantized weights, not dense ones" if scheme.is_dense else None
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The scheme, which packed tensors do not tell."""
+    return {"scheme": problem.text("w")}
+
+
+KERNEL = Kernel(
+    op="linear",
+    name="linear_dequant_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="dequantize rows, then torch's product",
+    accepts=accepts,
+    config=config,
+    layouts=("plain_v1", "cpu_rows16_v1"),
+    sources=("_epilogue.py", "_slots.py"),
+)

@@ -1,0 +1,86 @@
+"""A weight as a layer keeps it: packed in the layouts of its plan, with what the `linear` operation has to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.kernel_registry.scheme import QuantScheme
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """One [N, K] weight in one or more layouts.
+
+    packed: layout name -> its tensors, in slot order. A layer binds a plan for `problem(...)`, packs for the layouts of
+    that plan, and passes `tensors(layout)` and `n` with every call.
+    """
+
+    scheme: QuantScheme
+    n: int
+    k: int
+    act_order: bool
+    packed: Mapping[str, list[Any]]
+
+    @staticmethod
+    def pack(weight: Any, layouts: Iterable[str]) -> LinearWeight:
+        """Pack a QuantTensor (or a dense [N, K] tensor) in each of `layouts`; the QuantTensor may be dropped afterwards.
+
+        Raises ValueError when no layout is given, one does not hold the scheme, or the weight is not [N, K].
+        """
+        from gristmill.kernels.linear.linear import as_quant
+        from gristmill.quant.packed import pack
+
+        weight, names = as_quant(weight), list(layouts)
+        if weight.lead:
+            raise ValueError(f"LinearWeight holds one [N, K] matrix, got {weight}")
+        if not names:
+            raise ValueError("LinearWeight needs at least one layout: those of the layer's plan")
+        packed = {name: pack(weight, name).tensors for name in names}
+        return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, packed)
+
+    @staticmethod
+    def pack_for(weight: Any, kernel: Any) -> LinearWeight:
+        """Pack for one kernel, in its first layout that holds the scheme, or in its library's own order."""
+        from gristmill.kernels.linear.linear import as_quant, layout_for, pack
+
+        weight = as_quant(weight)
+        tensors = pack(kernel, [None, weight])[1]
+        name = layout_for(kernel, weight.scheme).name if kernel.layouts else kernel.name
+        return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, {name: tensors})
+
+    def problem(self, x: str, *, bias: bool = False, residual: bool = False, silu_mul: bool = False) -> str:
+        """The static problem of a layer with this weight, for activations of dtype `x` (``bf16``)."""
+        return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)
+
+    def tensors(self, layout: str | None = None) -> list[Any]:
+        """The tensors of a layout (None: the only one)."""
+        if layout is None:
+            if len(self.packed) != 1:
+                raise ValueError(f"this weight is packed as {', '.join(self.packed)}: say which layout")
+            return next(iter(self.packed.values()))
+        if layout not in self.packed:
+            raise ValueError(f"this weight is packed as {', '.join(self.packed)}, not as {layout}")
+        return self.packed[layout]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every packing."""
+        return sum(t.numel() * t.element_size() for tensors in self.packed.values() for t in tensors)
+
+
+def problem_of(
+    scheme: QuantScheme | str,
+    n: int,
+    k: int,
+    x: str,
+    bias: bool = False,
+    residual: bool = False,
+    silu_mul: bool = False,
+    act_order: bool = False,
+) -> str:
+    """The static problem text of a linear layer before its weight exists."""
+    flags = [name for name, on in (("bias", bias), ("residual", residual), ("silu_mul", silu_mul)) if on]
+    text = f"n={n},k={k},x={x},w={scheme},epilogue={'+'.join(flags) or 'none'}"
+    return text + (",act_order=true" if act_order else "")

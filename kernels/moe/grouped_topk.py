@@ -1,0 +1,251 @@
+"""Grouped top-k: which experts a token goes to, and with what weight (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+
+Plain softmax top-k (Mixtral, Qwen3-MoE) is the same with one group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
+
+MOST_EXPERTS = 4096
+SCORINGS = ("sigmoid", "softmax")
+NEAR_TIE = 1e-6
+"""Selection scores closer than this (relative to score + |bias|), but not equal, may be ordered either way."""
+
+
+def reference(
+    logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
+    renormalize: bool = True, scale: float = 1.0,
+) -> tuple[Any, Any]:  # fmt: skip
+    """logits [..., E], bias float32 [E] or None -> weights float32 [..., top_k], ids int32 [..., top_k].
+
+    score = sigmoid(logit), or softmax over all E, in float32. choice = score + bias. A group (E / n_group neighbours)
+    counts as the sum of its two best choices, or its best one without bias; the best topk_group groups are kept, and
+    the best top_k experts among them are chosen. weight = score (without bias), divided by their sum + 1e-20 when
+    renormalize, times scale.
+
+    Order: descending choice; equal choices (and equal groups) go to the lower index. A NaN choice ranks as -inf, so ids are
+    always top_k different experts of the kept groups; its weight stays NaN.
+    """
+    import torch
+
+    wide = logits.float()
+    scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    weights, ids = choose(scores, top_k, bias, n_group, topk_group)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, ids.to(torch.int32)
+
+
+def choose(scores: Any, top_k: int, bias: Any, n_group: int, topk_group: int) -> tuple[Any, Any]:
+    """The scores and int64 ids of the experts that float32 scores [..., E] choose."""
+    choice = scores if bias is None else scores + bias
+    keys = _keys(choice)
+    if topk_group < n_group:
+        grouped = choice.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).unflatten(-1, (n_group, -1))
+        best = grouped.topk(1 if bias is None else min(2, grouped.shape[-1]), -1).values.sum(-1)
+        kept = _keys(best).topk(topk_group, -1).indices
+        inside = keys.new_zeros(best.shape).scatter_(-1, kept, 1).bool()
+        keys = keys.unflatten(-1, (n_group, -1)).masked_fill(~inside[..., None], -1).flatten(-2)
+    ids = keys.topk(top_k, -1).indices
+    return scores.gather(-1, ids), ids
+
+
+def _keys(values: Any) -> Any:
+    """Distinct non-negative int64 keys in the order of float32 values [..., N]; the lower index is the larger of equals."""
+    import torch
+
+    values = torch.where(values == 0, 0.0, values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+    bits = values.view(torch.int32).long()
+    ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
+    n = values.shape[-1]
+    return ordered * MOST_EXPERTS + torch.arange(n - 1, -1, -1, device=values.device)
+
+
+def describe(
+    logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
+    renormalize: bool = True, scale: float = 1.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    rows = rows_of("grouped_topk: logits", logits)
+    experts = logits.shape[-1]
+    if dtype_name(logits.dtype) not in FLOATS:
+        raise TypeError(f"grouped_topk: logits must be {', '.join(FLOATS)}, got {logits.dtype}")
+    need(1 <= experts <= MOST_EXPERTS, f"grouped_topk: 1 to {MOST_EXPERTS} experts, got {experts}")
+    need(n_group >= 1 and experts % n_group == 0, f"grouped_topk: n_group {n_group} does not divide {experts} experts")
+    need(1 <= topk_group <= n_group, f"grouped_topk: topk_group must be 1 to {n_group} (n_group), got {topk_group}")
+    kept = experts // n_group * topk_group
+    need(1 <= top_k <= kept, f"grouped_topk: top_k must be 1 to {kept} (experts of the kept groups), got {top_k}")
+    need(scoring in SCORINGS, f"grouped_topk: scoring is {' or '.join(SCORINGS)}, got {scoring!r}")
+    need(math.isfinite(scale), f"grouped_topk: scale must be finite, got {scale}")
+    if bias is not None:
+        if str(bias.dtype) != "torch.float32":
+            raise TypeError(f"grouped_topk: bias must be float32, got {bias.dtype}")
+        need(tuple(bias.shape) == (experts,) and bias.is_contiguous(),
+             f"grouped_topk: bias must be a contiguous [{experts}], got {tuple(bias.shape)}")  # fmt: skip
+        need(bias.device == logits.device, f"grouped_topk: bias is on {bias.device}, logits on {logits.device}")
+    return {"m": rows, "e": experts, "top_k": top_k, "n_group": n_group, "topk_group": topk_group,
+            "x": dtype_name(logits.dtype), "scoring": scoring, "bias": bias is not None,
+            "renormalize": renormalize}  # fmt: skip
+
+
+def guard(
+    problem: Problem, logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str, renormalize: bool,
+    scale: float, weights: Any, ids: Any,
+) -> int:  # fmt: skip
+    """Rows of a planned call; ValueError if it is not one of `problem`."""
+    values = [value for _, value in problem.values]
+    experts = values[1]
+    lead = logits.shape[:-1]
+    found = [None, logits.shape[-1], top_k, n_group, topk_group, dtype_name(logits.dtype), scoring, bias is not None,
+             renormalize]  # fmt: skip
+    if found[1:] != values[1:] or (bias is not None and (bias.shape != (experts,) or not bias.is_contiguous()
+                                                         or dtype_name(bias.dtype) != "fp32")):  # fmt: skip
+        raise ValueError(f"grouped_topk planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype}, "
+                         f"{top_k} of {n_group} groups ({topk_group} kept), {scoring}, bias {bias is not None}")  # fmt: skip
+    for name, out, dtype in (("weights", weights, "fp32"), ("ids", ids, "int32")):
+        if out.shape != (*lead, top_k) or not out.is_contiguous() or dtype_name(out.dtype) != dtype:
+            raise ValueError(f"grouped_topk: {name} must be a contiguous {(*lead, top_k)} {dtype}, got {tuple(out.shape)} "
+                             f"{out.dtype}")  # fmt: skip
+    if not logits.is_contiguous():
+        rows_of("grouped_topk: logits", logits)
+    return logits.numel() // experts
+
+
+def like(
+    logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
+    renormalize: bool = True, scale: float = 1.0,
+) -> tuple[tuple[Any, Any], ...]:  # fmt: skip
+    """Shape and dtype of the outputs."""
+    import torch
+
+    shape = (*logits.shape[:-1], top_k)
+    return (shape, torch.float32), (shape, torch.int32)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random logits, with ties; a bias large enough to change what is chosen."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    m, e = problem.integer("m"), problem.integer("e")
+    logits = 1.5 * torch.randn(m, e, generator=generator)
+    tied = torch.rand(m, e, generator=generator) < 0.1
+    logits = torch.where(tied, torch.full_like(logits, 1.25), logits)
+    bias = None
+    if problem["bias"]:
+        spread = 0.1 if problem.text("scoring") == "sigmoid" else 0.5 / e
+        bias = (spread * torch.randint(-3, 4, (e,), generator=generator).float()).to(device)
+    return [logits.to(torch_dtype(problem.text("x"))).to(device), problem.integer("top_k"), bias, problem.integer("n_group"),
+            problem.integer("topk_group"), problem.text("scoring"), bool(problem["renormalize"]), 2.5]  # fmt: skip
+
+
+def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+    """Largest relative error of a weight, infinite when the ids of a row differ from the reference's.
+
+    A row whose decision hangs on two choices that differ by less than `NEAR_TIE` in float64, but are not equal, is excused
+    from equal ids: float32 sigmoids differ in the last place. One row, and one in 100, may need it.
+    """
+    import torch
+
+    weights, ids = outputs
+    wanted, wanted_ids = references
+    if ids.numel() == 0:
+        return 0.0
+    rows = ids.shape[-1]
+    differ = (ids != wanted_ids).reshape(-1, rows).any(-1)
+    if differ.any():
+        excused = near_ties(*arguments[:6]).reshape(-1) & differ
+        if int(excused.sum()) != int(differ.sum()) or int(excused.sum()) > 1 + differ.numel() // 100:
+            return math.inf
+    same = ~differ
+    out, ref = weights.double().reshape(-1, rows)[same], wanted.double().reshape(-1, rows)[same]
+    delta = torch.where((out == ref) | ref.isnan(), 0.0, (out - ref).abs() / ref.abs().clamp_min(1e-30))
+    return float(delta.max()) if delta.numel() else 0.0
+
+
+def near_ties(logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str) -> Any:
+    """Whether each row's decision hangs on a difference below `NEAR_TIE`, which float32 cannot tell: bool [...]."""
+    import torch
+
+    wide = logits.double()
+    scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    offset = torch.zeros_like(scores[..., :1]) if bias is None else bias.double()
+    choice, size = scores + offset, (scores + offset.abs()).expand_as(scores)
+    close = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+
+    def mark(values: Any, sizes: Any, cuts: slice) -> Any:
+        ordered, order = values.sort(-1, descending=True)
+        gap = (ordered[..., :-1] - ordered[..., 1:])[..., cuts]
+        return ((gap > 0) & (gap < NEAR_TIE * sizes.gather(-1, order)[..., :-1][..., cuts])).any(-1)
+
+    if topk_group < n_group:
+        grouped = choice.unflatten(-1, (n_group, -1))
+        top = grouped.topk(1 if bias is None else min(2, grouped.shape[-1]), -1)
+        sizes = size.unflatten(-1, (n_group, -1)).gather(-1, top.indices).sum(-1)
+        close |= mark(top.values.sum(-1), sizes, slice(topk_group - 1, topk_group))
+        kept = top.values.sum(-1).topk(topk_group, -1).indices
+        inside = torch.zeros_like(top.values[..., 0]).scatter_(-1, kept, 1).bool()
+        choice = grouped.masked_fill(~inside[..., None], -math.inf).flatten(-2)
+    return close | mark(choice, size, slice(0, top_k))
+
+
+def cost(problem: Problem) -> Cost:
+    """Logits and bias read once, weights and ids written once."""
+    m, e, k = problem.integer("m"), problem.integer("e"), problem.integer("top_k")
+    return Cost(bytes=m * e * ITEM_BYTES[problem.text("x")] + (4 * e if problem["bias"] else 0) + 8 * m * k,
+                flops=m * e * (4 + k), unit="fp32")  # fmt: skip
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """ids exact; weights within some float32 rounding steps (a softmax and a sum)."""
+    return Tolerance("relative", 4e-6)
+
+
+
+
+OP = Op(
+    name="grouped_topk",
+    family="moe",
+    summary="expert choice: scores, groups, top-k, weights",
+    axes=(
+        Axis("m", "int", "tokens", dynamic=True),
+        Axis("e", "int", "experts", minimum=1),
+        Axis("top_k", "int", "experts a token", minimum=1),
+        Axis("n_group", "int", "groups of experts", default=1, minimum=1),
+        Axis("topk_group", "int", "groups kept", default=1, minimum=1),
+        Axis("x", "dtype", "dtype of the logits", default="fp32", choices=FLOATS),
+        Axis("scoring", "choice", "score of a logit", default="softmax", choices=SCORINGS),
+        Axis("bias", "bool", "a bias for the choice alone", default=False),
+        Axis("renormalize", "bool", "weights of a token sum to scale", default=True),
+    ),
+    arguments="Tensor logits, int top_k, Tensor? bias=None, int n_group=1, int topk_group=1, str scoring='softmax', "
+    "bool renormalize=True, float scale=1.0",
+    outputs=("weights", "ids"),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    bucket="m",
+    examples=(
+        "m=0,e=16,top_k=2", "m=1,e=16,top_k=2,n_group=8,topk_group=2,x=bf16,scoring=sigmoid,bias=true",
+        "m=33,e=128,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
+        "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
+        "m=33,e=384,top_k=8,x=bf16,scoring=sigmoid,bias=true", "m=5,e=512,top_k=22,scoring=sigmoid,bias=true",
+        "m=7,e=60,top_k=4,renormalize=false", "m=9,e=160,top_k=6,n_group=8,topk_group=3,x=fp16,renormalize=false",
+        "m=17,e=8,top_k=2,x=bf16", "m=3,e=1,top_k=1", "m=4,e=12,top_k=3,n_group=12,topk_group=5,bias=true",
+    ),
+    bench=("m=1,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
+           "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
+           "m=4096,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true", "m=64,e=128,top_k=8,x=bf16"),
+)  # fmt: skip

@@ -1,0 +1,31 @@
+"""Grouped top-k by torch: `topk` over integer keys, which makes ties deterministic on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.moe.grouped_topk import reference
+
+
+def launch(
+    config: Config, logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str, renormalize: bool,
+    scale: float, weights: Any, ids: Any,
+) -> None:  # fmt: skip
+    """logits [..., E] -> weights, ids [..., top_k]. The reference is plain torch operators: this runs it."""
+    found = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)
+    weights.copy_(found[0])
+    ids.copy_(found[1])
+
+
+KERNEL = Kernel(
+    op="grouped_topk",
+    name="grouped_topk_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch.topk over distinct integer keys",
+    batch_invariant=True,
+)

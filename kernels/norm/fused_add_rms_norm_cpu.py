@@ -1,0 +1,40 @@
+"""Residual addition and RMSNorm in C++ for CPUs (`_fused_add_rms_norm_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.native import best_config, check, cpu_function
+
+ARGUMENTS = (
+    c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int,
+)  # fmt: skip
+
+
+def launch(config: Config, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
+    """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
+    n = x.shape[-1]
+    code = cpu_function("gm_fused_add_rms_norm", config["level"], ARGUMENTS)(
+        x.data_ptr(), row_stride(x), residual.data_ptr(), row_stride(residual), weight.data_ptr(), out.data_ptr(),
+        row_stride(out), x.numel() // n, n, eps, CPU_DTYPE[dtype_name(x.dtype)],
+    )  # fmt: skip
+    check(code, "fused_add_rms_norm_cpu")
+
+
+KERNEL = Kernel(
+    op="fused_add_rms_norm",
+    name="fused_add_rms_norm_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="one row a task, the sum stored and squared in one pass",
+    config=best_config("gm_fused_add_rms_norm"),
+    sources=("_fused_add_rms_norm_cpu.cpp",),
+    batch_invariant=True,
+    priority=100,
+)

@@ -1,0 +1,75 @@
+"""Rotary embedding in Triton: one program a token and tile of heads; the tiles of k follow those of q."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+
+
+@triton.jit
+def rotary_embedding_kernel(
+    q, k, positions, cos_sin, q_token, q_head, k_token, k_head, q_heads, k_heads, rows, q_tiles,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    pair = tl.arange(0, BLOCK)
+    position = tl.load(positions + token) + tl.zeros([BLOCK], dtype=tl.int64)
+    # A position outside the table is never read: its NaN marks the token.
+    known = (pair < HALF) & (position >= 0) & (position < rows)
+    entry = cos_sin + position * (2 * HALF) + pair
+    cos = tl.load(entry, mask=known, other=float("nan"))[None, :]
+    sin = tl.load(entry + HALF, mask=known, other=float("nan"))[None, :]
+    if tile < q_tiles:
+        head = (tile * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+        inside = (head < q_heads) & (pair < HALF)[None, :]
+        base = q + token * q_token + head * q_head
+    else:
+        head = ((tile - q_tiles) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+        inside = (head < k_heads) & (pair < HALF)[None, :]
+        base = k + token * k_token + head * k_head
+    if INTERLEAVED:
+        first = base + 2 * pair[None, :]
+        second = first + 1
+    else:
+        first = base + pair[None, :]
+        second = first + HALF
+    a = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(second, mask=inside, other=0.0).to(tl.float32)
+    tl.store(first, (a * cos - b * sin).to(q.dtype.element_ty), mask=inside)
+    tl.store(second, (b * cos + a * sin).to(q.dtype.element_ty), mask=inside)
+
+
+def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+    """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
+    tokens, q_heads, _ = q.shape
+    k_heads = 0 if k is None else k.shape[1]
+    k = q if k is None else k
+    heads, (rows, rot) = config["heads"], cos_sin.shape
+    q_tiles, k_tiles = -(-q_heads // heads), -(-k_heads // heads)
+    if tokens:
+        rotary_embedding_kernel[(tokens, q_tiles + k_tiles)](
+            q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_heads, k_heads, rows, q_tiles,
+            HALF=rot // 2, BLOCK=triton.next_power_of_2(rot // 2), HEADS=heads, INTERLEAVED=bool(interleaved),
+            num_warps=config["warps"],
+        )  # fmt: skip
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: both styles, in bf16."""
+    pointers = {"q": "*bf16", "k": "*bf16", "positions": "*i64", "cos_sin": "*fp32"}
+    names = ("q_token", "q_head", "k_token", "k_head", "q_heads", "k_heads", "rows", "q_tiles")
+    sizes = dict.fromkeys(names, "i32")
+    return [
+        AotCase(
+            style, rotary_embedding_kernel, pointers | sizes,
+            {"HALF": 64, "BLOCK": 64, "HEADS": 16, "INTERLEAVED": style == "gptj"}, {"num_warps": 4},
+        )
+        for style in ("neox", "gptj")
+    ]  # fmt: skip

@@ -1,0 +1,192 @@
+"""Rotary position embedding of queries and keys, in place (Su et al., "RoFormer", 2021).
+
+Pair i of a head, (a, b), turns by the angle of its position: (a·cos − b·sin, b·cos + a·sin). Pairs are the two halves of
+the rotated part (GPT-NeoX, Llama) or its neighbours (GPT-J, DeepSeek). Only the first rot elements of a head turn
+(partial rotary); a model that rotates another slice, as DeepSeek does, passes that slice as a strided view.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+
+STYLES = ("neox", "gptj")
+TABLE_ROWS = 4096
+"""Positions in the table of generated arguments."""
+
+
+def reference(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+    """q [T, Hq, D] and k [T, Hk, D] (or None), written in place; positions int64 [T]; cos_sin float32 [P, rot].
+
+    Row p of cos_sin holds the cosines, then the sines, of position p (see `gristmill.kernels.rope.cache`). Computed in
+    float32, rounded once. The rotated part of a token whose position is not in [0, P) becomes NaN.
+    """
+    import torch
+
+    rows, rot = cos_sin.shape
+    known = (positions >= 0) & (positions < rows)
+    table = torch.where(known[:, None], cos_sin[positions.clamp(0, rows - 1)], torch.nan)[:, None, :]
+    cos, sin = table[..., : rot // 2], table[..., rot // 2 :]
+    first, second = pairs(rot, interleaved)
+    for x in (q, k):
+        if x is not None:
+            part = x[..., :rot]
+            a, b = part[..., first].float(), part[..., second].float()
+            turned = a * cos - b * sin, b * cos + a * sin  # both before either is written: a and b may be views of x
+            part[..., first], part[..., second] = (value.to(x.dtype) for value in turned)
+
+
+def pairs(rot: int, interleaved: bool) -> tuple[slice, slice]:
+    """Where the first and the second elements of the pairs are in the rotated part of a head."""
+    if interleaved:
+        return slice(0, rot, 2), slice(1, rot, 2)
+    return slice(0, rot // 2), slice(rot // 2, rot)
+
+
+def describe(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> dict[str, Any]:
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    name = "rotary_embedding"
+    for which, x in (("q", q), ("k", k)):
+        if x is None and which == "k":
+            continue
+        need(x.dim() == 3, f"{name}: {which} must be [tokens, heads, head size], got {tuple(x.shape)}")
+        need(x.stride(2) == 1 or x.shape[2] == 1, f"{name}: a head of {which} must be contiguous, got strides {x.stride()}")
+        need(_separate(x), f"{name}: {which} is written in place, but its heads overlap: shape {tuple(x.shape)} with "
+             f"strides {x.stride()}")  # fmt: skip
+        need(x.shape[0] == q.shape[0], f"{name}: k has {x.shape[0]} tokens, q {q.shape[0]}")
+        need(x.shape[2] == q.shape[2], f"{name}: heads of k have {x.shape[2]} elements, those of q {q.shape[2]}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: k must have q's dtype {q.dtype}, got {x.dtype}")
+    need(tuple(positions.shape) == (q.shape[0],), f"{name}: positions must be [{q.shape[0]}], got {tuple(positions.shape)}")
+    need(positions.is_contiguous(), f"{name}: positions must be contiguous")
+    need(cos_sin.dim() == 2 and cos_sin.shape[0] > 0, f"{name}: cos_sin must be [positions, rot], got {tuple(cos_sin.shape)}")
+    rot = cos_sin.shape[1]
+    need(rot % 2 == 0 and 2 <= rot <= q.shape[2],
+         f"{name}: cos_sin's row of {rot} must be even and at most the head size {q.shape[2]}")  # fmt: skip
+    need(cos_sin.is_contiguous(), f"{name}: cos_sin must be contiguous")
+    for which, x, wanted in (("positions", positions, "int64"), ("cos_sin", cos_sin, "fp32")):
+        if dtype_name(x.dtype) != wanted:
+            raise TypeError(f"{name}: {which} must be {wanted}, got {x.dtype}")
+    for which, x in (("k", k), ("positions", positions), ("cos_sin", cos_sin)):
+        need(x is None or x.device == q.device, f"{name}: {which} is on another device than q ({q.device})")
+    return {
+        "t": q.shape[0], "hq": q.shape[1], "hk": 0 if k is None else k.shape[1], "d": q.shape[2], "rot": rot,
+        "style": STYLES[bool(interleaved)], "x": dtype_name(q.dtype),
+    }  # fmt: skip
+
+
+def _separate(x: Any) -> bool:
+    """Whether no two heads share memory: tokens outside heads, or heads outside tokens."""
+    (tokens, heads, size), (by_token, by_head, _) = x.shape, x.stride()
+    by_token, by_head = (by_token if tokens > 1 else 1 << 62), (by_head if heads > 1 else 1 << 62)
+    inner, count, outer = (by_head, heads, by_token) if by_head <= by_token else (by_token, tokens, by_head)
+    return inner >= size and outer >= inner * (count - 1) + size if inner < 1 << 62 else True
+
+
+def guard(problem: Problem, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> int:
+    """Tokens of a planned call; ValueError if it is not one of `problem`."""
+    (_, _), (_, hq), (_, hk), (_, d), (_, rot), (_, style), (_, x) = problem.values
+    shape, kind = q.shape, q.dtype
+    tokens = shape[0]
+    fits = (
+        shape == (tokens, hq, d) and dtype_name(kind) == x and positions.shape == (tokens,)
+        and cos_sin.shape[-1] == rot and cos_sin.dim() == 2 and dtype_name(positions.dtype) == "int64"
+        and dtype_name(cos_sin.dtype) == "fp32" and STYLES[interleaved] == style
+        and ((k is None and hk == 0) or (k is not None and k.shape == (tokens, hk, d) and k.dtype == kind))
+    )  # fmt: skip
+    if not (fits and _plain(q) and (k is None or _plain(k)) and positions.is_contiguous() and cos_sin.is_contiguous()):
+        # Described whole: other strides pass, and what does not fit is named.
+        found = describe(q, k, positions, cos_sin, interleaved)
+        if not fits:
+            raise ValueError(f"rotary_embedding planned for {problem}: got {found}")
+    return int(tokens)
+
+
+def _plain(x: Any) -> bool:
+    """Whether heads lie apart inside tokens that lie apart, the order of every projection's output."""
+    (_, heads, size), (by_token, by_head, unit) = x.shape, x.stride()
+    return bool(unit == 1 and by_head >= size and by_token >= by_head * (heads - 1) + size)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Random arguments; the positions include the first and the last of the table."""
+    import torch
+
+    from gristmill.kernels.rope.cache import RopeParameters, rope_cache
+
+    generator = torch.Generator().manual_seed(seed)
+    t, hq, hk, d, rot = (problem.integer(axis) for axis in ("t", "hq", "hk", "d", "rot"))
+    dtype = torch_dtype(problem.text("x"))
+    q, k = (torch.randn(t, heads, d, generator=generator).to(dtype).to(device) for heads in (hq, hk))
+    positions = torch.randint(0, TABLE_ROWS, (t,), generator=generator)
+    positions[:2] = torch.tensor([TABLE_ROWS - 1, 0])[:t]
+    table = rope_cache(rot, TABLE_ROWS, RopeParameters())
+    return [q, k if hk else None, positions.to(device), table.to(device), problem.text("style") == "gptj"]
+
+
+def cost(problem: Problem) -> Cost:
+    """The rotated part read and written once, a row of the table and a position read for each token."""
+    t, heads = problem.integer("t"), problem.integer("hq") + problem.integer("hk")
+    rot, item = problem.integer("rot"), ITEM_BYTES[problem.text("x")]
+    return Cost(bytes=t * (2 * heads * rot * item + rot * 4 + 8), flops=3 * t * heads * rot, unit="fp32")
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """One rounding step of the dtype, of the length of the pair (a rotation keeps it)."""
+    return Tolerance("pairs", {"fp32": 4e-7, "fp16": 1.1e-3, "bf16": 8.5e-3}[problem.text("x")])
+
+
+def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
+    """Largest |Δ| of a rotated element / length of its pair; infinite if an element past the rotated part changed."""
+    rot = problem.integer("rot")
+    first, second = pairs(rot, problem.text("style") == "gptj")
+    worst = 0.0
+    for out, ref in zip(outputs, references, strict=True):
+        if not out[..., rot:].equal(ref[..., rot:]):
+            return math.inf
+        if out.numel():
+            a, b, x, y = (side[..., part].double() for side in (ref, out) for part in (first, second))
+            length = (a.square() + b.square()).sqrt().clamp_min(1e-30)
+            both = ((x - a).abs().maximum((y - b).abs()) / length).nan_to_num(0.0)
+            worst = max(worst, float(both.max()))
+    return worst
+
+
+OP = Op(
+    name="rotary_embedding",
+    family="rope",
+    summary="rotary position embedding of q and k, in place",
+    axes=(
+        Axis("t", "int", "tokens", dynamic=True),
+        Axis("hq", "int", "heads of q", minimum=1),
+        Axis("hk", "int", "heads of k; 0 = only q is rotated", default=0),
+        Axis("d", "int", "elements of a head", minimum=2),
+        Axis("rot", "int", "elements of a head that are rotated, its first ones", minimum=2),
+        Axis("style", "choice", "pairs: halves (neox) or neighbours (gptj)", default="neox", choices=STYLES),
+        Axis("x", "dtype", "dtype of q and k", default="bf16", choices=FLOATS),
+    ),
+    arguments="Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved=False",
+    outputs=(),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=lambda q, k, positions, cos_sin, interleaved=False: (),
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    bucket="t",
+    examples=(
+        "t=0,hq=2,hk=1,d=16,rot=16,x=fp32", "t=1,hq=1,hk=0,d=2,rot=2,x=fp32", "t=7,hq=3,hk=1,d=80,rot=22,style=gptj",
+        "t=33,hq=5,hk=2,d=64,rot=64,x=fp16", "t=5,hq=16,hk=1,d=128,rot=128", "t=9,hq=3,hk=1,d=64,rot=64,style=gptj,x=fp32",
+        "t=257,hq=2,hk=2,d=96,rot=96,x=fp32", "t=3,hq=2,hk=1,d=96,rot=24",
+    ),
+    bench=(
+        "t=1,hq=32,hk=8,d=128,rot=128", "t=64,hq=32,hk=8,d=128,rot=128", "t=4096,hq=32,hk=8,d=128,rot=128",
+        "t=4096,hq=128,hk=1,d=64,rot=64,style=gptj",
+    ),
+)  # fmt: skip

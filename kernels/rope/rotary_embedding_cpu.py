@@ -1,0 +1,41 @@
+"""Rotary embedding in C++ for CPUs (`_rotary_embedding_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.native import best_config, check, cpu_function
+
+ARGUMENTS = (
+    c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64,
+    c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int,
+)  # fmt: skip
+
+
+def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+    """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
+    keys = (None, 0, 0, 0) if k is None else (k.data_ptr(), k.stride(0), k.stride(1), k.shape[1])
+    code = cpu_function("gm_rotary_embedding", config["level"], ARGUMENTS)(
+        q.data_ptr(), q.stride(0), q.stride(1), q.shape[1], *keys, positions.data_ptr(), cos_sin.data_ptr(),
+        cos_sin.shape[0], q.shape[0], cos_sin.shape[1], int(interleaved), CPU_DTYPE[dtype_name(q.dtype)],
+    )  # fmt: skip
+    check(code, "rotary_embedding_cpu")
+
+
+KERNEL = Kernel(
+    op="rotary_embedding",
+    name="rotary_embedding_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="tokens over threads, pairs over lanes, float32 inside",
+    config=best_config("gm_rotary_embedding"),
+    sources=("_rotary_embedding_cpu.cpp",),
+    batch_invariant=True,
+    priority=100,
+)

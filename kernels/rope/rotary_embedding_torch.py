@@ -1,0 +1,27 @@
+"""Rotary embedding by torch: the reference itself, which neither synchronises nor loops over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.rope.rotary_embedding import reference
+
+
+def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+    """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
+    reference(q, k, positions, cos_sin, interleaved)
+
+
+KERNEL = Kernel(
+    op="rotary_embedding",
+    name="rotary_embedding_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="gather, two products, a sum and a copy in float32",
+    sources=("rotary_embedding.py",),
+    batch_invariant=True,
+)

@@ -1,0 +1,181 @@
+"""Sample: one token a request from filtered logits, reproducible from the request's seed alone.
+
+The Gumbel-max trick: argmax of logit + Gumbel noise is a draw from the softmax. The noise is Philox4x32-10 keyed by the
+request (see philox.py), so the token depends on the request's own logits, parameters, seed and output index only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import ITEM_BYTES, dtype_name, need, torch_dtype
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy."""
+LOGITS = ("fp32", "bf16")
+_PARAMETERS = (("temperature", "fp32"), ("top_k", "int32"), ("top_p", "fp32"), ("min_p", "fp32"), ("seed", "int64"),
+               ("index", "int64"))  # fmt: skip
+
+
+def reference(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any) -> Any:
+    """logits [B, V]; for each request temperature, top_p, min_p float32 [B], top_k int32 [B], seed and index (the number of
+    the output token) int64 [B] -> ids int64 [B].
+
+    temperature below 1e-5: the largest logit, the lowest id among equals; the rest does not matter. Otherwise
+    z = logit / temperature (a float32 division), filtered by `kept`, and the id is that of the largest
+    z - log(-log(u)), in float64, u being the request's uniform of the token.
+
+    A row with a NaN or +inf among its z (or logits, when greedy), or with nothing above -inf, gives -1: such logits are a
+    fault upstream, and no token is a fair answer.
+    """
+    import torch
+
+    from gristmill.kernels.sampling.philox import token_uniforms
+
+    greedy = ~(temperature >= GREEDY_BELOW)
+    z = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    if not z.numel():
+        return torch.full((z.shape[0],), -1, dtype=torch.int64, device=z.device)
+    noise = -(-token_uniforms(seed, index, z.shape[1]).log()).log()
+    noisy = (z.double() + noise).masked_fill(~kept(z, top_k, top_p, min_p), -torch.inf)
+    noisy = torch.where(greedy[:, None], z.double(), noisy)
+    best = noisy.amax(-1, keepdim=True)
+    place = torch.arange(z.shape[1], device=z.device)
+    ids = torch.where(noisy == best, place, z.shape[1]).amin(-1)
+    invalid = (z.isnan() | (z == torch.inf)).any(-1) | (z == -torch.inf).all(-1)
+    return ids.masked_fill(invalid, -1)
+
+
+def kept(z: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+    """Which scaled logits z float32 [B, V] survive: bool [B, V]. The filters and their order are transformers'.
+
+    1. top_k (off outside 1...V-1): those below the k-th largest go; all equal to it stay.
+    2. top_p (off from 1 up): of what is left, in descending order, a token stays while the probability of those before it
+       is below top_p; the first always stays. Among equals the lower id comes first (transformers sorts them unstably).
+    3. min_p (off at 0): those less probable than min_p times the most probable go.
+
+    Probabilities are float64.
+    """
+    import torch
+
+    v = z.shape[1]
+    ordered, order = z.sort(dim=-1, stable=True, descending=True)
+    k = torch.where((top_k < 1) | (top_k >= v), v, top_k).long()
+    kth = ordered.gather(-1, (k - 1)[:, None])
+    keep = z >= kth
+    top = ordered[:, :1].double()
+    weights = torch.where(keep, (z.double() - top).exp(), 0.0)
+    ranked = weights.gather(-1, order)
+    before = ranked.cumsum(-1) - ranked
+    p = torch.where(top_p < 1, top_p, torch.inf).double()
+    inside = (before < p[:, None] * weights.sum(-1, keepdim=True)) | ~(top_p < 1)[:, None]
+    inside[:, 0] = True
+    keep &= torch.zeros_like(keep).scatter_(-1, order, inside)
+    floor = torch.where(min_p > 0, min_p, 0.0).double()
+    return keep & ((z.double() - top).exp() >= floor[:, None])
+
+
+def describe(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
+    need(logits.dim() == 2, f"sample: logits must be [requests, vocabulary], got {tuple(logits.shape)}")
+    m, v = logits.shape
+    need(1 <= v < 2**31, f"sample: the vocabulary must have 1 to 2^31 - 1 tokens, got {v}")
+    need(v == 1 or logits.stride(1) == 1, f"sample: rows of logits must be contiguous, got strides {logits.stride()}")
+    if dtype_name(logits.dtype) not in LOGITS:
+        raise TypeError(f"sample: logits must be {' or '.join(LOGITS)}, got {logits.dtype}")
+    given = (temperature, top_k, top_p, min_p, seed, index)
+    for (name, dtype), tensor in zip(_PARAMETERS, given, strict=True):
+        if dtype_name(tensor.dtype) != dtype:
+            raise TypeError(f"sample: {name} must be {dtype}, got {tensor.dtype}")
+        need(tuple(tensor.shape) == (m,) and tensor.is_contiguous(),
+             f"sample: {name} must be a contiguous [{m}], one for each row of logits, got {tuple(tensor.shape)}")  # fmt: skip
+        need(tensor.device == logits.device, f"sample: {name} is on {tensor.device}, logits on {logits.device}")
+    return {"m": m, "v": v, "x": dtype_name(logits.dtype)}
+
+
+def guard(
+    problem: Problem, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, ids: Any
+) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`."""
+    m = logits.shape[0]
+    if (logits.dim() != 2 or logits.shape[1] != problem.values[1][1] or dtype_name(logits.dtype) != problem.values[2][1]
+            or (logits.stride(1) != 1 and logits.shape[1] != 1)):  # fmt: skip
+        raise ValueError(f"sample planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype} with strides "
+                         f"{logits.stride()}")  # fmt: skip
+    given = (temperature, top_k, top_p, min_p, seed, index, ids)
+    for (name, dtype), tensor in zip((*_PARAMETERS, ("ids", "int64")), given, strict=True):
+        if tensor.shape != (m,) or dtype_name(tensor.dtype) != dtype or not tensor.is_contiguous():
+            raise ValueError(f"sample: {name} must be a contiguous [{m}] {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+    return int(m)
+
+
+def like(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any
+) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output."""
+    import torch
+
+    return (((logits.shape[0],), torch.int64),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Requests of every kind: greedy and not, each filter on and off, ties and tokens at -inf among the logits."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    m, v = problem.integer("m"), problem.integer("v")
+    logits = (2 * torch.randn(m, v, generator=generator)).to(torch_dtype(problem.text("x")))
+    tied = torch.rand(m, v, generator=generator) < 0.05
+    logits = torch.where(tied & (torch.arange(m) % 2 == 0)[:, None], logits.amax(-1, keepdim=True), logits)
+    barred = torch.rand(m, v, generator=generator) < 0.02
+    barred[:, 0] = False
+    logits[barred] = -torch.inf
+
+    def pick(*values: float) -> Any:
+        return torch.tensor(values)[torch.randint(len(values), (m,), generator=generator)]
+
+    parameters = [pick(0.0, 0.7, 1.0, 1.5), pick(0, 0, 1, 5, 40).to(torch.int32), pick(1.0, 0.9, 0.5), pick(0.0, 0.0, 0.05),
+                  torch.randint(-(2**62), 2**62, (m,), generator=generator) * 2 + 1,
+                  torch.randint(0, 2**40, (m,), generator=generator)]  # fmt: skip
+    return [logits.to(device), *(parameter.to(device) for parameter in parameters)]
+
+
+def cost(problem: Problem) -> Cost:
+    """Logits read once. Philox and two logarithms for each token."""
+    m, v = problem.integer("m"), problem.integer("v")
+    return Cost(bytes=m * v * ITEM_BYTES[problem.text("x")] + 40 * m, flops=100 * m * v, unit="fp32")
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """The same ids: scores are float64, so two implementations differ about once in 10^13 draws."""
+    return Tolerance("exact", 0.0)
+
+
+
+
+OP = Op(
+    name="sample",
+    family="sampling",
+    summary="one token a request: temperature, top-k, top-p, min-p, seeded Gumbel-max",
+    axes=(
+        Axis("m", "int", "requests", dynamic=True),
+        Axis("v", "int", "vocabulary", minimum=1),
+        Axis("x", "dtype", "dtype of the logits", default="fp32", choices=LOGITS),
+    ),
+    arguments="Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor index",
+    outputs=("ids",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    bucket="m",
+    examples=("m=0,v=16", "m=1,v=1", "m=33,v=7", "m=7,v=257,x=bf16", "m=19,v=1000", "m=5,v=4099,x=bf16"),
+    bench=("m=1,v=128256", "m=64,v=128256", "m=64,v=32000,x=bf16"),
+)

@@ -1,0 +1,29 @@
+"""Sampling by torch: sorted filters, and Philox in int64 tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.sampling.sample import reference
+
+
+def launch(
+    config: Config, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, ids: Any
+) -> None:
+    """logits [B, V] -> ids [B]. The reference is plain torch operators without synchronisation: this runs it."""
+    ids.copy_(reference(logits, temperature, top_k, top_p, min_p, seed, index))
+
+
+KERNEL = Kernel(
+    op="sample",
+    name="sample_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch.sort and Philox in int64",
+    sources=("philox.py",),
+    batch_invariant=True,
+)

@@ -1,0 +1,1 @@
+"""Specs of weight layouts. Each module declares one LAYOUT and imports no torch; the code is beside it, underscored."""

@@ -1,0 +1,143 @@
+"""Packing of cpu_rows16_v1: 16 output rows interleaved by 32-bit words of consecutive columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gristmill.quant import numeric
+from gristmill.quant.layouts._common import (
+    Columns,
+    collapse,
+    collapse_segments,
+    empty,
+    no_perm,
+    sort_columns,
+    unsort_columns,
+    zero_codes,
+)  # fmt: skip
+from gristmill.quant.layouts.cpu_rows16_v1 import ROWS, padded_k
+from gristmill.quant.packed import Packed
+from gristmill.quant.sharding import select
+from gristmill.quant.tensor import QuantTensor
+
+NAME = "cpu_rows16_v1"
+_ONE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
+
+
+def pack(weight: QuantTensor) -> Packed:
+    """A copy in the interleaved order."""
+    device, scheme = weight.device, weight.scheme
+    if scheme.is_dense:
+        dense = weight.dense()
+        padded = pad(dense, (0, padded_k(scheme, weight.k) - weight.k))
+        slots = {
+            "codes": _interleave(padded.view(torch.uint8), scheme.bits, 0),
+            "scales": empty(torch.float32, device),
+            "zeros": empty(torch.uint8, device),
+            "row_scale": empty(torch.float32, device),
+            "perm": no_perm(device),
+        }
+        return Packed(NAME, scheme, weight.shape, slots)
+    columns = sort_columns(weight)
+    row_scale = weight.row_scale()
+    scales, zero = columns.scales, columns.zero
+    if scheme.granularity == "block":
+        scales = select(scales, -2, weight.row_blocks().to(torch.int64))
+    if scheme.granularity == "tensor" and row_scale is not None:
+        scales, row_scale = row_scale[..., None], None
+    if scales is None:
+        raise ValueError(f"{NAME} needs scales of {scheme}")
+    slots = {
+        "codes": _interleave(_pad_columns(weight, columns), scheme.bits, scheme.implicit_zero),
+        "scales": _by_block(scales, _ONE.get(scales.dtype, 1.0)),
+        "zeros": empty(torch.uint8, device) if zero is None else _by_block(zero, 0),
+        "row_scale": empty(torch.float32, device)
+        if row_scale is None
+        else _by_block(row_scale[..., None], 1.0)[..., 0, :],
+        "perm": columns.perm,
+    }
+    n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
+    return Packed(NAME, scheme, weight.shape, slots, weight.segments, columns.run_groups, n_idx)
+
+
+def unpack(packed: Packed) -> QuantTensor:
+    """Inverse of pack."""
+    slots, scheme = packed.slots, packed.scheme
+    n, k = packed.shape[-2:]
+    stored = _deinterleave(slots["codes"], scheme.bits)[..., :n, :]
+    if scheme.is_dense:
+        return QuantTensor(stored[..., : k * scheme.bits // 8].contiguous(), None, packed.shape, scheme)
+    scales = _by_row(slots["scales"], n)
+    zero = _by_row(slots["zeros"], n) if slots["zeros"].numel() else None
+    columns = unsort_columns(stored, scales, zero, packed, slots["perm"])
+    codes = numeric.pack_bits(columns.codes.contiguous(), scheme.bits)
+    kept, n_idx, global_scale = columns.scales, None, None
+    if scheme.granularity == "tensor":
+        kept, global_scale = None, collapse_segments(scales[..., 0], packed)
+    elif scheme.has_global:
+        global_scale = collapse_segments(_by_row(slots["row_scale"][..., None, :], n)[..., 0], packed)
+    elif scheme.granularity == "block" and kept is not None:
+        rows = torch.arange(n, device=codes.device) // 128
+        if packed.row_blocks is not None:
+            rows = torch.tensor(packed.row_blocks, device=codes.device)
+            n_idx = rows.to(torch.int32)
+        kept = collapse(kept, rows, int(rows.max()) + 1, "a block scale", packed)
+    g_idx = columns.perm if packed.run_groups is not None else None
+    return QuantTensor(codes, kept, packed.shape, scheme, columns.zero, global_scale, packed.segments, g_idx, n_idx)
+
+
+def _pad_columns(weight: QuantTensor, columns: Columns) -> Tensor:
+    """Codes [..., N, K'] with padded columns that decode to 0 where a code does."""
+    missing = padded_k(weight.scheme, columns.codes.shape[-1]) - columns.codes.shape[-1]
+    if not missing:
+        return columns.codes
+    padding = zero_codes(weight, columns.zero)
+    if isinstance(padding, int):
+        return pad(columns.codes, (0, missing), value=padding)
+    return torch.cat([columns.codes, padding[..., -1:].expand(*columns.codes.shape[:-1], missing)], -1)
+
+
+def _interleave(codes: Tensor, bits: int, pad_code: int) -> Tensor:
+    """[..., N, K'] 4-bit codes one a byte, or [..., N, bytes] -> [..., blocks, words, 64]."""
+    codes = pad(codes, (0, 0, 0, -codes.shape[-2] % ROWS), value=pad_code)
+    if bits == 4:
+        halves = codes.unflatten(-1, (-1, 2, 4))
+        codes = (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
+    words = codes.unflatten(-1, (-1, 4)).unflatten(-3, (-1, ROWS))
+    return words.transpose(-3, -2).flatten(-2).contiguous()
+
+
+def _deinterleave(lines: Tensor, bits: int) -> Tensor:
+    """Inverse of _interleave, with its padding."""
+    words = lines.unflatten(-1, (ROWS, 4)).transpose(-3, -2)
+    rows = words.flatten(-4, -3).flatten(-2)
+    if bits != 4:
+        return rows
+    quads = rows.unflatten(-1, (-1, 4))
+    return torch.stack((quads & 0xF, quads >> 4), -2).flatten(-3)
+
+
+def _by_block(per_row: Tensor, fill: float) -> Tensor:
+    """[..., N, G] -> [..., blocks, G, 16]."""
+    dtype = per_row.dtype
+    missing = -per_row.shape[-2] % ROWS
+    if missing:
+        shape = (*per_row.shape[:-2], missing, per_row.shape[-1])
+        tail = torch.full(shape, fill, dtype=torch.float32, device=per_row.device).to(dtype)
+        per_row = torch.cat([_bytes(per_row), _bytes(tail)], -2).view(dtype)
+    blocks = _bytes(per_row).unflatten(-1, (per_row.shape[-1], dtype.itemsize)).unflatten(-3, (-1, ROWS))
+    return blocks.transpose(-3, -2).contiguous().flatten(-2).view(dtype)
+
+
+def _by_row(blocks: Tensor, n: int) -> Tensor:
+    """Inverse of _by_block: [..., blocks, G, 16] -> [..., N, G]."""
+    dtype = blocks.dtype
+    octets = _bytes(blocks).unflatten(-1, (ROWS, dtype.itemsize)).transpose(-3, -2)
+    return octets.flatten(-4, -3).contiguous().flatten(-2).view(dtype)[..., :n, :].contiguous()
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """Last dimension as bytes: float8 has no cat, and nothing here may round."""
+    return t.contiguous().view(torch.uint8)

@@ -1,0 +1,128 @@
+"""Number formats: E2M1, E4M3, E8M0 and dense bit streams, encoded and decoded exactly, ties to even, saturating.
+
+Sources: OCP Microscaling Formats (MX) v1.0 for E2M1 and E8M0; OCP 8-bit Floating Point v1.0 for E4M3 (the "fn"
+variant: no infinities, largest finite 448). Every function works on any device and takes any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+E2M1_MAX: Final = 6.0
+E4M3_MAX: Final = 448.0
+E2M1_VALUES: Final[tuple[float, ...]] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitude of E2M1 codes 0..7; bit 3 is the sign."""
+E8M0_BIAS: Final = 127
+E8M0_NAN: Final = 255
+
+# Halfway points between neighbours, and whether the tie goes up: to the neighbour whose mantissa bit is even.
+_E2M1_STEPS: Final = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+def e2m1_encode(x: Tensor) -> Tensor:
+    """E2M1 codes 0..15 (uint8) of float values, nearest with ties to even, saturating at 6.
+
+    The sign of zero is kept (-0 is code 8). NaN has no code: reject it before.
+    """
+    magnitude = x.abs()
+    code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for threshold, tie_up in _E2M1_STEPS:
+        code += (magnitude >= threshold) if tie_up else (magnitude > threshold)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """float32 values of E2M1 codes 0..15."""
+    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device)
+    return table[codes.to(torch.int32)]
+
+
+def e4m3_encode(x: Tensor) -> Tensor:
+    """E4M3 bytes (uint8) of float values, nearest with ties to even, saturating at 448; NaN stays NaN."""
+    return x.to(torch.float32).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def e4m3_decode(codes: Tensor) -> Tensor:
+    """float32 values of E4M3 bytes."""
+    return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def floor_log2(x: Tensor) -> Tensor:
+    """floor(log2 x) of positive float32 values as int32, exact for subnormals; 0 gives -1000 (below any format)."""
+    exponent = torch.frexp(x.to(torch.float32)).exponent - 1
+    return torch.where(x > 0, exponent, torch.full_like(exponent, -1000))
+
+
+def e8m0_encode(exponent: Tensor) -> Tensor:
+    """E8M0 bytes of integer exponents, clamped to -127..127 (byte 255, NaN, is never made)."""
+    return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
+
+
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """float32 2**(byte - 127), exact; byte 0 is the subnormal 2**-127 and byte 255 NaN."""
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, torch.full_like(bits, 1 << 22), bits)
+    bits = torch.where(codes == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits)
+    return bits.view(torch.float32)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Dense little-endian bit stream along the last dimension: code i occupies bits [i*bits, (i+1)*bits).
+
+    Args:
+        codes: uint8 [..., K], each below 2**bits (higher bits are an error of the caller and are cut off).
+        bits: 1 to 8.
+
+    Returns:
+        uint8 [..., ceil(K * bits / 8)]; unused high bits of the last byte are 0. For 4 bits the low nibble is even k.
+    """
+    _check_bits(codes, bits)
+    if bits == 8:
+        return codes.contiguous()
+    k = codes.shape[-1]
+    lanes = _pad_last(codes & ((1 << bits) - 1), 8).unflatten(-1, (-1, 8))
+    word = torch.zeros(lanes.shape[:-1], dtype=torch.int64, device=codes.device)
+    for i in range(8):  # 8 codes fill exactly `bits` bytes
+        word |= lanes[..., i].to(torch.int64) << (i * bits)
+    out = torch.empty((*word.shape, bits), dtype=torch.uint8, device=codes.device)
+    for byte in range(bits):
+        out[..., byte] = ((word >> (8 * byte)) & 0xFF).to(torch.uint8)
+    return out.flatten(-2)[..., : -(-k * bits // 8)].contiguous()
+
+
+def unpack_bits(stream: Tensor, bits: int, k: int) -> Tensor:
+    """Inverse of :func:`pack_bits`: uint8 [..., ceil(k * bits / 8)] -> uint8 [..., k].
+
+    Raises:
+        ValueError: the last dimension is not ceil(k * bits / 8) bytes.
+    """
+    _check_bits(stream, bits)
+    expected = -(-k * bits // 8)
+    if stream.shape[-1] != expected:
+        raise ValueError(f"{k} codes of {bits} bits take {expected} bytes, got {stream.shape[-1]}")
+    if bits == 8:
+        return stream.contiguous()
+    if bits == 4:  # the common width, without 64-bit words
+        return torch.stack((stream & 0xF, stream >> 4), dim=-1).flatten(-2)[..., :k].contiguous()
+    octets = _pad_last(stream, bits).unflatten(-1, (-1, bits))
+    word = torch.zeros(octets.shape[:-1], dtype=torch.int64, device=stream.device)
+    for byte in range(bits):
+        word |= octets[..., byte].to(torch.int64) << (8 * byte)
+    out = torch.empty((*word.shape, 8), dtype=torch.uint8, device=stream.device)
+    for i in range(8):
+        out[..., i] = ((word >> (i * bits)) & ((1 << bits) - 1)).to(torch.uint8)
+    return out.flatten(-2)[..., :k].contiguous()
+
+
+def _pad_last(x: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % multiple))
+
+
+def _check_bits(codes: Tensor, bits: int) -> None:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"a bit stream has codes of 1 to 8 bits, got {bits}")
+    if codes.dtype != torch.uint8 or codes.dim() == 0:
+        raise TypeError(f"codes are uint8 [..., K], got {codes.dtype} {list(codes.shape)}")

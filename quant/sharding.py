@@ -1,0 +1,279 @@
+"""Cutting and joining QuantTensors before packing, exactly: what comes out dequantizes to the same bits, or it raises.
+
+Groups and blocks that are cut keep their scales: the part carries an index (g_idx along K, n_idx along N) from its
+columns or rows to the scales it kept. An index that says no more than "consecutive runs of the group size" is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.scheme import BLOCK
+from gristmill.quant import numeric
+
+if TYPE_CHECKING:
+    from gristmill.quant.tensor import QuantTensor
+
+
+def shard(q: QuantTensor, dim: int, rank: int, world: int) -> QuantTensor:
+    """Part ``rank`` of ``world`` equal parts of ``q.shape[dim]``.
+
+    Raises:
+        ValueError: the dimension does not divide by world, or rank is outside 0..world-1.
+    """
+    dim = _dim(q, dim)
+    size = q.shape[dim]
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f"shard needs 0 <= rank < world, got rank {rank} of {world}")
+    if size % world:
+        raise ValueError(f"shard: dimension {dim} of {q} has {size} entries, not divisible by {world}; use narrow()")
+    return narrow(q, dim, rank * (size // world), size // world)
+
+
+def narrow(q: QuantTensor, dim: int, start: int, length: int) -> QuantTensor:
+    """Entries [start, start + length) along ``dim`` of the logical shape, copied out.
+
+    Raises:
+        ValueError: dim or the range is outside the shape.
+    """
+    dim = _dim(q, dim)
+    if start < 0 or length < 1 or start + length > q.shape[dim]:
+        raise ValueError(f"narrow: [{start}, {start + length}) is outside dimension {dim} of {q}")
+    if dim == len(q.shape) - 1:
+        return _narrow_k(q, start, length)
+    if dim == len(q.shape) - 2:
+        return _narrow_n(q, start, length)
+    cut = {name: _copy(t, dim, start, length) for name, t in q.tensors().items() if name not in ("g_idx", "n_idx")}
+    return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), cut)
+
+
+def concat(tensors: Sequence[QuantTensor], dim: int) -> QuantTensor:
+    """Joins QuantTensors of one scheme along ``dim`` of the logical shape.
+
+    Along N (fused q/k/v, gate/up) each part keeps its own global multiplier as a segment and its own partial blocks.
+
+    Raises:
+        ValueError: nothing to join; schemes, scale dtypes, devices or other dimensions differ; or the result cannot be
+            exact: along N different g_idx, along K different scales per channel or different global multipliers.
+    """
+    if not tensors:
+        raise ValueError("concat needs at least one QuantTensor, got none")
+    first = tensors[0]
+    dim = _dim(first, dim)
+    for other in tensors[1:]:
+        _check_joinable(first, other, dim)
+    if len(tensors) == 1:
+        return first
+    shape = list(first.shape)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    if dim == len(shape) - 1:
+        return _concat_k(tensors, tuple(shape))
+    if dim == len(shape) - 2:
+        return _concat_n(tensors, tuple(shape))
+    for other in tensors[1:]:
+        _need(_same_columns(first, other), first, other, dim, "g_idx differs, and experts share one")
+        _need(_same_rows(first, other), first, other, dim, "n_idx differs, and experts share one")
+        _need(first.segments == other.segments, first, other, dim, f"segments {first.segments} and {other.segments}")
+    joined = {
+        name: torch.cat([t.tensors()[name] for t in tensors], dim)
+        for name in first.tensors()
+        if name not in ("g_idx", "n_idx")
+    }
+    return _rebuild(first, tuple(shape), joined)
+
+
+def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
+    """[N, K] matrices of one scheme and shape -> one tensor [len(tensors), N, K]; same conditions as concat."""
+    if not tensors:
+        raise ValueError("stack needs at least one QuantTensor, got none")
+    raised = [
+        _rebuild(t, (1, *t.shape), {n: v[None] for n, v in t.tensors().items() if n not in ("g_idx", "n_idx")})
+        for t in tensors
+    ]
+    return concat(raised, 0)
+
+
+def _narrow_k(q: QuantTensor, start: int, length: int) -> QuantTensor:
+    bits = q.scheme.bits
+    if start * bits % 8 == 0 and length * bits % 8 == 0:
+        codes = _copy(q.codes, -1, start * bits // 8, length * bits // 8)
+    else:
+        codes = numeric.pack_bits(q.unpacked()[..., start : start + length], bits)
+    new: dict[str, Tensor | None] = {"codes": codes}
+    if q.scheme.granularity in ("group", "block"):
+        size = q.scheme.group_size or length
+        kept, new["g_idx"] = _renumber(q.column_groups()[start : start + length], size)
+        new["scales"] = select(q.scales, -1, kept)
+        new["zero"] = select(q.zero, -1, kept)
+    return _rebuild(q, (*q.shape[:-1], length), new)
+
+
+def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
+    new: dict[str, Tensor | None] = {"codes": _copy(q.codes, -2, start, length)}
+    if q.scheme.granularity == "block":
+        kept, new["n_idx"] = _renumber(q.row_blocks()[start : start + length], BLOCK)
+        new["scales"] = select(q.scales, -2, kept)
+        new["zero"] = select(q.zero, -2, kept)
+    elif q.scales is not None:
+        new["scales"] = _copy(q.scales, -2, start, length)
+        new["zero"] = None if q.zero is None else _copy(q.zero, -2, start, length)
+    segments = q.segments
+    if q.global_scale is not None:
+        ends = (*segments[1:], q.n)
+        inside = [i for i, (a, b) in enumerate(zip(segments, ends, strict=True)) if a < start + length and b > start]
+        new["global_scale"] = q.global_scale[..., inside[0] : inside[-1] + 1].clone()
+        segments = tuple(max(0, segments[i] - start) for i in inside)
+    return _rebuild(q, (*q.shape[:-2], length, q.k), new, segments)
+
+
+def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTensor:
+    first = tensors[0]
+    for other in tensors[1:]:
+        _need(
+            _same_columns(first, other),
+            first,
+            other,
+            -2,
+            "g_idx differs: the rows of one tensor share one; keep them apart",
+        )
+    new: dict[str, Tensor | None] = {"codes": torch.cat([t.codes for t in tensors], -2)}
+    new["scales"] = _cat([t.scales for t in tensors], -2)
+    new["zero"] = _cat([t.zero for t in tensors], -2)
+    new["global_scale"] = _cat([t.global_scale for t in tensors], -1)
+    if first.scheme.granularity == "block":
+        new["n_idx"] = _join_index([t.row_blocks() for t in tensors], [t.scales for t in tensors], -2, BLOCK)
+    segments: list[int] = []
+    row = 0
+    for t in tensors:
+        segments += [row + s for s in t.segments]
+        row += t.n
+    return _rebuild(first, shape, new, tuple(segments) if first.scheme.has_global else (0,))
+
+
+def _concat_k(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTensor:
+    first, bits = tensors[0], tensors[0].scheme.bits
+    if all(t.k * bits % 8 == 0 for t in tensors):
+        codes = torch.cat([t.codes for t in tensors], -1)
+    else:
+        codes = numeric.pack_bits(torch.cat([t.unpacked() for t in tensors], -1), bits)
+    new: dict[str, Tensor | None] = {"codes": codes}
+    for other in tensors[1:]:
+        mine, theirs = first.row_scale(), other.row_scale()
+        same = mine is None or theirs is None or torch.equal(mine, theirs)
+        _need(same, first, other, -1, "global scales differ; rescaling the block scales would round")
+        if first.scheme.granularity == "channel":
+            same = _equal(first.scales, other.scales) and _equal(first.zero, other.zero)
+            _need(same, first, other, -1, "per-channel scales differ, and a channel has one")
+        if first.scheme.granularity == "block":
+            _need(_same_rows(first, other), first, other, -1, "n_idx differs: columns of one tensor share one")
+    if first.scheme.granularity in ("group", "block"):
+        size = first.scheme.group_size or 1
+        new["g_idx"] = _join_index([t.column_groups() for t in tensors], [t.scales for t in tensors], -1, size)
+        new["scales"] = _cat([t.scales for t in tensors], -1)
+        new["zero"] = _cat([t.zero for t in tensors], -1)
+    return _rebuild(first, shape, new)
+
+
+def _renumber(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
+    """(scale indices in use, ascending; the index renumbered to them, or None when it is i // size)."""
+    kept, inverse = torch.unique(index, return_inverse=True)
+    return kept.to(torch.int64), drop_regular(inverse.to(torch.int32), size)
+
+
+def _join_index(parts: list[Tensor], scales: list[Tensor | None], scale_dim: int, size: int) -> Tensor | None:
+    offset, shifted = 0, []
+    for index, scale in zip(parts, scales, strict=True):
+        shifted.append(index + offset)
+        offset += 0 if scale is None else scale.shape[scale_dim]
+    regular = drop_regular(torch.cat(shifted), size)
+    # A scale that no index names (an act-order group emptied by its owner) would break the plain rule: keep the index.
+    return torch.cat(shifted) if offset != -(-sum(p.numel() for p in parts) // size) else regular
+
+
+def drop_regular(index: Tensor, size: int) -> Tensor | None:
+    """The index, or None when entry i is i // size."""
+    regular = torch.arange(index.numel(), dtype=index.dtype, device=index.device) // size
+    return None if torch.equal(index, regular) else index
+
+
+def _copy(t: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """An own copy, so that a shard does not keep its checkpoint alive."""
+    return t.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def select(t: Tensor | None, dim: int, index: Tensor) -> Tensor | None:
+    """index_select that takes None and float8."""
+    if t is None:
+        return None
+    if t.dtype == torch.float8_e4m3fn:  # not every device indexes float8
+        return t.view(torch.uint8).index_select(dim, index).view(t.dtype)
+    return t.index_select(dim, index)
+
+
+def _cat(parts: list[Tensor | None], dim: int) -> Tensor | None:
+    present = [p for p in parts if p is not None]
+    if not present:
+        return None
+    if present[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([p.contiguous().view(torch.uint8) for p in present], dim).view(torch.float8_e4m3fn)
+    return torch.cat(present, dim)
+
+
+def _rebuild(
+    q: QuantTensor,
+    shape: tuple[int, ...],
+    new: Mapping[str, Tensor | None],
+    segments: tuple[int, ...] | None = None,
+) -> QuantTensor:
+    """q with another shape and the given tensors; those not given stay."""
+    held: dict[str, Tensor | None] = {**q.tensors(), **new}
+    return type(q)(
+        held["codes"] if held["codes"] is not None else q.codes, held.get("scales"), shape, q.scheme,
+        held.get("zero"), held.get("global_scale"), q.segments if segments is None else segments,
+        held.get("g_idx"), held.get("n_idx"),
+    )  # fmt: skip
+
+
+def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int) -> None:
+    _need(first.scheme == other.scheme, first, other, dim, "schemes differ")
+    a, b = list(first.shape), list(other.shape)
+    _need(
+        len(a) == len(b) and a[:dim] + a[dim + 1 :] == b[:dim] + b[dim + 1 :],
+        first,
+        other,
+        dim,
+        "other dimensions differ",
+    )
+    _need(first.device == other.device, first, other, dim, f"devices {first.device} and {other.device}")
+    for name in ("scales", "zero"):
+        mine, theirs = first.tensors().get(name), other.tensors().get(name)
+        same = mine is None or theirs is None or mine.dtype == theirs.dtype
+        _need(same, first, other, dim, f"dtypes of {name} differ")
+
+
+def _need(condition: bool, first: QuantTensor, other: QuantTensor, dim: int, why: str) -> None:
+    if not condition:
+        raise ValueError(f"cannot concatenate {first} and {other} along dimension {dim}: {why}")
+
+
+def _same_columns(a: QuantTensor, b: QuantTensor) -> bool:
+    return (a.g_idx is None and b.g_idx is None) or torch.equal(a.column_groups(), b.column_groups())
+
+
+def _same_rows(a: QuantTensor, b: QuantTensor) -> bool:
+    return (a.n_idx is None and b.n_idx is None) or torch.equal(a.row_blocks(), b.row_blocks())
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _dim(q: QuantTensor, dim: int) -> int:
+    rank = len(q.shape)
+    if not -rank <= dim < rank:
+        raise ValueError(f"dimension {dim} is outside the shape of {q}")
+    return dim % rank

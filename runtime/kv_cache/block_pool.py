@@ -1,0 +1,199 @@
+"""A fixed number of KV blocks, each free, cached or referenced.
+
+    free        nobody refers to it and it holds nothing worth keeping
+    cached      nobody refers to it, but its content is registered: a later request may share it until it is evicted
+    referenced  at least one request has it in its block table
+
+Free and cached blocks stand in one doubly linked queue: allocation takes from the front, so the order of the queue is
+the order of eviction. A released block whose content was never registered goes to the front (it is worth nothing), one
+with registered content to the tail (least recently used first). Taking, sharing and releasing one block are O(1).
+
+The idea of one queue serving as free list and LRU at once is vLLM's (V1 block pool); blocks and block tables are from
+PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import Any
+
+
+class PoolError(RuntimeError):
+    """The pool was asked for something that its state forbids, or its state contradicts itself. Always a bug."""
+
+
+class PoolOp(IntEnum):
+    """What `BlockPool.apply` can do to a list of blocks."""
+
+    TAKE = 0
+    SHARE = 1
+    RELEASE = 2
+
+
+def blocks_needed(tokens: int, block_size: int) -> int:
+    """Blocks that hold `tokens` positions. The only such formula: admission and allocation both call it."""
+    return -(-tokens // block_size)
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens; ids are 0 .. num_blocks - 1.
+
+    `on_evict(content)` is called whenever a block with registered content is taken for something else.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs num_blocks >= 1 and block_size >= 1, got {num_blocks} and {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs: list[int] = [0] * num_blocks
+        self.content: list[object | None] = [None] * num_blocks
+        self.on_evict: Callable[[Any], None] | None = None
+        self.num_available = num_blocks  # free + cached: the length of the queue
+        self.num_cached = 0
+        # Links of the queue. Index num_blocks is the sentinel: its next is the front, its prev is the tail.
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.num_available - self.num_cached
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks in some request's table."""
+        return self.num_blocks - self.num_available
+
+    def front(self) -> int:
+        """First block of the queue, or `num_blocks` when the queue is empty."""
+        return self._next[self.num_blocks]
+
+    def after(self, block: int) -> int:
+        """Block behind `block` in the queue, or `num_blocks` at its end."""
+        return self._next[block]
+
+    def queue(self) -> list[int]:
+        """The whole queue, front first. For tests and dumps: O(n)."""
+        found: list[int] = []
+        block = self.front()
+        while block != self.num_blocks and len(found) <= self.num_blocks:
+            found.append(block)
+            block = self._next[block]
+        return found
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks from the front, evicting what the cached ones hold. All or nothing."""
+        if not 0 <= count <= self.num_available:
+            raise PoolError(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
+        taken = []
+        for _ in range(count):
+            block = self.front()
+            self.take(block)
+            taken.append(block)
+        return taken
+
+    def take(self, block: int) -> None:
+        """Make an unreferenced block the property of one owner; its registered content is gone."""
+        self._require_unreferenced(block)
+        self._unlink(block)
+        self.refs[block] = 1
+        content = self.content[block]
+        if content is not None:
+            self.content[block] = None
+            self.num_cached -= 1
+            if self.on_evict is not None:
+                self.on_evict(content)
+
+    def share(self, block: int) -> None:
+        """Add an owner to a block that is referenced or cached, keeping its content."""
+        if self.refs[block] == 0:
+            if self.content[block] is None:
+                raise PoolError(f"block {block} is free: it holds nothing to share")
+            self._unlink(block)
+            self.num_cached -= 1
+        self.refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Remove one owner from each block of a table.
+
+        Goes from the last to the first, so that the children of a chain are evicted before their parents.
+        """
+        for block in reversed(blocks):
+            refs = self.refs[block] - 1
+            if refs < 0:
+                raise PoolError(f"block {block} released twice\n{self.dump()}")
+            self.refs[block] = refs
+            if refs == 0:
+                if self.content[block] is None:
+                    self._link(block, self.num_blocks, self._next[self.num_blocks])
+                else:
+                    self._link(block, self._prev[self.num_blocks], self.num_blocks)
+                    self.num_cached += 1
+
+    def apply(self, ops: Iterable[tuple[PoolOp, Sequence[int]]]) -> None:
+        """Carry out what a `PoolPlan` recorded."""
+        for op, blocks in ops:
+            if op is PoolOp.RELEASE:
+                self.release(blocks)
+            elif op is PoolOp.TAKE:
+                for block in blocks:
+                    self.take(block)
+            else:
+                for block in blocks:
+                    self.share(block)
+
+    def register(self, block: int, content: object) -> None:
+        """Say what a referenced block holds, so that it is kept as cached when its last owner leaves."""
+        if self.refs[block] == 0:
+            raise PoolError(f"block {block} is not referenced: its content cannot be trusted")
+        if self.content[block] is not None:
+            raise PoolError(f"block {block} already has registered content")
+        self.content[block] = content
+
+    def check(self) -> None:
+        """Raise PoolError with a dump unless free + cached + referenced = all and the queue is sound. O(n)."""
+        queue = self.queue()
+        problems = []
+        if len(queue) != self.num_available:
+            problems.append(f"queue holds {len(queue)} blocks, counter says {self.num_available}")
+        if len(set(queue)) != len(queue):
+            problems.append("a block stands in the queue twice")
+        if any(self._prev[self._next[b]] != b for b in [*queue, self.num_blocks]):
+            problems.append("links of the queue disagree")
+        unreferenced = {b for b, refs in enumerate(self.refs) if refs == 0}
+        if set(queue) != unreferenced:
+            problems.append(f"queue and reference counts disagree on {sorted(set(queue) ^ unreferenced)}")
+        if min(self.refs) < 0:
+            problems.append("a reference count is negative")
+        cached = sum(self.content[b] is not None for b in unreferenced)
+        if cached != self.num_cached:
+            problems.append(f"{cached} cached blocks, counter says {self.num_cached}")
+        if problems:
+            raise PoolError("block pool is inconsistent: " + "; ".join(problems) + "\n" + self.dump())
+
+    def dump(self) -> str:
+        """State of the pool as text."""
+        return (
+            f"blocks: {self.num_free} free + {self.num_cached} cached + {self.num_referenced} referenced"
+            f" = {self.num_blocks} of {self.block_size} tokens\n"
+            f"refs: {[(b, r) for b, r in enumerate(self.refs) if r]}\nqueue: {self.queue()}"
+        )
+
+    def _require_unreferenced(self, block: int) -> None:
+        if self.refs[block] != 0:
+            raise PoolError(f"block {block} is referenced {self.refs[block]} times, it cannot be taken\n{self.dump()}")
+
+    def _unlink(self, block: int) -> None:
+        before, behind = self._prev[block], self._next[block]
+        self._next[before] = behind
+        self._prev[behind] = before
+        self.num_available -= 1
+
+    def _link(self, block: int, before: int, behind: int) -> None:
+        self._prev[block] = before
+        self._next[block] = behind
+        self._next[before] = block
+        self._prev[behind] = block
+        self.num_available += 1

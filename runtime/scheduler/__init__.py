@@ -1,0 +1,36 @@
+"""Continuous batching without phases, on the host and without torch.
+
+Every request has *known* tokens (its prompt and what was sampled) and *computed* tokens (those whose KV is in the
+cache). A step lets computed chase known, under budgets of tokens, sequences and blocks. Chunked prefill, mixed batches,
+prefix hits, preemption by recomputation and speculative drafts are all that one idea.
+
+    scheduler = Scheduler(SchedulerConfig(num_blocks=1024))
+    scheduler.add(Request("a", prompt_ids=[1, 2, 3], max_tokens=16))
+    while scheduler.has_unfinished():
+        plan = scheduler.plan()              # pure: the scheduler is unchanged
+        scheduler.commit(plan)               # now it is not
+        sampled = run_the_model(plan)        # one id for each entry of plan.sampling()
+        for output in scheduler.update(plan, sampled):
+            ...
+"""
+
+from gristmill.runtime.scheduler.config import SchedulerConfig
+from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
+from gristmill.runtime.scheduler.policy import Admission
+from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
+from gristmill.runtime.scheduler.scheduler import QueueFull, RequestTooLarge, Scheduler, SchedulerStuck
+
+__all__ = [
+    "Admission",
+    "FinishReason",
+    "QueueFull",
+    "Request",
+    "RequestOutput",
+    "RequestState",
+    "RequestTooLarge",
+    "ScheduledRequest",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStuck",
+    "StepPlan",
+]

@@ -1,0 +1,90 @@
+"""Budgets and policies of a scheduler, validated when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+PolicyName = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What a step may use.
+
+    num_blocks, block_size      the KV pool: blocks, and tokens a block
+    max_batch_tokens            tokens a step feeds to the model, drafts included; buffers may be sized by it
+    max_seqs                    requests that run at the same time
+    max_model_len               longest prompt + output of one request; None: whatever the pool holds
+    max_chunk                   prompt tokens of one request in one step; None: no limit but max_batch_tokens
+    inter_prefill_budget        prompt tokens a step may add *behind* its first prefill; None: no limit. In a step
+                                that is compute-bound already a second prefill only delays the first
+    max_bypass                  younger requests that may be admitted past one that waits for blocks; 0: strict order
+    max_queued                  waiting requests beyond which `add` refuses; None: no limit
+    watermark                   part of the pool kept free at admission while others run, so that they can grow
+    policy                      "fcfs", or "priority": lower value first, then arrival
+    prefix_caching              share full blocks between requests
+    align_chunks                let every chunk but a prompt's last end at a block boundary, so that a prompt is cut
+                                alike whether or not its beginning was cached (same shapes, hence same rounding)
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_batch_tokens: int = 2048
+    max_seqs: int = 256
+    max_model_len: int | None = None
+    max_chunk: int | None = None
+    inter_prefill_budget: int | None = None
+    max_bypass: int = 8
+    max_queued: int | None = None
+    watermark: float = 0.01
+    policy: PolicyName = "fcfs"
+    prefix_caching: bool = True
+    align_chunks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_batch_tokens", "max_seqs"):
+            self._require_int(name, 1)
+        self._require_int("max_bypass", 0)
+        for name, least in (("max_model_len", 2), ("max_chunk", 1), ("inter_prefill_budget", 0), ("max_queued", 0)):
+            if getattr(self, name) is not None:
+                self._require_int(name, least)
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+        if self.policy not in get_args(PolicyName):
+            raise ValueError(f"unknown policy {self.policy!r}, expected one of {', '.join(get_args(PolicyName))}")
+        if self.num_blocks * self.block_size < 2:
+            raise ValueError("the pool holds one token: no request (one prompt token, one output token) fits")
+        if self.max_batch_tokens < self.max_seqs:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_seqs ({self.max_seqs}): "
+                "a step must have room for one token of every running request"
+            )
+        if self.align_chunks:
+            self._require_room_for_a_block()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, prompt and output together, that one request can reach."""
+        pool = self.num_blocks * self.block_size
+        return pool if self.max_model_len is None else min(pool, self.max_model_len)
+
+    def _require_room_for_a_block(self) -> None:
+        """Chunks rounded down to blocks would round to nothing, for ever, if a block did not fit a step."""
+        if self.max_batch_tokens < self.max_seqs - 1 + self.block_size:
+            raise ValueError(
+                f"align_chunks needs max_batch_tokens >= max_seqs - 1 + block_size = "
+                f"{self.max_seqs - 1 + self.block_size}, got {self.max_batch_tokens}: no aligned chunk would ever fit"
+            )
+        if self.max_chunk is not None and self.max_chunk < self.block_size:
+            raise ValueError(
+                f"align_chunks needs max_chunk >= block_size ({self.block_size}), got {self.max_chunk}: "
+                "no aligned chunk would ever fit"
+            )
+
+    def _require_int(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

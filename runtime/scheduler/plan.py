@@ -1,0 +1,87 @@
+"""A step as data: what the runner computes, and what the scheduler will change when it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gristmill.runtime.kv_cache import CachedBlock, PoolPlan
+from gristmill.runtime.scheduler.request import FinishReason
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """Tokens of one request in one step.
+
+    The runner feeds `tokens` at positions start .. start + count - 1 and writes their KV to `slots()`. Attention of the
+    token at position p reads positions 0 .. p through `block_ids`. Where `samples`, the logits of the last 1 + drafts
+    tokens are wanted, otherwise none.
+    """
+
+    id: str
+    start: int
+    count: int
+    samples: bool
+    tokens: list[int]
+    block_ids: list[int]  # the request's own table, complete once the plan is committed: read, do not change
+    new_blocks: list[int]  # allocated by this plan, to be appended to block_ids by commit
+    drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
+
+    def slots(self, block_size: int) -> list[int]:
+        """Cache slot (block id * block_size + offset) of every token. Valid after commit."""
+        blocks = self.block_ids
+        return [
+            blocks[position // block_size] * block_size + position % block_size
+            for position in range(self.start, self.start + self.count)
+        ]
+
+    @property
+    def context(self) -> int:
+        """Positions in the cache when this step is done."""
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Made by `Scheduler.plan`, which changes nothing; applied by `Scheduler.commit`."""
+
+    version: int  # state of the scheduler that the plan was made for
+    entries: list[ScheduledRequest] = field(default_factory=list)
+    num_tokens: int = 0
+    admitted: dict[str, list[CachedBlock]] = field(default_factory=dict)  # id -> blocks found in the prefix cache
+    preempted: list[str] = field(default_factory=list)
+    bypassed: dict[str, int] = field(default_factory=dict)  # id -> younger requests that this plan admits past it
+    pool: PoolPlan | None = None
+
+    @property
+    def evicted_blocks(self) -> list[int]:
+        """Blocks whose cached content this plan gives up."""
+        return [] if self.pool is None else list(self.pool.evicted)
+
+    def sampling(self) -> list[ScheduledRequest]:
+        """Entries that want a token, in order: `Scheduler.update` takes one result for each of them."""
+        return [entry for entry in self.entries if entry.samples]
+
+    @property
+    def max_query(self) -> int:
+        """Most tokens of one request in this step."""
+        return max((entry.count for entry in self.entries), default=0)
+
+    @property
+    def max_context(self) -> int:
+        """Longest context of this step, its own tokens included."""
+        return max((entry.context for entry in self.entries), default=0)
+
+    @property
+    def total_context(self) -> int:
+        """Sum of the contexts of this step."""
+        return sum(entry.context for entry in self.entries)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a step, or an abort, brought one request."""
+
+    id: str
+    new_ids: Sequence[int]
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,202 @@
+"""Works out one step. Reads the scheduler, writes only to itself: throw it away and nothing has happened.
+
+Order of a step: running requests that want one token (decode) first, so that no prompt can starve them; then running
+prompts; then, unless someone had to be preempted, the waiting queue. The order of service and preemption by
+recomputation follow vLLM's V1 scheduler; reading the candidates from a list that never shifts is what keeps a
+preemption from skipping anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill.runtime.kv_cache import CachedBlock, PoolPlan, PrefixCache, blocks_needed
+from gristmill.runtime.scheduler.config import SchedulerConfig
+from gristmill.runtime.scheduler.plan import ScheduledRequest, StepPlan
+from gristmill.runtime.scheduler.policy import Admission, admission, choose_victim
+from gristmill.runtime.scheduler.request import Request
+
+LOOKAHEAD = 64  # blocked requests that one step looks past: bounds the cost of a step under a long queue
+
+
+class Planner:
+    """State of one planning pass."""
+
+    def __init__(self, config: SchedulerConfig, pool: PoolPlan, cache: PrefixCache | None, version: int) -> None:
+        self.config = config
+        self.pool = pool
+        self.cache = cache
+        self.plan = StepPlan(version, pool=pool)
+        self.budget = config.max_batch_tokens
+        self.prefill_tokens = 0  # prompt tokens planned so far
+        self.scheduled: dict[str, ScheduledRequest] = {}
+        self.gone: set[str] = set()  # preempted by this plan
+
+    def run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
+        """Plan a step over the running requests and the sorted queue."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in running:
+            (decodes if len(request.tokens) - request.computed == 1 else prefills).append(request)
+        self._plan_decodes(decodes, running)
+        for request in prefills:
+            if request.id not in self.gone:
+                self._plan_prefill(request, running)
+        if not self.gone:
+            self._admit(running, prefills, waiting)
+        self.plan.entries = list(self.scheduled.values())
+        self.plan.num_tokens = self.config.max_batch_tokens - self.budget
+        return self.plan
+
+    def _plan_decodes(self, decodes: Sequence[Request], running: Sequence[Request]) -> None:
+        size = self.config.block_size
+        left = len(decodes)
+        for request in decodes:
+            left -= 1
+            if request.id in self.gone:
+                continue
+            drafts = self._affordable_drafts(request, left) if request.drafts else 0
+            start = request.computed
+            new: list[int] = []
+            if start + 1 + drafts > len(request.block_ids) * size:
+                lacking = blocks_needed(start + 1 + drafts, size) - len(request.block_ids)
+                if lacking > self.pool.available:  # give up drafts before anyone's blocks
+                    drafts = 0
+                    lacking = blocks_needed(start + 1, size) - len(request.block_ids)
+                if not self._make_room(lacking, request, running):
+                    continue
+                if lacking > 0:
+                    new = self.pool.take(lacking)
+            tokens = [request.tokens[-1], *request.drafts[:drafts]]
+            self._schedule(request, start, tokens, True, new, drafts)
+
+    def _affordable_drafts(self, request: Request, decodes_left: int) -> int:
+        """Drafts that fit the batch, the request's own limits and the room that the other decodes need."""
+        outputs_left = request.limit - len(request.tokens)
+        return max(0, min(len(request.drafts), outputs_left - 1, self.budget - 1 - decodes_left))
+
+    def _plan_prefill(self, request: Request, running: Sequence[Request]) -> None:
+        count = self._chunk(request.computed, len(request.tokens))
+        if count == 0:
+            return
+        start = request.computed
+        lacking = blocks_needed(start + count, self.config.block_size) - len(request.block_ids)
+        if lacking > 0 and not self._make_room(lacking, request, running):
+            return
+        new = self.pool.take(lacking) if lacking > 0 else []
+        self._schedule_chunk(request, start, count, new)
+
+    def _chunk(self, start: int, known: int) -> int:
+        """Prompt tokens that this step computes from `start` on; 0: not in this step."""
+        config = self.config
+        count = min(known - start, self.budget)
+        if config.max_chunk is not None:
+            count = min(count, config.max_chunk)
+        if config.inter_prefill_budget is not None and self.prefill_tokens:
+            count = min(count, config.inter_prefill_budget - self.prefill_tokens)
+        if config.align_chunks:
+            # The prompt's last chunk starts at its last block boundary, as it does after the longest possible hit.
+            boundary = (known - 1) // config.block_size * config.block_size
+            if start < boundary:
+                end = min(start + count, boundary)
+                count = end // config.block_size * config.block_size - start
+            elif start + count < known:
+                count = 0
+        return max(0, count)
+
+    def _make_room(self, blocks: int, request: Request, running: Sequence[Request]) -> bool:
+        """Preempt until `blocks` are available; False when `request` itself had to go."""
+        while blocks > self.pool.available:
+            victim = choose_victim(self.config.policy, (r for r in running if r.id not in self.gone))
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        entry = self.scheduled.pop(victim.id, None)
+        blocks = victim.block_ids
+        if entry is not None:  # it had its turn in this plan: take that back
+            self.budget += entry.count
+            if not (entry.samples and entry.count == 1 + entry.drafts):
+                self.prefill_tokens -= entry.count
+            blocks = blocks + entry.new_blocks
+        self.pool.release(blocks)
+        self.gone.add(victim.id)
+        self.plan.preempted.append(victim.id)
+
+    def _admit(self, running: Sequence[Request], prefills: Sequence[Request], waiting: Sequence[Request]) -> None:
+        config = self.config
+        size = config.block_size
+        seats = config.max_seqs - len(running)
+        # Blocks that prompts already admitted will still ask for, beyond what this step gives them.
+        owed = sum(
+            blocks_needed(len(r.tokens), size)
+            - len(r.block_ids)
+            - (len(self.scheduled[r.id].new_blocks) if r.id in self.scheduled else 0)
+            for r in prefills
+        )
+        keep = int(config.watermark * config.num_blocks)
+        skipped: list[Request] = []
+        for request in waiting:
+            # Every admission needs a block of its own: what is not cached is at least one token.
+            if seats == 0 or self.budget == 0 or self.pool.available - owed <= 0:
+                return
+            known = len(request.tokens)
+            hits = self._hits(request)
+            start = len(hits) * size
+            count = self._chunk(start, known)
+            if count == 0:
+                return
+            # Shared blocks that nobody refers to now leave the available ones too.
+            need = blocks_needed(known, size) - sum(self.pool.refs(hit.block) > 0 for hit in hits)
+            spare = keep if running or self.plan.admitted else 0
+            answer = admission(need, self.pool.available - owed - spare, config.num_blocks)
+            if answer is not Admission.ADMIT:
+                # NEVER was answered by Scheduler.add; skipping keeps the place in the queue, which is not rebuilt.
+                skipped.append(request)
+                if not self._may_bypass(skipped):
+                    return
+                continue
+            shared = [hit.block for hit in hits]
+            if shared:
+                self.pool.share(shared)
+            fresh = self.pool.take(blocks_needed(start + count, size) - len(shared))
+            owed += blocks_needed(known, size) - len(shared) - len(fresh)
+            self.plan.admitted[request.id] = hits
+            self._schedule_chunk(request, start, count, shared + fresh)
+            seats -= 1
+            for older in skipped:
+                self.plan.bypassed[older.id] = self.plan.bypassed.get(older.id, 0) + 1
+            if not self._may_bypass(skipped):
+                return
+
+    def _may_bypass(self, skipped: Sequence[Request]) -> bool:
+        """False once anyone who waits for blocks has been passed by max_bypass younger requests."""
+        now = self.plan.bypassed
+        return len(skipped) < LOOKAHEAD and all(
+            r.bypassed + now.get(r.id, 0) < self.config.max_bypass for r in skipped
+        )
+
+    def _hits(self, request: Request) -> list[CachedBlock]:
+        if self.cache is None:
+            return []
+        hits = self.cache.match(request.block_hashes, request.tokens, request.cache_key)
+        for index, hit in enumerate(hits):
+            if hit.block in self.pool.evicted:  # given to someone else by this very plan
+                return hits[:index]
+        return hits
+
+    def _schedule_chunk(self, request: Request, start: int, count: int, new: list[int]) -> None:
+        end = start + count
+        self.prefill_tokens += count
+        self._schedule(request, start, request.tokens[start:end], end == len(request.tokens), new, 0)
+
+    def _schedule(
+        self, request: Request, start: int, tokens: list[int], samples: bool, new: list[int], drafts: int
+    ) -> None:
+        count = len(tokens)
+        self.budget -= count
+        self.scheduled[request.id] = ScheduledRequest(
+            request.id, start, count, samples, tokens, request.block_ids, new, drafts
+        )

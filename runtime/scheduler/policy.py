@@ -1,0 +1,38 @@
+"""The three decisions of a scheduler, each a pure function: who is first, who may come in, who must go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+from gristmill.runtime.scheduler.config import PolicyName
+from gristmill.runtime.scheduler.request import Request
+
+
+class Admission(Enum):
+    """The three answers. There is no fourth: a request that neither comes in, nor waits, nor is refused would hang."""
+
+    ADMIT = "admit"
+    WAIT = "wait"
+    NEVER = "never"
+
+
+def queue_key(policy: PolicyName, request: Request) -> tuple[int, int]:
+    """Order of requests, smallest first. Total and fixed for a request's life.
+
+    The waiting queue is sorted by it, so a preempted request returns to its place and a skipped one keeps it; and the
+    victim is the largest by it, so the smallest running request is never preempted for another and always progresses.
+    """
+    return (request.priority if policy == "priority" else 0, request.arrival)
+
+
+def admission(need: int, available: int, total: int) -> Admission:
+    """May a request that needs `need` blocks come in, with `available` to be had now and `total` at the very best?"""
+    if need > total:
+        return Admission.NEVER
+    return Admission.ADMIT if need <= available else Admission.WAIT
+
+
+def choose_victim(policy: PolicyName, running: Iterable[Request]) -> Request:
+    """The running request that loses its blocks when another needs them: the last in order."""
+    return max(running, key=lambda request: queue_key(policy, request))

@@ -1,0 +1,131 @@
+"""One request as the scheduler sees it: ids and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from enum import Enum
+
+from gristmill.runtime.kv_cache import CachedBlock
+
+
+class RequestState(Enum):
+    """Where a request is."""
+
+    NEW = "new"  # not added yet
+    WAITING = "waiting"  # has no blocks; preempted requests are here too
+    HELD = "held"  # waits for something outside the scheduler
+    RUNNING = "running"  # has blocks and a place among max_seqs
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop id was sampled
+    LENGTH = "length"  # max_tokens, max_model_len or the pool's capacity was reached
+    ABORT = "abort"  # the caller ended it
+    ERROR = "error"  # its step failed
+
+
+class Request:
+    """A prompt and how far it has come.
+
+    Holds no reference to scheduler, callbacks or other requests, so that it dies when the last owner lets go of it.
+
+    tokens      known tokens: the prompt, then the output. Append-only.
+    computed    how many of `tokens` have their KV in the cache
+    block_ids   block table; replaced, never emptied in place, when the blocks are given back
+    drafts      proposed continuation of `tokens`, to be verified in the next step
+    limit       known tokens at which the request ends by length
+    bypassed    younger requests admitted past this one since it waits for blocks
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "block_hashes",
+        "block_ids",
+        "bypassed",
+        "cache_key",
+        "cached_tokens",
+        "computed",
+        "drafts",
+        "finish_reason",
+        "id",
+        "last_cached",
+        "limit",
+        "max_tokens",
+        "preemptions",
+        "priority",
+        "prompt_len",
+        "registered",
+        "state",
+        "stop_ids",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        stop_ids: Iterable[int] = (),
+        priority: int = 0,
+        cache_key: Hashable = None,
+    ) -> None:
+        """`cache_key` separates prefix caches: requests share blocks only where it is equal (adapter, image, tenant).
+
+        Raises TypeError or ValueError for an empty prompt, ids that are no non-negative ints, or max_tokens < 1.
+        """
+        tokens = list(prompt_ids)
+        if not tokens:
+            raise ValueError(f"request {id!r}: the prompt is empty, at least one token id is needed")
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise TypeError(f"request {id!r}: prompt ids must be ints, got {token!r} ({type(token).__name__})")
+            if token < 0:
+                raise ValueError(f"request {id!r}: prompt ids must not be negative, got {token}")
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
+            raise TypeError(f"request {id!r}: max_tokens must be an int, got {max_tokens!r}")
+        if max_tokens < 1:
+            raise ValueError(f"request {id!r}: max_tokens must be at least 1, got {max_tokens}")
+        hash(cache_key)  # an unhashable key fails here and not in the middle of a step
+        self.id = id
+        self.tokens = tokens
+        self.prompt_len = len(tokens)
+        self.max_tokens = max_tokens
+        self.stop_ids = frozenset(stop_ids)
+        self.priority = priority
+        self.cache_key = cache_key
+        self.arrival = -1  # given by the scheduler: its only clock
+        self.state = RequestState.NEW
+        self.finish_reason: FinishReason | None = None
+        self.limit = self.prompt_len + max_tokens  # lowered by the scheduler to what it can hold
+        self.computed = 0
+        self.block_ids: list[int] = []
+        self.drafts: list[int] = []
+        self.bypassed = 0
+        self.preemptions = 0
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
+        self.block_hashes: list[int] = []  # chained hash of every full block of `tokens`
+        self.registered = 0  # leading blocks whose content is known to the prefix cache
+        self.last_cached: CachedBlock | None = None  # entry of the last of them
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Sampled tokens so far, a stop id included."""
+        return self.tokens[self.prompt_len :]
+
+    def snapshot(self) -> tuple[object, ...]:
+        """All that can change, as values: for dumps and for comparing states."""
+        return (
+            self.id, self.state.value, self.arrival, tuple(self.tokens), self.computed, tuple(self.block_ids),
+            tuple(self.drafts), self.bypassed, self.preemptions, self.cached_tokens, tuple(self.block_hashes),
+            self.registered, id(self.last_cached), self.finish_reason,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id!r}, {self.state.value}, computed {self.computed} of {len(self.tokens)} known "
+            f"({self.prompt_len} prompt, at most {self.max_tokens} output), {len(self.block_ids)} blocks)"
+        )

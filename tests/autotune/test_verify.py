@@ -1,0 +1,38 @@
+"""Verification catches wrong kernels, by the reason that fits, and passes honest ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.autotune.verify import verify
+from tests.autotune import zoo
+
+PROBLEM = zoo.OP.problem("m=7,n=257,x=bf16")
+
+
+def test_an_honest_kernel_passes() -> None:
+    outcome = verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu")
+    assert outcome.ok and outcome.error == 0.0
+
+
+@pytest.mark.parametrize("function", zoo.WRONG, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_wrong_kernel_does_not(function, seed: int) -> None:
+    outcome = verify(zoo.OP, zoo.kernel(function), {}, PROBLEM, "cpu", seed=seed)
+    assert not outcome.ok and outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (zoo.writes_one_element_too_far, "wrote outside out"),
+        (zoo.writes_one_element_too_early, "wrote outside out"),
+        (zoo.changes_its_input, "changed its input x"),
+        (zoo.raises, "RuntimeError: no such instruction"),
+        (zoo.one_weight_is_off, "over the tolerance"),
+        (zoo.one_nan, "error inf"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_reason_says_what_was_wrong(function, reason: str) -> None:
+    assert reason in verify(zoo.OP, zoo.kernel(function), {}, PROBLEM, "cpu").reason

@@ -1,0 +1,137 @@
+"""The kernelbench command line as a user meets it: exact JSON, one-line errors with status 2, help that lists things."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERDICTS = {"selected", "eligible", "unverified", "hardware", "build", "problem", "policy", "quarantined"}
+SOURCES = {"measured", "near", "sibling", "model", "priority", None}
+
+
+def kernelbench(*arguments: str, cache: Path, policy: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "GRISTMILL_POLICY")}
+    environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if policy is not None:
+        environment["GRISTMILL_POLICY"] = str(policy)
+    return subprocess.run([sys.executable, "-m", "gristmill.bench.cli", *arguments], capture_output=True, text=True,
+                          check=False, env=environment)  # fmt: skip
+
+
+def answer(*arguments: str, cache: Path, status: int = 0, policy: Path | None = None) -> Any:
+    done = kernelbench(*arguments, "--json", cache=cache, policy=policy)
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_list_has_exactly_the_promised_fields(tmp_path: Path) -> None:
+    rows = answer("list", cache=tmp_path)
+    assert {tuple(row) for row in rows} == {("op", "kernel", "provider", "language", "available", "reasons")}
+    assert all(row["available"] == (not row["reasons"]) for row in rows)
+    only = answer("list", "--op", "rms_norm", "--target", "gfx942", cache=tmp_path)
+    assert {row["op"] for row in only} == {"rms_norm"}
+    assert next(row for row in only if row["kernel"] == "rms_norm_triton")["available"]
+    assert "runs on cpu" in next(row for row in only if row["kernel"] == "rms_norm_cpu")["reasons"][0]
+
+
+def test_list_imports_no_torch(tmp_path: Path) -> None:
+    code = ("import sys; sys.argv = ['kernelbench', 'list', '--json']\nfrom gristmill.bench import cli\n"
+            "try: cli.main()\nexcept SystemExit: pass\nassert not {'torch', 'triton', 'numpy'} & set(sys.modules)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_explain_here_selects_and_verifies(tmp_path: Path) -> None:
+    found = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu", cache=tmp_path)
+    assert list(found) == ["op", "problem", "target", "selected", "candidates"]
+    assert {tuple(row) for row in found["candidates"]} == {("kernel", "verdict", "reasons", "expected_us", "source")}
+    assert {row["verdict"] for row in found["candidates"]} <= VERDICTS
+    assert {row["source"] for row in found["candidates"]} <= SOURCES
+    chosen = [row["kernel"] for row in found["candidates"] if row["verdict"] == "selected"]
+    assert chosen == [found["selected"]]
+
+
+def test_explain_elsewhere_verifies_nothing(tmp_path: Path) -> None:
+    found = answer("explain", "rms_norm", "--problem", "m=4,n=64", "--target", "sm_121", cache=tmp_path)
+    assert found["target"] == "sm_121" and found["selected"] == "rms_norm_triton"
+    assert {row["verdict"] for row in found["candidates"]} <= {"unverified", "hardware", "build", "problem", "policy"}
+    assert not (tmp_path / "gristmill" / "store.json").exists()
+
+
+def test_explain_without_the_dynamic_size_prints_a_plan(tmp_path: Path) -> None:
+    found = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu", cache=tmp_path)
+    assert [row["m_max"] for row in found["plan"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, None]
+    assert all({"m_max", "kernel", "layout", "config"} <= row.keys() for row in found["plan"])
+
+
+def test_axes_are_listed(tmp_path: Path) -> None:
+    found = answer("explain", "rms_norm", "--axes", cache=tmp_path)
+    assert [row["axis"] for row in found["axes"]] == ["m", "n", "x"]
+
+
+def test_verify_and_bench_rows(tmp_path: Path) -> None:
+    rows = answer("verify", "--op", "rms_norm", "--kernel", "rms_norm_torch", "--target", "cpu", cache=tmp_path)
+    assert rows and all(row["ok"] and row["error"] <= row["tolerance"] for row in rows)
+    assert {"op", "kernel", "problem", "ok", "error", "tolerance"} <= rows[0].keys()
+    timed = answer("bench", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--seconds", "0.05", "--target", "cpu", "--save",
+                   cache=tmp_path)  # fmt: skip
+    assert all({"us", "spread", "gbs", "tflops", "fraction_of_floor", "error"} <= row.keys() for row in timed)
+    assert all(row["us"] > 0 for row in timed)
+    fastest = min(timed, key=lambda row: row["us"])["kernel"]
+    found = answer("explain", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--target", "cpu", cache=tmp_path)
+    assert found["selected"] == fastest and found["candidates"][0]["source"] == "measured"
+
+
+def test_doctor_reports(tmp_path: Path) -> None:
+    found = answer("doctor", cache=tmp_path)
+    assert found["devices"][-1]["vendor"] == "cpu" and found["registry"]["kernels"] > 0
+    assert found["devices"][-1]["measured"] is None
+
+
+def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) -> None:
+    policy = tmp_path / "p.toml"
+    policy.write_text('strict = true\n[pins]\nrms_norm = ["rms_norm_torch"]\n')
+    problem = ("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu")
+    assert answer(*problem, cache=tmp_path, policy=policy)["selected"] == "rms_norm_torch"
+    policy.write_text('strict = true\n[pins]\nrms_norm = ["no_such_kernel"]\n')
+    assert answer(*problem, cache=tmp_path, policy=policy)["selected"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("list", "--op", "rms_nrom"), "did you mean rms_norm"),
+        (("list", "--target", "sm_999"), "sm_999"),
+        (("explain", "rms_norm", "--problem", "m=4,colour=red"), "no axis colour; its axes are m, n, x"),
+        (("explain", "rms_norm", "--problem", "m=four,n=4"), "axis m wants an integer of at least 0, got 'four'"),
+        (("explain", "rms_norm", "--problem", "m=4"), "missing n"),
+        (("explain", "rms_norm",), "--problem is missing"),
+        (("verify", "--kernel", "nothing"), "no kernel called 'nothing'"),
+        (("verify", "--target", "sm_100"), "not a device of this machine"),
+        (("bench", "rms_norm", "--kernels", "rms_norm_cup"), "did you mean rms_norm_cpu"),
+        (("bench", "rms_norm", "--problem", "n=4"), "leaves m open"),
+        (("nonsense",), "No such command 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    done = kernelbench(*arguments, cache=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert complaint in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_wrong_policy_file_is_a_mistake_too(tmp_path: Path) -> None:
+    done = kernelbench("list", cache=tmp_path, policy=tmp_path / "absent.toml")
+    assert done.returncode == 2 and "absent.toml" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["doctor", "list", "explain", "verify", "bench"])
+def test_every_command_helps(tmp_path: Path, command: str) -> None:
+    done = kernelbench(command, "--help", cache=tmp_path)
+    assert done.returncode == 0 and "--json" in done.stdout and len(done.stdout.splitlines()) > 8

@@ -1,0 +1,38 @@
+"""Shared set-up: Triton kernels run in the interpreter unless there is a GPU; every test has its own store and cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernel_registry.targets.probe import probe_devices
+
+HAS_GPU = bool(probe_devices().targets)
+if not HAS_GPU:
+    # Before anything imports triton: its decorators look at this when kernels are defined.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu need a device."""
+    if HAS_GPU:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a policy as TOML and make it the current one; its cache and store are the test's own."""
+
+    def write(text: str = "") -> Path:
+        path = tmp_path / "policy.toml"
+        # TOML tables swallow what follows them: the paths go first.
+        path.write_text(f'cache = "{tmp_path / "cache"}"\n{text}', encoding="utf-8")
+        monkeypatch.setenv("GRISTMILL_POLICY", str(path))
+        return path
+
+    return write

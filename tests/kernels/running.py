@@ -1,0 +1,87 @@
+"""What the tests of single operations share: the kernels that run here, calls with real strides, planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gristmill.autotune.device import device_target
+from gristmill.autotune.resolve import confirmed_build
+from gristmill.autotune.verify import Outcome, verify
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.interpreter import load
+from tests.conftest import HAS_GPU
+
+REGISTRY = default_registry()
+CPU = device_target("cpu", Policy())
+BUILD = confirmed_build(REGISTRY, CPU)
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A kernel on a target of this machine (one for each C++ level); prints as both, for test ids."""
+
+    op: Op
+    kernel: Kernel
+    target: Target
+
+    def __str__(self) -> str:
+        return self.kernel.name if self.kernel.language != "cpp" else f"{self.kernel.name}-{self.target.name}"
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch on arguments and outputs exactly as given, strides included, after the operation's own checks."""
+        problem = self.op.problem(self.op.describe(*arguments[: len(self.op.parameters)]))
+        assert self.kernel.accepts(problem) is None
+        if self.op.guard is not None and not self.op.guard(self.op.static(problem), *arguments):
+            return
+        load(self.kernel)(self.kernel.config(problem, self.target), *arguments)
+
+
+def runnables(op: str) -> list[Runnable]:
+    """Every kernel of `op` that runs on this machine's CPU: torch, C++ at each level, Triton in the interpreter."""
+    found = []
+    for kernel in REGISTRY.kernels_of(op):
+        levels = [Target.parse(level) for level in CPU.levels] if kernel.language == "cpp" else [CPU]
+        for target in levels:
+            skip = kernel.language == "triton" and HAS_GPU
+            if not (skip or kernel.requires.check_hardware(target, BUILD) or kernel.requires.check_build(target, BUILD)):
+                found.append(Runnable(REGISTRY.op(op), kernel, target))
+    return found
+
+
+def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:
+    """The verdict on a wrong kernel: the function `launcher` of the test module `module`."""
+    definition = REGISTRY.op(op)
+    kernel = Kernel(op=op, name=launcher, provider="test", language="python", target=f"{module}:{launcher}",
+                    requires=Requirement())  # fmt: skip
+    return verify(definition, kernel, {}, definition.problem(problem), "cpu")
+
+
+def padded_rows(rows: torch.Tensor, extra: int = 5) -> torch.Tensor:
+    """The same [M, N] values as a view of a wider buffer of NaN: reads past a row poison, the row stride is odd."""
+    wide = torch.full((rows.shape[0] + 1, rows.shape[1] + extra), float("nan"), dtype=rows.dtype)
+    view = wide[: rows.shape[0], 2 : 2 + rows.shape[1]]
+    view.copy_(rows)
+    return view
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, op: str, text: str, make: Callable[..., float] | None = None) -> bool:
+    """Whether `found` is within the tolerance of the operation's metric (or of `make(found, wanted)`) for this problem."""
+    from gristmill.autotune.metrics import METRICS
+
+    definition = REGISTRY.op(op)
+    tolerance = definition.tolerance(definition.problem(text))
+    return (make or METRICS[tolerance.metric])(found, wanted) <= tolerance.limit
+
+
+def tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among `values`."""
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,0 +1,91 @@
+"""Wrapped linear providers against stub host modules: what they are called with, and what is refused before."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+
+REGISTRY = default_registry()
+OP = REGISTRY.op("linear")
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    def fp8_gemm_nt(a: Any, b: Any, d: torch.Tensor) -> None:
+        """DeepGEMM's meaning: D = (A · scales) (B · scales)ᵀ, A scaled by token and 128 columns, B by 128 x 128."""
+        (av, sa), (bv, sb) = a, b
+        seen.append((av.dtype, sa.dtype, bv.dtype, sb.dtype))
+        assert sa.shape == (av.shape[0], -(-av.shape[1] // 128)) and d.dtype == torch.bfloat16
+        left = av.float() * sa.repeat_interleave(128, 1)[:, : av.shape[1]]
+        right = bv.float() * sb.repeat_interleave(128, 0)[: bv.shape[0]].repeat_interleave(128, 1)[:, : bv.shape[1]]
+        d.copy_(left @ right.T)
+
+    stub(monkeypatch, "deep_gemm", fp8_gemm_nt=fp8_gemm_nt)
+    kernel = REGISTRY.kernel("linear", "linear_deepgemm")
+    for text in ("m=5,n=192,k=256", "m=3,n=128,k=128,epilogue=bias+residual+silu_mul"):
+        problem = OP.problem(text + ",w=fp8_block.fp8_g128")
+        assert kernel.accepts(problem) is None
+        outcome = verify(OP, kernel, {}, problem, "cpu")
+        assert outcome.ok, outcome.reason
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    assert seen == [(fp8, fp32, fp8, fp32)] * 2
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
+def test_aiter_is_given_the_fp8_of_its_device(monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype) -> None:
+    def gemm_a8w8(
+        xq: Any, wq: Any, x_scale: Any, w_scale: Any, bias: Any = None, dtype_: Any = None, *, dtype: Any
+    ) -> Any:
+        assert (
+            xq.dtype == wq.dtype == expected and x_scale.shape == (xq.shape[0], 1) and w_scale.shape == (1, wq.shape[0])
+        )
+        return ((xq.float() * x_scale) @ (wq.float() * w_scale.T).T).to(dtype)
+
+    expected = dtype
+    stub(monkeypatch, "aiter", gemm_a8w8=gemm_a8w8)
+    kernel = REGISTRY.kernel("linear", "linear_aiter")
+    for text in ("m=5,n=48,k=64,w=fp8_ch.fp8_token", "m=2,n=32,k=96,w=fp8.fp8_token,epilogue=bias"):
+        problem = OP.problem(text)
+        outcome = verify(OP, kernel, kernel.config(problem, Target.parse(arch)), problem, "cpu")
+        assert outcome.ok, outcome.reason
+
+
+def test_wrapped_kernels_refuse_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = {
+        "linear_deepgemm": ("m=1,n=64,k=128,w=fp8_block", "m=1,n=64,k=100,w=fp8_block.fp8_g128"),
+        "linear_aiter": ("m=1,n=64,k=64,w=fp8_ch", "m=1,n=64,k=64,x=fp32,w=fp8_ch.fp8_token"),
+        "linear_humming": ("m=1,n=64,k=128,w=fp8_ch", "m=1,n=64,k=128,x=fp16,w=int4_g128", "m=1,n=60,k=128,w=int4_g128",
+                           "m=1,n=64,k=128,w=int4_g128,act_order=true"),
+    }  # fmt: skip
+    for name, texts in refusals.items():
+        kernel = REGISTRY.kernel("linear", name)
+        assert not kernel.auto and kernel.requires.offers
+        for text in texts:
+            assert kernel.accepts(OP.problem(text)), (name, text)
+
+
+def test_humming_zero_points_are_packed_along_rows() -> None:
+    from gristmill.kernels.linear.linear_humming import _packed_zeros
+
+    zero = torch.arange(16, dtype=torch.uint8).repeat(2)[:16, None].expand(16, 3).contiguous()
+    words = _packed_zeros(zero)
+    assert words.shape == (2, 3) and words.dtype == torch.int32
+    assert words[0, 0] == 0x76543210 and words[1, 0] & 0xFFFFFFFF == 0xFEDCBA98
+    with pytest.raises(ValueError, match="0..15"):
+        _packed_zeros(torch.full((8, 1), 16, dtype=torch.uint8))

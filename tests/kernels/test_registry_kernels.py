@@ -1,0 +1,78 @@
+"""Every kernel of the registry that can run here, on every example of its operation, against the reference.
+
+C++ kernels run at each ISA level of this CPU, Triton kernels in the interpreter. Adding a kernel adds its rows here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.autotune.device import device_target
+from gristmill.autotune.resolve import confirmed_build
+from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+from tests.conftest import HAS_GPU
+
+REGISTRY = default_registry()
+CPU = device_target("cpu", Policy())
+BUILD = confirmed_build(REGISTRY, CPU)
+
+
+def _targets(kernel: Kernel) -> list[Target]:
+    if kernel.language == "cpp":
+        return [Target.parse(level) for level in CPU.levels]
+    return [CPU]
+
+
+def _rows() -> list[object]:
+    rows = []
+    for kernel in REGISTRY.all_kernels():
+        op = REGISTRY.op(kernel.op)
+        for target in _targets(kernel):
+            if kernel.requires.check_hardware(target, BUILD) or kernel.requires.check_build(target, BUILD):
+                continue
+            for text in op.examples:
+                problem = op.problem(text)
+                if kernel.accepts(problem) is None:
+                    rows.append(pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}"))
+    return rows
+
+
+@pytest.mark.parametrize(("op", "kernel", "target", "text"), _rows())
+def test_kernel_matches_reference(op: Op, kernel: Kernel, target: Target, text: str) -> None:
+    if kernel.language == "triton" and HAS_GPU:
+        pytest.skip("with a GPU here Triton kernels run on it, in the gpu tests")
+    problem = op.problem(text)
+    outcome = verify(op, kernel, kernel.config(problem, target), problem, "cpu")
+    assert outcome.ok, outcome.reason
+
+
+@pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
+def test_operation_is_consistent(op: Op) -> None:
+    """Generated arguments describe the problem they were made for; costs and tolerances exist; text round trips."""
+    for text in (*op.examples, *op.bench):
+        problem = op.problem(text)
+        assert op.problem(str(problem)) == problem
+        cost = op.cost(problem)
+        assert cost.bytes >= 0 and cost.flops >= 0
+        assert 0 <= op.tolerance(problem).limit < 0.05
+    for text in op.examples:
+        problem = op.problem(text)
+        arguments = op.inputs(problem, 0, "cpu")
+        assert len(arguments) == len(op.parameters)
+    assert op.examples and op.bench, "an operation has examples to test and problems to measure"
+    assert op.bucket is None or any(axis.name == op.bucket and axis.dynamic for axis in op.axes)
+
+
+@pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
+def test_operation_can_run_on_any_cpu(op: Op) -> None:
+    """Some kernel of every operation accepts every example on a CPU without a compiler: the torch one."""
+    for text in op.examples:
+        problem = op.problem(text)
+        able = [k for k in REGISTRY.kernels_of(op.name) if k.language == "python" and not k.requires.vendors
+                and k.accepts(problem) is None]  # fmt: skip
+        assert able, f"{op.name} {text}: no kernel without requirements"

@@ -1,0 +1,73 @@
+"""The CUDA part of the build: which way GRISTMILL_CUDA goes, and a tiny kernel through the whole of it. No GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCALE = ROOT / "tests" / "packaging" / "_scale_sm90.cu"
+
+needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("ninja") is None, reason="cmake and ninja")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+pytestmark = needs_cmake
+
+
+def configure(build: Path, *options: str, nvcc: bool = True) -> subprocess.CompletedProcess[str]:
+    """Configure as a wheel build does, so that nothing is written beside the sources."""
+    environment = {key: value for key, value in os.environ.items() if key not in {"GRISTMILL_CUDA", "CUDA_HOME", "NVCC", "CUDACXX"}}
+    if not nvcc:  # neither on PATH nor in CMake's own list of places; the tools that are needed go by full path
+        folders = [folder for folder in environment["PATH"].split(os.pathsep) if not (Path(folder) / "nvcc").exists()]
+        environment["PATH"] = os.pathsep.join(folders)
+        options += (f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}", f"-DCMAKE_CXX_COMPILER={shutil.which('c++')}")
+        options += ("-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF",)
+    command = [str(shutil.which("cmake")), "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DSKBUILD_STATE=wheel", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def status_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "gristmill CUDA:" in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_off(tmp_path: Path) -> None:
+    assert "off, by GRISTMILL_CUDA" in status_line(configure(tmp_path, "-DGRISTMILL_CUDA=off"))
+    assert json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"] == {}
+
+
+def test_unknown_mode_is_refused(tmp_path: Path) -> None:
+    done = configure(tmp_path, "-DGRISTMILL_CUDA=perhaps")
+    assert done.returncode != 0 and "expected auto, on or off" in done.stderr
+
+
+def test_without_nvcc(tmp_path: Path) -> None:
+    assert "no nvcc found" in status_line(configure(tmp_path / "auto", nvcc=False))
+    done = configure(tmp_path / "on", "-DGRISTMILL_CUDA=on", nvcc=False)
+    assert done.returncode != 0 and "no nvcc was found" in done.stderr
+
+
+@needs_nvcc
+def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
+    done = configure(tmp_path, "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_EXTRA_SM90_SOURCES={SCALE}")
+    assert "sm_90a by nvcc" in status_line(done)
+    subprocess.run(["cmake", "--build", tmp_path, "--target", "gristmill_cuda_sm90a"], check=True, capture_output=True)
+    entry = json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"]["sm_90a"]
+    path = tmp_path / "_lib" / entry["file"]
+    needed = subprocess.run(["readelf", "-dW", path], check=True, capture_output=True, text=True).stdout
+    assert "libcuda" not in needed and "stdc++" not in needed
+    data = path.read_bytes()
+    assert (tmp_path / "cuda_sm90a" / "_scale_sm90.cubin").read_bytes() in data
+    library = ctypes.CDLL(str(path))  # needs neither a driver nor a device
+    probe = library.gm_cuda_probe()
+    assert probe in (0, -6)
+    if probe == -6:
+        assert library.gm_test_scale(None, None, 1, 0, None) == -6
+    assert library.gm_test_scale(None, None, -1, 0, None) == -2

@@ -1,0 +1,116 @@
+"""ci/check_wheel.py notices what must not be in a dist, and the Makefile's helpers say what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gristmill
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+import check_wheel  # noqa: E402
+import requirements  # noqa: E402
+
+
+def test_tests_import_this_tree() -> None:
+    """An editable install of another checkout would win over PYTHONPATH, and its code would be tested instead."""
+    assert Path(gristmill.__file__).resolve() == ROOT / "src" / "gristmill" / "__init__.py"
+
+
+def good_wheel_names() -> list[str]:
+    names = [f"gristmill/{name}" for name in check_wheel.tracked() if name.startswith(check_wheel.FOLDERS) and name.endswith(".py")]
+    names += ["gristmill/__init__.py", "gristmill/py.typed", "gristmill/_lib/manifest.json", "gristmill/_lib/libgristmill_cpu.so"]
+    return names
+
+
+def wheel(folder: Path, names: list[str], file: str = "gristmill-0.1.0-py3-none-linux_x86_64.whl") -> Path:
+    with zipfile.ZipFile(folder / file, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    return folder / file
+
+
+def test_good_wheel_passes(tmp_path: Path) -> None:
+    assert check_wheel.problems(wheel(tmp_path, good_wheel_names())) == []
+
+
+@pytest.mark.parametrize(
+    "extra,complaint",
+    [
+        ("gristmill/kernels/norm/_rms_norm_cpu.cpp", "native source"),
+        ("gristmill/examples/models/a/model.safetensors", "model data"),
+        ("tests/test_x.py", "outside gristmill/"),
+    ],
+)
+def test_extra_file_is_found(tmp_path: Path, extra: str, complaint: str) -> None:
+    assert any(complaint in line for line in check_wheel.problems(wheel(tmp_path, [*good_wheel_names(), extra])))
+
+
+def test_missing_module_and_python_tag_are_found(tmp_path: Path) -> None:
+    names = [name for name in good_wheel_names() if name != "gristmill/kernels/native.py"]
+    found = check_wheel.problems(wheel(tmp_path, names, "gristmill-0.1.0-cp311-cp311-linux_x86_64.whl"))
+    assert "lacks gristmill/kernels/native.py" in found
+    assert any("tied to one Python" in line for line in found)
+
+
+def test_sdist_without_native_sources_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "gristmill-0.1.0.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(ROOT / "pyproject.toml", "gristmill-0.1.0/pyproject.toml")
+    assert "lacks kernels/norm/_rms_norm_cpu.cpp" in check_wheel.problems(path)
+
+
+def project() -> dict[str, object]:
+    loaded: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return loaded
+
+
+def test_requirements_follow_extras_of_extras() -> None:
+    found = requirements.requirements(project(), ["dev"])
+    names = {line.split(">")[0].split("<")[0].split(";")[0] for line in found}
+    assert {"torch", "numpy", "triton", "safetensors", "typer", "pytest", "ruff", "scikit-build-core"} <= names
+    assert not any(line.startswith("gristmill") for line in found)
+    with pytest.raises(SystemExit, match="unknown extra 'gpu'"):
+        requirements.requirements(project(), ["gpu"])
+
+
+def test_every_requirement_of_ci_is_pinned() -> None:
+    pinned = {
+        line.split("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    for line in requirements.requirements(project(), ["dev"]):
+        name = line.split(">")[0].split("<")[0].split(";")[0].strip().lower().replace("_", "-")
+        assert name in pinned, f"{name} has no line in ci/constraints.txt"
+
+
+def test_kernels_alone_need_three_packages() -> None:
+    names = sorted(line.split(">")[0] for line in requirements.requirements(project(), []))
+    assert names == ["numpy", "torch", "triton"]
+
+
+@pytest.mark.parametrize(
+    "arguments,complaint",
+    [
+        (["no-such-python", "venv", "ci/constraints.txt", "stamp"], "no no-such-python"),
+        ([sys.executable, "venv", "missing.txt", "stamp"], "CONSTRAINTS=missing.txt does not exist"),
+    ],
+)
+def test_setup_says_what_is_missing(arguments: list[str], complaint: str) -> None:
+    done = subprocess.run(["bash", "ci/setup.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and complaint in done.stderr
+
+
+def test_make_lists_its_targets() -> None:
+    done = subprocess.run(["make", "--no-print-directory", "-s"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for target in ("run", "test", "test-full", "build", "lint", "clean"):
+        assert f"make {target} " in done.stdout

@@ -1,0 +1,77 @@
+"""Plans: buckets, layouts within the memory a policy allows, and their digest."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.kernel_registry.plan import BUCKETS, Plan, bucket_index, bucket_sizes, make_plan
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.select import NoKernelError, select
+from gristmill.kernel_registry.store import Store
+from tests.registry.fakes import BUILD, H200, OP, kernel, layout, problem, timed, verified
+
+STATIC = OP.static(problem())
+
+
+def plan(kernels, layouts, store: Store, policy: Policy | None = None) -> Plan:
+    policy = policy or Policy()
+    return make_plan(OP, STATIC, {x.name: x for x in layouts}, policy,
+                     lambda p, chosen: select(OP, p, kernels, H200, BUILD, store, policy, layouts=chosen))  # fmt: skip
+
+
+def times(store: Store, name: str, us) -> Store:
+    for size in bucket_sizes():
+        timed(store, name, us(size), at=problem(f"m={size},n=4096,k=4096"))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128), (4095, 4096), (4096, 4096), (4097, None), (10**6, None)]
+)
+def test_a_size_falls_in_the_smallest_bucket_that_holds_it(size, bucket):
+    assert (*BUCKETS, None)[bucket_index(size)] == bucket
+
+
+def test_one_layout_serves_all_buckets_with_the_best_kernel_of_each():
+    small, large = kernel("small", layouts=("one_v1",)), kernel("large", layouts=("one_v1",))
+    store = times(times(verified(small, large), "small", lambda m: m), "large", lambda m: 100.0)
+    found = plan([small, large], [layout("one_v1", 1.0)], store)
+    assert [e.kernel for e in found.entries] == ["small"] * 7 + ["large"] * 7
+    assert found.layouts == ("one_v1",) and {e.source for e in found.entries} == {"measured"}
+
+
+def test_two_layouts_are_kept_only_when_memory_allows_and_they_pay():
+    a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("two_v1",))
+    store = times(times(verified(a, b), "a", lambda m: m), "b", lambda m: 100.0)
+    both = [layout("one_v1", 1.0), layout("two_v1", 1.0)]
+    assert len(plan([a, b], both, store, Policy(weight_memory=1.05)).layouts) == 1
+    rich = plan([a, b], both, store, Policy(weight_memory=2.1))
+    assert rich.layouts == ("one_v1", "two_v1") and rich.entries[0].kernel == "a" and rich.entries[-1].kernel == "b"
+    useless = times(times(verified(a, b), "a", lambda m: m), "b", lambda m: m + 1.0)
+    assert plan([a, b], both, useless, Policy(weight_memory=2.1)).layouts == ("one_v1",)
+
+
+def test_the_best_layout_is_the_one_with_the_least_total_time():
+    a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("two_v1",))
+    store = times(times(verified(a, b), "a", lambda m: 50.0), "b", lambda m: 10.0 if m < 2048 else 60.0)
+    assert plan([a, b], [layout("one_v1", 1.0), layout("two_v1", 1.0)], store).layouts == ("two_v1",)
+
+
+def test_a_layout_past_the_memory_bound_is_no_choice_unless_nothing_else_is_there():
+    a, b = kernel("a", layouts=("one_v1",), priority=1), kernel("wide", layouts=("wide_v1",), priority=9)
+    found = plan([a, b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(a, b))
+    assert found.layouts == ("one_v1",)
+    assert plan([b], [layout("wide_v1", 4.0)], verified(b)).layouts == ("wide_v1",)
+
+
+def test_a_plan_that_no_kernel_can_fill_lists_the_reasons():
+    picky = kernel("picky", layouts=("one_v1",), accepts=lambda p: "m at most 8" if p.integer("m") > 8 else None)
+    with pytest.raises(NoKernelError, match="m at most 8"):
+        plan([picky], [layout("one_v1", 1.0)], verified(picky))
+
+
+def test_equal_plans_have_equal_digests_and_others_do_not():
+    a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("one_v1",), priority=3)
+    one = [layout("one_v1", 1.0)]
+    assert plan([a], one, verified(a)).digest() == plan([a], one, verified(a)).digest()
+    assert plan([a], one, verified(a)).digest() != plan([a, b], one, verified(a, b)).digest()

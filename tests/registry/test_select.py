@@ -1,0 +1,188 @@
+"""Selection as a pure function: verdicts with reasons, ranking, policy, verification records."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gristmill.kernel_registry.policy import Policy, PolicyError
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.select import NoKernelError, Selection, select
+from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.target import Target
+from tests.registry.fakes import BUILD, H200, OP, kernel, problem, timed, verified
+
+
+def choose(*kernels, store=None, policy=None, at=None, target=H200, **options) -> Selection:
+    store = verified(*kernels) if store is None else store
+    return select(OP, at or problem(), kernels, target, BUILD, store, policy or Policy(), **options)
+
+
+def verdict(selection: Selection, name: str) -> str:
+    return next(c.verdict for c in selection.candidates if c.kernel.name == name)
+
+
+def reasons(selection: Selection, name: str) -> str:
+    return "; ".join(next(c.reasons for c in selection.candidates if c.kernel.name == name))
+
+
+def test_priority_decides_before_anything_was_measured():
+    found = choose(kernel("slow", priority=1), kernel("fast", priority=2))
+    assert found.best is not None and found.best.kernel.name == "fast" and found.best.source == "priority"
+    assert verdict(found, "fast") == "selected" and verdict(found, "slow") == "eligible"
+
+
+def test_measured_time_beats_priority():
+    store = verified(low := kernel("low", priority=1), high := kernel("high", priority=9))
+    timed(timed(store, "low", 5.0), "high", 7.0)
+    found = choose(low, high, store=store)
+    assert found.best is not None and (found.best.kernel.name, found.best.expected_us, found.best.source) == ("low", 5.0, "measured")
+
+
+def test_a_near_problem_speaks_within_a_factor_of_two_and_no_further():
+    store = timed(timed(verified(a := kernel("a"), b := kernel("b", priority=5), at=problem("m=16,n=4096,k=4096")), "a", 5), "b", 9)
+    close, far = problem("m=24,n=4096,k=4096"), problem("m=16,n=8192,k=8192")
+    for at, expected, source in ((close, "a", "near"), (far, "b", "priority")):
+        verified(a, b, at=at, store=store)
+        found = choose(a, b, store=store, at=at)
+        assert found.best is not None and (found.best.kernel.name, found.best.source) == (expected, source)
+
+
+def test_near_times_scale_with_the_bytes_of_the_problem():
+    store = timed(verified(a := kernel("a"), at=problem("m=16,n=6000,k=4096")), "a", 10.0, at=problem("m=16,n=4000,k=4096"))
+    found = choose(a, store=store, at=problem("m=16,n=6000,k=4096"))
+    assert found.best is not None and found.best.expected_us == pytest.approx(15.0)
+
+
+def test_other_schemes_and_dtypes_never_speak_for_each_other():
+    at = problem("m=16,n=4096,k=4096,w=mxfp4")
+    store = timed(verified(a := kernel("a"), at=at), "a", 5.0)
+    found = choose(a, store=store, at=at)
+    assert found.best is not None and found.best.source == "priority" and found.best.expected_us is None
+
+
+def test_a_sibling_device_speaks_when_this_one_was_never_measured():
+    h100 = Target.parse("h100")
+    store = timed(verified(a := kernel("a"), b := kernel("b", priority=5)), "a", 5.0, target=h100)
+    found = choose(a, b, store=store)
+    assert found.best is not None and (found.best.kernel.name, found.best.source) == ("a", "sibling")
+
+
+def test_estimates_rank_only_when_every_candidate_has_one():
+    a, b = kernel("a", priority=9, estimate=lambda p, t: 9.0), kernel("b", estimate=lambda p, t: 4.0)
+    assert choose(a, b).candidates[0].kernel.name == "b"
+    assert choose(a, b).candidates[0].source == "model"
+    assert choose(a, b, kernel("c", priority=5)).candidates[0].kernel.name == "a"
+
+
+def test_unverified_best_is_returned_as_such_and_never_selected():
+    a, b = kernel("a", priority=9), kernel("b")
+    found = choose(a, b, store=verified(b))
+    assert found.best is not None and (found.best.kernel.name, found.best.verdict) == ("a", "unverified")
+    assert all(c.verdict != "selected" for c in found.candidates)
+
+
+def test_a_failed_verification_quarantines_with_its_error():
+    a, b = kernel("a", priority=9), kernel("b")
+    store = verified(a, ok=False, store=verified(b))
+    found = choose(a, b, store=store)
+    assert found.best is not None and found.best.kernel.name == "b"
+    assert verdict(found, "a") == "quarantined" and "over the tolerance" in reasons(found, "a")
+
+
+@pytest.mark.parametrize("changed", ["code", "config", "toolchain", "target"])
+def test_a_verification_counts_for_its_code_configuration_toolchain_and_device_only(changed):
+    a = kernel("a")
+    store = Store()
+    for record in verified(a).verifications.values():
+        store.add(dataclasses.replace(record, **{changed: "other"}))
+    found = choose(a, store=store)
+    assert found.best is not None and found.best.verdict == "unverified"
+
+
+def test_hardware_build_and_problem_refuse_with_sentences():
+    wgmma = kernel("wgmma", requires=Requirement.any({"wgmma", "tma"}))
+    package = kernel("package", requires=Requirement(packages=(("no-such-package", "1.0"),)))
+    picky = kernel("picky", accepts=lambda p: "only m <= 8" if p.integer("m") > 8 else None)
+    found = choose(wgmma, package, picky, target=Target.parse("sm_120"))
+    assert found.best is None
+    assert {n: verdict(found, n) for n in ("wgmma", "package", "picky")} == {"wgmma": "hardware", "package": "build", "picky": "problem"}
+    assert "sm_120 lacks wgmma" in reasons(found, "wgmma")
+    assert "no-such-package is not installed" in reasons(found, "package")
+    with pytest.raises(NoKernelError, match="only m <= 8"):
+        found.require()
+
+
+def test_pins_come_first_and_strict_pins_come_alone():
+    a, b = kernel("a", priority=9), kernel("b_cpu")
+    pinned = choose(a, b, policy=Policy(pins={"mix": ("*_cpu",)}))
+    assert [c.kernel.name for c in pinned.candidates] == ["b_cpu", "a"]
+    strict = choose(a, b, policy=Policy(pins={"*": ("*_cpu",)}, strict=True))
+    assert strict.best is not None and strict.best.kernel.name == "b_cpu" and verdict(strict, "a") == "policy"
+    nothing = choose(a, policy=Policy(pins={"mix": ("c",)}, strict=True))
+    assert nothing.best is None and "not among the pinned" in reasons(nothing, "a")
+
+
+def test_strict_says_nothing_about_operations_without_pins():
+    found = choose(kernel("a"), policy=Policy(pins={"other": ("b",)}, strict=True))
+    assert found.best is not None and found.best.verdict == "selected"
+
+
+def test_policy_excludes_and_asks_for_properties():
+    bad = kernel("bad", priority=9, deterministic=False)
+    batch = kernel("batch", priority=8)
+    good = kernel("good", batch_invariant=True)
+    assert verdict(choose(bad, good, policy=Policy(exclude=("b*",))), "bad") == "policy"
+    assert verdict(choose(bad, good, policy=Policy(deterministic=True)), "bad") == "policy"
+    found = choose(batch, good, policy=Policy(batch_invariant=True))
+    assert found.best is not None and found.best.kernel.name == "good"
+
+
+def test_kernels_outside_automatic_choice_run_when_pinned():
+    a = kernel("a", auto=False, proven="unproven")
+    assert choose(a).best is None
+    assert "only when pinned" in reasons(choose(a), "a")
+    assert choose(a, policy=Policy(pins={"mix": ("a",)})).best is not None
+
+
+def test_on_a_foreign_target_everything_that_could_run_is_unverified():
+    found = choose(kernel("a", priority=2), kernel("b"), kernel("c", requires=Requirement(vendors=("amd",))), foreign=True)
+    assert found.best is not None and found.best.kernel.name == "a"
+    assert {c.kernel.name: c.verdict for c in found.candidates} == {"a": "unverified", "b": "unverified", "c": "hardware"}
+
+
+def test_only_kernels_of_the_packed_layouts_are_candidates():
+    a, b, c = kernel("a", layouts=("one_v1",), priority=9), kernel("b", layouts=("two_v1",)), kernel("c")
+    found = choose(a, b, c, layouts=frozenset({"two_v1"}))
+    assert found.best is not None and verdict(found, "a") == "problem" and "packed as two_v1" in reasons(found, "a")
+    assert {x.kernel.name for x in found.candidates if x.verdict in ("selected", "eligible")} == {"b", "c"}
+
+
+def test_select_reads_no_environment(monkeypatch):
+    a = kernel("a")
+    before = choose(a)
+    monkeypatch.setenv("GRISTMILL_POLICY", "/nonexistent")
+    assert choose(a) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("strict = 1", "strict wants true or false, got 1"),
+        ("nonsense = true", "unknown policy entry 'nonsense'"),
+        ("weight_memory = 0.5", "weight_memory wants a number of at least 1"),
+        ("pins = 'a'", "pins wants a table"),
+        ("strict = ", "policy"),
+    ],
+)
+def test_a_wrong_policy_names_the_entry(tmp_path, text, complaint):
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(PolicyError, match=complaint):
+        Policy.load(path)
+
+
+def test_a_missing_policy_file_is_named(tmp_path):
+    with pytest.raises(PolicyError, match="absent.toml"):
+        Policy.load(tmp_path / "absent.toml")

@@ -1,0 +1,256 @@
+"""Each check must fail on the fault it is there for: schedulers broken on purpose."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache
+from gristmill.runtime.scheduler import (
+    FinishReason,
+    Request,
+    ScheduledRequest,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerStuck,
+    StepPlan,
+)
+from gristmill.runtime.scheduler.planner import Planner
+
+from .harness import FakeModel, SlotFunction, expected_ids, run_all
+
+CONFIG = SchedulerConfig(num_blocks=14, block_size=4, max_seqs=4, max_batch_tokens=24)
+CAUGHT = (AssertionError, PoolError, SchedulerStuck, KeyError, IndexError, ValueError)
+
+
+def verdict(
+    make: Callable[[], Scheduler], slots_of: SlotFunction = ScheduledRequest.slots, limit: int = 2_000
+) -> bool:
+    """True when every run of a mix that preempts, evicts and shares is right in every check."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        base = [rng.randrange(50) for _ in range(40)]
+        prompts = [base[:16], base[:16], base[:16]]
+        for _ in range(10):
+            prompts.append(base[: rng.randint(0, 12) * 3] + [rng.randrange(50) for _ in range(rng.randint(1, 6))])
+        scheduler = make()
+        try:
+            run = run_all(
+                scheduler, [Request(str(i), p, 12) for i, p in enumerate(prompts)],
+                FakeModel(scheduler.config, slots_of), limit,
+            )  # fmt: skip
+        except CAUGHT:
+            return False
+        for i, tokens in enumerate(prompts):
+            if run.outputs[str(i)] != expected_ids(tokens, 12, capacity=scheduler.config.capacity):
+                return False
+    return True
+
+
+def test_the_honest_scheduler_passes() -> None:
+    assert verdict(lambda: Scheduler(CONFIG))
+
+
+class LeaksABlock(Scheduler):
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if len(request.block_ids) > 1:
+            request.block_ids = request.block_ids[:-1]
+        super()._finish(request, reason)
+
+
+class FreesTwice(Scheduler):
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.pool.release(request.block_ids[:1])
+        super()._finish(request, reason)
+
+
+class RegistersBeforeComputed(Scheduler):
+    """Announces full blocks when they are allocated, before the step that computes them has run."""
+
+    def commit(self, plan: StepPlan) -> None:
+        super().commit(plan)
+        for entry in plan.entries:
+            request = self.requests[entry.id]
+            computed, request.computed = request.computed, entry.context
+            assert self.cache is not None
+            self._register(self.cache, request)
+            request.computed = computed
+
+
+def test_blocks_announced_before_they_are_computed_are_caught() -> None:
+    """The step is lost and its request aborted; then somebody else asks for the same prefix."""
+
+    def is_right(scheduler: Scheduler) -> bool:
+        scheduler.add(Request("a", list(range(20)), 5))
+        plan = scheduler.plan()
+        scheduler.commit(plan)
+        scheduler.discard(plan)
+        scheduler.abort(["a"], FinishReason.ERROR)
+        try:
+            run = run_all(scheduler, [Request("b", list(range(22)), 5)])
+        except CAUGHT:
+            return False
+        return run.outputs["b"] == expected_ids(range(22), 5)
+
+    assert is_right(Scheduler(CONFIG))
+    assert not is_right(RegistersBeforeComputed(CONFIG))
+
+
+class KeepsComputedOnPreemption(Scheduler):
+    def _preempt(self, request: Request) -> None:
+        computed = request.computed
+        super()._preempt(request)
+        request.computed = computed
+
+
+class AdvancesTooFar(Scheduler):
+    def update(self, plan, sampled_ids):
+        outputs = super().update(plan, sampled_ids)
+        for request in self.running:
+            if len(request.tokens) - request.computed > 3:
+                request.computed += 1
+        return outputs
+
+
+class LosesAPreempted(Scheduler):
+    def _enqueue(self, request: Request) -> None:
+        super()._enqueue(request)
+        if request.preemptions:
+            self.waiting.remove(request)
+
+
+class AllHit(PrefixCache):
+    def _max_hit(self, tokens: int) -> int:
+        return tokens // self._pool.block_size
+
+
+class IgnoresTokens(PrefixCache):
+    """Hash only the block, not what is before it."""
+
+    def extend_hashes(self, hashes, tokens, extra=None):
+        hashes.extend(range(len(hashes), len(tokens) // 4))
+
+    def match(self, hashes, tokens, extra=None):
+        found = []
+        for hash_ in hashes[: self._max_hit(len(tokens))]:
+            if hash_ not in self._table:
+                break
+            found.append(self._table[hash_])
+        return found
+
+
+class SkipsTheNext(Planner):
+    """After a preemption the request that is due is dropped for ever: the cursor moved without being moved back."""
+
+    def _make_room(self, blocks, request, running):
+        return False if blocks > self.pool.available else super()._make_room(blocks, request, running)
+
+
+class AllocatesOneTooFew(Planner):
+    def _schedule(self, request, start, tokens, samples, new, drafts):
+        super()._schedule(request, start, tokens, samples, new[:-1] if len(new) > 2 else new, drafts)
+
+
+class IgnoresBudget(Planner):
+    def _chunk(self, start: int, known: int) -> int:
+        return known - start
+
+
+class NeverAdmits(Planner):
+    def _admit(self, running, prefills, waiting):
+        if len(running) < 1:
+            super()._admit(running, prefills, waiting[1:])
+
+
+class ForgetsEvictions(PoolPlan):
+    """Hits blocks that the same plan has given away."""
+
+    def take(self, count: int) -> list[int]:
+        taken = super().take(count)
+        self.evicted.clear()
+        return taken
+
+
+def with_cache(kind: type[PrefixCache]) -> Scheduler:
+    scheduler = Scheduler(CONFIG)
+    scheduler.pool.on_evict = None
+    scheduler.cache = kind(scheduler.pool)
+    return scheduler
+
+
+def with_planner(kind: type[Planner]) -> Scheduler:
+    class Broken(Scheduler):
+        def _planner(self) -> Planner:
+            return kind(self.config, PoolPlan(self.pool), self.cache, self._version)
+
+    return Broken(CONFIG)
+
+
+def with_pool_plan(kind: type[PoolPlan]) -> Scheduler:
+    class Broken(Scheduler):
+        def _planner(self) -> Planner:
+            return Planner(self.config, kind(self.pool), self.cache, self._version)
+
+    return Broken(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [LeaksABlock, FreesTwice, KeepsComputedOnPreemption, AdvancesTooFar, LosesAPreempted],
+)
+def test_faults_of_the_scheduler_are_caught(fault: type[Scheduler]) -> None:
+    assert not verdict(lambda: fault(CONFIG))
+
+
+@pytest.mark.parametrize("fault", [AllHit, IgnoresTokens])
+def test_faults_of_the_prefix_cache_are_caught(fault: type[PrefixCache]) -> None:
+    assert not verdict(lambda: with_cache(fault))
+
+
+@pytest.mark.parametrize("fault", [SkipsTheNext, AllocatesOneTooFew, IgnoresBudget, NeverAdmits])
+def test_faults_of_the_planner_are_caught(fault: type[Planner]) -> None:
+    assert not verdict(lambda: with_planner(fault))
+
+
+def test_hits_on_blocks_given_away_in_the_same_plan_are_caught() -> None:
+    assert not verdict(lambda: with_pool_plan(ForgetsEvictions))
+
+
+def off_by_one(entry: ScheduledRequest, block_size: int) -> list[int]:
+    return [slot + 1 for slot in ScheduledRequest.slots(entry, block_size)]
+
+
+def off_by_one_in_last_block(entry: ScheduledRequest, block_size: int) -> list[int]:
+    slots = ScheduledRequest.slots(entry, block_size)
+    return [slot ^ 1 if entry.start + i > 20 else slot for i, slot in enumerate(slots)]
+
+
+def first_block_only(entry: ScheduledRequest, block_size: int) -> list[int]:
+    return [entry.block_ids[0] * block_size + p % block_size for p in range(entry.start, entry.context)]
+
+
+@pytest.mark.parametrize("fault", [off_by_one, off_by_one_in_last_block, first_block_only])
+def test_wrong_slots_are_caught(fault: SlotFunction) -> None:
+    assert not verdict(lambda: Scheduler(CONFIG), fault)
+
+
+class WrongEnd(BlockPool):
+    """Evicts what was used last."""
+
+    def _link(self, block: int, before: int, behind: int) -> None:
+        if self.content[block] is not None:
+            before, behind = self.num_blocks, self._next[self.num_blocks]
+        super()._link(block, before, behind)
+
+
+def test_eviction_order_is_seen() -> None:
+    def left_after(pool: BlockPool) -> list[int]:
+        blocks = pool.allocate(2)
+        for block in blocks:
+            pool.register(block, block)
+            pool.release([block])
+        pool.allocate(3)
+        return [b for b in blocks if pool.content[b] is not None]
+
+    assert left_after(BlockPool(4, 4)) == [1]
+    assert left_after(WrongEnd(4, 4)) != [1]
