@@ -86,7 +86,8 @@ class Requirement:
         if reasons:
             return tuple(reasons)
         if self._kind == "triton" and target.triton_target is None and not interpreted:
-            reasons.append(f"Triton emits no code for {target.name} (its interpreter is off: TRITON_INTERPRET=1)")
+            remedy = " (its interpreter is off: TRITON_INTERPRET=1)" if target.vendor == "cpu" else ""
+            reasons.append(f"Triton emits no code for {target.name}{remedy}")
         elif self._kind == "cpp" and target.vendor != "cpu":
             reasons.append(f"C++ code for CPUs; {target.name} is {target.vendor}")
         elif self._kind == "cuda" and target.vendor != "nvidia":
@@ -111,11 +112,11 @@ class Requirement:
         ):
             reasons.append(why)
         elif self._kind == "cpp":
-            reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level")
+            reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level", build)
         elif self._kind == "cuda":
-            reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture")
+            reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture", build)
         elif self._kind == "hip":
-            reasons += self._compiled(target, list(build.hip_archs), "HIP architecture")
+            reasons += self._compiled(target, list(build.hip_archs), "HIP architecture", build)
         elif self._kind == "cute" and (why := build.why_not_package("nvidia-cutlass-dsl", "")):
             reasons.append(why)
         return tuple(dict.fromkeys(reasons))
@@ -123,12 +124,16 @@ class Requirement:
     def _code_name(self) -> str:
         return f"cpu:{self._arch}" if self._kind == "cpp" else self._arch
 
-    def _compiled(self, target: Target, have: list[str], what: str) -> list[str]:
+    def _compiled(self, target: Target, have: list[str], what: str, build: Build) -> list[str]:
         if self._arch:
             wanted = self._code_name()
             if wanted in have:
                 return []
             return [f"this build has no code for {wanted}; it has {', '.join(have) or 'none'}"]
-        if any(why_not_code(target, code) is None for code in have):
+        if target.vendor == "cpu":
+            runs = build.cpu_level(target) is not None
+        else:
+            runs = any(why_not_code(target, code) is None for code in have)
+        if runs:
             return []
         return [f"this build has no {what} that runs on {target.name}; it has {', '.join(have) or 'none'}"]

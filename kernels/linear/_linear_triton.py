@@ -172,7 +172,7 @@ def launch(
         FORMAT=kind, SCALE=code, GROUP=scheme.group_size or 0, ZERO=0 if flags[0] else scheme.implicit_zero,
         HAS_ZERO=flags[0], ROW_SCALE=flags[1], ROW_BLOCK=flags[2], PERM=flags[3],
         BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu_mul, WIDE=wide,
-        PRECISION="ieee" if wide else "tf32", BM=config["bm"], BN=config["bn"], BK=config["bk"],
+        PRECISION="ieee", BM=config["bm"], BN=config["bn"], BK=config["bk"],
         num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def aot(target: Target) -> list[AotCase]:
     ) -> None:
         pointers = {"x": x, "weight": weight, **plain, **types, "bias": x, "residual": x, "out": x}
         shape = dict(zip(("BM", "BN", "BK"), tile, strict=True))
-        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee" if x == "*fp32" else "tf32"}
+        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"}
         cases.append(AotCase(name, linear_kernel, pointers | ints, base | off | constants | shape,
                              {"num_warps": 4, "num_stages": 3}, ("k", "columns", "x_stride", "row_bytes")))  # fmt: skip
 
