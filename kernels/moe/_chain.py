@@ -1,0 +1,73 @@
+"""The decomposed chain: permute, grouped_linear with silu_mul, grouped_linear, combine, over one workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Workspace
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.common import ITEM_BYTES
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The launchers of the four steps, each with its configuration. Expert parallelism puts its own in the middle."""
+
+    permute: Callable[..., None]
+    first: Callable[..., None]
+    second: Callable[..., None]
+    combine: Callable[..., None]
+
+
+def pieces(entries: int, experts: int, hidden: int, inner: int, item: int) -> tuple[int, ...]:
+    """Bytes of offsets, permutation, inverse, activations and expert rows."""
+    return 4 * (experts + 1), 4 * entries, 4 * entries, entries * inner * item, entries * hidden * item
+
+
+def workspace(problem: Problem, config: Config) -> Workspace:
+    """Bytes of everything between x and the output."""
+    entries = problem.integer("m") * problem.integer("top_k")
+    sizes = pieces(entries, problem.integer("e"), problem.integer("h"), problem.integer("i"), ITEM_BYTES[problem.text("x")])
+    return Workspace(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+
+
+def carve(space: Any, like: Any, sizes: Sequence[int]) -> list[Any]:
+    """uint8 tensors of `sizes` bytes out of a workspace; out of a new allocation when it is None.
+
+    ValueError for a workspace that is too small, not contiguous, or on another device than `like`.
+    """
+    import torch
+
+    steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    if space is None:
+        space = torch.empty(sum(steps), dtype=torch.uint8, device=like.device)
+    if space.device != like.device or not space.is_contiguous() or space.nbytes < sum(steps):
+        raise ValueError(f"moe: the workspace must be {sum(steps)} contiguous bytes on {like.device}, got {space.nbytes} on "
+                         f"{space.device}")  # fmt: skip
+    flat, found, start = space.view(-1).view(torch.uint8), [], 0
+    for size, step in zip(sizes, steps, strict=True):
+        found.append(flat[start : start + size])
+        start += step
+    return found
+
+
+def run(parts: Parts, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inner: int, experts: int, space: Any, out: Any) -> None:
+    """x [T, H] -> out [T, H] through the parts."""
+    import torch
+
+    tokens, hidden = x.shape
+    top_k, entries = ids.shape[1], ids.numel()
+    if not tokens:
+        return
+    sizes = pieces(entries, experts, hidden, inner, x.element_size())
+    offsets, permutation, inverse, acts, rows = carve(space, x, sizes)
+    offsets, permutation, inverse = (t.view(torch.int32) for t in (offsets, permutation, inverse))
+    acts, rows = acts.view(x.dtype).view(entries, inner), rows.view(x.dtype).view(entries, hidden)
+    parts.permute(ids, experts, offsets, permutation, inverse)
+    parts.first(x, w13, offsets, permutation, top_k, True, 2 * inner, acts)
+    parts.second(acts, w2, offsets, None, 1, False, hidden, rows)
+    parts.combine(rows, inverse, weights, out)

@@ -1,0 +1,266 @@
+"""Grouped linear: rows sorted by expert, each times its own expert's weight, dense or quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.linear.linear import as_quant, layout_for
+
+EPILOGUE = ("silu_mul",)
+
+
+def reference(
+    x: Any, weight: Any, expert_offsets: Any, permutation: Any = None, top_k: int = 1, silu_mul: bool = False, n: int = 0
+) -> Any:
+    """x, a QuantTensor [E, N, K] (or one dense tensor, or a list of it), expert_offsets int32 [E + 1] -> [P, N or N / 2].
+
+    Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
+    x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
+    float32 inside, rounded once to x's dtype. Rows past the last expert's are 0. Reads the offsets on the host.
+    """
+    import torch
+
+    weight = as_quant(weight)
+    rows = x if permutation is None else x[permutation.long() // top_k]
+    offsets = expert_offsets.tolist()
+    out = torch.zeros(rows.shape[0], weight.n, dtype=torch.float32, device=x.device)
+    for e, expert in enumerate(weight.experts()):
+        if offsets[e] < offsets[e + 1]:
+            out[offsets[e] : offsets[e + 1]] = rows[offsets[e] : offsets[e + 1]].float() @ expert.dequantize().T
+    if silu_mul:
+        gate, up = out.chunk(2, -1)
+        out = gate * gate.sigmoid() * up
+    return out.to(x.dtype)
+
+
+def describe(
+    x: Any, weight: Any, expert_offsets: Any, permutation: Any = None, top_k: int = 1, silu_mul: bool = False, n: int = 0
+) -> dict[str, Any]:
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit.
+
+    Packed tensors do not say their scheme: without a plan only a QuantTensor or a list of one dense [E, N, K] is described.
+    """
+    experts, rows, k, scheme, act_order = described_weight("grouped_linear", weight, x)
+    need(x.dim() == 2 and x.shape[1] == k, f"grouped_linear: x must be [rows, {k}], got {tuple(x.shape)}")
+    need(x.is_contiguous(), f"grouped_linear: x must be contiguous, got strides {x.stride()}")
+    need(n in (0, rows), f"grouped_linear: n is {n}, but an expert has {rows} rows")
+    need(not silu_mul or rows % 2 == 0, f"grouped_linear: silu_mul needs an even number of rows (gate, then up), got {rows}")
+    need(top_k >= 1, f"grouped_linear: top_k is at least 1, got {top_k}")
+    for name, t, size in (("expert_offsets", expert_offsets, experts + 1), ("permutation", permutation, None)):
+        if t is None:
+            continue
+        if dtype_name(t.dtype) != "int32":
+            raise TypeError(f"grouped_linear: {name} must be int32, got {t.dtype}")
+        need(t.dim() == 1 and t.is_contiguous() and t.shape[0] == (size or t.shape[0]),
+             f"grouped_linear: {name} must be a contiguous [{size or 'rows'}], got {tuple(t.shape)}")  # fmt: skip
+        need(t.device == x.device, f"grouped_linear: {name} is on {t.device}, x on {x.device}")
+    return {"m": x.shape[0] if permutation is None else permutation.shape[0], "e": experts, "n": rows, "k": k,
+            "x": dtype_name(x.dtype), "w": scheme, "epilogue": "silu_mul" if silu_mul else "none",
+            "gather": 0 if permutation is None else top_k, "act_order": act_order}  # fmt: skip
+
+
+def described_weight(op: str, weight: Any, x: Any) -> tuple[int, int, int, str, bool]:
+    """Experts, N, K, scheme and act-order of expert weights; ValueError or TypeError if they are not such."""
+    if dtype_name(x.dtype) not in FLOATS:
+        raise TypeError(f"{op}: x must be {', '.join(FLOATS)}, got {x.dtype}")
+    if isinstance(weight, list | tuple):
+        need(len(weight) == 1, f"{op}: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed "
+             "for, or one dense [E, N, K] tensor in a list")  # fmt: skip
+        weight = weight[0]
+        scheme, act_order = dtype_name(weight.dtype), False
+        if scheme not in FLOATS:
+            raise TypeError(f"{op}: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan")
+        need(weight.is_contiguous(), f"{op}: weights must be contiguous, got strides {weight.stride()}")
+    else:
+        scheme, act_order = str(weight.scheme), weight.g_idx is not None
+    need(len(weight.shape) == 3, f"{op}: expert weights must be [E, N, K], got {tuple(weight.shape)}")
+    need(weight.device == x.device, f"{op}: a weight is on {weight.device}, x on {x.device}")
+    experts, rows, k = weight.shape
+    return experts, rows, k, scheme, act_order
+
+
+def guard(
+    problem: Problem, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+) -> int:
+    """Rows of a planned call; ValueError if it is not one of `problem`. Offsets and permutation are trusted."""
+    _, experts, rows_w, k, kind, scheme, epilogue, gather, _ = (value for _, value in problem.values)
+    rows = x.shape[0] if permutation is None else permutation.shape[0]
+    if (x.dim() != 2 or x.shape[1] != k or dtype_name(x.dtype) != kind or out.dtype != x.dtype
+            or out.shape != (rows, rows_w >> 1 if silu_mul else rows_w) or not (x.is_contiguous() and out.is_contiguous())
+            or silu_mul != (epilogue == "silu_mul") or (0 if permutation is None else top_k) != gather
+            or expert_offsets.shape != (experts + 1,) or dtype_name(expert_offsets.dtype) != "int32"
+            or (permutation is not None and (dtype_name(permutation.dtype) != "int32"
+                                             or not permutation.is_contiguous()))):  # fmt: skip
+        raise ValueError(f"grouped_linear planned for {problem}: got x {tuple(x.shape)} {x.dtype}, expert_offsets "
+                         f"{tuple(expert_offsets.shape)} {expert_offsets.dtype}, permutation "
+                         f"{None if permutation is None else tuple(permutation.shape)}, top_k {top_k}, silu_mul {silu_mul}, "
+                         f"out {tuple(out.shape)} {out.dtype}; all contiguous")  # fmt: skip
+    need_bytes(problem, weight, str(scheme), experts * rows_w, k, x)
+    return int(rows)
+
+
+def need_bytes(problem: Problem, weight: Any, scheme: str, rows: int, k: int, x: Any) -> None:
+    """ValueError unless the first packed tensor has the codes of [rows, k] weights, on x's device."""
+    first = weight[0]
+    wanted = rows * QuantScheme.parse(scheme).code_bytes(k)
+    if first.nbytes < wanted or first.device != x.device or not first.is_contiguous():
+        raise ValueError(f"{problem.op} planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
+                         f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}")  # fmt: skip
+
+
+def like(
+    x: Any, weight: Any, expert_offsets: Any, permutation: Any = None, top_k: int = 1, silu_mul: bool = False, n: int = 0
+) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output. n = 0 reads the rows of an expert off the first tensor: dense_v1 and plain_v1."""
+    first = weight[0] if isinstance(weight, list | tuple) else weight
+    need(bool(n) or len(first.shape) == 3, "grouped_linear: this packing does not tell the rows of W; pass n")
+    rows = n or first.shape[-2]
+    return (((x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows), x.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Experts with very different numbers of rows (the second has none), and rows behind the last expert's."""
+    import torch
+
+    from gristmill.kernels.moe.permute import reference as permute
+
+    generator = torch.Generator().manual_seed(seed)
+    m, e, n, k = (problem.integer(axis) for axis in "menk")
+    dtype, gather = torch_dtype(problem.text("x")), problem.integer("gather")
+    ids = (e * torch.rand(m, 1, generator=generator) ** 2).int().clamp(max=e - 1)
+    ids[(ids == 1) & (e > 2)] = 2
+    ids[torch.rand(m, 1, generator=generator) < 0.04] = -1
+    offsets, permutation, _ = permute(ids.to(torch.int32), e)
+    rows = -(-m // gather) if gather else m
+    x = torch.randn(rows, k, generator=generator) * torch.exp(0.5 * torch.randn(rows, 1, generator=generator))
+    weight = random_experts(QuantScheme.parse(problem.text("w")), (e, n, k), generator, device, bool(problem["act_order"]))
+    return [x.to(dtype).to(device), weight, offsets.to(device), permutation.to(device) if gather else None, gather or 1,
+            "silu_mul" in problem.flags("epilogue"), n]  # fmt: skip
+
+
+def random_experts(
+    scheme: QuantScheme, shape: tuple[int, int, int], generator: Any, device: str, act_order: bool = False
+) -> Any:
+    """A QuantTensor [E, N, K] whose rows have very different sizes, so that a wrong row, group or scale shows."""
+    import torch
+
+    from gristmill.quant.rtn import quantize
+
+    e, n, k = shape
+    weight = torch.randn(e, n, k, generator=generator) * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator)) / k**0.5
+    g_idx = None
+    if act_order:
+        g_idx = (torch.arange(k) // (scheme.group_size or k))[torch.randperm(k, generator=generator)].to(device)
+    return quantize(weight.to(device), scheme, g_idx=g_idx)
+
+
+def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme."""
+    from gristmill.quant.packed import pack as packed
+
+    given = list(arguments)
+    weight = as_quant(given[1])
+    given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    return given
+
+
+def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+    """As linear's, with each row measured by its own expert: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K), RMS over rows, the worst column."""
+    import torch
+
+    x, weight, offsets, permutation, top_k, silu_mul = arguments[:6]
+    out, ref = outputs[0].double(), references[0].double()
+    if out.numel() == 0:
+        return 0.0
+    rows = (x if permutation is None else x[permutation.long() // top_k]).double()
+    weight, ends = as_quant(weight), offsets.tolist()
+    if not torch.equal(out[ends[-1] :], ref[ends[-1] :]):
+        return float("inf")
+    scale = torch.ones_like(ref)
+    for e, expert in enumerate(weight.experts()):
+        part = slice(ends[e], ends[e + 1])
+        if ends[e] == ends[e + 1]:
+            continue
+        dense = expert.dequantize().double()
+        size = rows[part].norm(dim=1, keepdim=True) * dense.norm(dim=1) / weight.k**0.5
+        scale[part] = behind_silu(rows[part] @ dense.T, size) if silu_mul else size
+    delta = torch.where(out == ref, 0.0, (out - ref).abs() / scale.clamp_min(1e-30))
+    return float(delta.square().mean(0).sqrt().max())
+
+
+def behind_silu(z: Any, size: Any) -> Any:
+    """The size of an error of silu(gate) · up when gate and up, [.., N] = z, have errors of `size`."""
+    gate, up = z.chunk(2, -1)
+    of_gate, of_up = size.chunk(2, -1)
+    return 1.1 * of_gate * up.abs() + of_up * (gate * gate.sigmoid()).abs() + 1e-3 * of_gate * of_up
+
+
+def cost(problem: Problem) -> Cost:
+    """x and the output once, and the weights of as many experts as the rows can reach."""
+    m, e, n, k = (problem.integer(axis) for axis in "menk")
+    item, scheme = ITEM_BYTES[problem.text("x")], QuantScheme.parse(problem.text("w"))
+    columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
+    return Cost(bytes=m * (k + columns) * item + min(m, e) * scheme.weight_bytes(n, k), flops=2 * m * n * k,
+                unit=problem.text("x"))  # fmt: skip
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """Rounding of the output, and room for providers that round weights to bf16; more over few rows, as for linear."""
+    base = {"fp32": 3e-6, "fp16": 2.5e-4, "bf16": 2e-3}[problem.text("x")]
+    return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
+
+
+def shrink(problem: Problem) -> Problem:
+    """At most 257 rows, 16 experts and a cut-out of large weights with the same remainders."""
+    n, k, e = problem.integer("n"), problem.integer("k"), problem.integer("e")
+    n = n if n <= 768 else 512 + n % 256
+    k = k if k <= 2048 else 1536 + k % 512
+    return problem.with_values(m=min(problem.integer("m"), VERIFIED_ROWS), n=n, k=k, e=min(e, 16))
+
+
+OP = Op(
+    name="grouped_linear",
+    family="moe",
+    summary="rows sorted by expert times their expert's weight, and its epilogue",
+    axes=(
+        Axis("m", "int", "sorted rows (tokens times top_k)", dynamic=True),
+        Axis("e", "int", "experts", minimum=1),
+        Axis("n", "int", "rows of an expert's W (gate and up together for silu_mul)", minimum=1),
+        Axis("k", "int", "columns of W", minimum=1),
+        Axis("x", "dtype", "dtype of x and the output", default="bf16", choices=FLOATS),
+        Axis("w", "scheme", "how the weights are stored", default="bf16"),
+        Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
+        Axis("gather", "int", "top_k when rows of x are taken by permutation, 0 when x is sorted", default=0),
+        Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
+    ),
+    arguments="Tensor x, Tensor[] weight, Tensor expert_offsets, Tensor? permutation=None, int top_k=1, "
+    "bool silu_mul=False, int n=0",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    shrink=shrink,
+    pack=pack,
+    unplanned=frozenset({"dense_v1"}),
+    bucket="m",
+    examples=(
+        "m=0,e=3,n=16,k=32,x=bf16", "m=1,e=1,n=1,k=1,x=fp32,w=fp32", "m=33,e=5,n=34,k=67,x=bf16,gather=2",
+        "m=50,e=4,n=48,k=96,x=fp32,w=fp32,epilogue=silu_mul,gather=3", "m=21,e=3,n=40,k=64,x=fp16,w=fp16,epilogue=silu_mul",
+        "m=19,e=4,n=33,k=256,x=bf16,w=int4_g128,gather=8", "m=9,e=3,n=34,k=96,x=fp32,w=int4_g32_zp,epilogue=silu_mul",
+        "m=7,e=3,n=18,k=128,x=fp16,w=int4_g64,act_order=true", "m=17,e=3,n=20,k=129,x=bf16,w=int8_ch",
+        "m=11,e=3,n=150,k=130,x=bf16,w=fp8_block,epilogue=silu_mul", "m=6,e=3,n=18,k=77,x=fp32,w=fp8",
+        "m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4", "m=8,e=3,n=39,k=80,x=bf16,w=nvfp4", "m=5,e=2,n=17,k=64,x=fp16,w=mxfp8",
+    ),
+    bench=("m=8,e=128,n=1536,k=2048,epilogue=silu_mul", "m=512,e=128,n=1536,k=2048,w=fp8_block,epilogue=silu_mul",
+           "m=8,e=128,n=1536,k=2048,w=int4_g128,epilogue=silu_mul"),
+)  # fmt: skip

@@ -1,0 +1,67 @@
+"""Grouped linear by torch: a product for each expert that has rows. Reads the offsets on the host, so it synchronises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+
+
+def launch(
+    config: Config, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+) -> None:
+    """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
+    from gristmill.kernels.linear._epilogue import finish
+    from gristmill.kernels.linear._slots import dequantize_rows, gather, perm_of
+
+    scheme, k = QuantScheme.parse(str(config["scheme"])), x.shape[1]
+    rows = out.shape[1] * (2 if silu_mul else 1)
+    source = x if permutation is None else x[permutation.long() // top_k]
+    ends = expert_offsets.tolist()
+    for e, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        if start == stop:
+            continue
+        part = source[start:stop].float()
+        if len(weight) == 1:
+            dense = weight[0][e].float()
+        else:
+            expert = of_expert(weight, e)
+            part, dense = gather(part, perm_of(expert)), dequantize_rows(expert, scheme, k, 0, rows)
+        finish(part @ dense[:, : part.shape[1]].T, None, None, silu_mul, out[start:stop])
+    out[ends[-1] :].zero_()
+
+
+def of_expert(weight: Sequence[Any], e: int) -> list[Any]:
+    """The packed tensors of expert e: row_block of plain_v1 and perm, the last, are shared by all."""
+    shared = (4, 5) if len(weight) == 6 else (4,)
+    return [t if place in shared or not t.numel() else t[e] for place, t in enumerate(weight)]
+
+
+def accepts(problem: Problem) -> str | None:
+    """Weight-only and dense schemes."""
+    activation = QuantScheme.parse(problem.text("w")).activation
+    return None if activation is None else f"takes activations in their own dtype, not {activation}"
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The scheme, which packed tensors do not tell."""
+    return {"scheme": problem.text("w")}
+
+
+KERNEL = Kernel(
+    op="grouped_linear",
+    name="grouped_linear_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch's product, expert by expert; synchronises",
+    accepts=accepts,
+    config=config,
+    layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
+)

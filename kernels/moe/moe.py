@@ -1,0 +1,211 @@
+"""MoE: the experts of each token, gathered, run and summed. The composite of permute, two grouped_linear, and combine.
+
+Routing (grouped_topk) comes before it; shared experts are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.linear.linear import as_quant, layout_for
+from gristmill.kernels.moe.grouped_linear import behind_silu, described_weight, need_bytes, random_experts
+
+
+def reference(x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None) -> Any:
+    """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
+
+    out[t] = Σₖ weights[t, k] · W2[e] · (silu(gate) · up), with gate, up the halves of W13[e] · x[t] (gate rows first) and
+    e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. All in float32, summed over k in order,
+    rounded once. Reads the ids on the host.
+    """
+    import torch
+
+    w13, w2 = as_quant(w13), as_quant(w2)
+    wide, terms = x.float(), torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
+    for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
+        token, k = torch.where(ids == e)
+        if token.numel():
+            gate, up = (wide[token] @ up_proj.dequantize().T).chunk(2, -1)
+            terms[token, k] = (gate * gate.sigmoid() * up) @ down_proj.dequantize().T
+    out = torch.zeros_like(wide)
+    for k in range(ids.shape[1]):
+        out += weights[:, k, None] * terms[:, k]
+    return out.to(x.dtype)
+
+
+def describe(
+    x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
+) -> dict[str, Any]:  # fmt: skip
+    """Axis values of a call; ValueError or TypeError for arguments that do not fit. Packed weights need a plan."""
+    experts, rows, hidden, scheme, act_order = described_weight("moe", w13, x)
+    experts2, hidden2, inner, scheme2, act_order2 = described_weight("moe", w2, x)
+    need(rows % 2 == 0, f"moe: w13 must be [E, 2 I, H], gate rows first; its second size is {rows}")
+    need((experts2, hidden2, inner) == (experts, hidden, rows // 2),
+         f"moe: w2 must be [{experts}, {hidden}, {rows // 2}] for w13 [{experts}, {rows}, {hidden}], got "
+         f"[{experts2}, {hidden2}, {inner}]")  # fmt: skip
+    need(scheme == scheme2, f"moe: w13 and w2 must have one scheme, got {scheme} and {scheme2}")
+    need(inter in (0, inner), f"moe: inter is {inter}, but w2 has {inner} columns")
+    need(x.dim() == 2 and x.shape[1] == hidden, f"moe: x must be [tokens, {hidden}], got {tuple(x.shape)}")
+    need(x.is_contiguous(), f"moe: x must be contiguous, got strides {x.stride()}")
+    need(ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape[1] >= 1,
+         f"moe: ids must be [{x.shape[0]}, top_k], got {tuple(ids.shape)}")  # fmt: skip
+    need(weights.shape == ids.shape, f"moe: weights must be {tuple(ids.shape)} as ids, got {tuple(weights.shape)}")
+    for name, t, dtype in (("ids", ids, "int32"), ("weights", weights, "fp32")):
+        if dtype_name(t.dtype) != dtype:
+            raise TypeError(f"moe: {name} must be {dtype}, got {t.dtype}")
+        need(t.is_contiguous() and t.device == x.device, f"moe: {name} must be contiguous and on {x.device}")
+    return {"m": x.shape[0], "top_k": ids.shape[1], "e": experts, "h": hidden, "i": inner, "x": dtype_name(x.dtype),
+            "w": scheme, "act_order": act_order or act_order2}  # fmt: skip
+
+
+def guard(
+    problem: Problem, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
+) -> int:
+    """Tokens of a planned call; ValueError if it is not one of `problem`."""
+    _, top_k, experts, hidden, inner, kind, scheme, _ = (value for _, value in problem.values)
+    tokens = x.shape[0]
+    if (x.dim() != 2 or x.shape[1] != hidden or dtype_name(x.dtype) != kind or out.dtype != x.dtype or out.shape != x.shape
+            or ids.shape != (tokens, top_k) or weights.shape != ids.shape or dtype_name(ids.dtype) != "int32"
+            or dtype_name(weights.dtype) != "fp32" or not x.is_contiguous() or not out.is_contiguous()
+            or not ids.is_contiguous() or not weights.is_contiguous()):  # fmt: skip
+        raise ValueError(f"moe planned for {problem}: got x {tuple(x.shape)} {x.dtype}, ids {tuple(ids.shape)} {ids.dtype}, "
+                         f"weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)} {out.dtype}; all "
+                         "contiguous")  # fmt: skip
+    need_bytes(problem, w13, scheme, experts * 2 * inner, hidden, x)
+    need_bytes(problem, w2, scheme, experts * hidden, inner, x)
+    return int(tokens)
+
+
+def like(
+    x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
+) -> tuple[tuple[Any, Any], ...]:
+    """Shape and dtype of the output."""
+    return ((x.shape, x.dtype),)
+
+
+def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+    """Skewed experts, one with nothing, ids repeated within a token, ids of other ranks."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    m, k, e, h, i = (problem.integer(axis) for axis in ("m", "top_k", "e", "h", "i"))
+    ids = (e * torch.rand(m, k, generator=generator) ** 1.5).int().clamp(max=e - 1)
+    ids[(ids == 1) & (e > 2)] = 2
+    ids[torch.rand(m, k, generator=generator) < 0.03] = -1
+    weights = torch.rand(m, k, generator=generator) + 0.1
+    weights /= weights.sum(-1, keepdim=True)
+    x = torch.randn(m, h, generator=generator) * torch.exp(0.5 * torch.randn(m, 1, generator=generator))
+    scheme, act_order = QuantScheme.parse(problem.text("w")), bool(problem["act_order"])
+    w13 = random_experts(scheme, (e, 2 * i, h), generator, device, act_order)
+    w2 = random_experts(scheme, (e, h, i), generator, device, act_order)
+    return [x.to(torch_dtype(problem.text("x"))).to(device), weights.to(device), ids.to(torch.int32).to(device), w13, w2, i,
+            None]  # fmt: skip
+
+
+def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with both weights packed in the first layout of `kernel` that holds their scheme."""
+    from gristmill.quant.packed import pack as packed
+
+    given = list(arguments)
+    for place in (3, 4):
+        weight = as_quant(given[place])
+        given[place] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+    return given
+
+
+def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+    """|Δ| over the size of one product's error behind everything that follows it: RMS of the worst column or worst token.
+
+    A fault in w2 shows in its column, one in w13 in every column of the tokens that meet it.
+    For token t and column h that size is the root of Σₖ w²·(‖a‖·‖w2‖/√I)² + w²·Σᵢ (w2·δᵢ)², a the activations of (t, k)
+    and δ what an error of ‖x‖·‖w13‖/√H in gate and up makes of them.
+    """
+    import torch
+
+    x, weights, ids, w13, w2 = arguments[:5]
+    w13, w2 = as_quant(w13), as_quant(w2)
+    out, ref = outputs[0].double(), references[0].double()
+    if out.numel() == 0:
+        return 0.0
+    square = torch.zeros_like(ref)
+    for e, (first, second) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
+        token, k = torch.where(ids == e)
+        if not token.numel():
+            continue
+        up_proj, down_proj, rows = first.dequantize().double(), second.dequantize().double(), x[token].double()
+        z = rows @ up_proj.T
+        spread = behind_silu(z, rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5)
+        gate, up = z.chunk(2, -1)
+        a = gate * gate.sigmoid() * up
+        own = a.square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
+        square.index_add_(0, token, weights[token, k].double()[:, None] ** 2 * (own + spread**2 @ down_proj.T**2))
+    delta = torch.where(out == ref, 0.0, (out - ref).abs() / (square.sqrt() + ref.abs()).clamp_min(1e-30))
+    square = delta.square()
+    return float(max(square.mean(0).max(), square.mean(1).max()) ** 0.5)
+
+
+def cost(problem: Problem) -> Cost:
+    """x and the output once, and both weights of as many experts as the tokens can reach."""
+    m, k, e, h, i = (problem.integer(axis) for axis in ("m", "top_k", "e", "h", "i"))
+    scheme, item = QuantScheme.parse(problem.text("w")), ITEM_BYTES[problem.text("x")]
+    read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i))
+    return Cost(bytes=2 * m * h * item + 8 * m * k + read, flops=6 * m * k * h * i, unit=problem.text("x"))
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """Rounding of what the parts hand on (activations, expert rows) and of weights to the dtype of x."""
+    base = {"fp32": 3e-6, "fp16": 3.5e-4, "bf16": 2.5e-3}[problem.text("x")]
+    return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
+
+
+def shrink(problem: Problem) -> Problem:
+    """At most 65 tokens, 16 experts and a cut-out of large weights with the same remainders."""
+    h, i = problem.integer("h"), problem.integer("i")
+    return problem.with_values(
+        m=min(problem.integer("m"), 65), e=min(problem.integer("e"), 16), h=h if h <= 1024 else 512 + h % 512,
+        i=i if i <= 512 else 256 + i % 256,
+    )  # fmt: skip
+
+
+OP = Op(
+    name="moe",
+    family="moe",
+    summary="routed experts of each token: gate and up, silu, down, weighted sum",
+    axes=(
+        Axis("m", "int", "tokens", dynamic=True),
+        Axis("top_k", "int", "experts a token", minimum=1),
+        Axis("e", "int", "experts", minimum=1),
+        Axis("h", "int", "hidden size", minimum=1),
+        Axis("i", "int", "intermediate size of an expert", minimum=1),
+        Axis("x", "dtype", "dtype of x and the output", default="bf16", choices=FLOATS),
+        Axis("w", "scheme", "how both weights are stored", default="bf16"),
+        Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
+    ),
+    arguments="Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, int inter=0, Tensor(w!)? workspace=None",
+    outputs=("out",),
+    reference=reference,
+    describe=describe,
+    guard=guard,
+    like=like,
+    inputs=inputs,
+    cost=cost,
+    tolerance=tolerance,
+    error=error,
+    shrink=shrink,
+    pack=pack,
+    unplanned=frozenset({"dense_v1"}),
+    bucket="m",
+    examples=(
+        "m=0,top_k=2,e=4,h=32,i=16", "m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32", "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32",
+        "m=9,top_k=2,e=4,h=48,i=33", "m=5,top_k=4,e=6,h=64,i=40,x=fp16,w=fp16", "m=7,top_k=2,e=3,h=128,i=64,w=int4_g32_zp",
+        "m=6,top_k=2,e=3,h=140,i=130,w=fp8_block", "m=3,top_k=3,e=4,h=64,i=96,w=mxfp4",
+        "m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4",
+    ),
+    bench=("m=1,top_k=8,e=128,h=2048,i=768", "m=64,top_k=8,e=128,h=2048,i=768,w=fp8_block",
+           "m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128"),
+)  # fmt: skip

@@ -1,0 +1,59 @@
+"""MoE in C++ for CPUs (`_moe_cpu.cpp`): the whole chain in one call, reading only the experts that have tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.linear.linear_cpu import config as linear_config
+from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.grouped_linear_cpu import Weights, weights
+from gristmill.kernels.moe.moe_chain import accepts
+from gristmill.kernels.native import best_config, check, cpu_function
+
+_LEVEL = best_config("gm_moe")
+ARGUMENTS = (ctypes.POINTER(Weights), ctypes.POINTER(Weights), *(c_void_p,) * 9, *(c_int64,) * 3, c_int)
+
+
+def launch(
+    config: Config, x: Any, weights_: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
+) -> None:
+    """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
+    experts, inner = config["e"], config["i"]
+    space = _chain.carve(workspace, x, _chain.pieces(ids.numel(), experts, hidden, inner, x.element_size()))
+    code = cpu_function("gm_moe", config["level"], ARGUMENTS)(
+        ctypes.byref(weights(config, w13, experts, 2 * inner, hidden)),
+        ctypes.byref(weights(config, w2, experts, hidden, inner)), x.data_ptr(), weights_.data_ptr(), ids.data_ptr(),
+        *(piece.data_ptr() for piece in space), out.data_ptr(), tokens, top_k, experts, CPU_DTYPE[dtype_name(x.dtype)],
+    )  # fmt: skip
+    check(code, "moe_cpu")
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The code level, the sizes, and what the scheme says of packed weights (as for linear)."""
+    return {**linear_config(problem, target), **_LEVEL(problem, target), "e": problem.integer("e"), "i": problem.integer("i")}
+
+
+KERNEL = Kernel(
+    op="moe",
+    name="moe_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="counting sort, linear's core expert by expert, ordered float32 sum, in one call",
+    accepts=accepts,
+    config=config,
+    workspace=_chain.workspace,
+    layouts=("cpu_rows16_v1",),
+    sources=("_moe_cpu.cpp", "_moe_cpu.h", "_chain.py", "../linear/_linear_cpu.cpp", "../linear/_linear_decode.h"),
+    batch_invariant=True,
+    priority=100,
+)

@@ -1,0 +1,34 @@
+"""Permute in C++ for CPUs (`_permute_cpu.cpp`)."""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.native import best_config, check, cpu_function
+
+ARGUMENTS = (*(c_void_p,) * 4, c_int64, c_int64)
+
+
+def launch(config: Config, ids: Any, experts: int, offsets: Any, permutation: Any, inverse: Any) -> None:
+    """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
+    code = cpu_function("gm_moe_permute", config["level"], ARGUMENTS)(
+        ids.data_ptr(), offsets.data_ptr(), permutation.data_ptr(), inverse.data_ptr(), ids.numel(), experts
+    )
+    check(code, "permute_cpu")
+
+
+KERNEL = Kernel(
+    op="permute",
+    name="permute_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="counting sort",
+    config=best_config("gm_moe_permute"),
+    sources=("_permute_cpu.cpp", "_moe_cpu.h"),
+    priority=100,
+)

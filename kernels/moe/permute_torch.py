@@ -1,0 +1,26 @@
+"""Permute by torch: a stable argsort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.moe.permute import reference
+
+
+def launch(config: Config, ids: Any, experts: int, offsets: Any, permutation: Any, inverse: Any) -> None:
+    """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
+    for out, found in zip((offsets, permutation, inverse), reference(ids, experts), strict=True):
+        out.copy_(found)
+
+
+KERNEL = Kernel(
+    op="permute",
+    name="permute_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch.argsort, stable",
+)
