@@ -1,6 +1,7 @@
 """Compile Triton kernels of the registry ahead of time for every target they claim; no GPU is needed.
 
-    python ci/compile_matrix.py                 a sample: what changed since it was last compiled, and a rotating share
+    python ci/compile_matrix.py                 a sample: what changed since it was last compiled, and a rotating share,
+                                                for three minutes at most (--seconds)
     python ci/compile_matrix.py --full          everything
     python ci/compile_matrix.py --only rms_norm --target sm_90
     python ci/compile_matrix.py --full --update write ci/compile_baseline.json
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,7 @@ from gristmill.kernel_registry.target import Target
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 BASELINE = Path(__file__).with_name("compile_baseline.json")
-TIMEOUT = 120.0
+TIMEOUT = 90.0
 ROTATION = 7
 """A pair that has not changed is compiled again every ROTATION days."""
 
@@ -197,7 +199,9 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="write the baseline from what was found")
     parser.add_argument("--only", metavar="KERNEL|OP")
     parser.add_argument("--target", metavar="T")
+    parser.add_argument("--verbose", action="store_true", help="a line for each compilation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=180.0, help="how long a sample goes on starting compilations")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -216,15 +220,24 @@ def main() -> int:
         turn = int(hashlib.sha256(pair.key.encode()).hexdigest(), 16) % ROTATION == today % ROTATION
         if options.full or options.only or options.target or seen.get(pair.key) != stamp or turn:
             work.append(pair)
+    # A new order every day, so that a sample that ends early is another one tomorrow.
+    work.sort(key=lambda pair: hashlib.sha256(f"{today}{pair.key}".encode()).hexdigest())
+    chosen = options.full or options.only or options.target
+    deadline = float("inf") if chosen else time.monotonic() + options.seconds
     results: dict[str, dict[str, Any]] = {}
     compilers: queue.Queue[Compiler] = queue.Queue()
     for _ in range(options.jobs):
         compilers.put(Compiler())
 
     def task(pair: Pair) -> None:
+        if time.monotonic() > deadline:
+            return
         compiler = compilers.get()
         try:
+            start = time.monotonic()
             results[pair.key] = compiler.run(pair)
+            if options.verbose:
+                print(f"{time.monotonic() - start:6.1f} s {pair.key} {results[pair.key]}", flush=True)
         finally:
             compilers.put(compiler)
 
@@ -232,7 +245,8 @@ def main() -> int:
         list(pool.map(task, work))
     while not compilers.empty():
         compilers.get().close()
-    failures = 0
+    failures, left = 0, sum(pair.key not in results for pair in work)
+    work = [pair for pair in work if pair.key in results]
     for pair in work:
         found = results[pair.key]
         wrong = None if options.update else judge(pair, found, baseline.get(pair.key))
@@ -248,7 +262,8 @@ def main() -> int:
     seen_path.parent.mkdir(parents=True, exist_ok=True)
     seen_path.write_text(json.dumps(seen, sort_keys=True))
     cannot = sum("cannot" in results[pair.key] for pair in work)
-    print(f"compile matrix (triton {version}): {len(work)} compiled, {cannot} known not to, {failures} worse than the baseline")
+    print(f"compile matrix (triton {version}): {len(work)} compiled, {cannot} known not to, {failures} worse than the baseline"
+          + (f", {left} left for another day" if left else ""))
     return 1 if failures else 0
 
 

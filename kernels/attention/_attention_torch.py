@@ -36,6 +36,8 @@ def attend_sequences(
             _attend(q[rows], keys, values, kept, own, context, scale, window, sinks, out[rows],
                     None if lse is None else lse[rows])  # fmt: skip
         return
+    if q.shape[0] == 0:
+        return
     kept = torch.arange(max_ctx, device=q.device)
     step = torch.arange(max_q, device=q.device)
     for index in range(contexts.shape[0]):
@@ -72,8 +74,8 @@ def _attend(
     group = heads // kv_heads
     grouped = q.reshape(count, kv_heads, group, dim)
     keys, values = keys.permute(1, 2, 0), values.permute(1, 0, 2)
-    if q.device.type == "cpu":
-        keys, values = keys.float(), values.float()
+    # In half precision torch rounds the scores, and the weights before the second product; the reference does not.
+    keys, values = keys.float(), values.float()
     for begin in range(0, count, QUERY_TILE):
         part = grouped[begin : begin + QUERY_TILE].permute(1, 2, 0, 3).flatten(1, 2)
         positions = own[begin : begin + QUERY_TILE]

@@ -32,7 +32,7 @@ RAGGED_AXES = (
 def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     """(new tokens, context) of each sequence, within the bounds of `problem`; the contexts include the new tokens.
 
-    One sequence has the most new tokens the bounds allow and one the longest context; the rest is drawn by `seed`: decodes,
+    One sequence has the most new tokens the bounds allow, one with new tokens the longest context; the rest is drawn by `seed`: decodes,
     prefills, cached prefixes, and sequences without new tokens where there are fewer tokens than sequences.
     ValueError for bounds that no lengths can meet.
     """
@@ -56,6 +56,8 @@ def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     spare = max(0, problem.integer("total_ctx") - tokens)
     order = list(range(seqs))
     draw.shuffle(order)
+    longest = draw.choice([index for index in order if queries[index]] or order)
+    order.sort(key=lambda index: index != longest)
     for place, index in enumerate(order):
         room = min(spare, max_ctx - contexts[index])
         extra = room if place == 0 else draw.randint(0, min(room, 2 * spare // (seqs - place)))
@@ -77,7 +79,7 @@ def shrunk(problem: Problem) -> Problem:
     tokens = min(tokens, seqs * max_q)
     max_ctx = max(333, max_q)
     return problem.with_values(
-        q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(tokens, seqs * max_ctx * 2 // 3)
+        q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(max_ctx, seqs * max_ctx * 2 // 3)
     )
 
 

@@ -72,6 +72,7 @@ KERNELS = (
         provider="gristmill",
         language="triton",
         target="gristmill.kernels.attention._mla_attention_triton:launch",
+        aot="gristmill.kernels.attention._mla_attention_triton:aot_split",
         requires=Requirement(code="triton"),
         summary="as mla_attention_triton, contexts split over programs and merged",
         accepts=accepts,

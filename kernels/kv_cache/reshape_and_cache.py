@@ -46,7 +46,15 @@ def describe(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mappin
 
 def guard(problem: Problem, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> int:
     """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    # A cache is written by slot: nothing less than the whole description keeps the writes inside.
+    (_, _), (_, h), (_, d), (_, dv), (_, size), (_, x) = problem.values
+    tokens, kind, shape = key.shape[0], key.dtype, key_cache.shape
+    if (key.shape == (tokens, h, d) and value.shape == (tokens, h, dv) and shape[1:] == (size, h, d)
+            and value_cache.shape == (shape[0], size, h, dv) and slot_mapping.shape == (tokens,)
+            and dtype_name(kind) == x and value.dtype == kind and key_cache.dtype == kind and value_cache.dtype == kind
+            and dtype_name(slot_mapping.dtype) == "int64" and key_cache.is_contiguous() and value_cache.is_contiguous()
+            and slot_mapping.is_contiguous() and key.stride(2) == 1 and value.stride(2) == 1):  # fmt: skip
+        return int(tokens)
+    # Anything else is described whole: other orders of the cache pass, and what does not fit is named.
     found = describe(key, value, key_cache, value_cache, slot_mapping)
     for name, planned in problem.values:
         if planned is not None and found[name] != planned:

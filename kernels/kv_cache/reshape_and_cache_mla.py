@@ -35,7 +35,13 @@ def describe(latent: Any, cache: Any, slot_mapping: Any) -> dict[str, Any]:
 
 def guard(problem: Problem, latent: Any, cache: Any, slot_mapping: Any) -> int:
     """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    # A cache is written by slot: nothing less than the whole description keeps the writes inside.
+    (_, _), (_, d), (_, size), (_, x) = problem.values
+    tokens, kind = latent.shape[0], latent.dtype
+    if (latent.shape == (tokens, d) and cache.shape[1:] == (size, d) and slot_mapping.shape == (tokens,)
+            and dtype_name(kind) == x and cache.dtype == kind and dtype_name(slot_mapping.dtype) == "int64"
+            and cache.is_contiguous() and slot_mapping.is_contiguous() and latent.stride(1) == 1):  # fmt: skip
+        return int(tokens)
+    # Anything else is described whole: other strides of the cache pass, and what does not fit is named.
     found = describe(latent, cache, slot_mapping)
     for name, planned in problem.values:
         if planned is not None and found[name] != planned:

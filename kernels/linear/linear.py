@@ -17,7 +17,13 @@ LONGEST_N, LONGEST_K = 1536, 16384
 
 
 def reference(
-    x: Any, weight: Any, bias: Any = None, residual: Any = None, silu_mul: bool = False, n: int = 0, workspace: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
 ) -> Any:
     """x [..., K] and a QuantTensor [N, K] (or a dense tensor, or a list of one) -> [..., N], [..., N / 2] with silu_mul.
 
@@ -60,7 +66,13 @@ def as_quant(weight: Any) -> Any:
 
 
 def describe(
-    x: Any, weight: Any, bias: Any = None, residual: Any = None, silu_mul: bool = False, n: int = 0, workspace: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
 ) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit.
 
@@ -75,7 +87,9 @@ def describe(
         need(weight.is_contiguous(), f"linear: weight must be contiguous, got strides {tuple(weight.stride())}")
         scheme, act_order = dtype_name(weight.dtype), False
         if scheme not in FLOATS:
-            raise TypeError(f"linear: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan")
+            raise TypeError(
+                f"linear: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan"
+            )
     else:
         scheme, act_order = str(weight.scheme), weight.g_idx is not None
     rows = rows_of("linear: x", x)
@@ -85,7 +99,9 @@ def describe(
     need(x.shape[-1] == k, f"linear: x {tuple(x.shape)} does not fit a weight [{rows_w}, {k}]: K is {k}")
     need(n in (0, rows_w), f"linear: n is {n}, but the weight has {rows_w} rows")
     need(weight.device == x.device, f"linear: weight is on {weight.device}, x on {x.device}")
-    need(not silu_mul or rows_w % 2 == 0, f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}")
+    need(
+        not silu_mul or rows_w % 2 == 0, f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}"
+    )
     out = (*x.shape[:-1], rows_w // 2 if silu_mul else rows_w)
     for name, tensor, shape in (("bias", bias, (rows_w,)), ("residual", residual, out)):
         if tensor is None:
@@ -154,10 +170,14 @@ def _code_bytes(scheme: str, n: int, k: int, _seen: dict[tuple[str, int, int], i
     return found
 
 
-
-
 def like(
-    x: Any, weight: Any, bias: Any = None, residual: Any = None, silu_mul: bool = False, n: int = 0, workspace: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Any = None,
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
     rows = n

@@ -30,7 +30,9 @@ def launch(
     group = config["group"] or columns
     blocks, ordered = -(-rows // 16), perm.numel()
     if codes.shape[0] != blocks or columns < k * (not ordered) or (ordered and ordered != columns):
-        raise ValueError(f"linear_cpu: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight")
+        raise ValueError(
+            f"linear_cpu: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
+        )
     scaled, zeroed = scales.numel(), zeros.numel()
     if (scaled and scaled != blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
         raise ValueError(f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "

@@ -41,7 +41,9 @@ def launch(
         stop = min(rows, start + step)
         part = dequantize_rows(weight, scheme, k, start, stop).to(flat.dtype)
         z[:, start:stop] = flat @ part.T
-    finish(z, bias, None if residual is None else residual.view(-1, out.shape[-1]), silu_mul, out.view(-1, out.shape[-1]))
+    finish(
+        z, bias, None if residual is None else residual.view(-1, out.shape[-1]), silu_mul, out.view(-1, out.shape[-1])
+    )
 
 
 def accepts(problem: Problem) -> str | None:

@@ -40,7 +40,9 @@ def pack_weight(weight: Any) -> list[Any]:
     if weight.g_idx is not None or weight.n_idx is not None or len(weight.segments) != 1 or weight.lead:
         raise ValueError(f"humming: packs one [N, K] matrix without act-order, segments or cut blocks, got {weight}")
     if weight.scheme.is_integer and weight.scales.dtype != torch.bfloat16:
-        raise ValueError(f"humming: integer scales must be bfloat16 for bfloat16 activations, got {weight.scales.dtype}")
+        raise ValueError(
+            f"humming: integer scales must be bfloat16 for bfloat16 activations, got {weight.scales.dtype}"
+        )
     tensors = {"weight": weight.codes.contiguous().view(torch.int32)}
     if weight.scheme.granularity == "tensor":
         tensors["weight_scale"] = weight.global_scale

@@ -98,12 +98,18 @@ def guard(problem: Problem, q: Any, k: Any, positions: Any, cos_sin: Any, interl
         and dtype_name(cos_sin.dtype) == "fp32" and STYLES[interleaved] == style
         and ((k is None and hk == 0) or (k is not None and k.shape == (tokens, hk, d) and k.dtype == kind))
     )  # fmt: skip
-    whole = q.is_contiguous() and (k is None or k.is_contiguous()) and positions.is_contiguous() and cos_sin.is_contiguous()
-    if not fits or not whole:
+    if not (fits and _plain(q) and (k is None or _plain(k)) and positions.is_contiguous() and cos_sin.is_contiguous()):
+        # Described whole: other strides pass, and what does not fit is named.
         found = describe(q, k, positions, cos_sin, interleaved)
         if not fits:
             raise ValueError(f"rotary_embedding planned for {problem}: got {found}")
     return int(tokens)
+
+
+def _plain(x: Any) -> bool:
+    """Whether heads lie apart inside tokens that lie apart, the order of every projection's output."""
+    (_, heads, size), (by_token, by_head, unit) = x.shape, x.stride()
+    return bool(unit == 1 and by_head >= size and by_token >= by_head * (heads - 1) + size)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:

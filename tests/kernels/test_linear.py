@@ -44,7 +44,7 @@ def run(kernel: Kernel, problem: str, x: torch.Tensor, weight: Any, *, layout: s
         tensors = kernel_arguments(OP, kernel, [x, weight])[1]
     else:
         tensors = pack(weight, layout).tensors
-    (shape, dtype), = OP.like(x, [], bias, residual, silu_mul, weight.n)
+    ((shape, dtype),) = OP.like(x, [], bias, residual, silu_mul, weight.n)
     out = torch.full(shape, float("nan"), dtype=dtype)
     load(kernel)(config, x, tensors, bias, residual, silu_mul, weight.n, None, out)
     return out
@@ -57,7 +57,15 @@ def weight_of(scheme: str, n: int, k: int, seed: int = 0, **options: Any) -> Qua
 
 
 def k_for(scheme: str) -> int:
-    return 256 if "g128" in scheme else 128 if "g64" in scheme else 96 if QuantScheme.parse(scheme).requires_k_multiple > 1 else 77
+    return (
+        256
+        if "g128" in scheme
+        else 128
+        if "g64" in scheme
+        else 96
+        if QuantScheme.parse(scheme).requires_k_multiple > 1
+        else 77
+    )
 
 
 @pytest.mark.parametrize("text", [t for t in OP.examples if "m=0" not in t])
@@ -82,12 +90,16 @@ def test_reference_is_float64_rounded_once(text: str) -> None:
 def identity_rows(kernel: Kernel, scheme: str, name: str, level: str = "", layout: str | None = None) -> None:
     n, k, dtype = 35, k_for(scheme), DTYPES[name]
     act_order = scheme.startswith("int4_g32")
-    g_idx = (torch.arange(k) // 32)[torch.randperm(k, generator=torch.Generator().manual_seed(1))] if act_order else None
+    g_idx = (
+        (torch.arange(k) // 32)[torch.randperm(k, generator=torch.Generator().manual_seed(1))] if act_order else None
+    )
     weight = weight_of(scheme, n, k, g_idx=g_idx)
-    out = run(kernel, f"m={k},n={n},k={k},x={name},w={scheme}", torch.eye(k, dtype=dtype), weight, level=level, layout=layout)
+    out = run(
+        kernel, f"m={k},n={n},k={k},x={name},w={scheme}", torch.eye(k, dtype=dtype), weight, level=level, layout=layout
+    )
     want = weight.dequantize().T.to(dtype)
     assert torch.equal(out, want), f"{(out != want).sum()} of {want.numel()} differ, max {(out - want).abs().max()}"
-    few = torch.stack([out_row for out_row in torch.eye(k, dtype=dtype)[[0, k - 1]]])
+    few = torch.eye(k, dtype=dtype)[[0, k - 1]]
     out = run(kernel, f"m=2,n={n},k={k},x={name},w={scheme}", few, weight, level=level, layout=layout)
     assert torch.equal(out, want[[0, k - 1]])
 
@@ -119,9 +131,6 @@ def test_one_hot_gives_the_weight_dense_torch(scheme: str) -> None:
     identity_rows(named("linear_torch"), scheme, scheme)
 
 
-KERNELS_OF_PLAIN = ["linear_dequant_torch", "linear_w_triton"]
-
-
 @pytest.mark.parametrize("kernel", ["linear_dequant_torch", "linear_w_triton", "linear_cpu"])
 def test_float_zeros_half_scales_segments_and_cut_blocks(kernel: str) -> None:
     """What round to nearest does not make but checkpoints and shards have."""
@@ -142,11 +151,15 @@ def test_float_zeros_half_scales_segments_and_cut_blocks(kernel: str) -> None:
             out = run(named(kernel), text, x, weight)
             reference = OP.reference(x, weight)
             problem = OP.problem(text)
-            assert error_of(OP, problem, [x, weight, None, None, False], [out], [reference]) <= OP.tolerance(problem).limit
+            assert (
+                error_of(OP, problem, [x, weight, None, None, False], [out], [reference]) <= OP.tolerance(problem).limit
+            )
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("scheme", "name"), [("int4_g32_zp", "bf16"), ("nvfp4", "fp32"), ("bf16", "bf16"), ("fp8_ch", "fp16")])
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("int4_g32_zp", "bf16"), ("nvfp4", "fp32"), ("bf16", "bf16"), ("fp8_ch", "fp16")]
+)
 def test_cpu_rows_do_not_depend_on_the_batch_or_threads(level: str, scheme: str, name: str) -> None:
     n, k = 70, 544
     weight = weight_of(scheme, n, k)
@@ -295,7 +308,9 @@ def test_automatic_call_takes_a_dense_weight(policy_file: Any) -> None:
     policy_file()
     x, w, bias = torch.randn(2, 3, 40), torch.randn(12, 40), torch.randn(12)
     torch.testing.assert_close(ops.linear(x, [w], bias), torch.nn.functional.linear(x, w, bias), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ops.linear(x, [w], silu_mul=True), OP.reference(x, w, None, None, True), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ops.linear(x, [w], silu_mul=True), OP.reference(x, w, None, None, True), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_two_kernels_read_each_layout() -> None:

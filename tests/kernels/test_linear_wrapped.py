@@ -49,8 +49,12 @@ def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
 def test_aiter_is_given_the_fp8_of_its_device(monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype) -> None:
-    def gemm_a8w8(xq: Any, wq: Any, x_scale: Any, w_scale: Any, bias: Any = None, dtype_: Any = None, *, dtype: Any) -> Any:
-        assert xq.dtype == wq.dtype == expected and x_scale.shape == (xq.shape[0], 1) and w_scale.shape == (1, wq.shape[0])
+    def gemm_a8w8(
+        xq: Any, wq: Any, x_scale: Any, w_scale: Any, bias: Any = None, dtype_: Any = None, *, dtype: Any
+    ) -> Any:
+        assert (
+            xq.dtype == wq.dtype == expected and x_scale.shape == (xq.shape[0], 1) and w_scale.shape == (1, wq.shape[0])
+        )
         return ((xq.float() * x_scale) @ (wq.float() * w_scale.T).T).to(dtype)
 
     expected = dtype

@@ -1,0 +1,34 @@
+"""Absorbed latent attention by FlashInfer (flashinfer-python), where it is installed."""
+
+from __future__ import annotations
+
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+
+
+def accepts(problem: Problem) -> str | None:
+    """Half precision, DeepSeek's widths."""
+    if problem["x"] == "fp32":
+        return "FlashInfer takes fp16 and bf16"
+    widths = problem["latent_dim"], problem["rope_dim"]
+    return None if widths == (512, 64) else f"latent {widths[0]} and rope {widths[1]}: FlashInfer has 512 and 64"
+
+
+KERNEL = Kernel(
+    op="mla_attention",
+    name="mla_attention_flashinfer",
+    provider="flashinfer",
+    language="cuda",
+    target="gristmill.kernels.attention._flashinfer:launch_mla",
+    requires=Requirement(
+        vendors=("nvidia",),
+        packages=(("flashinfer-python", "0.6"),),
+        offers=("flashinfer.mla:BatchMLAPagedAttentionWrapper.plan",),
+    ),
+    summary="FlashInfer's paged MLA wrapper; planning waits for the device once a step",
+    accepts=accepts,
+    sources=("_flashinfer.py",),
+    priority=60,
+    auto=False,
+)

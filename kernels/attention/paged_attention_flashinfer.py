@@ -1,0 +1,38 @@
+"""Paged attention by FlashInfer (flashinfer-python), where it is installed."""
+
+from __future__ import annotations
+
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+
+
+def accepts(problem: Problem) -> str | None:
+    """Half precision, heads of 64, 128 or 256, no sinks."""
+    if problem["x"] == "fp32":
+        return "FlashInfer takes fp16 and bf16"
+    if problem["head_dim"] not in (64, 128, 256):
+        return f"head_dim {problem['head_dim']}: FlashInfer has 64, 128 and 256"
+    return "FlashInfer's paged wrappers take no sinks on every architecture" if problem["sinks"] else None
+
+
+KERNEL = Kernel(
+    op="paged_attention",
+    name="paged_attention_flashinfer",
+    provider="flashinfer",
+    language="cuda",
+    target="gristmill.kernels.attention._flashinfer:launch_paged",
+    requires=Requirement(
+        vendors=("nvidia",),
+        packages=(("flashinfer-python", "0.6"),),
+        offers=(
+            "flashinfer:BatchPrefillWithPagedKVCacheWrapper.plan",
+            "flashinfer:BatchDecodeWithPagedKVCacheWrapper.plan",
+        ),
+    ),
+    summary="FlashInfer's paged prefill and decode wrappers; planning waits for the device once a step",
+    accepts=accepts,
+    sources=("_flashinfer.py",),
+    priority=60,
+    auto=False,
+)

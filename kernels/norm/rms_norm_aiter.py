@@ -1,0 +1,49 @@
+"""RMSNorm by AMD's AITER: `aiter.rmsnorm2d_fwd` on Instinct GPUs. Never run by us: it is used only where a policy pins it.
+
+The `aiter` on PyPI is an unrelated package, so the probe asks for the module that defines the function, not for the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+
+
+@cache
+def _host() -> Callable[..., Any]:
+    from aiter.ops.rmsnorm import rmsnorm2d_fwd
+
+    return rmsnorm2d_fwd  # type: ignore[no-any-return]
+
+
+def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
+    """x [..., N], weight [N] -> out [..., N]."""
+    n = x.shape[-1]
+    # The public entry allocates its result; its other entry, which writes in place, is not in every release.
+    out.view(-1, n).copy_(_host()(x.view(-1, n), weight, eps))
+
+
+def accepts(problem: Problem) -> str | None:
+    """Half precision, which every release takes."""
+    if problem.text("x") not in ("fp16", "bf16"):
+        return f"aiter.rmsnorm2d_fwd takes fp16 and bf16 in every release, not {problem.text('x')}"
+    return None
+
+
+KERNEL = Kernel(
+    op="rms_norm",
+    name="rms_norm_aiter",
+    provider="aiter",
+    language="hip",
+    target=f"{__name__}:launch",
+    requires=Requirement.any({"mfma"}, vendors=("amd",), offers=("aiter.ops.rmsnorm:rmsnorm2d_fwd",)),
+    summary="aiter.rmsnorm2d_fwd, unproven",
+    accepts=accepts,
+    priority=40,
+    auto=False,
+)

@@ -1,0 +1,49 @@
+"""RMSNorm by FlashInfer: `flashinfer.norm.rmsnorm`, compiled by FlashInfer itself at first use (or taken from its cache)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+
+
+@cache
+def _host() -> Callable[..., Any]:
+    from flashinfer.norm import rmsnorm
+
+    return rmsnorm  # type: ignore[no-any-return]
+
+
+def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
+    """x [..., N], weight [N] -> out [..., N]."""
+    n = x.shape[-1]
+    # FlashInfer takes rows of any stride; a view of rows that flatten never copies.
+    _host()(x.view(-1, n), weight, eps, out=out.view(-1, n))
+
+
+def accepts(problem: Problem) -> str | None:
+    """FlashInfer compiles its norms for half precision only."""
+    if problem.text("x") not in ("fp16", "bf16"):
+        return f"flashinfer.norm.rmsnorm takes fp16 and bf16, not {problem.text('x')}"
+    return None
+
+
+KERNEL = Kernel(
+    op="rms_norm",
+    name="rms_norm_flashinfer",
+    provider="flashinfer",
+    language="cuda",
+    target=f"{__name__}:launch",
+    requires=Requirement(
+        vendors=("nvidia",), packages=(("flashinfer-python", "0.2.5"),), offers=("flashinfer.norm:rmsnorm",)
+    ),
+    summary="flashinfer.norm.rmsnorm",
+    accepts=accepts,
+    priority=40,
+    waits=True,
+    triggers=True,
+)

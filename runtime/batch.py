@@ -1,0 +1,83 @@
+"""One step as tensors: what the layers see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.scheduler import ScheduledRequest
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New tokens of several sequences, one sequence after another.
+
+    tokens, positions: int64 [T]. slots: int64 [T], block · block_size + offset of each token's place in the cache.
+    query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
+    tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
+    logits are wanted. fresh: no sequence has anything in the cache before this step.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    rows: Tensor
+    max_q: int
+    max_ctx: int
+    fresh: bool
+
+
+def make_batch(
+    entries: Sequence[ScheduledRequest], block_size: int, device: torch.device, all_rows: bool = False
+) -> Batch:
+    """The tensors of the entries of a committed plan, sent to the device in two copies.
+
+    rows: the last token of each entry that samples, in order; with `all_rows`, every token.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    rows: list[int] = []
+    starts, contexts = [0], []
+    width = max(len(entry.block_ids) for entry in entries)
+    table: list[int] = []
+    for entry in entries:
+        tokens += entry.tokens
+        positions += range(entry.start, entry.start + entry.count)
+        slots += entry.slots(block_size)
+        starts.append(len(tokens))
+        contexts.append(entry.context)
+        table += entry.block_ids
+        table += [0] * (width - len(entry.block_ids))
+        if entry.samples:
+            rows.append(len(tokens) - 1)
+    if all_rows:
+        rows = list(range(len(tokens)))
+    total, seqs = len(tokens), len(entries)
+    wide = send([*tokens, *positions, *slots, *rows], torch.int64, device)
+    narrow = send([*starts, *contexts, *table], torch.int32, device)
+    return Batch(
+        tokens=wide[:total],
+        positions=wide[total : 2 * total],
+        slots=wide[2 * total : 3 * total],
+        rows=wide[3 * total :],
+        query_start=narrow[: seqs + 1],
+        seq_lens=narrow[seqs + 1 : 2 * seqs + 1],
+        block_table=narrow[2 * seqs + 1 :].view(seqs, width),
+        max_q=max(entry.count for entry in entries),
+        max_ctx=max(contexts),
+        fresh=all(entry.start == 0 for entry in entries),
+    )
+
+
+def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list of numbers as a tensor on the device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,212 @@
+"""The gristmill command line: generate text, evaluate, quantize."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gristmill import __version__, console
+
+if TYPE_CHECKING:
+    from gristmill.runtime.llm import LLM
+
+F = Callable[..., None]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="gristmill")
+def cli() -> None:
+    """Run language models through kernels that are chosen by measurement and verified on this machine.
+
+    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json. Llama and DeepSeek-V3
+    architectures are supported.
+
+    \b
+    gristmill generate --model examples/models/docs-llama --prompt "The index"
+    gristmill generate --model examples/models/docs-llama --prompt "The index" --quant int4_g128 --explain
+    gristmill eval --model DIR --tokens ids.u16 --window 1024 --windows 16
+    gristmill quantize --model DIR --quant nvfp4 --out DIR-nvfp4
+
+    The first run of a model verifies the kernels it needs and remembers that; later runs start at once.
+    GRISTMILL_POLICY names a policy file (TOML) as --policy does: pins, exclude, strict, deterministic, batch_invariant.
+    """
+
+
+def model_options(function: F) -> F:
+    """The options that say which model runs, how and where."""
+    for option in reversed([
+        click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."),
+        click.option("--quant", metavar="SCHEME", help="Round linear and expert weights to this format while loading: "
+                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored."),
+        click.option("--dtype", default="auto", show_default=True, metavar="D",
+                     help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's)."),
+        click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."),
+        click.option("--policy", metavar="FILE", help="Policy file (TOML or JSON) that pins or excludes kernels."),
+    ]):  # fmt: skip
+        function = option(function)
+    return function
+
+
+@cli.command()
+@model_options
+@click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to generate at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T",
+              help="0 takes the likeliest token each time; higher is more varied.")  # fmt: skip
+@click.option("--top-k", type=int, default=0, metavar="K", help="Draw from the K likeliest tokens only. 0: all.")
+@click.option("--top-p", type=float, default=1.0, metavar="P",
+              help="Draw from the likeliest tokens that reach probability P together.")  # fmt: skip
+@click.option("--min-p", type=float, default=0.0, metavar="P", help="Draw from tokens at least P times as likely as the best.")
+@click.option("--seed", type=int, metavar="S", help="The same seed draws the same tokens. Default: one fixed by the engine.")
+@click.option("--explain", is_flag=True, help="Say which kernel each operation ran, and why.")
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout, at the end.")
+def generate(
+    prompt: str, max_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None,
+    explain: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Continue a text. It is written to stdout as it comes; timings go to stderr.
+
+    \b
+    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
+    "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null)}
+    """
+    from gristmill.runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed)
+    llm = _load(options, as_json)
+    begin = time.perf_counter()
+    text, ids, reason = "", [], None
+    for chunk in llm.stream(prompt, params):
+        text += chunk.text
+        ids += chunk.token_ids
+        reason = chunk.finish_reason or reason
+        if not as_json:
+            click.echo(chunk.text, nl=False)
+    seconds = time.perf_counter() - begin
+    rows = llm.explain() if explain else None
+    if as_json:
+        console.emit({
+            "prompt": prompt, "text": text, "token_ids": ids, "finish_reason": reason,
+            "prompt_tokens": len(llm.tokenizer.encode(prompt)), "seconds": seconds,
+            "tokens_per_second": len(ids) / seconds, "weight_bytes": llm.weight_bytes, "explain": rows,
+        })  # fmt: skip
+        return
+    click.echo()
+    console.err().print(f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}", style="dim")
+    if rows is not None:
+        _kernels(rows)
+
+
+@cli.command(name="eval")
+@model_options
+@click.option("--tokens", "tokens_file", required=True, metavar="FILE", help="Token ids, little-endian uint16.")
+@click.option("--window", type=int, default=1024, show_default=True, metavar="N", help="Tokens of a window.")
+@click.option("--windows", type=int, default=96, show_default=True, metavar="N", help="Windows, contiguous from token 0.")
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **options: Any) -> None:
+    """Perplexity of a model on a file of token ids: how well it predicts each token from those before it.
+
+    Each window is read on its own and predicts all its tokens but the first. Loss is in nats a token.
+
+    \b
+    With --json, one object: {"loss", "perplexity", "tokens", "seconds"}; tokens = windows x (window - 1)
+    """
+    from gristmill.runtime.evaluate import evaluate as run
+    from gristmill.runtime.evaluate import read_tokens
+
+    tokens = read_tokens(tokens_file)
+    llm = _load(options, as_json, max_batch_tokens=max(2048, window))
+    with _bar("evaluating", as_json) as advance:
+        found = run(llm.engine, tokens, window, windows, advance)
+    if as_json:
+        console.emit({name: getattr(found, name) for name in ("loss", "perplexity", "tokens", "seconds")})
+        return
+    console.table(
+        f"{options['model']} ({options['quant'] or 'as stored'}) on {tokens_file}",
+        ["loss (nats/token)", "perplexity", "tokens", "seconds"],
+        [[f"{found.loss:.4f}", f"{found.perplexity:.3f}", f"{found.tokens:,}", f"{found.seconds:.1f}"]],
+        right=("loss (nats/token)", "perplexity", "tokens", "seconds"),
+    )  # fmt: skip
+
+
+@cli.command()
+@click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized.")
+@click.option("--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ...")
+@click.option("--out", required=True, metavar="DIR", help="New directory to write.")
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
+    """Round a model's linear and expert weights to nearest and write it as a model directory.
+
+    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand NAME.codes, NAME.scales, NAME.zero and
+    NAME.global_scale as the format has them; "generate" and "eval" read the directory back, to the same results as --quant.
+
+    \b
+    With --json, one object: {"out", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
+    """
+    from gristmill.runtime.loader.config import load_config
+    from gristmill.runtime.loader.load import parse_scheme
+    from gristmill.runtime.loader.quantized import write_quantized
+    from gristmill.runtime.models import model_table
+
+    scheme = parse_scheme(quant)
+    if scheme is None:
+        raise click.UsageError("--quant names no scheme")
+    begin = time.perf_counter()
+    with _bar("quantizing", as_json) as advance:
+        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance)
+    seconds = time.perf_counter() - begin
+    if as_json:
+        console.emit({"out": out, "scheme": str(scheme), **report, "seconds": seconds})
+        return
+    console.out().print(
+        f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "
+        f"{report['bytes_after'] / 1e6:.1f} MB in {seconds:.1f} s"
+    )
+
+
+def _load(options: dict[str, Any], quiet: bool, **more: Any) -> LLM:
+    with console.err().status(f"loading {options['model']}") if not quiet else _silence():
+        from gristmill.runtime.llm import LLM
+
+        model = options.pop("model")
+        llm = LLM(model, **options, **more)
+        options["model"] = model
+        return llm
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr: what it yields is called with (done, total)."""
+    from rich.progress import Progress
+
+    with Progress(console=console.err(), transient=True, disable=quiet) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _kernels(rows: list[dict[str, Any]]) -> None:
+    from gristmill.runtime.explain import summarize
+
+    console.table(
+        "Kernels that ran", ["operation", "weights", "kernel", "plans", "why"],
+        [[row["op"], row["w"], row["kernel"], row["plans"], row["reason"]] for row in summarize(rows)], right=("plans",),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    console.run(cli, "gristmill")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""The runtime's exceptions: each says what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """A request, an option or an input that cannot be served: the caller's to mend."""
+
+
+class ConfigError(UsageError):
+    """A model directory whose configuration is missing, unreadable or not supported."""
+
+
+class CheckpointError(UsageError):
+    """Weights that are missing, damaged, of the wrong shape or dtype, or left over."""

@@ -1,0 +1,44 @@
+"""Grouped-query attention (Ainslie et al., 2023) over a paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gristmill.runtime.batch import Batch
+from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.loader.config import ModelConfig
+from gristmill.runtime.loader.weights import Weights
+
+
+class Attention:
+    """q, k and v as one product; rotation; k and v into the cache; attention; the output product."""
+
+    def __init__(self, c: ModelConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
+        self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.scale = c.head_dim**-0.5
+        self.plans = plans
+        self.rope = rope
+        self.qkv = Linear(plans, weights.linear(f"{name}.qkv"), weights.optional(f"{name}.qkv.bias"))
+        self.out = Linear(plans, weights.linear(f"{name}.out"), weights.optional(f"{name}.out.bias"))
+
+    def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
+        """x [tokens, hidden], cache (K, V) -> [tokens, hidden]."""
+        k_cache, v_cache = cache
+        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        self.rope(q, k, batch.positions)
+        shape = f"h={self.kv_heads},d={self.head_dim},dv={self.head_dim},block_size={k_cache.shape[1]},x={self.plans.x}"
+        self.plans.bind("reshape_and_cache", shape)(k, v, k_cache, v_cache, batch.slots)
+        out = q.new_empty(q.shape)
+        problem = (
+            f"heads={self.heads},kv_heads={self.kv_heads},head_dim={self.head_dim},"
+            f"block_size={k_cache.shape[1]},x={self.plans.x}"
+        )
+        plan = self.plans.bind("paged_attention", problem)
+        plan(
+            q, k_cache, v_cache, batch.block_table, batch.query_start, batch.seq_lens, batch.max_q, batch.max_ctx,
+            self.scale, 0, None, None, self.plans.scratch(plan, x.shape[0]), out,
+        )  # fmt: skip
+        return self.out(out.view(x.shape[0], -1))

@@ -1,0 +1,98 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) over a paged cache of latents.
+
+The cache holds of a token its normalised latent c and one rotated key k_r that all heads share. Keys and values of a head are
+linear in c: k = W_k c, v = W_v c. Two ways, equal up to rounding:
+
+    absorbed     q·k = (W_kᵀ q)·c, so queries move into the latent space, attention reads the cache as it is, and W_v is
+                 applied to what comes out. Reads least memory: decode, and chunks of a prompt behind cached ones.
+    un-absorbed  keys and values of the new tokens are made and attended to. A third of the arithmetic: prompts from their
+                 beginning, whose keys are all new.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.batch import Batch
+from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.norm import RMSNorm
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.loader.config import MlaConfig, ModelConfig
+from gristmill.runtime.loader.weights import Weights
+
+
+class LatentAttention:
+    """Down to latents, rotation, cache, attention, output product."""
+
+    def __init__(self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
+        self.mla, self.heads, self.plans, self.rope = mla, c.num_heads, plans, rope
+        self.scale = mla.qk_dim**-0.5 * c.rope.softmax_factor
+        self.latents = Linear(plans, weights.linear(f"{name}.latents"), weights.optional(f"{name}.latents.bias"))
+        self.q_norm = None
+        if mla.q_lora_rank:
+            # transformers gives the latents' norms their default epsilon, not the configuration's.
+            self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), LATENT_EPS)
+        self.q = Linear(plans, weights.linear(f"{name}.q"))
+        self.kv_norm = RMSNorm(plans, weights.tensor(f"{name}.kv_norm"), LATENT_EPS)
+        kv = weights.linear(f"{name}.kv")
+        self.kv = Linear(plans, kv)
+        per_head = kv.dequantize(plans.dtype).view(self.heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
+        self.w_k = per_head[:, : mla.nope_dim].contiguous()
+        self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()
+        plans.own(self.w_k, self.w_v)
+        self.out = Linear(plans, weights.linear(f"{name}.out"), weights.optional(f"{name}.out.bias"))
+
+    def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
+        mla, tokens = self.mla, x.shape[0]
+        down = self.latents(x)
+        rank = mla.q_lora_rank or 0
+        q = self.q(self.q_norm(down[:, :rank]) if self.q_norm else x).view(tokens, self.heads, mla.qk_dim)
+        latent = torch.empty_like(down[:, rank:])
+        latent[:, : mla.kv_lora_rank] = self.kv_norm(down[:, rank : rank + mla.kv_lora_rank])
+        latent[:, mla.kv_lora_rank :] = down[:, rank + mla.kv_lora_rank :]
+        self.rope(q[..., mla.nope_dim :], latent[:, None, mla.kv_lora_rank :], batch.positions)
+        problem = f"d={mla.latent_dim},block_size={cache.shape[1]},x={self.plans.x}"
+        self.plans.bind("reshape_and_cache_mla", problem)(latent, cache, batch.slots)
+        attended = self._prefill(q, latent, batch) if batch.fresh else self._absorbed(q, batch, cache)
+        return self.out(attended.view(tokens, self.heads * mla.v_dim))
+
+    def _absorbed(self, q: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], everything read from the cache."""
+        mla, tokens = self.mla, q.shape[0]
+        query = q.new_empty(tokens, self.heads, mla.latent_dim)
+        query[..., : mla.kv_lora_rank] = torch.bmm(q[..., : mla.nope_dim].transpose(0, 1), self.w_k).transpose(0, 1)
+        query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
+        out = q.new_empty(tokens, self.heads, mla.kv_lora_rank)
+        plan = self.plans.bind(
+            "mla_attention",
+            f"heads={self.heads},latent_dim={mla.kv_lora_rank},rope_dim={mla.rope_dim},block_size={cache.shape[1]},"
+            f"x={self.plans.x}",
+        )
+        plan(
+            query, cache, batch.block_table, batch.query_start, batch.seq_lens, batch.max_q, batch.max_ctx, self.scale,
+            mla.kv_lora_rank, None, self.plans.scratch(plan, tokens), out,
+        )  # fmt: skip
+        return torch.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).contiguous()
+
+    def _prefill(self, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:
+        """The same from keys and values of the new tokens alone: they are the whole context."""
+        mla, tokens = self.mla, q.shape[0]
+        kv = self.kv(latent[:, : mla.kv_lora_rank]).view(tokens, self.heads, mla.nope_dim + mla.v_dim)
+        k = q.new_empty(q.shape)
+        k[..., : mla.nope_dim] = kv[..., : mla.nope_dim]
+        k[..., mla.nope_dim :] = latent[:, None, mla.kv_lora_rank :]
+        v = kv[..., mla.nope_dim :]
+        out = q.new_empty(tokens, self.heads, mla.v_dim)
+        plan = self.plans.bind(
+            "varlen_attention",
+            f"heads={self.heads},kv_heads={self.heads},qk_dim={mla.qk_dim},v_dim={mla.v_dim},x={self.plans.x}",
+        )
+        plan(q, k, v, batch.query_start, batch.query_start, batch.max_q, batch.max_q, self.scale, None, out)
+        return out
+
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents: fixed in the model's own code, whatever rms_norm_eps says."""

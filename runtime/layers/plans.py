@@ -1,0 +1,88 @@
+"""What the layers of one model share: the device, the policy, the plans bound so far, and scratch memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill import ops
+from gristmill.autotune.bound import BoundPlan
+from gristmill.kernel_registry.plan import BUCKETS, bucket_index
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.common import dtype_name
+
+LAYOUT_SIZES = (1, 16, 256)
+"""Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
+
+
+class Plans:
+    """Binds plans on `device` under `policy` (None: the one GRISTMILL_POLICY names), one for each (op, static problem).
+
+    dtype: of activations. Every plan is remembered: `bound` is what `explain` reports and what `prepare` warms up.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, policy: Policy | None = None) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.policy = policy or Policy.current()
+        self.bound: dict[tuple[str, str, frozenset[str] | None], BoundPlan] = {}
+        self._owned: list[Tensor] = []
+        self._layouts: dict[str, frozenset[str]] = {}
+        self._needs: dict[tuple[int, int], Any] = {}
+        self._arenas: dict[bool, Tensor] = {}
+
+    @property
+    def x(self) -> str:
+        """Name of the activations' dtype in problems."""
+        return dtype_name(self.dtype)
+
+    def own(self, *tensors: Tensor | None) -> None:
+        """Count these parameters among the model's resident weights."""
+        self._owned += [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes of all parameters, packed as they are; memory that two of them share counts once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._owned}
+        return sum(storages.values())
+
+    def bind(self, op: str, problem: str, layouts: frozenset[str] | None = None) -> BoundPlan:
+        """The plan of an operation for a static problem."""
+        key = (op, problem, layouts)
+        if key not in self.bound:
+            self.bound[key] = ops.bind(op, problem, self.device, self.policy, layouts)
+        return self.bound[key]
+
+    def layouts(self, op: str, problem: str) -> frozenset[str]:
+        """The layouts in which the weights of a static problem are to be packed."""
+        if problem not in self._layouts:
+            definition = default_registry().op(op)
+            resolver = ops.resolver(self.device, self.policy)
+            plan = resolver.plan(definition, definition.problem(problem), LAYOUT_SIZES)
+            self._layouts[problem] = frozenset(plan.layouts)
+        return self._layouts[problem]
+
+    def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
+        """Scratch memory for a call of this size, uint8; None when its kernel needs none.
+
+        One arena for kernels that need zeros (and leave zeros), one for the others; both only grow, and layers run one
+        after another on one stream.
+        """
+        key = (id(plan), bucket_index(size))
+        need = self._needs.get(key)
+        if need is None:
+            # The upper bound of the bucket: a smaller call of the same kernel never needs more.
+            bound = BUCKETS[key[1]] if key[1] < len(BUCKETS) else size
+            need = plan.workspace(bound)
+            if key[1] < len(BUCKETS):
+                self._needs[key] = need
+        if need.bytes == 0:
+            return None
+        arena = self._arenas.get(need.zeroed)
+        if arena is None or arena.numel() < need.bytes:
+            make = torch.zeros if need.zeroed else torch.empty
+            self._arenas[need.zeroed] = arena = make(need.bytes, dtype=torch.uint8, device=self.device)
+        return arena

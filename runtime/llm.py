@@ -1,0 +1,230 @@
+"""LLM: a model directory in, text out.
+
+    llm = LLM("examples/models/docs-llama", quant="int4_g128")
+    for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
+        print(result.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.runtime.engine import Engine
+from gristmill.runtime.errors import ConfigError, UsageError
+from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.models import Model
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.runtime.tokenizer import TextStream, Tokenizer
+
+Prompt = str | Sequence[int]
+CPU_CACHE_BYTES = 1 << 30
+"""Cache on a CPU at most, unless num_blocks or memory say otherwise."""
+CUDA_MEMORY = 0.85
+"""Part of a GPU's free memory, after the weights are loaded, that the cache takes unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt brought. finish_reason: ``stop`` (an end token, which is in token_ids), ``length``,
+    ``abort``, or ``error`` (the model's logits were NaN)."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A step's part of one prompt's answer. index: which prompt. finish_reason: None until its last chunk."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+
+
+class LLM:
+    """A model with its scheduler, cache and tokenizer.
+
+    model: a Hugging Face directory. dtype: ``auto``, ``fp32``, ``fp16`` or ``bf16``. quant: a scheme to round linear
+    weights to at load. device: ``cpu`` or ``cuda[:i]``. policy: a Policy or the path of a policy file.
+    num_blocks: blocks of the cache; or memory: its bytes (an int), or a part (a float up to 1) of the device's free
+    memory; the default is 85 % of a GPU's free memory, on a CPU what max_seqs full sequences need but 1 GiB at most.
+    max_batch_tokens, max_seqs: tokens and requests a step. max_model_len: prompt and output of one request at most, None =
+    the model's own limit. max_chunk: prompt tokens of one request a step. seed: for requests without a seed of their own.
+
+    Raises:
+        UsageError (and its kinds ConfigError, CheckpointError), PolicyError, NoKernelError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        quant: str | None = None,
+        device: str = "cpu",
+        policy: Policy | str | Path | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory: int | float | None = None,
+        max_batch_tokens: int = 2048,
+        max_seqs: int = 64,
+        max_model_len: int | None = None,
+        max_chunk: int | None = None,
+        enable_prefix_cache: bool = True,
+        seed: int = 0,
+    ) -> None:
+        policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
+        self.directory = Path(model)
+        self.model: Model = load_model(model, dtype, quant, device, policy)
+        self.config = self.model.config
+        limit = min(max_model_len or self.config.max_position, self.config.max_position)
+        if num_blocks is None:
+            num_blocks = _blocks(self.model, block_size, memory, max_seqs, limit)
+        try:
+            config = SchedulerConfig(
+                num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens, max_seqs=max_seqs,
+                max_model_len=limit, max_chunk=max_chunk, prefix_caching=enable_prefix_cache,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        cache = PagedCache(self.config, num_blocks, block_size, self.model.plans.dtype, self.model.plans.device)
+        self.engine = Engine(Runner(self.model, cache), config, seed)
+        self._tokenizer: Tokenizer | None = None
+        self._requests = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The directory's tokenizer; ConfigError if it has none."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self.directory)
+        return self._tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answer every prompt, batched as the scheduler sees fit; results in the order of the prompts.
+
+        prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each.
+        Without a tokenizer.json prompts must be ids, and `text` is empty.
+        """
+        ids = self._prompts(prompts)
+        tokens: list[list[int]] = [[] for _ in ids]
+        texts = [""] * len(ids)
+        reasons = ["abort"] * len(ids)
+        for chunk in self._run(ids, self._params(params, len(ids))):
+            tokens[chunk.index] += chunk.token_ids
+            texts[chunk.index] += chunk.text
+            reasons[chunk.index] = chunk.finish_reason or reasons[chunk.index]
+        return [
+            Completion(tuple(prompt), tuple(new), text, reason)
+            for prompt, new, text, reason in zip(ids, tokens, texts, reasons, strict=True)
+        ]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Chunk]:
+        """Like `generate`, in pieces as they come. Text never breaks inside a character; closing the iterator aborts."""
+        ids = self._prompts(prompts)
+        return self._run(ids, self._params(params, len(ids)))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes of all parameters, packed as they are."""
+        return self.model.plans.weight_bytes
+
+    def explain(self) -> list[dict[str, Any]]:
+        """Which kernel each operation of this model uses so far, by size, and why; rows as `explain --json` prints them."""
+        return explain_plans(self.model.plans)
+
+    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Chunk]:
+        engine = self.engine
+        indices: dict[str, int] = {}
+        try:
+            for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
+                name = f"llm-{self._requests}"
+                self._requests += 1
+                engine.add_request(name, prompt, wish)
+                indices[name] = index
+            streams = [self._stream() for _ in prompts]
+            open_requests = set(indices)
+            while open_requests:
+                for output in engine.step():
+                    if output.id not in indices:
+                        continue
+                    index = indices[output.id]
+                    text = "" if (decoder := streams[index]) is None else decoder.push(output.new_ids)
+                    reason = None
+                    if output.finish_reason is not None:
+                        open_requests.discard(output.id)
+                        reason = output.finish_reason.value
+                        text += "" if decoder is None else decoder.finish()
+                    yield Chunk(index, tuple(output.new_ids), text, reason)
+        finally:
+            engine.abort(indices)
+
+    def _stream(self) -> TextStream | None:
+        try:
+            return self.tokenizer.stream()
+        except ConfigError:
+            if (self.directory / "tokenizer.json").exists():
+                raise
+            return None
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
+        found: list[list[int]] = []
+        for prompt in [prompts] if alone else prompts:
+            if isinstance(prompt, str):
+                found.append(self.tokenizer.encode(prompt))
+            elif isinstance(prompt, Sequence):
+                found.append(list(prompt))  # type: ignore[arg-type]
+            else:
+                raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+            if not found[-1]:
+                raise UsageError("the prompt is empty: at least one token is needed")
+        if not found:
+            raise UsageError("no prompts were given")
+        return found
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise UsageError(f"{count} prompts and {len(params)} SamplingParams: give one for all, or one for each")
+        return list(params)
+
+
+def _blocks(model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_len: int) -> int:
+    """How many blocks the cache gets."""
+    device, block_bytes = model.plans.device, block_size * token_bytes(model.config, model.plans.dtype)
+    whole = -(-max_len // block_size)
+    if memory is None and device.type == "cpu":
+        return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
+    share = CUDA_MEMORY if memory is None else memory
+    if isinstance(share, bool) or not isinstance(share, int | float) or share <= 0 or (isinstance(share, float) and share > 1):
+        raise UsageError(f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}")
+    count = int(share * _free_bytes(device) if isinstance(share, float) else share) // block_bytes
+    if count < 1:
+        raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")
+    return count
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import os
+
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

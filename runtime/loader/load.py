@@ -1,0 +1,79 @@
+"""A model directory as a model on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.config import ModelConfig, load_config
+from gristmill.runtime.loader.weights import Weights
+from gristmill.runtime.models import Model, build_model, model_table
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+
+
+def load_model(
+    directory: str | Path,
+    dtype: str = "auto",
+    quant: str | None = None,
+    device: str = "cpu",
+    policy: Policy | None = None,
+) -> Model:
+    """Load LlamaForCausalLM or DeepseekV3ForCausalLM from a Hugging Face directory.
+
+    dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
+    linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept.
+
+    Raises:
+        ConfigError, CheckpointError: the directory's faults. UsageError: an unknown dtype, scheme or device.
+    """
+    config = load_config(directory)
+    scheme, stored = parse_scheme(quant), parse_scheme(config.stored_scheme)
+    if stored is not None and scheme is not None and stored != scheme:
+        raise UsageError(f"{directory} is quantized to {stored} already: it cannot be quantized to {scheme} at load")
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
+    weights = Weights(Checkpoint(directory), model_table(config), plans.dtype, plans.device, scheme, stored)
+    return build_model(config, weights, plans)
+
+
+def parse_scheme(name: str | None) -> QuantScheme | None:
+    """The scheme of a name; UsageError lists the known ones. None, and dense names, stay what they are."""
+    if name is None:
+        return None
+    try:
+        return QuantScheme.parse(name)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def parse_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The torch dtype of a name; ``auto`` is the checkpoint's."""
+    text = config.dtype if name == "auto" else name
+    if text not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}; known: auto, fp32, fp16, bf16 (or float32, float16, bfloat16)")
+    return DTYPES[text]
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of a name; UsageError if there is no such device here."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"unknown device {name!r}; known: cpu, cuda, cuda:0, ...") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}; known: cpu, cuda, cuda:0, ...")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise UsageError(f"no device {name!r} here: torch sees {count} CUDA devices; use device='cpu'")
+        device = torch.device("cuda", device.index or 0)
+    return device

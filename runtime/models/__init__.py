@@ -1,0 +1,59 @@
+"""Models by architecture: each file reads like its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from gristmill.runtime.batch import Batch
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.loader.config import ModelConfig
+from gristmill.runtime.loader.weights import Weights, WeightTable
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    config: ModelConfig
+    plans: Plans
+
+    def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
+        """Hidden states [tokens, hidden] after the last norm; writes the cache."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> logits [rows, vocab]."""
+        ...
+
+
+def model_table(config: ModelConfig) -> WeightTable:
+    """The declared table of checkpoint tensors of a model."""
+    return _MODELS[config.architecture]()[0](config)
+
+
+def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
+    """The model with its parameters, every tensor of the checkpoint accounted for."""
+    model = _MODELS[config.architecture]()[1](config, weights, plans)
+    weights.finish()
+    return model
+
+
+_Maker = tuple[Callable[[ModelConfig], WeightTable], Callable[[ModelConfig, Weights, Plans], Model]]
+
+
+def _llama() -> _Maker:
+    from gristmill.runtime.models import llama
+
+    return llama.table, llama.Llama
+
+
+def _deepseek_v3() -> _Maker:
+    from gristmill.runtime.models import deepseek_v3
+
+    return deepseek_v3.table, deepseek_v3.DeepseekV3
+
+
+_MODELS = {"LlamaForCausalLM": _llama, "DeepseekV3ForCausalLM": _deepseek_v3}

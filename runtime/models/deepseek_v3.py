@@ -1,0 +1,137 @@
+"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, and a mixture of fine-grained and shared experts.
+
+Multi-token-prediction layers of the checkpoint are for drafting and left aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from gristmill.runtime.batch import Batch
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.layers.embedding import Embedding, LogitsHead
+from gristmill.runtime.layers.mla import LatentAttention
+from gristmill.runtime.layers.mlp import MLP
+from gristmill.runtime.layers.moe import MixtureOfExperts
+from gristmill.runtime.layers.norm import RMSNorm
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.loader.config import MlaConfig, ModelConfig
+from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+
+
+def table(c: ModelConfig) -> WeightTable:
+    """Checkpoint tensors -> parameters. The two projections down to latents are one matrix, gate and up another."""
+    hidden = c.hidden_size
+    found = [
+        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
+        Weight("norm", ("model.norm.weight",), (hidden,)),
+    ]
+    if not c.tie_embeddings:
+        found.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
+    for i in range(c.num_layers):
+        name, source = f"layers.{i}", f"model.layers.{i}"
+        found += [
+            Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,)),
+            Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
+            *_attention(c, _mla(c), name, f"{source}.self_attn"),
+            *(_moe(c, name, f"{source}.mlp") if c.is_moe_layer(i) else _mlp(c, name, f"{source}.mlp", c.intermediate_size)),
+        ]
+    ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.num_nextn_layers)]
+    ignored += ["model.layers.*.self_attn.rotary_emb.inv_freq"] + (["lm_head.weight"] if c.tie_embeddings else [])
+    return WeightTable(tuple(found), tuple(ignored))
+
+
+def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:
+    heads, latent = c.num_heads, mla.kv_lora_rank
+    down, rows = (f"{source}.kv_a_proj_with_mqa",), (mla.latent_dim,)
+    if mla.q_lora_rank:
+        down, rows = (f"{source}.q_a_proj", *down), (mla.q_lora_rank, *rows)
+        yield Weight(f"{name}.q_norm", (f"{source}.q_a_layernorm.weight",), (mla.q_lora_rank,))
+        yield Weight(f"{name}.q", (f"{source}.q_b_proj",), (heads * mla.qk_dim,), mla.q_lora_rank, "linear")
+    else:
+        yield Weight(f"{name}.q", (f"{source}.q_proj",), (heads * mla.qk_dim,), c.hidden_size, "linear")
+    yield Weight(f"{name}.latents", down, rows, c.hidden_size, "linear")
+    yield Weight(f"{name}.kv_norm", (f"{source}.kv_a_layernorm.weight",), (latent,))
+    yield Weight(f"{name}.kv", (f"{source}.kv_b_proj",), (heads * (mla.nope_dim + mla.v_dim),), latent, "linear")
+    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), heads * mla.v_dim, "linear")
+    if c.attention_bias:
+        yield Weight(f"{name}.latents.bias", tuple(f"{part}.bias" for part in down), rows)
+        yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
+
+
+def _mlp(c: ModelConfig, name: str, source: str, ffn: int) -> Iterator[Weight]:
+    gate_up = (f"{source}.gate_proj", f"{source}.up_proj")
+    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear")
+    yield Weight(f"{name}.down", (f"{source}.down_proj",), (c.hidden_size,), ffn, "linear")
+
+
+def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
+    moe = c.moe
+    if moe is None:
+        return
+    experts, ffn = moe.num_experts, moe.intermediate_size
+    each = f"{source}.experts.{{expert}}"
+    yield Weight(f"{name}.router", (f"{source}.gate.weight",), (experts,), c.hidden_size, "fp32")
+    yield Weight(f"{name}.router.bias", (f"{source}.gate.e_score_correction_bias",), (experts,), None, "fp32")
+    gate_up = (f"{each}.gate_proj", f"{each}.up_proj")
+    yield Weight(f"{name}.experts.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", experts)
+    yield Weight(f"{name}.experts.down", (f"{each}.down_proj",), (c.hidden_size,), ffn, "linear", experts)
+    if moe.num_shared:
+        yield from _mlp(c, f"{name}.shared", f"{source}.shared_experts", ffn * moe.num_shared)
+
+
+def _mla(c: ModelConfig) -> MlaConfig:
+    if c.mla is None:
+        raise ConfigError(f"{c.architecture} needs the sizes of multi-head latent attention (kv_lora_rank ...)")
+    return c.mla
+
+
+class Layer:
+    """Latent attention and a feed-forward block, dense in the first layers, experts in the others."""
+
+    def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
+        name = f"layers.{index}"
+        self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
+        self.attention = LatentAttention(c, _mla(c), plans, weights, name, rope)
+        self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
+        self.mlp: MLP | MixtureOfExperts
+        if c.moe is not None and c.is_moe_layer(index):
+            self.mlp = MixtureOfExperts(c.moe, plans, weights, name)
+        else:
+            self.mlp = MLP(plans, weights, name)
+
+    def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
+        """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
+        x = self.attention_norm.add(x, residual)
+        x = self.attention(x, batch, cache[0])
+        x = self.mlp_norm.add(x, residual)
+        return self.mlp(x)
+
+
+class DeepseekV3:
+    """DeepseekV3ForCausalLM."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
+        self.config = config
+        self.plans = plans
+        rope = Rope(plans, config)
+        self.embedding = Embedding(plans, weights.tensor("embedding"))
+        self.layers = [Layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
+        self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
+        self.head = LogitsHead(plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head"))
+
+    def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
+        """Hidden states [tokens, hidden] after the last norm."""
+        x = self.embedding(batch.tokens)
+        residual = x.new_zeros(x.shape)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, residual, batch, layer_cache)
+        return self.norm.add(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]."""
+        return self.head(hidden)

@@ -1,0 +1,42 @@
+"""The runner: a committed step becomes tensors, logits and sampled ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.batch import Batch, make_batch
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.models import Model
+from gristmill.runtime.sampler import Sampler, SamplingRow
+from gristmill.runtime.scheduler import ScheduledRequest
+
+
+class Runner:
+    """A model on a device with its paged cache."""
+
+    def __init__(self, model: Model, cache: PagedCache) -> None:
+        self.model = model
+        self.cache = cache
+        self.device = model.plans.device
+        self.sampler = Sampler(model.plans, model.config.vocab_size)
+
+    @torch.inference_mode()
+    def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
+        """Compute the entries of a plan; one id for each that samples (`rows`, in their order).
+
+        Logits are computed for those alone, and the ids are all that comes back from the device.
+        """
+        batch = make_batch(entries, self.cache.block_size, self.device)
+        hidden = self.model.forward(batch, self.cache)
+        if not rows:
+            return []
+        return self.sampler(self.model.logits(hidden[batch.rows]), rows)
+
+    @torch.inference_mode()
+    def logits(self, entries: Sequence[ScheduledRequest]) -> Tensor:
+        """float32 logits [tokens, vocab] of every token of the entries."""
+        batch: Batch = make_batch(entries, self.cache.block_size, self.device, all_rows=True)
+        return self.model.logits(self.model.forward(batch, self.cache)).float()

@@ -1,0 +1,46 @@
+"""Sampling: from logits to token ids, each request by its own parameters and its own random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.batch import send
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How one row of logits is sampled. seed: the request's. index: which output token of the request this is, from 0."""
+
+    params: SamplingParams
+    seed: int
+    index: int
+
+
+class Sampler:
+    """One call of `sample` for all rows: greedy and drawn requests side by side."""
+
+    def __init__(self, plans: Plans, vocab_size: int) -> None:
+        self.plans = plans
+        self.vocab_size = vocab_size
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """logits [rows, vocab] -> an id for each row; -1 for a row that holds no fair answer (NaN, or nothing finite)."""
+        if logits.dtype is torch.float16:
+            logits = logits.float()
+        count, device = len(rows), logits.device
+        wishes = [row.params for row in rows]
+        shares = [w.temperature for w in wishes] + [w.top_p for w in wishes] + [w.min_p for w in wishes]
+        temperature, top_p, min_p = send(shares, torch.float32, device).view(3, count)
+        seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(2, count)
+        top_k = send([w.top_k for w in wishes], torch.int32, device)
+        ids = torch.empty(count, dtype=torch.int64, device=device)
+        x = "bf16" if logits.dtype is torch.bfloat16 else "fp32"
+        plan = self.plans.bind("sample", f"v={self.vocab_size},x={x}")
+        plan(logits, temperature, top_k, top_p, min_p, seed, index, ids)
+        return ids.tolist()

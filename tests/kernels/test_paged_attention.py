@@ -1,0 +1,327 @@
+"""Paged attention: its reference against outside oracles, planted faults, batch invariance, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gristmill.autotune.metrics import error_of
+from gristmill.autotune.verify import run_reference
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.attention.lengths import lengths
+from gristmill.kernels.attention.paged_attention import OP
+from gristmill.kernels.attention.paged_attention_cpu import KERNEL as CPP
+from gristmill.kernels.attention.paged_attention_torch import KERNEL as TORCH
+from tests.native.levels import runnable_levels
+
+NAMES = [parameter.name for parameter in OP.parameters]
+
+
+def arguments_of(text: str, seed: int = 0) -> tuple[Problem, dict[str, Any]]:
+    problem = OP.problem(text)
+    return problem, dict(zip(NAMES, OP.inputs(problem, seed, "cpu"), strict=True))
+
+
+def run(launcher: Callable[..., None], config: dict[str, Any], a: dict[str, Any]) -> list[torch.Tensor]:
+    a = dict(a)
+    if a["lse"] is not None:
+        a["lse"] = torch.full_like(a["lse"], math.nan)
+    out = torch.full(a["q"].shape, math.nan, dtype=a["q"].dtype)
+    launcher(config, *a.values(), out)
+    return [out] if a["lse"] is None else [out, a["lse"]]
+
+
+def cpp(a: dict[str, Any], level: str | None = None) -> list[torch.Tensor]:
+    return run(CPP.load(), {"level": level or [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")][-1]}, a)
+
+
+def by_hand(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Token by token in float64, straight from the definition."""
+    q, keys, values = (a[name].double().numpy() for name in ("q", "k_cache", "v_cache"))
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    table, begin, context = a["block_table"].numpy(), a["query_start"].numpy(), a["seq_lens"].numpy()
+    size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    for i in range(len(context)):
+        for t in range(begin[i], begin[i + 1]):
+            p = context[i] - (begin[i + 1] - t)
+            first = max(0, p - a["window"] + 1) if a["window"] > 0 else 0
+            for h in range(q.shape[1]):
+                where = [(table[i, s // size], s % size, h // group) for s in range(first, p + 1)]
+                scores = np.array([q[t, h] @ keys[w] for w in where]) * a["scale"]
+                terms = scores if a["sinks"] is None else np.append(scores, float(a["sinks"][h]))
+                lse[t, h] = terms.max() + np.log(np.exp(terms - terms.max()).sum())
+                out[t, h] = sum(np.exp(s - lse[t, h]) * values[w] for s, w in zip(scores, where, strict=True))
+    return out, lse
+
+
+@pytest.mark.parametrize("text", OP.examples)
+def test_reference_matches_float64(text: str) -> None:
+    _, a = arguments_of(text)
+    a["lse"] = torch.empty(a["q"].shape[:2])
+    out, lse = by_hand(a)
+    got = OP.reference(**a)
+    half_ulp = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}[got.dtype]
+    assert np.allclose(got.double().numpy(), out, rtol=half_ulp, atol=3e-6)
+    assert np.allclose(a["lse"].numpy(), lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 7])
+def test_reference_matches_transformers(sinks: bool, window: int) -> None:
+    """The eager attention of Llama, and of gpt-oss with sinks, under transformers' own causal mask."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
+    from transformers.models.llama.modeling_llama import eager_attention_forward as llama
+
+    _, a = arguments_of(
+        f"q_tokens=19,seqs=3,max_q=9,max_ctx=30,total_ctx=60,heads=6,kv_heads=2,head_dim=64,x=fp32,window={window},"
+        f"sinks={str(sinks).lower()}"
+    )
+    got = OP.reference(**a)
+    begin, size = a["query_start"].tolist(), a["k_cache"].shape[1]
+    for i, context in enumerate(a["seq_lens"].tolist()):
+        count = begin[i + 1] - begin[i]
+        if count == 0:
+            continue
+        at = torch.arange(context)
+        slots = a["block_table"][i, at // size].long(), at % size
+        keys, values = a["k_cache"][slots].transpose(0, 1)[None], a["v_cache"][slots].transpose(0, 1)[None]
+        own = torch.arange(context - count, context)[:, None]
+        hidden = (at > own) | ((at <= own - window) if window else torch.zeros(1, dtype=torch.bool))
+        mask = torch.zeros(count, context).masked_fill(hidden, -math.inf)[None, None]
+        module = torch.nn.Module()
+        module.num_key_value_groups, module.sinks, module.training = 3, a["sinks"], False
+        q = a["q"][begin[i] : begin[i + 1]].transpose(0, 1)[None]
+        want, _ = (gpt_oss if sinks else llama)(module, q, keys, values, mask, scaling=a["scale"], dropout=0.0)
+        torch.testing.assert_close(got[begin[i] : begin[i + 1]], want[0], rtol=2e-5, atol=2e-6)
+
+
+# Planted faults: each changes what a kernel is given or keeps of its work as a wrong kernel would, on examples that must notice.
+
+
+def slot_off_by_one(a: dict[str, Any]) -> None:
+    for name in ("k_cache", "v_cache"):
+        a[name] = a[name].flatten(0, 1).nan_to_num().roll(1, 0).view(a[name].shape)
+
+
+def wrong_block(a: dict[str, Any]) -> None:
+    """The longest context begins in somebody else's block."""
+    a["k_cache"], a["v_cache"] = a["k_cache"].nan_to_num(), a["v_cache"].nan_to_num()
+    longest = int((a["seq_lens"] * (a["query_start"].diff() > 0)).argmax())
+    a["block_table"] = a["block_table"].clone()
+    a["block_table"][longest] = (a["block_table"][longest] + 1) % a["k_cache"].shape[0]
+
+
+def skipped_tail_block(a: dict[str, Any]) -> None:
+    """The last, partly filled block of every context is not read."""
+    size = a["k_cache"].shape[1]
+    for i, context in enumerate(a["seq_lens"].tolist()):
+        if context > size:
+            tail = a["block_table"][i, (context - 1) // size]
+            a["k_cache"] = a["k_cache"].index_fill(0, tail.long(), 0.0)
+            a["v_cache"] = a["v_cache"].index_fill(0, tail.long(), 0.0)
+
+
+def mask_off_by_one(a: dict[str, Any]) -> None:
+    """Each query also misses its own key."""
+    a["seq_lens"] = (a["seq_lens"] - 1).clamp_min(1)
+
+
+def window_one_more(a: dict[str, Any]) -> None:
+    a["window"] += 1
+
+
+def window_one_less(a: dict[str, Any]) -> None:
+    a["window"] -= 1
+
+
+def no_sinks(a: dict[str, Any]) -> None:
+    a["sinks"] = None
+
+
+def wrong_head_mapping(a: dict[str, Any]) -> None:
+    """Query head h reads KV head h % kv_heads instead of h // group."""
+    group = a["q"].shape[1] // a["k_cache"].shape[2]
+    a["q"] = a["q"].unflatten(1, (group, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def neighbours_rows(a: dict[str, Any]) -> None:
+    """Every sequence begins one token late."""
+    a["query_start"] = (a["query_start"] + 1).clamp_max(a["q"].shape[0])
+
+
+def scale_forgotten(a: dict[str, Any]) -> None:
+    a["scale"] = 1.0
+
+
+FAULTS: list[tuple[Callable[[dict[str, Any]], None], Callable[[Problem], bool]]] = [
+    (slot_off_by_one, lambda p: True),
+    (wrong_block, lambda p: p.integer("max_ctx") > 1),
+    (skipped_tail_block, lambda p: p.integer("max_ctx") > 32),
+    (mask_off_by_one, lambda p: p.integer("max_ctx") > 1),
+    (window_one_more, lambda p: p.integer("window") > 0),
+    (window_one_less, lambda p: p.integer("window") > 0),
+    (no_sinks, lambda p: bool(p["sinks"])),
+    (wrong_head_mapping, lambda p: 1 < p.integer("kv_heads") < p.integer("heads")),
+    (neighbours_rows, lambda p: True),
+    (scale_forgotten, lambda p: p.integer("max_ctx") > 1),
+]
+
+
+def figure(problem: Problem, right: dict[str, Any], got: list[torch.Tensor]) -> float:
+    return error_of(OP, problem, list(right.values()), got, run_reference(OP, list(right.values())))
+
+
+@pytest.mark.parametrize(("fault", "applies"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
+def test_planted_fault_is_caught(fault: Callable[[dict[str, Any]], None], applies: Callable[[Problem], bool]) -> None:
+    """Every example that the fault concerns, and the problem that verifies a plan, are far over the tolerance with it."""
+    texts = [t for t in OP.examples if OP.problem(t).integer("q_tokens") and applies(OP.problem(t))]
+    assert texts
+    for text in texts:
+        problem, right = arguments_of(text)
+        limit = OP.tolerance(problem).limit
+        assert figure(problem, right, run(TORCH.load(), {}, right)) <= limit
+        wrong = dict(right)
+        fault(wrong)
+        got = run(TORCH.load(), {}, wrong)
+        assert not figure(problem, right, [x.nan_to_num() for x in got]) <= 4 * limit, f"{fault.__name__} passes {text}"
+
+
+@pytest.mark.parametrize("head", [0, 3])
+def test_one_unwritten_row_is_caught(head: int) -> None:
+    problem, right = arguments_of(OP.examples[2])
+    got = run(TORCH.load(), {}, right)
+    got[0][-1, head] = 0
+    assert figure(problem, right, got) > 0.5
+
+
+@pytest.mark.parametrize("size", [1, 4, 64, 8192])
+@pytest.mark.parametrize("flags", ["", ",window=128,sinks=true"])
+def test_plans_are_verified_on_contexts_of_many_blocks(size: int, flags: str) -> None:
+    static = OP.static(OP.problem(f"heads=4,kv_heads=2,head_dim=64{flags}"))
+    small = OP.verification(OP.at_bucket(static, size))
+    queries, contexts = lengths(small, 0)
+    assert max(contexts) == 333 and sum(queries) == small.integer("q_tokens") <= 67
+    arguments = OP.inputs(small, 0, "cpu")
+    assert OP.static(OP.problem(OP.describe(*arguments))) == static
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lengths_keep_their_bounds(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    seqs, max_q = (int(torch.randint(1, 9, (), generator=g)) for _ in range(2))
+    max_ctx = max_q + int(torch.randint(0, 30, (), generator=g))
+    tokens = int(torch.randint(0, seqs * max_q + 1, (), generator=g))
+    total = int(torch.randint(tokens, seqs * max_ctx + 1, (), generator=g))
+    problem = OP.problem(f"q_tokens={tokens},seqs={seqs},max_q={max_q},max_ctx={max_ctx},total_ctx={total},heads=1,kv_heads=1")
+    queries, contexts = lengths(problem, seed)
+    assert sum(queries) == tokens and sum(contexts) == total and len(queries) == len(contexts) == seqs
+    assert all(0 <= q <= min(c, max_q) and c <= max_ctx for q, c in zip(queries, contexts, strict=True))
+
+
+def test_lengths_that_cannot_be_are_refused() -> None:
+    problem = OP.problem("q_tokens=9,seqs=2,max_q=4,max_ctx=8,total_ctx=16,heads=1,kv_heads=1")
+    with pytest.raises(ValueError, match="9 new tokens do not fit in 2 sequences of at most 4"):
+        lengths(problem, 0)
+
+
+LONG = "q_tokens=6,seqs=4,max_q=3,max_ctx=1500,total_ctx=3300,heads=4,kv_heads=2,head_dim=48,x=bf16,sinks=true,lse=true"
+
+
+@pytest.mark.parametrize("level", [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")])
+@pytest.mark.parametrize("window", [0, 700])
+def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int) -> None:
+    """Contexts over several chunks: split over threads or not, and alone or in a batch, the bits are the same."""
+    problem, a = arguments_of(f"{LONG},window={window}")
+    before, runs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            runs.append(cpp(a, level))
+        assert all(torch.equal(x, y) for other in runs[1:] for x, y in zip(runs[0], other, strict=True))
+        assert figure(problem, a, runs[0]) <= OP.tolerance(problem).limit
+        begin = a["query_start"].tolist()
+        for i in range(len(begin) - 1):
+            for t in range(begin[i], begin[i + 1]):  # each token as a decode of its own, the context cut behind it
+                alone = dict(a, q=a["q"][t : t + 1], block_table=a["block_table"][i : i + 1], lse=a["lse"][t : t + 1],
+                             query_start=torch.tensor([0, 1], dtype=torch.int32),
+                             seq_lens=a["seq_lens"][i : i + 1] - (begin[i + 1] - 1 - t))  # fmt: skip
+                for x, y in zip(runs[0], cpp(alone, level), strict=True):
+                    assert torch.equal(x[t], y[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "torch"])
+def test_blocks_behind_the_window_are_not_followed(kernel: str) -> None:
+    """With a window a runtime may free old blocks: their table entries and contents are garbage then."""
+    problem, a = arguments_of("q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20")
+    want = run_reference(OP, list(a.values()))
+    a["block_table"] = a["block_table"].clone()
+    for i, context in enumerate(a["seq_lens"].tolist()):
+        gone = max(0, context - 20) // 16
+        a["k_cache"][a["block_table"][i, :gone].long()] = math.nan
+        a["block_table"][i, :gone] = 2**30
+    got = cpp(a) if kernel == "cpp" else run(TORCH.load(), {}, a)
+    assert error_of(OP, problem, list(a.values()), got, want) <= OP.tolerance(problem).limit
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_table", [[99, 0]]), ("block_table", [[-1, 0]]), ("seq_lens", [33]), ("seq_lens", [-1]), ("query_start", [0, 9]),
+     ("query_start", [2, 1])],
+)  # fmt: skip
+def test_cpu_kernel_refuses_indices_that_do_not_exist(name: str, value: list[Any]) -> None:
+    _, a = arguments_of("q_tokens=2,seqs=1,max_q=2,max_ctx=32,total_ctx=32,heads=2,kv_heads=1,head_dim=16,x=fp32")
+    cpp(a)
+    a[name] = torch.tensor(value, dtype=torch.int32)
+    with pytest.raises(ValueError, match="paged_attention_cpu"):
+        cpp(a)
+
+
+BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
+    ("q", lambda q: q[0], ValueError, "q must have 3 dimensions"),
+    ("q", lambda q: q[..., ::2], ValueError, "last dimension of q must be contiguous"),
+    ("q", lambda q: q[:, :1].repeat(1, 3, 1), ValueError, "3 query heads do not divide among 2"),
+    ("k_cache", lambda k: k.double(), TypeError, "k_cache must have q's dtype"),
+    ("v_cache", lambda v: v[:, :3], ValueError, "k_cache is .* v_cache"),
+    ("k_cache", lambda k: k[..., :32].contiguous(), ValueError, "k_cache has head_dim 32, q has 64"),
+    ("block_table", lambda t: t.long(), TypeError, "block_table must be int32"),
+    ("block_table", lambda t: t[:1], ValueError, "block_table has 1 rows, query_start has 3"),
+    ("seq_lens", lambda t: t[:2], ValueError, "seq_lens has 2 rows"),
+    ("query_start", lambda t: t[:1], ValueError, "query_start must be"),
+    ("max_ctx", lambda n: 1000, ValueError, "max_ctx 1000 is more than"),
+    ("max_q", lambda n: 0, ValueError, "max_q and max_ctx must be at least 1"),
+    ("sinks", lambda s: torch.zeros(3), ValueError, "sinks must be a contiguous"),
+    ("lse", lambda s: torch.zeros(5, 4).half(), TypeError, "lse must be float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "kind", "message"), BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_describe_refuses(name: str, change: Callable[[Any], Any], kind: type[Exception], message: str) -> None:
+    _, a = arguments_of("q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32")
+    OP.describe(**a)
+    a[name] = change(a[name])
+    with pytest.raises(kind, match=message):
+        OP.describe(**a)
+
+
+GUARDED: list[tuple[str, Callable[[Any], Any]]] = [
+    ("q", lambda q: q[:, :2]), ("q", lambda q: q.half()), ("k_cache", lambda k: k[:, :3]), ("v_cache", lambda v: v[:-1]),
+    ("block_table", lambda t: t[:, :1]), ("block_table", lambda t: t[:1]), ("query_start", lambda t: t[:-1]),
+    ("window", lambda w: 5), ("sinks", lambda s: torch.zeros(4)), ("lse", lambda s: torch.zeros(5, 4)), ("max_q", lambda n: 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), GUARDED)
+def test_guard_refuses(name: str, change: Callable[[Any], Any]) -> None:
+    problem, a = arguments_of("q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32")
+    static, out = OP.static(problem), torch.empty(5, 4, 64)
+    assert OP.guard is not None and OP.guard(static, *a.values(), out) == 5
+    a[name] = change(a[name])
+    with pytest.raises(ValueError, match="paged_attention"):
+        OP.guard(static, *a.values(), out)

@@ -1,0 +1,44 @@
+"""Models for the tests, with one store of verifications for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.llm import LLM
+from tests.runtime.oracle import MODELS
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """The default policy over a cache of this run."""
+    return Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
+
+
+@pytest.fixture(scope="session")
+def make(policy: Policy) -> Callable[..., LLM]:
+    """An LLM of an example model, or of any directory: small cache, float32 unless said otherwise."""
+
+    def build(name: str | Path, **options: Any) -> LLM:
+        folder = name if isinstance(name, Path) else MODELS / name
+        return LLM(folder, **{"dtype": "fp32", "policy": policy, "num_blocks": 256, **options})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def shared(make: Callable[..., LLM]) -> Callable[..., LLM]:
+    """Like `make`, each model once: for tests that leave it as it was."""
+    made: dict[tuple[Any, ...], LLM] = {}
+
+    def get(name: str, **options: Any) -> LLM:
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            made[key] = make(name, **options)
+        return made[key]
+
+    return get

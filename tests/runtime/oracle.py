@@ -1,0 +1,140 @@
+"""transformers as the oracle, and the one rule by which token ids are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
+LLAMA, DEEPSEEK = "docs-llama", "docs-deepseek"
+NAMES = (LLAMA, DEEPSEEK)
+LOGIT_GAP, ROUTER_GAP = 1e-4, 1e-5
+
+
+@cache
+def eval_tokens() -> list[int]:
+    """The held-out ids."""
+    data = (MODELS / "eval_tokens.u16").read_bytes()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint16).to(torch.int64).tolist()
+
+
+def window(index: int, size: int = 512) -> list[int]:
+    """One of the contiguous windows of the held-out ids."""
+    return eval_tokens()[index * size : (index + 1) * size]
+
+
+def prompts(count: int = 20) -> list[list[int]]:
+    """Prompts of 3 to 98 ids from places all over the held-out text."""
+    return [eval_tokens()[1000 + 977 * i :][: 3 + 5 * i] for i in range(count)]
+
+
+def load(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a directory by transformers, on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+
+@cache
+def oracle(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """An example model by transformers."""
+    return load(MODELS / name, dtype)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """float32 logits [len(ids), vocab]."""
+    return model(torch.tensor([list(ids)])).logits[0].float()
+
+
+def loss(model: Any, ids: Sequence[int]) -> float:
+    """Mean negative log-likelihood of all ids but the first, nats."""
+    found = torch.nn.functional.cross_entropy(logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none")
+    return float(found.double().mean())
+
+
+@contextmanager
+def router_gaps(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects, call after call, how near each token came to another expert: [tokens] for each MoE layer."""
+    found: list[torch.Tensor] = []
+
+    def look(module: Any, _: Any, output: Any) -> None:
+        choice = output[0].float().sigmoid() + module.e_score_correction_bias
+        groups = choice.view(len(choice), module.num_group, -1)
+        best = groups.topk(2, -1).values.sum(-1).sort(-1, descending=True)
+        gap = torch.full((len(choice),), torch.inf)
+        if module.topk_group < module.num_group:
+            gap = best.values[:, module.topk_group - 1] - best.values[:, module.topk_group]
+        inside = torch.zeros_like(best.values).scatter_(1, best.indices[:, : module.topk_group], 1).bool()
+        kept = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1).sort(-1, descending=True).values
+        found.append(torch.minimum(gap, kept[:, module.top_k - 1] - kept[:, module.top_k]))
+
+    hooks = [m.register_forward_hook(look) for m in model.modules() if type(m).__name__ == "DeepseekV3TopkRouter"]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the oracle says greedily after a prompt, and how sure it is of each id."""
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    logit_gaps: tuple[float, ...]
+    router_gaps: tuple[float, ...]  # the smallest up to and including each position
+
+
+@cache
+def answer(name: str, prompt: tuple[int, ...], count: int = 64) -> Answer:
+    """The oracle's greedy answer, `count` ids or up to its end token."""
+    model = oracle(name)
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=2)
+    ids = tuple(out[0, len(prompt) :].tolist())
+    with router_gaps(model) as gaps:
+        seen = logits(model, [*prompt, *ids])
+    top = seen[len(prompt) - 1 : -1].topk(2, -1).values
+    nearest = torch.stack(gaps).amin(0).cummin(0).values if gaps else torch.full((len(seen),), torch.inf)
+    return Answer(prompt, ids, tuple((top[:, 0] - top[:, 1]).tolist()), tuple(nearest[len(prompt) - 1 : -1].tolist()))
+
+
+@dataclass
+class Comparison:
+    """Ids are compared up to the first difference, which is excused only where the oracle itself was undecided.
+
+    Excuses are printed; `finish` allows one in 1,000 positions.
+    """
+
+    what: str
+    positions: int = 0
+    excuses: list[str] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], expected: Answer) -> None:
+        """Compare one answer; AssertionError where it differs and the oracle was sure."""
+        for place, (mine, theirs) in enumerate(zip(ids, expected.ids, strict=False)):
+            self.positions += 1
+            if mine == theirs:
+                continue
+            logit_gap, router_gap = expected.logit_gaps[place], expected.router_gaps[place]
+            text = f"{self.what}: position {place}: {mine}, oracle {theirs}, logit gap {logit_gap:.2e}, router gap {router_gap:.2e}"
+            assert logit_gap < LOGIT_GAP or router_gap < ROUTER_GAP, text
+            print("excused:", text)
+            self.excuses.append(text)
+            return
+        assert len(ids) == len(expected.ids), f"{self.what}: {len(ids)} ids, oracle {len(expected.ids)}"
+
+    def finish(self) -> None:
+        """AssertionError if too many differences were excused, or nothing was compared."""
+        assert self.positions > 0
+        assert 1000 * len(self.excuses) <= self.positions, f"{len(self.excuses)} excuses in {self.positions} positions"

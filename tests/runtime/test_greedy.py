@@ -1,0 +1,79 @@
+"""Greedy answers: transformers' ids, whatever the batch, the chunks, the blocks and the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime import oracle
+from tests.runtime.oracle import NAMES, Answer, Comparison, answer
+
+COUNT = 64
+PARAMS = SamplingParams(max_tokens=COUNT)
+
+
+def expected(name: str, prompts: list[list[int]]) -> list[Answer]:
+    return [answer(name, tuple(prompt), COUNT) for prompt in prompts]
+
+
+def compare(what: str, llm: LLM, name: str, prompts: list[list[int]]) -> None:
+    found = Comparison(f"{name}, {what}")
+    for result, wanted in zip(llm.generate(prompts, PARAMS), expected(name, prompts), strict=True):
+        found.add(result.token_ids, wanted)
+    found.finish()
+    llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_ids(name: str, shared: Callable[..., LLM]) -> None:
+    compare("three prompts", shared(name), name, oracle.prompts()[4:16:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_ids_of_twenty_prompts(name: str, make: Callable[..., LLM]) -> None:
+    compare("twenty prompts", make(name, num_blocks=1024), name, oracle.prompts())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_compositions(name: str, shared: Callable[..., LLM]) -> None:
+    prompts = oracle.prompts()[2:12:3]
+    compare("one after another", shared(name), name, prompts[:1])
+    compare("together", shared(name), name, prompts)
+    compare("reversed", shared(name), name, prompts[::-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_chunks_and_blocks(name: str, chunk: int, block_size: int, make: Callable[..., LLM]) -> None:
+    llm = make(name, max_chunk=chunk, block_size=block_size, num_blocks=4096 // block_size)
+    compare(f"chunks of {chunk}, blocks of {block_size}", llm, name, oracle.prompts()[14:16])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefix_cache_states(name: str, make: Callable[..., LLM]) -> None:
+    llm = make(name)
+    prompts = oracle.prompts()[13:15]
+    compare("empty cache", llm, name, prompts)
+    before = llm.engine.scheduler.pool.num_cached
+    assert before > 0
+    compare("everything cached", llm, name, prompts)
+    longer = [prompts[0] + oracle.eval_tokens()[500:540]]
+    compare("a cached beginning", llm, name, longer)
+    compare("no cache", make(name, enable_prefix_cache=False), name, longer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption_by_recomputation(name: str, make: Callable[..., LLM]) -> None:
+    """A pool too small for all: requests are preempted, computed again, and answer as before."""
+    prompts = oracle.prompts()[8:14]
+    llm = make(name, num_blocks=24, max_seqs=6)
+    preempted = []
+    preempt = llm.engine.scheduler._preempt
+    llm.engine.scheduler._preempt = lambda request: (preempted.append(request.id), preempt(request))[1]  # type: ignore[method-assign]
+    compare("preempted", llm, name, prompts)
+    assert preempted
