@@ -105,8 +105,10 @@ class BoundPlan:
         ))  # fmt: skip
 
     def _load(self, index: int, entry: PlanEntry) -> Runner:
-        launcher = load(self.resolver.kernel(self.op, entry.kernel))
-        runner = partial(launcher, entry.config)
+        kernel = self.resolver.kernel(self.op, entry.kernel)
+        runner: Runner = partial(load(kernel), entry.config)
+        if self._cuda and not kernel.capturable:
+            runner = partial(_outside_capture, kernel.name, runner)
         self.entries[index] = entry
         self._runners[index] = runner
         return runner
@@ -118,6 +120,14 @@ def _described(op: Op, static: Problem, *arguments: Any) -> int:
     if op.static(found) != static:
         raise ValueError(f"{op.name} planned for {static}, called with {op.static(found)}")
     return found.integer(op.bucket) if op.bucket else 1
+
+
+def _outside_capture(name: str, runner: Runner, *arguments: Any) -> None:
+    """Run a kernel that a CUDA graph cannot hold, or say so."""
+    if _capturing():
+        raise UnpreparedError(f"{name} reads device memory on the host and cannot be captured in a CUDA graph; pin another "
+                              "kernel in the policy")  # fmt: skip
+    runner(*arguments)
 
 
 def _capturing() -> bool:

@@ -55,6 +55,7 @@ class Kernel:
     layouts: names of the weight layouts it reads, for operations with packed weights.
     sources: files beside the spec whose text is the kernel, hashed into `code_hash` (``_rms_norm_triton.py``).
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
+    capturable: False = it reads device memory on the host, so a CUDA graph cannot hold it.
     priority: rank before anything was measured; higher first. auto: False = runs only when a policy pins it.
     proven: where this kernel has run and matched, for people ("sm_90: H200"); "" = nowhere yet.
     """
@@ -78,6 +79,7 @@ class Kernel:
     deterministic: bool = True
     batch_invariant: bool = False
     auto: bool = True
+    capturable: bool = True
     waits: bool = False
     triggers: bool = False
     proven: str = ""

@@ -31,9 +31,14 @@ def config(problem: Problem, target: Target) -> Config:
     m, wide = problem.integer("m"), problem.text("x") == "fp32"
     rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 or wide else 128
     widest = 32 if wide else 64 if m > 16 else 128
-    # Groups of 16 are scaled before the product, so a step covers several; other steps stay inside one group.
-    step = widest if scheme.group_size == 16 else min(scheme.group_size or 128, widest)
-    return {"scheme": scheme.name, "bm": rows, "bn": 64, "bk": step, "warps": 4, "stages": 3}
+    return {"scheme": scheme.name, "bm": rows, "bn": 64, "bk": step_along_k(scheme, widest), "warps": 4, "stages": 3}
+
+
+def step_along_k(scheme: QuantScheme, widest: int) -> int:
+    """Columns of the weight a step multiplies: whole groups of 16, which are scaled before the product, or a part of one
+    group of another size, whose sum is scaled after it.
+    """
+    return widest if scheme.group_size == 16 else min(scheme.group_size or 128, widest)
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:

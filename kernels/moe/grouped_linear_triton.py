@@ -9,15 +9,16 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.linear_triton import step_along_k
 from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Tiles as high as an expert's share of the rows asks for; a step along K stays inside one group of the scheme."""
+    """Tiles as high as an expert's share of the rows asks for; a step along K stays inside one group, or covers whole ones."""
     scheme = QuantScheme.parse(problem.text("w"))
     share, wide = problem.integer("m") // problem.integer("e"), problem.text("x") == "fp32"
     rows = 16 if share <= 16 else 32 if share <= 64 else 64
-    step = min(scheme.group_size or 128, 32 if wide else 64)
+    step = step_along_k(scheme, 32 if wide else 64)
     return {"scheme": scheme.name, "bm": rows, "bn": 64, "bk": step, "warps": 4, "stages": 3}
 
 

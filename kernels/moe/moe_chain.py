@@ -10,6 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.linear_triton import step_along_k
 from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized
 from gristmill.kernels.moe import _chain
 
@@ -56,7 +57,7 @@ def config_triton(problem: Problem, target: Target) -> Config:
         **config(problem, target),
         "bm": 16 if share <= 16 else 32 if share <= 64 else 64,
         "bn": 64,
-        "bk": min(scheme.group_size or 128, 32 if wide else 64),
+        "bk": step_along_k(scheme, 32 if wide else 64),
         "warps": 4,
         "stages": 3,
         "combine": min(1024, max(16, 1 << (problem.integer("h") - 1).bit_length())),
