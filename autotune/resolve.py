@@ -85,7 +85,7 @@ class Resolver:
         """The plan of a layer: every bucket resolved."""
         return make_plan(
             op, static, self.registry.layouts, self.policy, lambda problem, layouts: self.resolve(op, problem, layouts),
-            sizes=sizes or bucket_sizes(),
+            sizes=sizes or bucket_sizes(), peek=lambda problem, layouts: self.select(op, problem, layouts),
         )  # fmt: skip
 
     def kernel(self, op: Op, name: str) -> Kernel:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.build import Build, normal_name
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry, default_registry
@@ -50,10 +51,10 @@ def letter(kernel: Kernel) -> str:
 
 def serves(kernel: Kernel, target: Target) -> bool:
     """Whether the kernel would run on the target with everything that it needs installed and compiled."""
-    return not kernel.requires.check_hardware(target) and not any(
-        "code" in reason or "C++ level" in reason or "CUDA architecture" in reason
-        for reason in kernel.requires.check_build(target, EVERYTHING)
-    )
+    requires = kernel.requires
+    packages = dict(EVERYTHING.packages) | {normal_name(name): "99" for name, _ in requires.packages}
+    build = replace(EVERYTHING, packages=tuple(sorted(packages.items())), offers=frozenset(requires.offers))
+    return not requires.check_hardware(target) and not requires.check_build(target, build)
 
 
 EVERYTHING = Build.of(
