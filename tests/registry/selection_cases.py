@@ -261,7 +261,7 @@ rms_norm | m=1,n=4096 | gfx1201 | aiter | aiter | rms_norm_aiter | hardware | gf
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_89 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_89 lacks tcgen05, tma, wgmma
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_120 lacks tcgen05, wgmma
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_121 lacks tcgen05, wgmma
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | has code for sm_90a, sm_100f; none of it runs on sm_110
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | none of it runs on sm_110
 linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_humming | hardware | runs on nvidia; gfx942 is amd
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | humming | humming | linear_humming | hardware | sm_70 lacks mma.bf16
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_75 | humming | humming | linear_humming | hardware | sm_75 lacks mma.bf16
