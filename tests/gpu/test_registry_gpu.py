@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 REGISTRY = default_registry()
 DEVICE = "cuda:0"
 TARGET = device_target(DEVICE, Policy()) if HAS_GPU else None
-BUILD = confirmed_build(REGISTRY, TARGET, Policy(pins={"*": ("*",)})) if TARGET is not None else None
+BUILD = confirmed_build(REGISTRY, TARGET) if TARGET is not None else None
 
 
 def _kernels() -> list[tuple[Op, Kernel]]:
