@@ -25,11 +25,18 @@ def device_target(device: str, policy: Policy) -> Target:
             raise PolicyError(f"cpu_level {policy.cpu_level!r}: this CPU runs {', '.join(levels)}")
         lower = Target.parse(f"cpu:{policy.cpu_level}")
         return replace(target, name=lower.name, arch=lower.arch, features=lower.features)
-    targets = _devices()
+    if kind not in _VENDORS or not (index or "0").isdecimal():
+        raise ValueError(f"device {device!r}: expected cpu, {', '.join(_VENDORS)}, or one of these with an index, cuda:1")
+    # torch counts the devices of one vendor: AMD's are called cuda too, where there is no NVIDIA one.
+    found = ([t for t in _devices() if t.vendor == vendor] for vendor in _VENDORS[kind])
+    targets = next((some for some in found if some), [])
     place = int(index or 0)
     if place >= len(targets):
-        raise ValueError(f"device {device}: this machine has {len(targets)} accelerator(s)")
+        raise ValueError(f"device {device}: this machine has {len(targets)} such accelerator(s)")
     return targets[place]
+
+
+_VENDORS = {"cuda": ("nvidia", "amd"), "xpu": ("intel",)}
 
 
 @cache

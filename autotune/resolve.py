@@ -36,7 +36,7 @@ class Resolver:
         self.policy = policy or Policy.current()
         self.registry = registry or default_registry()
         self.target: Target = device_target(device, self.policy)
-        self.build = build or confirmed_build(self.registry, self.target)
+        self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.worker = worker or shared_worker()
         self.store = self._read()
         self._lock = threading.Lock()
@@ -74,9 +74,15 @@ class Resolver:
                 target=target_key(self.target), toolchain=self.build.key(), ok=ok, error=error, reason=reason,
             )  # fmt: skip
 
+        trying = record(False, None, "trying: the process ended before the verification did")
         if self.target.vendor != "cpu":
-            self._write([record(False, None, "trying: the process ended before the verification did")])
-        outcome = self.worker.verify(op, kernel, config, small, self.device)
+            self._write([trying])
+        try:
+            outcome = self.worker.verify(op, kernel, config, small, self.device)
+        except BaseException:  # the user's interrupt, most likely: it says nothing of the kernel
+            self.store.verifications.pop(trying.key, None)
+            self._write([], forget=[trying])
+            raise
         done = record(outcome["ok"], outcome["error"], outcome["reason"])
         self._write([done])
         return done
@@ -85,7 +91,7 @@ class Resolver:
         """The plan of a layer: every bucket resolved."""
         return make_plan(
             op, static, self.registry.layouts, self.policy, lambda problem, layouts: self.resolve(op, problem, layouts),
-            sizes=sizes or bucket_sizes(),
+            sizes=sizes or bucket_sizes(), peek=lambda problem, layouts: self.select(op, problem, layouts),
         )  # fmt: skip
 
     def kernel(self, op: Op, name: str) -> Kernel:
@@ -99,17 +105,23 @@ class Resolver:
             warnings.warn(f"{error}; going on with an empty store, nothing will be recorded", RuntimeWarning, stacklevel=2)
             return Store()
 
-    def _write(self, records: list[Verification]) -> None:
+    def _write(self, records: list[Verification], forget: Sequence[Verification] = ()) -> None:
         for record in records:
             self.store.add(record)
         try:
-            save(self.policy.store_path, records)
+            save(self.policy.store_path, records, forget)
         except (OSError, StoreError) as error:
             warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
 
 
-def confirmed_build(registry: Registry, target: Target) -> Build:
-    """This installation, asked what the modules that wrapped kernels need really offer."""
+def confirmed_build(registry: Registry, target: Target, policy: Policy | None = None) -> Build:
+    """This installation, asked what the modules that wrapped kernels need really offer.
+
+    Sources are read, not run; a module whose source does not tell is imported if `policy` pins a kernel that needs it.
+    """
     vendor = target.vendor
     kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
-    return Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])
+    build = Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])
+    pinned = [k for k in kernels if policy is not None and policy.rank(k.op, k.name) is not None]
+    ready = [k for k in pinned if not any(build.why_not_package(*package) for package in k.requires.packages)]
+    return build.confirm([offer for kernel in ready for offer in kernel.requires.offers], importing=True)

@@ -44,11 +44,16 @@ class Worker:
             self.close()
             what = f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
             return {"ok": False, "error": None, "tolerance": None, "reason": f"verification: {what}"}
+        except BaseException:
+            self.close()  # an answer that nobody waited for must not be taken for the next task's
+            raise
         if line is None:
             code = process.wait()
             self._process = None
             return {"ok": False, "error": None, "tolerance": None, "reason": f"killed its process (exit status {code})"}
         answer: dict[str, Any] = json.loads(line)
+        if not answer["ok"] and answer["error"] is None and device != "cpu":
+            self.close()  # a fault stays in a device's context: what ran next there would be blamed for it
         return answer
 
     def close(self) -> None:

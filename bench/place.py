@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gristmill.autotune.resolve import confirmed_build
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -30,14 +31,14 @@ def place(text: str | None) -> Place:
     devices = tuple(probe_devices().targets)
     if text is None:
         if devices:
-            return Place(devices[0], "cuda:0", _build(devices[0]), policy)
+            return Place(devices[0], _torch_name(devices, 0), _build(devices[0], policy), policy)
         return _cpu(policy, policy.cpu_level)
     if text.lower() == "cpu":
         return _cpu(policy, policy.cpu_level)
     target = Target.parse(text)
     for index, device in enumerate(devices):
         if device.name == target.name and (not target.device or target.device == device.device):
-            return Place(device, f"cuda:{index}", _build(device), policy)
+            return Place(device, _torch_name(devices, index), _build(device, policy), policy)
     if target.name in probe_cpu().levels:
         return _cpu(policy, target.name.partition(":")[2])
     return Place(target, None, _foreign_build(target), policy)
@@ -49,14 +50,20 @@ def _cpu(policy: Policy, level: str | None) -> Place:
     if level is not None:
         lower = Target.parse(f"cpu:{level}")
         target = replace(target, name=lower.name, arch=lower.arch, features=lower.features)
-    return Place(target, "cpu", _build(target), policy)
+    return Place(target, "cpu", _build(target, policy), policy)
 
 
-def _build(target: Target) -> Build:
-    offers = [offer for kernel in default_registry().all_kernels() for offer in kernel.requires.offers]
-    return Build.probe().confirm(offers)
+def _torch_name(devices: tuple[Target, ...], index: int) -> str:
+    """torch's name of a device: it counts those of one vendor."""
+    vendor = devices[index].vendor
+    place = sum(device.vendor == vendor for device in devices[:index])
+    return f"{'xpu' if vendor == 'intel' else 'cuda'}:{place}"
+
+
+def _build(target: Target, policy: Policy) -> Build:
+    return confirmed_build(default_registry(), target, policy)
 
 
 def _foreign_build(target: Target) -> Build:
     """What this installation would be there: its packages, and Triton's compiler instead of its interpreter."""
-    return replace(_build(target), triton_interpreter=False)
+    return replace(confirmed_build(default_registry(), target), triton_interpreter=False)

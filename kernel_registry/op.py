@@ -71,6 +71,8 @@ class Op:
     pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
         for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
     unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
+    weights: ``weights(problem)`` -> the (N, K) of each packed weight, for plans to count its layouts' bytes by; None: one
+        weight of the axes n and k.
     error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
 
@@ -94,6 +96,7 @@ class Op:
     error: Callable[..., float] | None = None
     pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
     unplanned: frozenset[str] | None = None
+    weights: Callable[[Problem], Sequence[tuple[int, int]]] | None = None
     module: str = ""
 
     @cached_property

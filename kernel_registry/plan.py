@@ -84,23 +84,39 @@ def make_plan(
     *,
     sizes: Sequence[int] | None = None,
     weights: Mapping[int, float] | None = None,
+    peek: SelectAt | None = None,
 ) -> Plan:
     """The plan of `op` for the static problem `static`.
 
     select_at: selection (or resolution, which also verifies) for one concrete problem among kernels of some layouts.
     sizes: bucket sizes to plan for; None = all. weights: how much each bucket size counts; None = 1 for all.
+    peek: selection that verifies nothing, where `select_at` does: layouts that could not win by it are not tried.
     """
     sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
+    if strange := sorted(set(sizes) - set(bucket_sizes())):
+        raise ValueError(f"plan of {op.name}: {strange[0]} is no bucket's size; expected some of {bucket_sizes()}")
     choices = _layout_choices(op, static, layouts, policy)
     best: tuple[float, Plan] | None = None
     failure: NoKernelError | None = None
+
+    def total(entries: list[tuple[PlanEntry, Candidate]]) -> float:
+        return sum(_score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True))
+
+    hoped: list[tuple[float, frozenset[str] | None]] = []
     for choice in choices:
         try:
-            entries = _entries(op, static, sizes, choice, layouts, select_at)
+            hoped.append((total(_entries(op, static, sizes, choice, peek)) if peek is not None else 0.0, choice))
+        except NoKernelError as error:
+            failure = failure or error
+    for hope, choice in sorted(hoped, key=lambda pair: pair[0]):
+        if peek is not None and best is not None and hope >= best[0] * (1 - 1e-9):
+            break
+        try:
+            entries = _entries(op, static, sizes, choice, select_at)
         except NoKernelError as error:
             failure = failure or error
             continue
-        cost = sum(_score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True))
+        cost = total(entries)
         used = tuple(sorted({entry.layout for entry, _ in entries if entry.layout}))
         plan = Plan(op.name, static, tuple(entry for entry, _ in entries), used)
         # A second packing has to pay for its memory: at equal cost the smaller set, met first, stays.
@@ -119,9 +135,10 @@ def _layout_choices(
     if scheme_axis is None or not layouts:
         return [None]
     scheme = QuantScheme.parse(static.text(scheme_axis))
-    n, k = static.integer("n"), static.integer("k")
-    sizes = {name: layout.nbytes(scheme, n, k) for name, layout in layouts.items() if layout.accepts(scheme)}
-    allowed = policy.weight_memory * scheme.weight_bytes(n, k)
+    shapes = op.weights(static) if op.weights is not None else ((static.integer("n"), static.integer("k")),)
+    fit = {name: layout for name, layout in layouts.items() if layout.accepts(scheme)}
+    sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in fit.items()}
+    allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)
     names = sorted(sizes)
     # Padding a small weight may pass the bound, and something has to run: then the smallest layout is the choice.
     fits = [name for name in names if sizes[name] <= allowed] or sorted(names, key=lambda name: sizes[name])[:1]
@@ -136,7 +153,6 @@ def _entries(
     static: Problem,
     sizes: Sequence[int],
     choice: frozenset[str] | None,
-    layouts: Mapping[str, Layout],
     select_at: SelectAt,
 ) -> list[tuple[PlanEntry, Candidate]]:
     found = []

@@ -135,7 +135,7 @@ def _checked(name: str, value: Any, origin: str) -> Any:
             raise wrong("true or false")
         return value
     if name == "weight_memory":
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1.0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 <= value < float("inf"):
             raise wrong("a number of at least 1")
         return float(value)
     if not isinstance(value, str):

@@ -137,9 +137,10 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
         reads, have = ", ".join(kernel.layouts), ", ".join(sorted(case.layouts))
         return Candidate(kernel, "problem", (f"reads layout {reads}; the weight is packed as {have}",))
     failed: dict[str, str] = {}
-    for config in (case.times.config(kernel), kernel.config(case.problem, _code_target(case, kernel))):
-        # A configuration that failed is out; the kernel is out when its default configuration is.
-        if config is None or config_key(config) in failed:
+    default = kernel.config(case.problem, _code_target(case, kernel))
+    # A configuration that failed is out; the kernel is out when its default configuration is.
+    for config in (case.times.config(kernel) or default, default):
+        if config_key(config) in failed:
             continue
         key = config_key(config)
         found = case.store.verifications.get((case.op.name, kernel.name, kernel.code_hash(), key, *case.record))
@@ -151,7 +152,7 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
             why = ("no record that it matched the reference here",)
             return Candidate(kernel, "unverified", why, us, source, config)
         return Candidate(kernel, "eligible", (), us, source, config)
-    return Candidate(kernel, "quarantined", tuple(failed.values()), config=config)
+    return Candidate(kernel, "quarantined", tuple(failed.values()), config=default)
 
 
 def _code_target(case: _Case, kernel: Kernel) -> Target:

@@ -14,11 +14,15 @@ from gristmill.kernel_registry.target import Target
 
 @dataclass(frozen=True)
 class _Near:
-    """A measured time and how far its problem is from the one at hand. sibling: taken on another device."""
+    """A measured time and how far its problem is from the one at hand.
+
+    same: of the same static problem. sibling: taken on another device.
+    """
 
     timing: Timing
     at: Problem
     far: float
+    same: bool
     sibling: bool
 
 
@@ -28,14 +32,12 @@ class Times:
     def __init__(self, op: Op, problem: Problem, target: Target, build: Build, store: Store) -> None:
         self.op, self.problem, self.target, self.build = op, problem, target, build
         self._near: dict[str, list[_Near]] = {}
-        seen: dict[str, tuple[Problem, float] | None] = {}
+        seen: dict[str, tuple[Problem, float, bool] | None] = {}
         own = target_key(target)
         for sibling, records in ((False, store.times(op.name, own)), (True, store.sibling_times(op.name, target))):
             for timing in records:
                 if timing.problem not in seen:
-                    at = store.problem(op, timing.problem)
-                    far = None if at is None else distance(problem, at, op.dynamic)
-                    seen[timing.problem] = None if at is None or far is None or far > NEAR_LIMIT else (at, far)
+                    seen[timing.problem] = self._place(store.problem(op, timing.problem))
                 place = seen[timing.problem]
                 if place is not None and timing.toolchain.endswith(",interpreter") == build.triton_interpreter:
                     self._near.setdefault(timing.kernel, []).append(_Near(timing, *place, sibling))
@@ -46,9 +48,8 @@ class Times:
         What a launcher must know of the static problem is in its configuration, so one of another static problem is of
         no use however near that is.
         """
-        static = self.op.static(self.problem)
-        fit = [n for n in self._of(kernel) if self._current(n, kernel) and (n.far == 0 or self.op.static(n.at) == static)]
-        best = min(fit, key=_by_distance, default=None)
+        codes = ("", kernel.code_hash())
+        best = _nearest([n for n in self._of(kernel) if n.same and n.timing.code in codes])
         return None if best is None else dict(best.timing.config)
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:
@@ -58,10 +59,12 @@ class Times:
         Near times are scaled by what the device's ceilings make of both problems.
         """
         known = [n for n in self._of(kernel) if not failed or config_key(n.timing.config) not in failed]
-        exact = [n for n in known if n.far == 0 and not n.sibling and self._fresh(n, kernel)]
-        if exact:
-            return min(n.timing.us for n in exact), "measured"
-        best = min(known, key=_by_distance, default=None)
+        codes, tools = ("", kernel.code_hash()), self.build.key()
+        exact = [n.timing for n in known if n.far == 0 and not n.sibling]
+        fresh = [t.us for t in exact if t.code in codes and t.toolchain == tools]
+        if fresh:
+            return min(fresh), "measured"
+        best = _nearest(known)
         if best is None:
             return None
         return best.timing.us * self._scale(best.at), "sibling" if best.sibling else "near"
@@ -69,11 +72,13 @@ class Times:
     def _of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])
 
-    def _current(self, near: _Near, kernel: Kernel) -> bool:
-        return near.timing.code in ("", kernel.code_hash())
-
-    def _fresh(self, near: _Near, kernel: Kernel) -> bool:
-        return self._current(near, kernel) and near.timing.toolchain == self.build.key()
+    def _place(self, at: Problem | None) -> tuple[Problem, float, bool] | None:
+        """A tuned problem, its distance, and whether its static part is this one's; None when it is not near."""
+        far = NEAR_LIMIT + 1 if at is None else distance(self.problem, at, self.op.dynamic)
+        if at is None or far > NEAR_LIMIT:
+            return None
+        pairs = zip(self.problem.values, at.values, strict=True)
+        return at, far, all(own == other for own, other in pairs if own[0] not in self.op.dynamic)
 
     def _scale(self, at: Problem) -> float:
         return self._floor(self.problem) / self._floor(at)
@@ -87,5 +92,9 @@ class Times:
         return max(moved / (self.target.bandwidth_gbs * 1e3), cost.flops / (peak * 1e6))
 
 
-def _by_distance(near: _Near) -> tuple[bool, float, float, str]:
-    return near.sibling, near.far, near.timing.us, config_key(near.timing.config)
+def _nearest(known: list[_Near]) -> _Near | None:
+    """The nearest, then fastest; among equals by the text of the configuration, so that no order of records matters."""
+    if not known:
+        return None
+    best = min((n.sibling, n.far, n.timing.us) for n in known)
+    return min((n for n in known if (n.sibling, n.far, n.timing.us) == best), key=lambda n: (str(n.at), config_key(n.timing.config)))

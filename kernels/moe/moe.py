@@ -172,6 +172,12 @@ def shrink(problem: Problem) -> Problem:
     )  # fmt: skip
 
 
+def weight_shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Gate and up [2 I, H], and down [H, I], of an expert."""
+    h, i = problem.integer("h"), problem.integer("i")
+    return (2 * i, h), (h, i)
+
+
 OP = Op(
     name="moe",
     family="moe",
@@ -199,6 +205,7 @@ OP = Op(
     shrink=shrink,
     pack=pack,
     unplanned=frozenset({"dense_v1"}),
+    weights=weight_shapes,
     bucket="m",
     examples=(
         "m=0,top_k=2,e=4,h=32,i=16", "m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32", "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32",

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import queue
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gristmill.autotune.resolve import Resolver
+from gristmill.autotune.device import device_target
+from gristmill.autotune.resolve import Resolver, confirmed_build
 from gristmill.autotune.worker import Worker
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
-from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.registry import Registry, default_registry
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.target import Target
 
 OP = default_registry().op("rms_norm")
 PROBLEM = OP.problem("m=4,n=64,x=fp32")
@@ -111,3 +119,94 @@ def test_a_policy_level_is_the_level_that_runs(tmp_path: Path) -> None:
     assert resolver.target.name == "cpu:base"
     if candidate.kernel.language == "cpp":
         assert candidate.config is not None and candidate.config["level"] == "base"
+
+
+class Recording(Worker):
+    """A worker that answers as it is told, and starts no process."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def verify(self, *arguments: object) -> dict[str, object]:  # type: ignore[override]
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+def test_an_interrupted_verification_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a mark stands while a kernel is tried: a crash leaves it, an interrupt must not."""
+    monkeypatch.setattr("gristmill.autotune.resolve.device_target", lambda device, policy: Target.parse("h200"))
+    policy = Policy(cache=str(tmp_path))
+    resolver = Resolver("cuda", policy, build=Build.of({"torch": "2.13.0"}), worker=Recording(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        resolver.resolve(OP, PROBLEM)
+    assert not resolver.store.verifications and not Store.read(policy.store_path).verifications
+    resolver.worker = Recording({"ok": True, "error": 0.0, "reason": ""})
+    found = resolver.resolve(OP, PROBLEM)
+    assert found.best is not None and found.best.verdict == "selected"
+    assert [v.ok for v in Store.read(policy.store_path).verifications.values()] == [True]
+
+
+def test_an_interrupted_or_faulted_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late answer must not be taken for the next task's, nor a broken device context blamed on the next kernel."""
+    worker, kernel = Worker(), default_registry().kernel("rms_norm", "rms_norm_torch")
+    assert worker.verify(OP, kernel, {}, PROBLEM, "cpu")["ok"]
+    first = worker._process
+
+    def interrupt(timeout: float) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker._answers, "get", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.verify(OP, kernel, {}, PROBLEM, "cpu")
+    assert worker._process is None and first is not None and first.poll() is not None
+    process = Fake()
+    monkeypatch.setattr(worker, "_alive", lambda: process)
+    worker._process = process  # type: ignore[assignment]
+    worker._answers = queue.Queue()
+    worker._answers.put(json.dumps({"ok": False, "error": None, "tolerance": 1.0, "reason": "illegal memory access"}))
+    assert worker.verify(OP, kernel, {}, PROBLEM, "cuda:0")["reason"] == "illegal memory access"
+    assert worker._process is None and process.killed
+
+
+class Fake:
+    """Stands in for the child process."""
+
+    def __init__(self) -> None:
+        self.stdin, self.killed = io.StringIO(), False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:x", "cuda:-1", ""])
+def test_a_device_that_is_none_is_named(device: str) -> None:
+    with pytest.raises(ValueError, match="expected cpu, cuda, xpu"):
+        device_target(device, Policy())
+
+
+def test_devices_are_counted_by_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = tuple(map(Target.parse, ("xpu:bmg", "gfx1100", "sm_90", "sm_120")))
+    monkeypatch.setattr("gristmill.autotune.device._devices", lambda: mixed)
+    assert [device_target(d, Policy()).name for d in ("cuda", "cuda:1", "xpu")] == ["sm_90", "sm_120", "xpu:bmg"]
+    with pytest.raises(ValueError, match="2 such"):
+        device_target("cuda:2", Policy())
+    monkeypatch.setattr("gristmill.autotune.device._devices", lambda: mixed[:2])
+    assert device_target("cuda:0", Policy()).name == "gfx1100"
+
+
+def test_a_pinned_kernel_has_its_module_asked_by_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some modules make their names when imported; reading their source cannot tell."""
+    (tmp_path / "gm_lazy.py").write_text("class Wrapper:\n    def plan(self): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry, target = Registry(), Target.parse("sm_90")
+    registry.add(OP)
+    registry.add(Kernel(op="rms_norm", name="lazy", provider="test", language="python", target="json:dumps",
+                        requires=Requirement(offers=("gm_lazy:Wrapper.plan",))))  # fmt: skip
+    assert "only an import" in (confirmed_build(registry, target).why_not_offer("gm_lazy:Wrapper.plan") or "")
+    pinned = confirmed_build(registry, target, Policy(pins={"rms_norm": ("lazy",)}))
+    assert pinned.why_not_offer("gm_lazy:Wrapper.plan") is None

@@ -3,7 +3,7 @@
 SELECTED: op | problem | target | build | policy | kernel, with @level for the code level of C++ kernels.
 REFUSED: op | problem | target | build | policy | kernel | verdict | a part of the reason.
 FAKE: kernel | target | build | `serves`, or verdict and a part of the reason: kernels that do not exist yet, to prove
-the walls between architectures. Builds, policies and fake kernels are named below.
+the walls between architectures. `~mla` begins a problem as PROBLEMS says. Builds, policies and fake kernels are named below.
 """
 
 from __future__ import annotations
@@ -84,6 +84,13 @@ POLICIES: dict[str, Policy] = {
     "aiter": Policy(pins={"*": ("*_aiter",)}),
 }
 
+PROBLEMS = {
+    "~paged": "q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2",
+    "~mla": "q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16",
+    "~varlen": "q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16",
+}
+"""Beginnings of problems that the tables write often."""
+
 SELECTED = """
 # rms_norm: every target of the tables, by the tools that this installation has
 rms_norm | m=1,n=4096 | sm_70 | cuda | - | rms_norm_triton
@@ -148,7 +155,7 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2-fma | x86 | - | linear_cpu@ba
 linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx512 | x86-base | - | linear_cpu@base
 fused_add_rms_norm | m=16,n=4096 | cpu:avx512_bf16 | x86-avx2 | - | fused_add_rms_norm_cpu@avx2
 silu_and_mul | m=16,n=4096 | cpu:avx512_vnni-avx512_vnni-avx512 | x86 | - | silu_and_mul_cpu@avx2
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
+paged_attention | ~paged | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
 # linear: every scheme somewhere
 linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_triton
 linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_triton
@@ -207,21 +214,33 @@ reshape_and_cache_mla | t=16 | gfx950 | hip | - | reshape_and_cache_mla_triton
 reshape_and_cache_mla | t=16 | xpu:lnl | torch | - | reshape_and_cache_mla_torch
 merge_attention_states | t=16,h=8,d=128 | sm_89 | cuda | - | merge_attention_states_triton
 merge_attention_states | t=16,h=8,d=128 | cpu:avx2 | x86 | - | merge_attention_states_cpu@avx2
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | cuda | - | paged_attention_triton_split
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | cuda | invariant | paged_attention_triton
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_triton_split
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,head_dim=512 | sm_90 | cuda | - | paged_attention_torch
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | cuda | - | mla_attention_triton_split
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | gfx942 | hip | invariant | mla_attention_triton
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | cpu:avx2 | x86 | - | mla_attention_cpu@avx2
-varlen_attention | q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16 | sm_120 | cuda | - | varlen_attention_triton
-varlen_attention | q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16 | gfx1030 | hip | - | varlen_attention_torch
-varlen_attention | q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16 | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
+paged_attention | ~paged | sm_90 | cuda | - | paged_attention_triton_split
+paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton
+paged_attention | ~paged | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer
+paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_triton_split
+paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_torch
+mla_attention | ~mla | sm_90 | cuda | - | mla_attention_triton_split
+mla_attention | ~mla | gfx942 | hip | invariant | mla_attention_triton
+mla_attention | ~mla | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer
+mla_attention | ~mla | cpu:avx2 | x86 | - | mla_attention_cpu@avx2
+varlen_attention | ~varlen | sm_120 | cuda | - | varlen_attention_triton
+varlen_attention | ~varlen | gfx1030 | hip | - | varlen_attention_torch
+varlen_attention | ~varlen | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | sm_80 | cuda | - | grouped_topk_triton
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | cpu:avx2 | x86 | - | grouped_topk_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | xpu:dg2 | both | - | grouped_topk_torch
+permute | m=16,top_k=8,e=256 | sm_90 | cuda | - | permute_triton
+permute | m=16,top_k=8,e=256 | cpu:avx2 | x86 | - | permute_cpu@avx2
+grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_121 | cuda | - | grouped_linear_w_triton
+grouped_linear | m=16,e=128,n=1536,k=2048 | gfx942 | hip | - | grouped_linear_triton
+grouped_linear | m=16,e=128,n=1536,k=2048,w=mxfp4 | cpu:avx2 | x86 | - | grouped_linear_cpu@avx2
+grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_linear_torch
+combine | m=16,top_k=8,h=7168 | sm_75 | cuda | - | combine_triton
+combine | m=16,top_k=8,h=7168 | cpu:neon | arm | - | combine_cpu@neon
+moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_120 | cuda | - | moe_chain_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block | gfx950 | hip | - | moe_chain_w_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | cpu:avx2 | x86 | - | moe_cpu@avx2
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_90 | torch | - | moe_chain_torch
 sample | m=16,v=128256 | sm_121 | cuda | - | sample_triton
 sample | m=16,v=128256 | cpu:avx2 | x86 | - | sample_cpu@avx2
 sample | m=16,v=128256 | gfx1151 | hip | - | sample_triton
@@ -242,12 +261,12 @@ rms_norm | m=1,n=4096 | gfx1201 | aiter | aiter | rms_norm_aiter | hardware | gf
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_89 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_89 lacks tcgen05, tma, wgmma
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_120 lacks tcgen05, wgmma
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_121 lacks tcgen05, wgmma
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | has code for sm_90a, sm_100f; none of it runs on sm_110
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | none of it runs on sm_110
 linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_humming | hardware | runs on nvidia; gfx942 is amd
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | humming | humming | linear_humming | hardware | sm_70 lacks mma.bf16
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_75 | humming | humming | linear_humming | hardware | sm_75 lacks mma.bf16
 rms_norm | m=1,n=4096 | sm_70 | flashinfer | flashinfer | rms_norm_flashinfer | hardware | sm_70 lacks ldmatrix
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_75 | flashinfer | flashinfer | mla_attention_flashinfer | hardware | sm_75 lacks cp_async
+mla_attention | ~mla | sm_75 | flashinfer | flashinfer | mla_attention_flashinfer | hardware | sm_75 lacks cp_async
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx90a | aiter | aiter | linear_aiter | hardware | gfx90a lacks mfma.fp8
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx1100 | aiter | aiter | linear_aiter | hardware | gfx1100 lacks mfma.fp8
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_90 | aiter | aiter | linear_aiter | hardware | runs on amd; sm_90 is nvidia
@@ -269,8 +288,8 @@ rms_norm | m=1,n=4096 | sm_90 | flashinfer-old | flashinfer | rms_norm_flashinfe
 rms_norm | m=1,n=4096 | sm_90 | flashinfer-moved | flashinfer | rms_norm_flashinfer | build | offers no rmsnorm
 rms_norm | m=1,n=4096 | gfx942 | aiter-other | aiter | rms_norm_aiter | build | aiter is installed, but has no
 rms_norm | m=1,n=4096 | gfx942 | hip | aiter | rms_norm_aiter | build | was not looked for
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | flashinfer-old | flashinfer | paged_attention_flashinfer | build | 0.6 or newer is needed
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | flashinfer-old | flashinfer | mla_attention_flashinfer | build | 0.6 or newer is needed
+paged_attention | ~paged | sm_90 | flashinfer-old | flashinfer | paged_attention_flashinfer | build | 0.6 or newer is needed
+mla_attention | ~mla | sm_90 | flashinfer-old | flashinfer | mla_attention_flashinfer | build | 0.6 or newer is needed
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-old | humming | linear_humming | build | 0.1.19 or newer is needed
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-other | humming | linear_humming | build | package humming-kernels is not installed
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm-other | deepgemm | linear_deepgemm | build | offers no fp8_gemm_nt
@@ -289,11 +308,11 @@ linear | m=16,n=4096,k=4096,w=fp8_ch | sm_90 | humming | humming | linear_hummin
 linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_humming | problem | takes no act-order
 linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 64
 linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter | problem | writes bf16 or float16, not fp32
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | head_dim 80
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
+paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
+paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
+paged_attention | ~paged,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | head_dim 80
+mla_attention | ~mla,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
+mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
 # the policy
 rms_norm | m=1,n=4096 | sm_90 | cuda | torch | rms_norm_triton | policy | strict policy: not among the pinned kernels
 rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_triton | policy | excluded by '*triton*'
@@ -301,9 +320,9 @@ rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_aiter | policy | runs only
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_triton | policy | only interprets, for tests
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_humming | policy | runs only when pinned
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_humming | policy | not deterministic
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance
-paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | asks for batch invariance
-mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | flashinfer | - | mla_attention_flashinfer | policy | runs only when pinned
+paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance
+paged_attention | ~paged | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | asks for batch invariance
+mla_attention | ~mla | sm_90 | flashinfer | - | mla_attention_flashinfer | policy | runs only when pinned
 linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | triton | linear_cpu | policy | strict policy
 """
 
@@ -418,5 +437,7 @@ FAKES: dict[str, Kernel] = {k.name: k for k in (
 
 def rows(table: str) -> list[list[str]]:
     """The cells of a table above; comment and empty lines are left out."""
+    for short, text in PROBLEMS.items():
+        table = table.replace(short, text)
     lines = (line for line in table.splitlines() if line.strip() and not line.startswith("#"))
     return [[cell.strip() for cell in line.split(" | ")] for line in lines]

@@ -6,6 +6,7 @@ import pytest
 
 from gristmill.kernel_registry.plan import BUCKETS, Plan, bucket_index, bucket_sizes, make_plan
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, select
 from gristmill.kernel_registry.store import Store
 from tests.registry.fakes import BUILD, H200, OP, kernel, layout, problem, timed, verified
@@ -75,3 +76,35 @@ def test_equal_plans_have_equal_digests_and_others_do_not():
     one = [layout("one_v1", 1.0)]
     assert plan([a], one, verified(a)).digest() == plan([a], one, verified(a)).digest()
     assert plan([a], one, verified(a)).digest() != plan([a, b], one, verified(a, b)).digest()
+
+
+def test_layouts_that_cannot_win_are_not_resolved():
+    a, b = kernel("a", layouts=("one_v1",), priority=100), kernel("b", layouts=("two_v1",))
+    both, asked = {x.name: x for x in (layout("one_v1", 1.0), layout("two_v1", 1.0))}, []
+    store = verified(a, b)
+
+    def peek(p, chosen):
+        return select(OP, p, [a, b], H200, BUILD, store, Policy(), layouts=chosen)
+
+    def resolve(p, chosen):
+        asked.append(chosen)
+        return peek(p, chosen)
+
+    found = make_plan(OP, STATIC, both, Policy(), resolve, peek=peek)
+    assert found.layouts == ("one_v1",) and set(asked) == {frozenset({"one_v1"})}
+    assert found == make_plan(OP, STATIC, both, Policy(), peek)
+
+
+def test_a_plan_is_for_sizes_of_buckets():
+    with pytest.raises(ValueError, match="100 is no bucket's size"):
+        make_plan(OP, STATIC, {"one_v1": layout("one_v1", 1.0)}, Policy(), lambda p, c: None, sizes=(1, 100))
+
+
+@pytest.mark.parametrize("op", default_registry().ops.values(), ids=lambda op: op.name)
+def test_every_operation_can_be_planned(op):
+    registry = default_registry()
+    for text in op.bench:
+        static = op.static(op.problem(text))
+        found = make_plan(op, static, registry.layouts, Policy(), lambda p, chosen: select(
+            op, p, registry.kernels_of(op.name), H200, BUILD, Store(), Policy(), layouts=chosen, foreign=True))  # fmt: skip
+        assert len(found.entries) == len(bucket_sizes()) and found.entries[-1].m_max is None

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.select import NoKernelError, Selection, select
-from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.store import Store, Timing, distance, target_key
 from gristmill.kernel_registry.target import Target
 from tests.registry.fakes import BUILD, H200, OP, kernel, problem, timed, verified
 
@@ -186,3 +187,72 @@ def test_a_wrong_policy_names_the_entry(tmp_path, text, complaint):
 def test_a_missing_policy_file_is_named(tmp_path):
     with pytest.raises(PolicyError, match="absent.toml"):
         Policy.load(tmp_path / "absent.toml")
+
+
+def test_a_failed_tuned_configuration_leaves_the_default_one():
+    a, b = kernel("a", priority=9), kernel("b")
+    tuned = Timing("mix", "a", "", {"tile": 64}, str(problem()), target_key(H200), BUILD.key(), 1.0)
+    store = verified(a, b)
+    store.add(tuned)
+    first = choose(a, b, store=store)
+    assert first.best is not None and (first.best.config, first.best.verdict) == ({"tile": 64}, "unverified")
+    good = next(iter(verified(a, at=problem()).verifications.values()))
+    store.add(dataclasses.replace(good, config="tile=64", ok=False, reason="wrong"))
+    found = choose(a, b, store=store)
+    assert found.best is not None and (found.best.kernel.name, found.best.config) == ("a", {})
+    assert found.best.source == "priority", "a time of the failed configuration says nothing of the default one"
+    store.add(dataclasses.replace(good, ok=False, reason="wrong too"))
+    found = choose(a, b, store=store)
+    assert verdict(found, "a") == "quarantined" and reasons(found, "a") == "wrong; wrong too"
+
+
+def test_a_tuned_configuration_serves_other_sizes_of_the_same_static_problem_only():
+    a = kernel("a", config=lambda p, t: {"n": p.integer("n")})
+    store = Store()
+    store.add(Timing("mix", "a", "", {"n": 4096, "tile": 64}, str(problem()), target_key(H200), BUILD.key(), 1.0))
+    same, other = problem("m=24,n=4096,k=4096"), problem("m=16,n=6000,k=4096")
+    assert choose(a, store=store, at=same).candidates[0].config == {"n": 4096, "tile": 64}
+    found = choose(a, store=store, at=other).candidates[0]
+    assert found.config == {"n": 6000} and found.source == "near"
+
+
+@pytest.mark.parametrize(("changed", "source"), [({"code": "old"}, "near"), ({"toolchain": "other"}, "near"),
+                                                 ({"toolchain": "py=3.11,interpreter"}, "priority")])  # fmt: skip
+def test_a_time_of_other_code_or_tools_is_no_measurement(changed, source):
+    a = kernel("a")
+    store = verified(a)
+    record = Timing("mix", "a", "", {}, str(problem()), target_key(H200), BUILD.key(), 4.0)
+    store.add(dataclasses.replace(record, **changed))
+    assert choose(a, store=store).candidates[0].source == source
+    store.add(record)
+    assert choose(a, store=store).candidates[0].source == "measured"
+
+
+def test_a_kernel_timed_nearer_does_not_silence_the_others():
+    fast, slow = kernel("fast"), kernel("slow")
+    at = problem("m=17,n=4096,k=4096")
+    store = timed(verified(fast, slow, at=at), "fast", 5.0)
+    timed(store, "slow", 50.0, at=problem("m=18,n=4096,k=4096"))
+    found = choose(fast, slow, store=store, at=at)
+    assert [c.kernel.name for c in found.candidates] == ["fast", "slow"] and {c.source for c in found.candidates} == {"near"}
+
+
+def test_records_of_axes_that_an_operation_no_longer_has_speak_for_nothing():
+    a = kernel("a")
+    store = verified(a)
+    store.add(Timing("mix", "a", "", {}, "m=16,rows=9,k=4096", target_key(H200), BUILD.key(), 4.0))
+    assert choose(a, store=store).candidates[0].source == "priority"
+
+
+def test_ragged_problems_are_as_near_as_their_furthest_axis():
+    op = default_registry().op("paged_attention")
+    base = "heads=32,kv_heads=8,window={w},q_tokens={t},seqs={t},max_q=1,max_ctx=4096,total_ctx={c}"
+    at = {(t, w): op.problem(base.format(w=w, t=t, c=t * 4096)) for t in (32, 64, 128) for w in (0, 1, 64)}
+    assert distance(at[64, 0], at[32, 0], op.dynamic) == 1.0 < distance(at[32, 0], at[128, 0], op.dynamic)
+    assert distance(at[64, 0], at[64, 1], op.dynamic) == float("inf"), "a window is near no absence of one"
+
+
+def test_an_expected_time_follows_the_roofline_where_the_device_is_known():
+    store = timed(verified(a := kernel("a"), at=problem("m=8192,n=4096,k=4096")), "a", 100.0, at=problem("m=4096,n=4096,k=4096"))
+    found = choose(a, store=store, at=problem("m=8192,n=4096,k=4096"))
+    assert found.best is not None and found.best.expected_us == pytest.approx(200.0)
