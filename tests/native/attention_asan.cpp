@@ -1,0 +1,202 @@
+// gm_attention under the sanitizers, as paged, latent (MLA) and dense attention, against float64: odd widths, contexts of 0 and over one
+// chunk, queries before their context, windows, sinks, more query heads than a tile, whole and split contexts, every level.
+//
+// The whole cache is poisoned but for the slots that some query sees, and block tables hold garbage where nothing may be read.
+// Planted faults that this program was seen to catch: `end` in run_chunk without the bound t.context (read of a poisoned slot), the tail
+// of widen_row read as a whole vector (past q), `skip` in run_tile as 0 (read of a slot behind the window), the last store in
+// finish_head whole (write past out), `inside` not checking blocks (wild read).
+#include "asan.h"
+#include "asan_values.h"
+
+#include <vector>
+
+GM_LEVELS(gm_attention, (const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*,
+                         const int32_t*, const int64_t*, float, int));
+using Call = decltype(gm_attention_levels[0].call);
+extern "C" int gm_pretended_threads;
+
+namespace {
+
+struct Sequence {
+  int64_t queries, context;
+};
+struct Case {
+  std::vector<Sequence> seqs;
+  int64_t heads, kv_heads, dk, dv, block_size, window;
+  bool paged, latent, sinks;
+};
+
+// A cache of `slots` places of kv_heads vectors, all poisoned and NaN until opened.
+template <class D>
+class Cache {
+  using T = typename D::T;
+
+ public:
+  Cache(int64_t slots, int64_t heads, int64_t width)
+      : slots_(slots), heads_(heads), width_(width), head_(width + 8), slot_(heads * head_ + 8), buffer_(slots * slot_ + 1) {
+    for (int64_t i = 0; i < slots * slot_; ++i) data()[i] = D::put(NAN);
+    __asan_poison_memory_region(data(), sizeof(T) * (slots * slot_));
+  }
+  ~Cache() { __asan_unpoison_memory_region(data(), sizeof(T) * (slots_ * slot_)); }
+  T* data() { return buffer_.data(); }
+  int64_t head() const { return head_; }
+  int64_t slot() const { return slot_; }
+  T* at(int64_t slot, int64_t head) { return data() + slot * slot_ + head * head_; }
+  void open(int64_t slot, Numbers& numbers) {
+    for (int64_t h = 0; h < heads_; ++h) {
+      __asan_unpoison_memory_region(at(slot, h), sizeof(T) * width_);
+      for (int64_t d = 0; d < width_; ++d) at(slot, h)[d] = D::put(numbers.eighths());
+    }
+  }
+
+ private:
+  int64_t slots_, heads_, width_, head_, slot_;
+  Buffer<T> buffer_;
+};
+
+template <class D>
+void run(Call call, int dtype, const Case& c) {
+  using T = typename D::T;
+  Numbers numbers;
+  const int64_t count = int64_t(c.seqs.size()), bs = c.paged ? c.block_size : 1;
+  int64_t tokens = 0, blocks = 0, width = 0;
+  for (const Sequence& s : c.seqs) {
+    const int64_t need = (s.context + bs - 1) / bs;
+    tokens += s.queries, blocks += need, width = need > width ? need : width;
+  }
+  Buffer<int32_t> query_start(count + 1), starts(c.paged ? count : count + 1);
+  Buffer<int32_t> table(count, width, width + 2);
+  std::vector<std::vector<int64_t>> slot_of(count);
+  Cache<D> k(blocks * bs, c.kv_heads, c.dk), v(c.latent ? 0 : blocks * bs, c.kv_heads, c.dv);
+  // Blocks are dealt from the last to the first.
+  for (int64_t i = 0, next = blocks - 1; i < count; ++i) {
+    const Sequence& s = c.seqs[i];
+    query_start.data()[i + 1] = query_start.data()[i] + int32_t(s.queries);
+    if (c.paged) starts.data()[i] = int32_t(s.context);
+    else starts.data()[i + 1] = starts.data()[i] + int32_t(s.context);
+    const int64_t first = s.context - s.queries, low = c.window > 0 ? first - c.window + 1 : 0;
+    if (c.paged)
+      for (int64_t b = 0; b < width; ++b) table(i, b) = INT32_MIN;
+    for (int64_t at = 0; at < s.context; ++at) {
+      if (c.paged && at % bs == 0) {
+        const bool seen = at + bs > low && s.queries > 0;
+        table(i, at / bs) = seen ? int32_t(next) : -7;
+        --next;
+      }
+      slot_of[i].push_back(c.paged ? (next + 1) * bs + at % bs : starts.data()[i] + at);
+      if (at < low || s.queries == 0) continue;
+      k.open(slot_of[i].back(), numbers);
+      if (!c.latent) v.open(slot_of[i].back(), numbers);
+    }
+  }
+  Buffer<T> q(tokens * c.heads, c.dk, c.dk + 3), out(tokens * c.heads, c.dv, c.dv + 8);
+  Buffer<float> lse(tokens * c.heads), sinks(c.heads);
+  for (int64_t r = 0; r < tokens * c.heads; ++r)
+    for (int64_t d = 0; d < c.dk; ++d) q(r, d) = D::put(numbers.eighths());
+  for (int64_t h = 0; h < c.heads; ++h) sinks.data()[h] = numbers.eighths();
+  Cache<D>& values = c.latent ? k : v;
+  int64_t sizes[21] = {tokens, c.heads, c.kv_heads, c.dk, c.dv, count, blocks, bs, c.paged ? width : 0, c.window,
+                       c.paged ? width + 2 : 0, c.heads * (c.dk + 3), c.dk + 3, c.heads * (c.dv + 8), c.dv + 8,
+                       bs * k.slot(), k.slot(), k.head(), bs * values.slot(), values.slot(), values.head()};
+  const float scale = 1 / std::sqrt(float(c.dk));
+  const auto attend = [&](const int64_t* shape) {
+    return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
+                c.paged ? table.data() : nullptr, query_start.data(), starts.data(), shape, scale, dtype);
+  };
+  for (const int threads : {1, 4}) {  // with several threads long contexts are split
+    gm_pretended_threads = threads;
+    CHECK(attend(sizes) == 0);
+    for (int64_t i = 0, token = 0; i < count; ++i)
+      for (int64_t n = 0; n < c.seqs[i].queries; ++n, ++token)
+        for (int64_t h = 0; h < c.heads; ++h) {
+          const int64_t own = c.seqs[i].context - c.seqs[i].queries + n, head = h / (c.heads / c.kv_heads), r = token * c.heads + h;
+          const int64_t low = c.window > 0 && own - c.window + 1 > 0 ? own - c.window + 1 : 0;
+          std::vector<double> score, sum(c.dv, 0.0);
+          double top = c.sinks ? sinks.data()[h] : -INFINITY;
+          for (int64_t at = low; at <= own; ++at) {
+            double dot = 0;
+            for (int64_t d = 0; d < c.dk; ++d) dot += double(D::get(q(r, d))) * D::get(k.at(slot_of[i][at], head)[d]);
+            score.push_back(dot * scale);
+            top = std::fmax(top, score.back());
+          }
+          double total = c.sinks ? std::exp(sinks.data()[h] - top) : 0;
+          for (int64_t at = low; at <= own; ++at) {
+            const double weight = std::exp(score[at - low] - top);
+            total += weight;
+            for (int64_t d = 0; d < c.dv; ++d) sum[d] += weight * D::get(values.at(slot_of[i][at], head)[d]);
+          }
+          for (int64_t d = 0; d < c.dv; ++d) {
+            const double wanted = total > 0 ? sum[d] / total : 0;
+            CHECK(std::fabs(D::get(out(r, d)) - wanted) <= 2e-5 + D::kEps * std::fabs(wanted));
+          }
+          if (total > 0) CHECK(std::fabs(lse.data()[r] - (top + std::log(total))) <= 1e-4);
+          else CHECK(lse.data()[r] == -INFINITY);
+        }
+  }
+  gm_pretended_threads = 1;
+  if (tokens == 0 || c.seqs[0].queries == 0 || c.seqs[0].context == 0) return;
+  // Index tensors that name what does not exist are refused before anything is read.
+  int64_t broken[21];
+  std::memcpy(broken, sizes, sizeof sizes);
+  broken[0] = tokens - 1;
+  CHECK(attend(broken) == -5);
+  std::memcpy(broken, sizes, sizeof sizes);
+  broken[6] = c.paged ? 0 : starts.data()[count] - 1;
+  CHECK(attend(broken) == -5);
+  std::swap(query_start.data()[0], query_start.data()[1]);
+  CHECK(attend(sizes) == -5);
+  std::swap(query_start.data()[0], query_start.data()[1]);
+  if (c.paged) {
+    const int32_t kept = starts.data()[0];
+    for (const int32_t wrong : {-1, int32_t(width * bs + 1)}) {
+      starts.data()[0] = wrong;
+      CHECK(attend(sizes) == -5);
+    }
+    starts.data()[0] = kept;
+    for (const int32_t wrong : {-1, int32_t(blocks), INT32_MAX}) {
+      int32_t& entry = table(0, (kept - 1) / bs);
+      const int32_t right = entry;
+      entry = wrong;
+      CHECK(attend(sizes) == -5);
+      entry = right;
+    }
+  }
+}
+
+template <class D>
+void all(Call call, int dtype) {
+  const std::vector<Sequence> mixed = {{1, 1}, {3, 7}, {0, 5}, {1, 33}, {2, 1}, {1, 0}, {5, 5}, {1, 70}};
+  const std::vector<Sequence> decode = {{1, 600}, {1, 17}}, prefill = {{70, 70}, {7, 257}};
+  for (const int64_t window : {0, 1, 5, 40})
+    for (const bool sinks : {false, true}) {
+      run<D>(call, dtype, {mixed, 6, 2, 7, 5, 4, window, true, false, sinks});
+      run<D>(call, dtype, {mixed, 4, 4, 16, 16, 1, window, false, false, sinks});
+      run<D>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, sinks});
+      run<D>(call, dtype, {decode, 3, 1, 40, 31, 7, window, true, true, sinks});
+      run<D>(call, dtype, {decode, 2, 2, 8, 64, 1, window, false, false, sinks});
+    }
+  run<D>(call, dtype, {prefill, 2, 1, 24, 65, 16, 0, true, false, false});
+  run<D>(call, dtype, {prefill, 2, 1, 1, 1, 3, 9, true, false, true});
+  run<D>(call, dtype, {prefill, 40, 1, 18, 16, 1, 0, false, false, false});  // more heads than rows of a tile
+  run<D>(call, dtype, {{{1, 9}}, 40, 1, 36, 32, 5, 0, true, true, false});
+  run<D>(call, dtype, {{{0, 0}}, 1, 1, 4, 4, 1, 0, true, false, false});
+  int64_t sizes[21] = {1, 3, 2, 4, 4, 1};
+  CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f, dtype) == -2);
+}
+
+}  // namespace
+
+int main() {
+  int ran = 0;
+  for (const auto& level : gm_attention_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    all<Dtype<0>>(level.call, 0);
+    all<Dtype<1>>(level.call, 1);
+    all<Dtype<2>>(level.call, 2);
+    int64_t sizes[21] = {0, 1, 1, 1, 1, 1, 1, 1};
+    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f, 99) == -1);
+    ++ran;
+  }
+  CHECK(ran > 0);
+  std::printf("attention: %d level(s)\n", ran);
+}
