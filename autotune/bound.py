@@ -27,7 +27,7 @@ class BoundPlan:
     `layouts` fixes what packed weights exist; None for operations without packed weights.
     """
 
-    __slots__ = ("_guard", "_runners", "entries", "handle", "layouts", "op", "resolver", "static")
+    __slots__ = ("_cuda", "_guard", "_runners", "_tensor", "entries", "handle", "layouts", "op", "resolver", "static")
 
     def __init__(self, op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None = None) -> None:
         self.op = op
@@ -37,10 +37,15 @@ class BoundPlan:
         self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
         self._guard = op.guard or partial(_described, op)
+        self._cuda = resolver.target.vendor != "cpu"
+        self._tensor = next(i for i, parameter in enumerate(op.parameters) if parameter.type.startswith("Tensor") and "[]" not in parameter.type)
         self.handle = 0
 
     def __call__(self, *arguments: Any) -> None:
         """Run on `arguments` followed by the outputs, all as the kernel's layout has them."""
+        if arguments[self._tensor].is_cuda is not self._cuda:
+            raise ValueError(f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
+                             f"{arguments[self._tensor].device}")  # fmt: skip
         size = self._guard(self.static, *arguments)
         if size:
             # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.

@@ -31,7 +31,7 @@ def split_config(problem: Problem, target: Target) -> Config:
     decode = tile_config(dim, dim, x, 16, target)
     prefill = tile_config(dim, dim, x, 32 if x == "fp32" else 64 if dim > 128 else 128, target)
     return {
-        **prefill, "decode_m": 16, "decode_n": decode["n"], "decode_warps": 4,
+        **prefill, "decode_m": 16, "decode_n": decode["n"], "decode_warps": decode["warps"],
         "programs": 4 * (target.multiprocessors or DEFAULT_MULTIPROCESSORS),
     }  # fmt: skip
 

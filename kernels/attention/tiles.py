@@ -30,7 +30,17 @@ def tile_config(dk: int, dv: int, dtype: str, rows: int, target: Target) -> Conf
         keys //= 2
     if queries + keys * wide * item * stages > limit:
         stages = 1
-    return {"m": rows, "n": keys, "warps": 8 if rows >= 128 else 4, "stages": stages}
+    return {"m": rows, "n": keys, "warps": _warps(rows * power_of_two(dv), dtype, target), "stages": stages}
+
+
+def _warps(accumulators: int, dtype: str, target: Target) -> int:
+    """Warps that hold `accumulators` floats beside everything else without spilling.
+
+    RDNA's 32 lanes have 256 registers each, and float32 products take twice the operands.
+    """
+    if target.vendor == "amd" and target.wave_size == 32:
+        return 16 if dtype == "fp32" else 8
+    return 8 if accumulators >= 128 * 128 else 4
 
 
 def packing(group: int, rows: int) -> tuple[int, int]:
@@ -64,4 +74,4 @@ def mla_config(latent: int, rope: int, dtype: str, rows: int, target: Target) ->
         keys //= 2
     if (rows + keys * stages) * wide > limit:
         stages = 1
-    return {"m": rows, "n": keys, "warps": 4 if rows <= 16 else 8, "stages": stages}
+    return {"m": rows, "n": keys, "warps": _warps(rows * power_of_two(latent), dtype, target), "stages": stages}

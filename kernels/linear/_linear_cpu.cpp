@@ -15,6 +15,7 @@ using namespace lin;
 constexpr int kWide = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;       // blocks at once for one row of x
 constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;                        // most rows of x decoded for in registers
 constexpr int kTileBlocks = gm::kLanes == 16 ? 2 : 1, kTileRows = gm::kLanes == 16 ? 8 : 4;
+constexpr int kAny = -2;
 constexpr int64_t kAhead = 2048;         // bytes of a block fetched before they are needed; the stream ends harmlessly
 constexpr int64_t kChunkRows = 256;     // rows of x at a time
 constexpr int64_t kChunkColumns = 256;  // columns decoded at a time; a multiple of every group size
@@ -33,12 +34,14 @@ struct Job {
 };
 
 // totals[row] += scale * (sum[row] - zero * sum of x[row]) for MR rows of one group of a block; `stride` floats a row.
-// Inlined with constant indices, so that sums stay in registers.
-template <int MR>
+// Inlined with constant indices, so that sums stay in registers. S: the scale type where small groups make it matter (and then
+// there are no zeros), or kAny.
+template <int MR, int S>
 __attribute__((always_inline)) inline void close_group(const Job& j, int64_t block, int64_t g, int64_t row0, V* sum, int64_t sum_stride, float* totals,
                         int64_t stride) {
   const int64_t at = block * j.groups + g;
-  if (j.zero_type != kNone) {
+  const int type = S == kAny ? j.scale_type : S;
+  if (S == kAny && j.zero_type != kNone) {
     const V zero = load16(j.zeros, j.zero_type, at);
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -46,13 +49,13 @@ __attribute__((always_inline)) inline void close_group(const Job& j, int64_t blo
       for (int i = 0; i < kParts; ++i) sum[r * sum_stride].p[i] = gm::fma(zero.p[i], x, sum[r * sum_stride].p[i]);
     }
   }
-  const V scale = j.scale_type == kNone ? V{} : load16(j.scales, j.scale_type, at);
+  const V scale = type == kNone ? V{} : load16(j.scales, type, at);
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r)
     for (int i = 0; i < kParts; ++i) {
       float* to = totals + r * stride + i * gm::kLanes;
       const gm::vf v = sum[r * sum_stride].p[i];
-      gm::store(to, j.scale_type == kNone ? v : gm::fma(v, scale.p[i], gm::load(to)));
+      gm::store(to, type == kNone ? v : gm::fma(v, scale.p[i], gm::load(to)));
     }
 }
 
@@ -66,7 +69,7 @@ inline int tile_rows(int64_t left, bool direct) {
 }
 
 // Totals of the job's rows, at most MR, and NB blocks from block0 -> totals[(row * NB + block) * 16 + lane].
-template <Format F, class M, int NB, int MR>
+template <Format F, class M, int S, int NB, int MR>
 void direct(const Job& j, int64_t block0, float* totals) {
   constexpr int steps = M::template kSteps<F>;
   const int64_t lines = j.group * kBits<F> / 32;
@@ -96,7 +99,7 @@ void direct(const Job& j, int64_t block0, float* totals) {
     }
 #pragma GCC unroll 8
     for (int b = 0; b < NB; ++b)
-      close_group<MR>(j, smaller(block0 + b, j.blocks - 1), g, 0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
+      close_group<MR, S>(j, smaller(block0 + b, j.blocks - 1), g, 0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
   }
 }
 
@@ -113,7 +116,7 @@ void decode_block(const Job& j, int64_t block, int64_t c0, int64_t count, typena
 }
 
 // A tile of MR rows and NB blocks over decoded columns [c0, c0 + count), added to totals (sums while the group is open).
-template <class M, int NB, int MR>
+template <class M, int S, int NB, int MR>
 void tile(const Job& j, const typename M::Operand* w, int64_t block0, int64_t row0, int64_t c0, int64_t count, float* totals) {
   const typename M::Act* x = static_cast<const typename M::Act*>(j.acts) + (row0 * j.columns + c0 * MR) / M::kColumns;
   const bool whole = j.groups == 1;  // the group goes on through all chunks
@@ -134,11 +137,11 @@ void tile(const Job& j, const typename M::Operand* w, int64_t block0, int64_t ro
     if (whole) std::memset(totals, 0, sizeof sum);
 #pragma GCC unroll 2
     for (int b = 0; b < NB; ++b)
-      close_group<MR>(j, smaller(block0 + b, j.blocks - 1), (c0 + c) / j.group, row0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
+      close_group<MR, S>(j, smaller(block0 + b, j.blocks - 1), (c0 + c) / j.group, row0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
   }
 }
 
-template <Format F, class M>
+template <Format F, class M, int S>
 void buffered(const Job& j, int64_t block0, typename M::Operand* decoded, float* totals) {
   constexpr int NB = kTileBlocks;
   std::memset(totals, 0, sizeof(float) * size_t(whole_tiles(j.rows)) * NB * kRows);
@@ -148,9 +151,9 @@ void buffered(const Job& j, int64_t block0, typename M::Operand* decoded, float*
     for (int64_t r = 0; r < j.rows; r += kTileRows) {
       float* t = totals + r * NB * kRows;
       const int64_t left = j.rows - r;
-      if (left > kTileRows / 2) tile<M, NB, kTileRows>(j, decoded, block0, r, c0, count, t);
-      else if (left > 1) tile<M, NB, kTileRows / 2>(j, decoded, block0, r, c0, count, t);
-      else tile<M, NB, 1>(j, decoded, block0, r, c0, count, t);
+      if (left > kTileRows / 2) tile<M, S, NB, kTileRows>(j, decoded, block0, r, c0, count, t);
+      else if (left > 1) tile<M, S, NB, kTileRows / 2>(j, decoded, block0, r, c0, count, t);
+      else tile<M, S, NB, 1>(j, decoded, block0, r, c0, count, t);
     }
   }
 }
@@ -183,18 +186,18 @@ void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int
       }
 }
 
-template <Format F, class M, class T, int NB, int MR> int run_direct(const Job& j, const Output<T>& o) {
+template <Format F, class M, int S, class T, int NB, int MR> int run_direct(const Job& j, const Output<T>& o) {
   const int64_t tasks = (j.blocks + NB - 1) / NB, grain = (1 << 19) / (j.columns * kRows * NB) + 1;
   return gm::parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float totals[NB * MR * kRows];
     for (int64_t task = begin; task < end; ++task) {
-      direct<F, M, NB, MR>(j, task * NB, totals);
+      direct<F, M, S, NB, MR>(j, task * NB, totals);
       finish(j, o, task * NB, NB, 0, j.rows, totals, NB * kRows);
     }
   });
 }
 
-template <Format F, class M, class T> int run_buffered(const Job& j, const Output<T>& o) {
+template <Format F, class M, int S, class T> int run_buffered(const Job& j, const Output<T>& o) {
   constexpr int NB = kTileBlocks;
   const int64_t tasks = (j.blocks + NB - 1) / NB;
   int failed = 0;
@@ -205,7 +208,7 @@ template <Format F, class M, class T> int run_buffered(const Job& j, const Outpu
     auto* operands = static_cast<typename M::Operand*>(scratch);
     auto* totals = reinterpret_cast<float*>(static_cast<char*>(scratch) + decoded);
     for (int64_t task = begin; task < end; ++task) {
-      buffered<F, M>(j, task * NB, operands, totals);
+      buffered<F, M, S>(j, task * NB, operands, totals);
       finish(j, o, task * NB, NB, 0, j.rows, totals, NB * kRows);
     }
     std::free(scratch);
@@ -257,7 +260,7 @@ void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, type
   }
 }
 
-template <Format F, class M, class T>
+template <Format F, class M, int S, class T>
 int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
   const int64_t most = whole_tiles(smaller(m, kChunkRows)), columns_out = silu ? j.n / 2 : j.n;
   const size_t acts = (size_t(most) * j.columns / M::kColumns * sizeof(typename M::Act) + 63) / 64 * 64;
@@ -276,11 +279,11 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     const T* added = residual ? residual + row * columns_out : nullptr;
     T* to = out + row * columns_out;
     const Output<T> o{to, zs, bias, silu ? nullptr : added};
-    if (j.rows == 1) code = run_direct<F, M, T, kWide, 1>(j, o);
-    else if (j.rows == 2) code = run_direct<F, M, T, kWide, 2>(j, o);
-    else if (j.rows <= 4) code = run_direct<F, M, T, (kWide > 2 ? kWide / 2 : 1), 4>(j, o);
-    else if (j.rows <= kDirectRows) code = run_direct<F, M, T, (kWide > 4 ? kWide / 4 : 1), kDirectRows>(j, o);
-    else code = run_buffered<F, M, T>(j, o);
+    if (j.rows == 1) code = run_direct<F, M, S, T, kWide, 1>(j, o);
+    else if (j.rows == 2) code = run_direct<F, M, S, T, kWide, 2>(j, o);
+    else if (j.rows <= 4) code = run_direct<F, M, S, T, (kWide > 2 ? kWide / 2 : 1), 4>(j, o);
+    else if (j.rows <= kDirectRows) code = run_direct<F, M, S, T, (kWide > 4 ? kWide / 4 : 1), kDirectRows>(j, o);
+    else code = run_buffered<F, M, S, T>(j, o);
     if (!silu || code != GM_OK) continue;
     code = gm::parallel_for(j.rows, 16384 / columns_out + 1, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
@@ -300,13 +303,22 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
   return code;
 }
 
+template <Format F, class M, class T>
+int by_scale(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
+  if constexpr (F == Format::e2m1) {
+    if (j.scale_type == kE4M3 && j.zero_type == kNone) return run<F, M, kE4M3, T>(j, x, stride, perm, m, bias, residual, out, silu);
+    if (j.scale_type == kE8M0 && j.zero_type == kNone) return run<F, M, kE8M0, T>(j, x, stride, perm, m, bias, residual, out, silu);
+  }
+  return run<F, M, kAny, T>(j, x, stride, perm, m, bias, residual, out, silu);
+}
+
 template <Format F, class T>
 int by_math(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
 #if GM_X86_BF16
   if constexpr (F != Format::f32 && F != Format::f16)
-    if constexpr (__is_same(T, gm::bf16)) return run<F, Bf16, T>(j, x, stride, perm, m, bias, residual, out, silu);
+    if constexpr (__is_same(T, gm::bf16)) return by_scale<F, Bf16, T>(j, x, stride, perm, m, bias, residual, out, silu);
 #endif
-  return run<F, F32, T>(j, x, stride, perm, m, bias, residual, out, silu);
+  return by_scale<F, F32, T>(j, x, stride, perm, m, bias, residual, out, silu);
 }
 
 }  // namespace

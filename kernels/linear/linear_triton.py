@@ -26,11 +26,13 @@ def accepts_quantized(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Tiles as high as M asks for; a step along K stays inside one group of the scheme."""
+    """Tiles as high as M asks for; a step along K stays inside one group, or covers whole ones."""
     scheme = QuantScheme.parse(problem.text("w"))
     m, wide = problem.integer("m"), problem.text("x") == "fp32"
     rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 or wide else 128
-    step = min(scheme.group_size or 128, 32 if wide else 64 if m > 16 else 128)
+    widest = 32 if wide else 64 if m > 16 else 128
+    # Groups of 16 are scaled before the product, so a step covers several; other steps stay inside one group.
+    step = widest if scheme.group_size == 16 else min(scheme.group_size or 128, widest)
     return {"scheme": scheme.name, "bm": rows, "bn": 64, "bk": step, "warps": 4, "stages": 3}
 
 
@@ -52,7 +54,7 @@ KERNELS = tuple(
         provider="gristmill",
         language="triton",
         target="gristmill.kernels.linear._linear_triton:launch",
-        aot="gristmill.kernels.linear._linear_triton:aot",
+        aot=f"gristmill.kernels.linear._linear_triton:aot_{'dense' if layout == 'dense_v1' else 'quantized'}",
         requires=Requirement(code="triton"),
         summary=summary,
         accepts=accepts,

@@ -1,0 +1,162 @@
+"""Quantized models: what transformers says with the same weights dequantized, and the directories that quantize writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+from gristmill.quant import quantize
+from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
+from gristmill.runtime.evaluate import evaluate, window_logits
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.loader.config import load_config
+from gristmill.runtime.loader.quantized import write_quantized
+from gristmill.runtime.models import model_table
+from tests.runtime import oracle
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS, NAMES
+
+SCHEMES = [name for name in ALL_WEIGHT_SCHEMES if not QuantScheme.parse(name).is_dense]
+IN_CI = ((LLAMA, "int4_g128"), (DEEPSEEK, "nvfp4"))
+LINEAR = re.compile(r"model\.layers\.\d+\..*(proj|proj_with_mqa)\.weight")
+
+
+def dequantized(name: str, scheme: str, folder: Path) -> Path:
+    """A copy of an example model, its linear and expert weights rounded and made floats again, float32."""
+    from safetensors.torch import save_file
+
+    out = folder / f"{name}-{scheme}"
+    out.mkdir()
+    tensors = {}
+    for file in sorted((MODELS / name).glob("*.safetensors")):
+        with safe_open(file, "pt") as source:
+            for key in source.keys():  # noqa: SIM118
+                tensor = source.get_tensor(key)
+                wide = quantize(tensor, scheme).dequantize() if LINEAR.fullmatch(key) else tensor.float()
+                tensors[key] = wide.contiguous()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for extra in ("config.json", "generation_config.json"):
+        (out / extra).write_bytes((MODELS / name / extra).read_bytes())
+    return out
+
+
+def losses(name: str, scheme: str, windows: int, make: Callable[..., LLM], folder: Path) -> tuple[float, float]:
+    """Our loss and the oracle's, float32 activations."""
+    mine = evaluate(make(name, quant=scheme).engine, oracle.eval_tokens(), 512, windows).loss
+    model = oracle.load(dequantized(name, scheme, folder))
+    return mine, sum(oracle.loss(model, oracle.window(i)) for i in range(windows)) / windows
+
+
+@pytest.mark.parametrize(("name", "scheme"), IN_CI)
+def test_loss_is_that_of_the_dequantized_weights(
+    name: str, scheme: str, make: Callable[..., LLM], tmp_path: Path
+) -> None:
+    mine, theirs = losses(name, scheme, 1, make, tmp_path)
+    assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_loss_of_every_scheme(name: str, scheme: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+    mine, theirs = losses(name, scheme, 4, make, tmp_path)
+    assert mine == pytest.approx(theirs, abs=3e-4)
+    bf16 = evaluate(make(name, quant=scheme, dtype="bf16").engine, oracle.eval_tokens(), 512, 4).loss
+    assert bf16 == pytest.approx(theirs, abs=3e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8_block.fp8_g128", "int8_ch.int8_token"])
+def test_quantized_activations_cost_little(scheme: str, make: Callable[..., LLM]) -> None:
+    plain = evaluate(make(LLAMA).engine, oracle.eval_tokens(), 512, 2).loss
+    mine = evaluate(make(LLAMA, quant=scheme, dtype="bf16").engine, oracle.eval_tokens(), 512, 2).loss
+    assert mine == pytest.approx(plain, abs=0.03)
+
+
+def test_a_doubled_block_scale_is_seen(make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Planted fault: one scale of one weight is doubled; the tight comparison of losses must notice."""
+    mine, theirs = losses(LLAMA, "int4_g128", 1, make, tmp_path)
+    llm = make(LLAMA, quant="int4_g128")
+    packed = llm.model.layers[0].mlp.down.weight  # type: ignore[attr-defined]
+    scales = next(t for tensors in packed.packed.values() for t in tensors if t.dtype == torch.bfloat16 and t.numel())
+    scales.view(-1)[:16] *= 2
+    broken = evaluate(llm.engine, oracle.eval_tokens(), 512, 1).loss
+    assert abs(mine - theirs) <= 1e-4 < abs(broken - theirs)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [(LLAMA, "nvfp4"), (DEEPSEEK, "int4_g64_zp"), (DEEPSEEK, "mxfp4")])
+def test_a_written_directory_reads_back_the_same(
+    name: str, scheme: str, make: Callable[..., LLM], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    report = write_quantized(MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme))
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "gristmill", "version": 1, "scheme": scheme,
+    }  # fmt: skip
+    assert report["bytes_after"] < 0.7 * report["bytes_before"]
+    ids = oracle.window(0)[:65]
+    stored, rounded = make(out), make(name, quant=scheme)
+    assert torch.equal(window_logits(stored.engine, ids), window_logits(rounded.engine, ids))
+    assert stored.weight_bytes == rounded.weight_bytes
+    assert stored.generate(["The"])[0].text == rounded.generate(["The"])[0].text
+
+
+def test_shards_of_a_large_model(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gristmill.runtime.loader import quantized
+
+    monkeypatch.setattr(quantized, "SHARD_BYTES", 1 << 20)
+    write_quantized(MODELS / LLAMA, tmp_path / "out", model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("fp8_block"))
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    ids = oracle.window(0)[:9]
+    assert torch.equal(
+        window_logits(make(tmp_path / "out").engine, ids), window_logits(make(LLAMA, quant="fp8_block").engine, ids)
+    )
+
+
+def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) -> None:
+    """q, k and v share a matrix and not a multiplier: the first rows of each part are as if it were alone."""
+    from gristmill.runtime.loader.checkpoint import Checkpoint
+    from gristmill.runtime.loader.weights import Weights
+
+    config = load_config(MODELS / LLAMA)
+    weights = Weights(
+        Checkpoint(MODELS / LLAMA), model_table(config), torch.float32, torch.device("cpu"), QuantScheme.parse("nvfp4")
+    )
+    fused = weights.linear("layers.0.qkv")
+    assert fused.segments == (0, 256, 384)
+    source = Checkpoint(MODELS / LLAMA)
+    for part, start in zip("qkv", fused.segments, strict=True):
+        alone = quantize(source.read(f"model.layers.0.self_attn.{part}_proj.weight"), "nvfp4")
+        assert torch.equal(alone.dequantize(), fused.dequantize()[start : start + alone.n])
+    assert len({float(s) for s in fused.global_scale}) == 3
+
+
+def test_refusals(tmp_path: Path, make: Callable[..., LLM]) -> None:
+    table = model_table(load_config(MODELS / LLAMA))
+    with pytest.raises(UsageError, match="bf16 is not a quantized scheme"):
+        write_quantized(MODELS / LLAMA, tmp_path / "a", table, QuantScheme.parse("bf16"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(UsageError, match="not an empty folder"):
+        write_quantized(MODELS / LLAMA, tmp_path / "full", table, QuantScheme.parse("nvfp4"))
+    out = tmp_path / "out"
+    write_quantized(MODELS / LLAMA, out, table, QuantScheme.parse("nvfp4"))
+    with pytest.raises(UsageError, match="quantized already"):
+        write_quantized(out, tmp_path / "again", table, QuantScheme.parse("nvfp4"))
+    with pytest.raises(UsageError, match="quantized to nvfp4 already"):
+        make(out, quant="mxfp4")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["scheme"] = "int4_g128"
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj"):
+        make(out)
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="'gptq' is not supported; known: gristmill"):
+        make(out)
