@@ -162,13 +162,21 @@ struct Core {
     return t;
   }
 
-  const T* row(const void* base, const Tile& t, int64_t at, int64_t block, int64_t slot, int64_t head) const {
-    const T* p = static_cast<const T*>(base) + t.kv_head * head;
-    if (!a.table) return p + (a.starts[t.sequence] + at) * slot;
-    return p + int64_t(a.table[t.sequence * a.table_stride + at / a.block_size]) * block + at % a.block_size * slot;
+  // Where the keys at .. at + kTile - 1 and their values begin, in elements from the first KV head's: found once for all KV heads.
+  struct Places {
+    int64_t k[kTile], v[kTile];
+  };
+  // Of keys low .. end - 1 only: the others' blocks may not exist.
+  void find_places(const Tile& t, int64_t at, int64_t low, int64_t end, Places& places) const {
+    int64_t i = most(0, low - at);
+    int64_t block = a.table ? (at + i) / a.block_size : 0, slot = a.table ? (at + i) % a.block_size : a.starts[t.sequence] + at + i;
+    for (; i < kTile && at + i < end; ++i, ++slot) {
+      if (a.table && slot == a.block_size) slot = 0, ++block;
+      const int64_t from = a.table ? a.table[t.sequence * a.table_stride + block] : 0;
+      places.k[i] = from * a.k_block + slot * a.k_slot;
+      places.v[i] = from * a.v_block + slot * a.v_slot;
+    }
   }
-  const T* key(const Tile& t, int64_t at) const { return row(a.k, t, at, a.k_block, a.k_slot, a.k_head); }
-  const T* value(const Tile& t, int64_t at) const { return row(a.v, t, at, a.v_block, a.v_slot, a.v_head); }
 
   static void widen_row(const T* from, float* to, int64_t n, float scale) {
     int64_t d = 0;
@@ -203,29 +211,37 @@ struct Core {
     const int64_t last = t.first + t.queries - 1;
     const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
     const int64_t end = least(least((chunk + 1) * kChunk, t.context), last + 1);
-    for (int64_t at = most(chunk * kChunk, low / kTile * kTile); at < end; at += kTile)
+    Places here, next;
+    int64_t at = most(chunk * kChunk, low / kTile * kTile);
+    find_places(t, at, low, end, here);
+    for (; at < end; at += kTile) {
+      find_places(t, at + kTile, low, end, next);
       for (int64_t n = 0; n < t.kv_heads; ++n)
-        run_tile(head_of(t, n), at, end, low, q + n * kRows * dk, state(states + n * head_floats()), scratch);
+        run_tile(head_of(t, n), at, end, low, here, next, q + n * kRows * dk, state(states + n * head_floats()), scratch);
+      here = next;
+    }
   }
 
   // Keys at .. min(at + kTile, end) of one KV head; those under `low` no row sees, and they are not read.
-  void run_tile(const Tile& t, int64_t at, int64_t end, int64_t low, const float* q, State s, float* scratch) const {
+  void run_tile(const Tile& t, int64_t at, int64_t end, int64_t low, const Places& here, const Places& next, const float* q, State s,
+                float* scratch) const {
+    const T *k = static_cast<const T*>(a.k) + t.kv_head * a.k_head, *v = static_cast<const T*>(a.v) + t.kv_head * a.v_head;
     float *p = scratch, *alpha = p + kRows * kTile, *keys = alpha + kRows, *values = keys + kTile * dk;
     const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens), skip = most(0, low - at);
     std::memset(keys, 0, sizeof(float) * size_t(skip * dk));
     std::memset(keys + tokens * dk, 0, sizeof(float) * size_t((whole - tokens) * dk));
     for (int64_t i = skip; i < tokens; ++i) {
-      if (!shared) prefetch(value(t, at + i), a.dv);
-      widen_row(key(t, at + i), keys + i * dk, a.dk, 1.0f);
+      if (!shared) prefetch(v + here.v[i], a.dv);
+      widen_row(k + here.k[i], keys + i * dk, a.dk, 1.0f);
     }
     for (int64_t r = 0; r < rows; ++r) softmax_row(t, r, at, whole, q + r * dk, keys, s, p + r * kTile, alpha + r);
     std::memset(values, 0, sizeof(float) * size_t(skip * dv));
     for (int64_t i = skip; i < tokens; ++i) {
-      if (at + kTile + i < end) prefetch(key(t, at + kTile + i), a.dk);
+      if (at + kTile + i < end) prefetch(k + next.k[i], a.dk);
       if (shared)
         std::memcpy(values + i * dv, keys + i * dk, sizeof(float) * size_t(a.dv));
       else
-        widen_row(value(t, at + i), values + i * dv, a.dv, 1.0f);
+        widen_row(v + here.v[i], values + i * dv, a.dv, 1.0f);
     }
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) accumulate_rows<4>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);

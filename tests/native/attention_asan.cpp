@@ -1,79 +1,200 @@
-// gm_attention under the sanitizers: odd widths and blocks, empty sequences, contexts over several chunks, windows, caches and index
-// tensors of exactly the bytes they need, every dtype and level; paged, latent (v == k) and dense.
+// gm_attention under the sanitizers, as paged, latent (MLA) and dense attention, against float64: odd widths, contexts of 0 and over one
+// chunk, queries before their context, windows, sinks, more query heads than a tile, whole and split contexts, every level.
+//
+// The whole cache is poisoned but for the slots that some query sees, and block tables hold garbage where nothing may be read.
+// Planted faults that this program was seen to catch: `end` in run_chunk without the bound t.context (read of a poisoned slot), the tail
+// of widen_row read as a whole vector (past q), `skip` in run_tile as 0 (read of a slot behind the window), the last store in
+// finish_head whole (write past out), `inside` not checking blocks (wild read).
 #include "asan.h"
+#include "asan_values.h"
 
-using Call = int (*)(const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*, const int32_t*,
-                     const int64_t*, float, int);
+#include <vector>
+
 GM_LEVELS(gm_attention, (const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*,
                          const int32_t*, const int64_t*, float, int));
+using Call = decltype(gm_attention_levels[0].call);
+extern "C" int gm_pretended_threads;
 
-inline bool near_one(float v) { return v > 0.9999f && v < 1.0001f; }
-inline bool near_one(uint16_t v) { return v == 0x3c00 || v == 0x3f80; }
+namespace {
 
-enum Kind { kPaged, kLatent, kDense };
+struct Sequence {
+  int64_t queries, context;
+};
+struct Case {
+  std::vector<Sequence> seqs;
+  int64_t heads, kv_heads, dk, dv, block_size, window;
+  bool paged, latent, sinks;
+};
 
-// All values are one, so every output is one: a weighted mean whatever the weights.
-template <class T>
-void run(Call call, int dtype, T one, Kind kind, int64_t dk, int64_t dv, int64_t size, int64_t window) {
-  const int64_t counts[] = {1, 0, 5, 1, 37}, contexts[] = {1100, 4, 5, 1, 49};
-  const int64_t seqs = 5, heads = 6, kv_heads = kind == kLatent ? 1 : 2;
-  int64_t tokens = 0, keys = 0, blocks = 0, width = 0;
-  Buffer<int32_t> query_start(seqs + 1), starts(kind == kDense ? seqs + 1 : seqs);
-  for (int64_t i = 0; i < seqs; ++i) {
-    query_start(0, i) = int32_t(tokens);
-    starts(0, i) = int32_t(kind == kDense ? keys : contexts[i]);
-    tokens += counts[i], keys += contexts[i], blocks += (contexts[i] + size - 1) / size;
-    if ((contexts[i] + size - 1) / size > width) width = (contexts[i] + size - 1) / size;
+// A cache of `slots` places of kv_heads vectors, all poisoned and NaN until opened.
+template <class D>
+class Cache {
+  using T = typename D::T;
+
+ public:
+  Cache(int64_t slots, int64_t heads, int64_t width)
+      : slots_(slots), heads_(heads), width_(width), head_(width + 8), slot_(heads * head_ + 8), buffer_(slots * slot_ + 1) {
+    for (int64_t i = 0; i < slots * slot_; ++i) data()[i] = D::put(NAN);
+    __asan_poison_memory_region(data(), sizeof(T) * (slots * slot_));
   }
-  query_start(0, seqs) = int32_t(tokens);
-  if (kind == kDense) starts(0, seqs) = int32_t(keys);
-  Buffer<int32_t> table(seqs * width);
-  int32_t next = int32_t(blocks);
-  for (int64_t i = 0; i < seqs; ++i)
-    for (int64_t b = 0; b < width; ++b) table(0, i * width + b) = b * size < contexts[i] ? --next : 1 << 30;
-  const int64_t rows = kind == kDense ? keys : blocks * size;
-  Buffer<T> q(tokens * heads, dk, dk + 1), k(rows * kv_heads, dk, dk), v(rows * kv_heads, dv, dv), out(tokens * heads, dv, dv + 2);
-  Buffer<float> lse(tokens * heads), sinks(heads);
-  for (int64_t r = 0; r < rows * kv_heads; ++r) {
-    for (int64_t d = 0; d < dk; ++d) k(r, d) = one;
-    for (int64_t d = 0; d < dv; ++d) v(r, d) = one;
+  ~Cache() { __asan_unpoison_memory_region(data(), sizeof(T) * (slots_ * slot_)); }
+  T* data() { return buffer_.data(); }
+  int64_t head() const { return head_; }
+  int64_t slot() const { return slot_; }
+  T* at(int64_t slot, int64_t head) { return data() + slot * slot_ + head * head_; }
+  void open(int64_t slot, Numbers& numbers) {
+    for (int64_t h = 0; h < heads_; ++h) {
+      __asan_unpoison_memory_region(at(slot, h), sizeof(T) * width_);
+      for (int64_t d = 0; d < width_; ++d) at(slot, h)[d] = D::put(numbers.eighths());
+    }
   }
-  for (int64_t h = 0; h < heads; ++h) sinks(0, h) = -1e30f;
-  const void* values = kind == kLatent ? k.data() : v.data();
-  const int64_t slot = kv_heads * dk, v_slot = kind == kLatent ? slot : kv_heads * dv;
-  int64_t sizes[21] = {tokens, heads, kv_heads, dk, dv, seqs, kind == kDense ? keys : blocks, size, width, window, width,
-                       heads * (dk + 1), dk + 1, heads * (dv + 2), dv + 2, size * slot, slot, dk, size * v_slot, v_slot,
-                       kind == kLatent ? dk : dv};
-  const int32_t* blocks_of = kind == kDense ? nullptr : table.data();
-  for (const float* sink : {static_cast<const float*>(nullptr), static_cast<const float*>(sinks.data())}) {
-    CHECK(call(q.data(), k.data(), values, out.data(), lse.data(), sink, blocks_of, query_start.data(), starts.data(), sizes, 0.1f,
-               dtype) == 0);
-    for (int64_t r = 0; r < tokens * heads; ++r)
-      for (int64_t d = 0; d < dv; ++d) CHECK(near_one(out(r, d)));
+
+ private:
+  int64_t slots_, heads_, width_, head_, slot_;
+  Buffer<T> buffer_;
+};
+
+template <class D>
+void run(Call call, int dtype, const Case& c) {
+  using T = typename D::T;
+  Numbers numbers;
+  const int64_t count = int64_t(c.seqs.size()), bs = c.paged ? c.block_size : 1;
+  int64_t tokens = 0, blocks = 0, width = 0;
+  for (const Sequence& s : c.seqs) {
+    const int64_t need = (s.context + bs - 1) / bs;
+    tokens += s.queries, blocks += need, width = need > width ? need : width;
   }
-  CHECK(call(q.data(), k.data(), values, out.data(), nullptr, nullptr, blocks_of, query_start.data(), starts.data(), sizes, 0.1f, 99) ==
-        -1);
-  sizes[6] -= 1;  // one block, or key, fewer than the index tensors name
-  CHECK(call(q.data(), k.data(), values, out.data(), nullptr, nullptr, blocks_of, query_start.data(), starts.data(), sizes, 0.1f,
-             dtype) == -5);
+  Buffer<int32_t> query_start(count + 1), starts(c.paged ? count : count + 1);
+  Buffer<int32_t> table(count, width, width + 2);
+  std::vector<std::vector<int64_t>> slot_of(count);
+  Cache<D> k(blocks * bs, c.kv_heads, c.dk), v(c.latent ? 0 : blocks * bs, c.kv_heads, c.dv);
+  // Blocks are dealt from the last to the first.
+  for (int64_t i = 0, next = blocks - 1; i < count; ++i) {
+    const Sequence& s = c.seqs[i];
+    query_start.data()[i + 1] = query_start.data()[i] + int32_t(s.queries);
+    if (c.paged) starts.data()[i] = int32_t(s.context);
+    else starts.data()[i + 1] = starts.data()[i] + int32_t(s.context);
+    const int64_t first = s.context - s.queries, low = c.window > 0 ? first - c.window + 1 : 0;
+    if (c.paged)
+      for (int64_t b = 0; b < width; ++b) table(i, b) = INT32_MIN;
+    for (int64_t at = 0; at < s.context; ++at) {
+      if (c.paged && at % bs == 0) {
+        const bool seen = at + bs > low && s.queries > 0;
+        table(i, at / bs) = seen ? int32_t(next) : -7;
+        --next;
+      }
+      slot_of[i].push_back(c.paged ? (next + 1) * bs + at % bs : starts.data()[i] + at);
+      if (at < low || s.queries == 0) continue;
+      k.open(slot_of[i].back(), numbers);
+      if (!c.latent) v.open(slot_of[i].back(), numbers);
+    }
+  }
+  Buffer<T> q(tokens * c.heads, c.dk, c.dk + 3), out(tokens * c.heads, c.dv, c.dv + 8);
+  Buffer<float> lse(tokens * c.heads), sinks(c.heads);
+  for (int64_t r = 0; r < tokens * c.heads; ++r)
+    for (int64_t d = 0; d < c.dk; ++d) q(r, d) = D::put(numbers.eighths());
+  for (int64_t h = 0; h < c.heads; ++h) sinks.data()[h] = numbers.eighths();
+  Cache<D>& values = c.latent ? k : v;
+  int64_t sizes[21] = {tokens, c.heads, c.kv_heads, c.dk, c.dv, count, blocks, bs, c.paged ? width : 0, c.window,
+                       c.paged ? width + 2 : 0, c.heads * (c.dk + 3), c.dk + 3, c.heads * (c.dv + 8), c.dv + 8,
+                       bs * k.slot(), k.slot(), k.head(), bs * values.slot(), values.slot(), values.head()};
+  const float scale = 1 / std::sqrt(float(c.dk));
+  const auto attend = [&](const int64_t* shape) {
+    return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
+                c.paged ? table.data() : nullptr, query_start.data(), starts.data(), shape, scale, dtype);
+  };
+  for (const int threads : {1, 4}) {  // with several threads long contexts are split
+    gm_pretended_threads = threads;
+    CHECK(attend(sizes) == 0);
+    for (int64_t i = 0, token = 0; i < count; ++i)
+      for (int64_t n = 0; n < c.seqs[i].queries; ++n, ++token)
+        for (int64_t h = 0; h < c.heads; ++h) {
+          const int64_t own = c.seqs[i].context - c.seqs[i].queries + n, head = h / (c.heads / c.kv_heads), r = token * c.heads + h;
+          const int64_t low = c.window > 0 && own - c.window + 1 > 0 ? own - c.window + 1 : 0;
+          std::vector<double> score, sum(c.dv, 0.0);
+          double top = c.sinks ? sinks.data()[h] : -INFINITY;
+          for (int64_t at = low; at <= own; ++at) {
+            double dot = 0;
+            for (int64_t d = 0; d < c.dk; ++d) dot += double(D::get(q(r, d))) * D::get(k.at(slot_of[i][at], head)[d]);
+            score.push_back(dot * scale);
+            top = std::fmax(top, score.back());
+          }
+          double total = c.sinks ? std::exp(sinks.data()[h] - top) : 0;
+          for (int64_t at = low; at <= own; ++at) {
+            const double weight = std::exp(score[at - low] - top);
+            total += weight;
+            for (int64_t d = 0; d < c.dv; ++d) sum[d] += weight * D::get(values.at(slot_of[i][at], head)[d]);
+          }
+          for (int64_t d = 0; d < c.dv; ++d) {
+            const double wanted = total > 0 ? sum[d] / total : 0;
+            CHECK(std::fabs(D::get(out(r, d)) - wanted) <= 2e-5 + D::kEps * std::fabs(wanted));
+          }
+          if (total > 0) CHECK(std::fabs(lse.data()[r] - (top + std::log(total))) <= 1e-4);
+          else CHECK(lse.data()[r] == -INFINITY);
+        }
+  }
+  gm_pretended_threads = 1;
+  if (tokens == 0 || c.seqs[0].queries == 0 || c.seqs[0].context == 0) return;
+  // Index tensors that name what does not exist are refused before anything is read.
+  int64_t broken[21];
+  std::memcpy(broken, sizes, sizeof sizes);
+  broken[0] = tokens - 1;
+  CHECK(attend(broken) == -5);
+  std::memcpy(broken, sizes, sizeof sizes);
+  broken[6] = c.paged ? 0 : starts.data()[count] - 1;
+  CHECK(attend(broken) == -5);
+  std::swap(query_start.data()[0], query_start.data()[1]);
+  CHECK(attend(sizes) == -5);
+  std::swap(query_start.data()[0], query_start.data()[1]);
+  if (c.paged) {
+    const int32_t kept = starts.data()[0];
+    for (const int32_t wrong : {-1, int32_t(width * bs + 1)}) {
+      starts.data()[0] = wrong;
+      CHECK(attend(sizes) == -5);
+    }
+    starts.data()[0] = kept;
+    for (const int32_t wrong : {-1, int32_t(blocks), INT32_MAX}) {
+      int32_t& entry = table(0, (kept - 1) / bs);
+      const int32_t right = entry;
+      entry = wrong;
+      CHECK(attend(sizes) == -5);
+      entry = right;
+    }
+  }
 }
 
-template <class T>
-void run_all(Call call, int dtype, T one) {
-  run<T>(call, dtype, one, kPaged, 5, 5, 3, 0);
-  run<T>(call, dtype, one, kPaged, 33, 33, 16, 0);
-  run<T>(call, dtype, one, kLatent, 40, 19, 7, 0);
-  run<T>(call, dtype, one, kDense, 24, 17, 1, 0);
-  run<T>(call, dtype, one, kDense, 3, 50, 1, 20);
+template <class D>
+void all(Call call, int dtype) {
+  const std::vector<Sequence> mixed = {{1, 1}, {3, 7}, {0, 5}, {1, 33}, {2, 1}, {1, 0}, {5, 5}, {1, 70}};
+  const std::vector<Sequence> decode = {{1, 600}, {1, 17}}, prefill = {{70, 70}, {7, 257}};
+  for (const int64_t window : {0, 1, 5, 40})
+    for (const bool sinks : {false, true}) {
+      run<D>(call, dtype, {mixed, 6, 2, 7, 5, 4, window, true, false, sinks});
+      run<D>(call, dtype, {mixed, 4, 4, 16, 16, 1, window, false, false, sinks});
+      run<D>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, sinks});
+      run<D>(call, dtype, {decode, 3, 1, 40, 31, 7, window, true, true, sinks});
+      run<D>(call, dtype, {decode, 2, 2, 8, 64, 1, window, false, false, sinks});
+    }
+  run<D>(call, dtype, {prefill, 2, 1, 24, 65, 16, 0, true, false, false});
+  run<D>(call, dtype, {prefill, 2, 1, 1, 1, 3, 9, true, false, true});
+  run<D>(call, dtype, {prefill, 40, 1, 18, 16, 1, 0, false, false, false});  // more heads than rows of a tile
+  run<D>(call, dtype, {{{1, 9}}, 40, 1, 36, 32, 5, 0, true, true, false});
+  run<D>(call, dtype, {{{0, 0}}, 1, 1, 4, 4, 1, 0, true, false, false});
+  int64_t sizes[21] = {1, 3, 2, 4, 4, 1};
+  CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f, dtype) == -2);
 }
+
+}  // namespace
 
 int main() {
   int ran = 0;
   for (const auto& level : gm_attention_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    run_all<float>(level.call, 0, 1.0f);
-    run_all<uint16_t>(level.call, 1, 0x3c00);
-    run_all<uint16_t>(level.call, 2, 0x3f80);
+    all<Dtype<0>>(level.call, 0);
+    all<Dtype<1>>(level.call, 1);
+    all<Dtype<2>>(level.call, 2);
+    int64_t sizes[21] = {0, 1, 1, 1, 1, 1, 1, 1};
+    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

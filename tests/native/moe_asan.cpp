@@ -1,5 +1,9 @@
-// The MoE cores under the sanitizers: experts without rows, one that takes all, ids of other ranks, tails, wrong offsets.
-#include "asan.h"
+// gm_moe_permute, gm_moe_combine, gm_grouped_linear and gm_moe under the sanitizers: empty experts, one expert with all rows, ids that are
+// nobody's, act-order, several packings, every level. The composite is checked against float64 and its parts against what they promise.
+//
+// Planted faults that this program was seen to catch: ids not checked against `experts` in sort_by_expert (wild write), the last lanes of a
+// row stored whole in `combine`, one expert too far in expert_product's codes, scales or zeros, `gather` without the bound of x.
+#include "packed_weight.h"
 
 struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
   const void *codes, *scales, *zeros, *row_scale, *perm;
@@ -9,90 +13,189 @@ struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
 
 GM_LEVELS(gm_moe_permute, (const int32_t*, int32_t*, int32_t*, int32_t*, int64_t, int64_t));
 GM_LEVELS(gm_moe_combine, (const void*, int64_t, int64_t, const int32_t*, const float*, void*, int64_t, int64_t, int64_t, int));
-GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*, const int32_t*, int64_t, void*,
-                              int64_t, int, int));
-GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, int32_t*, int32_t*, int32_t*, void*,
-                   void*, void*, int64_t, int64_t, int64_t, int));
+GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*, const int32_t*, int64_t, void*, int64_t,
+                              int, int));
+GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, int32_t*, int32_t*, int32_t*, void*, void*, void*,
+                   int64_t, int64_t, int64_t, int));
 
-constexpr int64_t kExperts = 5;
+namespace {
 
-// float32 weights of ones, [experts, n, k], padded as cpu_rows16_v1 pads.
-struct Ones {
-  Buffer<float> codes;
-  Weights w;
-  Ones(int64_t n, int64_t k) : codes(kExperts * ((n + 15) / 16) * 16 * ((k + 31) / 32 * 32)), w{} {
-    const int64_t columns = (k + 31) / 32 * 32, blocks = (n + 15) / 16;
-    for (int64_t line = 0; line < kExperts * blocks * columns; ++line)
-      for (int64_t r = 0; r < 16; ++r)
-        codes(0, line * 16 + r) = line % columns < k && line / columns % blocks * 16 + r < n ? 1.0f : 0.0f;
-    w.codes = codes.data();
-    w.n = n;
-    w.k = k;
-    w.columns = w.group = columns;
-    w.format = 4;
-    w.scale_type = w.zero_type = -1;
-  }
-};
-
-int32_t id_of(int64_t i, int kind) { return kind == 0 ? 3 : kind == 1 ? int32_t(i % 7) - 1 : -1; }
-
-template <class Call>
-void all(Call call, const char* level, int kind, int64_t tokens, int64_t top_k, int64_t hidden, int64_t inner) {
-  const int64_t entries = tokens * top_k;
-  Buffer<int32_t> ids(entries), offsets(kExperts + 1), permutation(entries), inverse(entries);
-  Buffer<float> x(tokens * hidden), weights(entries), acts(entries * inner), rows(entries * hidden), out(tokens * hidden);
-  for (int64_t i = 0; i < entries; ++i) {
-    ids(0, i) = id_of(i, kind);
-    weights(0, i) = 1.0f;
-  }
-  for (int64_t i = 0; i < tokens * hidden; ++i) x(0, i) = 1.0f;
-  call(level, ids, offsets, permutation, inverse, x, weights, acts, rows, out);
+Weights described(PackedWeight& w) {
+  return {w.codes.data(), w.p.scale_type < 0 ? nullptr : w.scales.data(), w.p.zero_type < 0 ? nullptr : w.zeros.data(),
+          w.p.row_scale ? w.row_scale.data() : nullptr, w.ordered ? w.perm.data() : nullptr, w.n, w.k, w.columns, w.group,
+          w.p.format, w.p.scale_type, w.p.zero_type, w.p.implicit_zero};
 }
+
+// Row i of expert e times x, and the sum of the terms' sizes.
+template <class Get>
+double product(PackedWeight& w, int64_t e, int64_t i, const Get& x, double& size) {
+  double sum = 0;
+  size = 0;
+  for (int64_t c = 0; c < w.columns; ++c)
+    if (w.source(c) >= 0) sum += w.at(e, i, c) * x(w.source(c)), size += std::fabs(w.at(e, i, c) * x(w.source(c)));
+  return sum;
+}
+
+// ids of `entries`: every third is of expert 0, a few of nobody, and expert 1 is empty.
+void deal(Buffer<int32_t>& ids, int64_t entries, int64_t experts, Numbers& numbers) {
+  for (int64_t i = 0; i < entries; ++i) {
+    int32_t id = i % 3 == 0 ? 0 : int32_t(numbers.below(experts));
+    if (id == 1) id = int32_t(experts - 1);
+    ids.data()[i] = i % 7 == 5 ? (i % 2 ? -1 : int32_t(experts) + 4) : id;
+  }
+}
+
+void permute(decltype(gm_moe_permute_levels[0].call) call) {
+  for (const int64_t experts : {1, 2, 7, 257})
+    for (const int64_t entries : {0, 1, 7, 257}) {
+      Numbers numbers;
+      Buffer<int32_t> ids(entries), offsets(experts + 1), permutation(entries), inverse(entries);
+      deal(ids, entries, experts, numbers);
+      CHECK(call(ids.data(), offsets.data(), permutation.data(), inverse.data(), entries, experts) == 0);
+      CHECK(offsets.data()[0] == 0 && offsets.data()[experts] <= entries);
+      std::vector<bool> seen(entries);
+      for (int64_t e = 0; e < experts; ++e)
+        for (int64_t at = offsets.data()[e]; at < offsets.data()[e + 1]; ++at) {
+          const int32_t entry = permutation.data()[at];
+          CHECK(ids.data()[entry] == e && inverse.data()[entry] == at && !seen[entry]);
+          CHECK(at == offsets.data()[e] || permutation.data()[at - 1] < entry);
+          seen[entry] = true;
+        }
+      for (int64_t at = offsets.data()[experts]; at < entries; ++at) CHECK(inverse.data()[permutation.data()[at]] == -1);
+    }
+  CHECK(call(nullptr, nullptr, nullptr, nullptr, -1, 4) == -2);
+  CHECK(call(nullptr, nullptr, nullptr, nullptr, 0, 0) == -2);
+}
+
+template <class D>
+void combine(decltype(gm_moe_combine_levels[0].call) call, int dtype) {
+  using T = typename D::T;
+  for (const int64_t width : {1, 7, 16, 33, 257})
+    for (const int64_t tokens : {0, 1, 5}) {
+      Numbers numbers;
+      const int64_t top_k = 3, entries = tokens * top_k;
+      Buffer<T> y(entries, width, width + 3), out(tokens, width, width);
+      Buffer<int32_t> inverse(entries);
+      Buffer<float> weights(entries);
+      for (int64_t i = 0; i < entries; ++i) {
+        inverse.data()[i] = i % 4 == 3 ? -1 : int32_t(entries - 1 - i), weights.data()[i] = numbers.eighths();
+        for (int64_t c = 0; c < width; ++c) y(i, c) = D::put(numbers.eighths());
+      }
+      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k, width, dtype) == 0);
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t c = 0; c < width; ++c) {
+          double wanted = 0;
+          for (int64_t k = t * top_k; k < (t + 1) * top_k; ++k)
+            if (inverse.data()[k] >= 0) wanted += weights.data()[k] * double(D::get(y(inverse.data()[k], c)));
+          CHECK(std::fabs(D::get(out(t, c)) - wanted) <= 1e-5 + D::kEps * std::fabs(wanted));
+        }
+      if (tokens == 0) continue;
+      inverse.data()[0] = int32_t(entries);
+      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k, width, dtype) == -5);
+    }
+}
+
+template <class D>
+void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const Packing& packing, bool ordered) {
+  using T = typename D::T;
+  const int64_t counts[] = {0, 1, 9, 0, 2, 3}, experts = 6, rows = 17, n = 18, k = 70, top_k = 2, x_rows = 9;  // two rows are nobody's
+  Numbers numbers;
+  PackedWeight w(packing, experts, n, k, ordered, numbers);
+  const Weights weights = described(w);
+  Buffer<int32_t> offsets(experts + 1), permutation(rows);
+  for (int64_t e = 0; e < experts; ++e) offsets.data()[e + 1] = offsets.data()[e] + int32_t(counts[e]);
+  for (int64_t r = 0; r < rows; ++r) permutation.data()[r] = int32_t(rows - r);  // the last token once
+  for (const bool gathered : {false, true})
+    for (const bool silu : {false, true}) {
+      const int64_t width = silu ? n / 2 : n, from = gathered ? x_rows : rows;
+      Buffer<T> x(from, k, k), out(rows, width, width);
+      for (int64_t i = 0; i < from * k; ++i) x.data()[i] = D::put(numbers.eighths());
+      const auto run = [&](int64_t of_x) {
+        return call(&weights, experts, x.data(), of_x, k, offsets.data(), gathered ? permutation.data() : nullptr, top_k, out.data(), rows,
+                    silu, dtype);
+      };
+      std::memset(out.data(), 0xff, sizeof(T) * rows * width);
+      CHECK(run(from) == 0);
+      for (int64_t e = 0; e < experts; ++e)
+        for (int64_t r = offsets.data()[e]; r < offsets.data()[e + 1]; ++r) {
+          const int64_t row = gathered ? permutation.data()[r] / top_k : r;
+          const auto value = [&](int64_t c) { return double(D::get(x(row, c))); };
+          for (int64_t i = 0; i < width; ++i) {
+            double size, other;
+            double wanted = product(w, e, i, value, size), bound = size;
+            if (silu) {
+              const double up = product(w, e, i + width, value, other);
+              bound = size * (std::fabs(up) + 1) + other * (std::fabs(wanted) + 1);
+              wanted = wanted / (1 + std::exp(-wanted)) * up;
+            }
+            if (dtype == 1 && std::fabs(wanted) > 60000) continue;  // near float16's end
+            CHECK(std::fabs(D::get(out(r, i)) - wanted) <= 1e-5 + 32e-6 * bound + D::kEps * std::fabs(wanted));
+          }
+        }
+      for (int64_t i = offsets.data()[experts] * width; i < rows * width; ++i) CHECK(D::get(out.data()[i]) == 0);
+      if (gathered) CHECK(run(x_rows - 1) == -5);
+      offsets.data()[experts] = rows + 1;
+      CHECK(run(from) == -5);
+      offsets.data()[experts] = 15;
+    }
+}
+
+template <class D>
+void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& packing, int64_t tokens, int64_t experts) {
+  using T = typename D::T;
+  const int64_t top_k = 3, entries = tokens * top_k, hidden = 35, inner = 17;
+  Numbers numbers;
+  PackedWeight w13(packing, experts, 2 * inner, hidden, false, numbers), w2(packing, experts, hidden, inner, false, numbers);
+  const Weights first = described(w13), second = described(w2);
+  Buffer<T> x(tokens, hidden, hidden), acts(entries, inner, inner), rows(entries, hidden, hidden), out(tokens, hidden, hidden);
+  Buffer<float> weights(entries);
+  Buffer<int32_t> ids(entries), offsets(experts + 1), permutation(entries), inverse(entries);
+  for (int64_t i = 0; i < tokens * hidden; ++i) x.data()[i] = D::put(numbers.eighths() / 4);
+  for (int64_t i = 0; i < entries; ++i) weights.data()[i] = numbers.eighths();
+  deal(ids, entries, experts, numbers);
+  CHECK(call(&first, &second, x.data(), weights.data(), ids.data(), offsets.data(), permutation.data(), inverse.data(), acts.data(), rows.data(),
+             out.data(), tokens, top_k, experts, dtype) == 0);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t i = 0; i < hidden; ++i) {
+      double wanted = 0, bound = 0;
+      for (int64_t entry = t * top_k; entry < (t + 1) * top_k; ++entry) {
+        if (inverse.data()[entry] < 0) continue;
+        const int64_t e = ids.data()[entry], place = inverse.data()[entry];
+        double size;  // acts were rounded to T: the second product is judged from them
+        const double y = product(w2, e, i, [&](int64_t c) { return double(D::get(acts(place, c))); }, size);
+        wanted += weights.data()[entry] * y;
+        bound += std::fabs(weights.data()[entry]) * (size * 32e-6 + std::fabs(y) * D::kEps);
+      }
+      CHECK(std::fabs(D::get(out(t, i)) - wanted) <= 1e-4 + 2 * bound + D::kEps * std::fabs(wanted));
+    }
+}
+
+}  // namespace
 
 int main() {
   int ran = 0;
-  for (int l = 0; l < 6; ++l) {
-    const char* name = gm_moe_levels[l].name;
-    if (!runs_here(name)) continue;
-    for (int kind = 0; kind < 3; ++kind)
-      for (int64_t tokens : {0, 1, 9})
-        for (int64_t hidden : {1, 33, 64}) {
-          const int64_t top_k = 3, inner = 18, entries = tokens * top_k;
-          const auto run = [&](const char*, auto& ids, auto& offsets, auto& permutation, auto& inverse, auto& x, auto& weights,
-                               auto& acts, auto& rows, auto& out) {
-            const auto permute = gm_moe_permute_levels[l].call;
-            if (permute) {
-              CHECK(permute(ids.data(), offsets.data(), permutation.data(), inverse.data(), entries, kExperts) == 0);
-              CHECK(offsets(0, 0) == 0 && offsets(0, kExperts) <= entries);
-            }
-            const auto combine = gm_moe_combine_levels[l].call;
-            for (int64_t i = 0; i < entries; ++i) inverse(0, i) = i % 4 ? int32_t(i) : -1;
-            if (combine) {
-              CHECK(combine(rows.data(), entries, hidden, inverse.data(), weights.data(), out.data(), tokens, top_k, hidden, 0) == 0);
-              if (entries) {
-                inverse(0, 0) = int32_t(entries);
-                CHECK(combine(rows.data(), entries, hidden, inverse.data(), weights.data(), out.data(), tokens, top_k, hidden, 0) == -5);
-              }
-            }
-            Ones w13(2 * inner, hidden), w2(hidden, inner);
-            const auto fused = gm_moe_levels[l].call;
-            if (!fused) return;
-            CHECK(fused(&w13.w, &w2.w, x.data(), weights.data(), ids.data(), offsets.data(), permutation.data(), inverse.data(),
-                        acts.data(), rows.data(), out.data(), tokens, top_k, kExperts, 0) == 0);
-            for (int64_t t = 0; t < tokens; ++t)
-              for (int64_t h = 0; h < hidden; ++h) CHECK((out(0, t * hidden + h) > 0) == (kind != 2));
-            ++ran;
-            const auto grouped = gm_grouped_linear_levels[l].call;
-            if (!grouped || tokens == 0) return;
-            CHECK(grouped(&w13.w, kExperts, x.data(), tokens, hidden, offsets.data(), permutation.data(), top_k, acts.data(), entries, 1,
-                          0) == 0);
-            CHECK(grouped(&w2.w, kExperts, acts.data(), entries, inner, offsets.data(), nullptr, 1, rows.data(), entries, 0, 0) == 0);
-            offsets(0, kExperts) = int32_t(entries) + 1;
-            CHECK(grouped(&w2.w, kExperts, acts.data(), entries, inner, offsets.data(), nullptr, 1, rows.data(), entries, 0, 0) == -5);
-          };
-          all(run, name, kind, tokens, top_k, hidden, inner);
-        }
+  for (const auto& level : gm_moe_permute_levels)
+    if (level.call != nullptr && runs_here(level.name)) permute(level.call), ++ran;
+  for (const auto& level : gm_moe_combine_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    combine<Dtype<0>>(level.call, 0), combine<Dtype<1>>(level.call, 1), combine<Dtype<2>>(level.call, 2);
+    ++ran;
   }
-  CHECK(ran > 0);
-  std::printf("moe: %d run(s)\n", ran);
+  for (const auto& level : gm_grouped_linear_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (const Packing& p : packings()) {
+      grouped<Dtype<0>>(level.call, 0, p, true), grouped<Dtype<1>>(level.call, 1, p, false), grouped<Dtype<2>>(level.call, 2, p, false);
+    }
+    ++ran;
+  }
+  for (const auto& level : gm_moe_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (const Packing& p : packings())
+      for (const int64_t tokens : {0, 1, 11}) {
+        composite<Dtype<0>>(level.call, 0, p, tokens, 5), composite<Dtype<2>>(level.call, 2, p, tokens, 2);
+      }
+    ++ran;
+  }
+  CHECK(ran > 3);
+  std::printf("moe: %d level(s) of 4 cores\n", ran);
 }
