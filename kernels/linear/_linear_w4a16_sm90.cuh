@@ -14,8 +14,6 @@
 //    order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cstdint>
 
 namespace gm {
@@ -25,12 +23,23 @@ constexpr int kCodeBytes = kTileRows * kTileK / 2, kTileBytes = kCodeBytes + kTi
 constexpr int kMaxDepth = 16;
 
 struct W4Params {
-  const uint8_t* w;  // packed weights: blocks of 64 rows, [block][ceil(K/128)][tiles of the block <= 4][1056]
-  const void* x;     // [M, K], row stride ldx elements
-  void* y;           // [M, N], row stride ldy elements
-  int m, n, k, ldx, ldy, tiles, groups;
-  int log_split, depth, inbox, xaligned;  // CTAs of a cluster that share the rows, along K; slots of a warp's ring; offset; rows of x 16-byte aligned
+  const uint8_t* w;      // packed weights: blocks of 64 rows, [block][K / 128][tiles of the block <= 4][1056]
+  const void* x;         // [M, K], row stride ldx elements
+  void* y;               // [M, N], row stride N
+  const void* bias;      // [N] or null
+  const void* residual;  // [M, N], row stride N, or null
+  int m, n, k, ldx, tiles, groups;
+  int log_split, depth, inbox;  // CTAs of a cluster that share the rows, along K; slots of a warp's ring; where the inbox starts
+  int xaligned, scales_half;    // rows of x are 16-byte aligned; scales are fp16, not bf16
 };
+
+}  // namespace gm
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace gm {
 
 __device__ __forceinline__ uint32_t smem_u32(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -70,6 +79,7 @@ struct Num<__nv_bfloat16> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
   }
   static __device__ __forceinline__ __nv_bfloat16 round(float v) { return __float2bfloat16_rn(v); }
+  static __device__ __forceinline__ float wide(__nv_bfloat16 v) { return __bfloat162float(v); }
 };
 template <>
 struct Num<__half> {
@@ -80,6 +90,7 @@ struct Num<__half> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
   }
   static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
+  static __device__ __forceinline__ float wide(__half v) { return __half2float(v); }
 };
 
 // Two codes of the word, those at bits 4i and 16 + 4i, as a pair of 16-bit floats offset by 128 (bf16) or 1024 (fp16).
@@ -139,15 +150,14 @@ struct XLoader {
 };
 
 // NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of a slot.  WN x WK: warps along N and along K.  NX: slots of x.
-// MINB: CTAs a multiprocessor holds.
-template <typename T, int NT, int RT, int C, int WN, int WK, int NX, int MINB>
-__global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __grid_constant__ W4Params p) {
+template <typename T, int NT, int RT, int C, int WN, int WK, int NX>
+__device__ __forceinline__ void w4_frag16(const W4Params& p) {
   constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kSlot = C * kTileBytes;
   constexpr int kElems = WN * RT * NT * 32;  // float4 of sums a CTA
   constexpr int CH = NT == 1 ? 2 : 1, TP = NT <= 2 ? 2 : 1;  // chains of products a tile, tiles at a time: four independent chains
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ __align__(8) uint64_t bars[kWarps][kMaxDepth];
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2;
   const int wn = warp % WN, wk = warp / WN, depth = p.depth;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
   const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
@@ -317,7 +327,11 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 #pragma unroll
         for (int c = 0; c < TP; ++c) {
           if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
-          const float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
+          float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
+          if (p.scales_half) {
+            const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&sc[c]));
+            s[0] = wide.x, s[1] = wide.y;
+          }
 #pragma unroll
           for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -357,14 +371,16 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   const auto store = [&](int e, const float4& v) {
     const int l = e & 31, n = e / 32 % NT, r = e / (32 * NT) % RT, nw = e / (32 * NT * RT);
     const int row = ((block * WN + nw) * RT + r) * kTileRows + (l >> 2), m = n * 8 + (l & 3) * 2;
-    T* y = static_cast<T*>(p.y) + row;
-    if (m < p.m) {
-      if (row < p.n) y[static_cast<int64_t>(m) * p.ldy] = Num<T>::round(v.x);
-      if (row + 8 < p.n) y[static_cast<int64_t>(m) * p.ldy + 8] = Num<T>::round(v.z);
-    }
-    if (m + 1 < p.m) {
-      if (row < p.n) y[static_cast<int64_t>(m + 1) * p.ldy] = Num<T>::round(v.y);
-      if (row + 8 < p.n) y[static_cast<int64_t>(m + 1) * p.ldy + 8] = Num<T>::round(v.w);
+    const float value[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at_n = row + (i >> 1) * 8, at_m = m + (i & 1);
+      if (at_n >= p.n || at_m >= p.m) continue;
+      const int64_t at = static_cast<int64_t>(at_m) * p.n + at_n;
+      float sum = value[i];
+      if (p.bias) sum += Num<T>::wide(static_cast<const T*>(p.bias)[at_n]);
+      if (p.residual) sum += Num<T>::wide(static_cast<const T*>(p.residual)[at]);
+      static_cast<T*>(p.y)[at] = Num<T>::round(sum);
     }
   };
 
@@ -393,3 +409,4 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 }
 
 }  // namespace gm
+#endif
