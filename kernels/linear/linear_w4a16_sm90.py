@@ -72,7 +72,7 @@ def launch(
     tiles, scale_type, _ = weight
     k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
     m = x.numel() // k
-    if tiles.numel() != -(-rows // 16) * -(-k // 128) * _TILE_BYTES:
+    if tiles.numel() != _ceil(rows, 16) * _ceil(k, 128) * _TILE_BYTES:
         raise ValueError(
             f"linear_w4a16_sm90: {tiles.numel()} bytes of tiles do not pack a [{rows}, {k}] weight in groups of 128"
         )
@@ -110,10 +110,14 @@ def accepts(problem: Problem) -> str | None:
     return None
 
 
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def shared_bytes(shape: Shape, m: int, k: int, split: int, depth: int) -> int:
     """Dynamic shared memory of a CTA, the same sum as in `_linear_w4a16_sm90.cu`."""
-    warps, sub = shape.wn * shape.wk, -(-shape.rt // shape.slot)
-    chunks = -(-(-(-(k // 128) // split)) // shape.wk) * sub
+    warps, sub = shape.wn * shape.wk, _ceil(shape.rt, shape.slot)
+    chunks = _ceil(_ceil(k // 128, split), shape.wk) * sub
     depth = min(max(min(depth, chunks) // sub * sub, sub), _MAX_DEPTH // sub * sub)
     rings = warps * depth * shape.slot * _TILE_BYTES + shape.wk * shape.nx * m * 256
     sums = warps * shape.rt * shape.nt * 512
@@ -123,12 +127,12 @@ def shared_bytes(shape: Shape, m: int, k: int, split: int, depth: int) -> int:
 def candidates(m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
     """(shape, split, depth, shared bytes) that fit and leave no warp without work."""
     need = 1 if m <= 8 else 2 if m <= 16 else 4
-    groups, tiles = k // 128, -(-n // 16)
+    groups, tiles = k // 128, _ceil(n, 16)
     for shape in SHAPES:
         if shape.nt != need:
             continue
         for split in (1, 2, 4, 8):
-            if split > 1 and (groups < split * shape.wk or -(-tiles // (shape.rt * shape.wn)) * split > 4096):
+            if split > 1 and (groups < split * shape.wk or _ceil(tiles, shape.rt * shape.wn) * split > 4096):
                 continue
             for depth in (1, 2, 3, 4):
                 size = shared_bytes(shape, m, k, split, depth)
@@ -140,14 +144,14 @@ def microseconds(shape: Shape, split: int, depth: int, size: int, m: int, n: int
     """Expected time of one call: the busiest scheduler, the longest warp, or memory, and what each launch costs."""
     tile, group, warp_tile, warp_group, start, doubling, wave, row = _COSTS[shape.nt]
     warps = shape.wn * shape.wk
-    steps = -(-(-(-(k // 128) // split)) // shape.wk)
-    ctas = -(-(-(-n // 16)) // (shape.rt * shape.wn)) * split
+    steps = _ceil(_ceil(k // 128, split), shape.wk)
+    ctas = _ceil(_ceil(n, 16), shape.rt * shape.wn) * split
     resident = max(1, min(shape.ctas, SHARED_BYTES // (size + 2 * _KEPT_BYTES)))
     usable = (
         processors if split <= 2 else processors * 10 // 11
     )  # whole clusters of 4 and 8 do not fill every cluster of SMs
-    busiest = -(-ctas // usable)
-    waves = -(-busiest // resident)
+    busiest = _ceil(ctas, usable)
+    waves = _ceil(busiest, resident)
     work = busiest * warps / 4 * steps * (shape.rt * tile + group + row * m / shape.wn)
     latency = waves * steps * (shape.rt * warp_tile + warp_group)
     memory = n * k * 0.515625 / 4.3e6
