@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.targets import ARCHES
 
 _DIST = re.compile(r"(?P<name>[A-Za-z0-9_.]+?)-(?P<version>[^-]+)(-py[\d.]+)?\.(dist|egg)-info")
 
 
+@cache
 def normal_name(name: str) -> str:
     """The index's spelling of a distribution's name: `Flash_Infer.Python` -> `flash-infer-python`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@cache
 def version_key(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` -> (2, 13, 0, 0); a pre-release ranks under its release. Raises ValueError without a leading
     digit."""
@@ -42,6 +45,7 @@ class Build:
     why not). cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold.
     compilers: (name, path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU
     (TRITON_INTERPRET=1).
+    machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = as `cpu_levels` tell.
     library: version of the native libraries; driver: of the GPU's driver, "" = unknown or none.
     """
 
@@ -55,6 +59,7 @@ class Build:
     triton_backends: tuple[str, ...] = ()
     triton_interpreter: bool = False
     python: str = ""
+    machine: str = ""
     library: str = ""
     driver: str = ""
 
@@ -132,6 +137,22 @@ class Build:
             return f"Triton {self.triton} has no backend {emitted[0]} for {target.name}; it has {have}"
         return None
 
+    @property
+    def cpu_family(self) -> str:
+        """The CPU family of the compiled C++: `machine`, else the family of a level that belongs to one; "" = unknown."""
+        named = (ARCHES[f"cpu:{level}"].arch for level in self.cpu_levels if f"cpu:{level}" in ARCHES)
+        return self.machine or next((arch for arch in named if arch != "any"), "")
+
+    def cpu_level(self, target: Target) -> str | None:
+        """The best compiled level that `target` runs, `cpu:avx2`; None without one. `base` is code of one family too."""
+        compiled = {f"cpu:{level}" for level in self.cpu_levels}
+        family = self.cpu_family
+        for level in target.levels:
+            stranger = level == "cpu:base" and target.arch != "any" and family not in ("", target.arch)
+            if level in compiled and not stranger:
+                return level
+        return None
+
     def key(self) -> str:
         """The toolchain as one line: what a measurement or verification depends on besides the device."""
         parts = [("py", ".".join(self.python.split(".")[:2])), ("torch", self.torch), ("triton", self.triton)]
@@ -207,7 +228,7 @@ def _probe() -> Build:
     import shutil
 
     import gristmill
-    from gristmill.kernel_registry.targets.probe import driver_version
+    from gristmill.kernel_registry.targets.probe import FAMILIES, driver_version
 
     made: dict[str, Any] = read_manifest(Path(next(iter(gristmill.__path__))) / "_lib")
     compilers = {name: path for name in ("nvcc", "ptxas", "hipcc", "c++") if (path := shutil.which(name))}
@@ -220,6 +241,7 @@ def _probe() -> Build:
         triton_backends=triton_backends(),
         triton_interpreter=os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"),
         python=".".join(str(n) for n in sys.version_info[:3]),
+        machine=FAMILIES.get(str(made.get("processor", "")).lower(), ""),
         library=str(made.get("version", "")),
         driver=driver_version(),
     )

@@ -101,6 +101,11 @@ class Op:
         """The arguments, taken apart."""
         return tuple(_parameter(text.strip()) for text in self.arguments.split(","))
 
+    @cached_property
+    def dynamic(self) -> frozenset[str]:
+        """Names of the axes that change from call to call."""
+        return frozenset(axis.name for axis in self.axes if axis.dynamic)
+
     def verification(self, problem: Problem) -> Problem:
         """The problem that is run to verify a kernel for `problem`."""
         if self.shrink is not None:

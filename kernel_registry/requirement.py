@@ -21,6 +21,8 @@ class Requirement:
     vendors: `nvidia amd intel cpu`, () = any.
     packages: (distribution name, minimal version or "") pairs.
     offers: `"module:attr"` names that the installed modules must really have: a name on an index proves nothing.
+    brings: names of device code (`sm_90a`, `sm_100f`) that a wrapped library makes for itself; one of them must run on
+        the target. () = any.
     code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
         level that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
         `hip:gfx942`, `cute:sm_90a` (compiled at run time by CuTe DSL).
@@ -31,6 +33,7 @@ class Requirement:
     packages: tuple[tuple[str, str], ...] = ()
     offers: tuple[str, ...] = ()
     code: str = "python"
+    brings: tuple[str, ...] = ()
     _kind: str = field(init=False, repr=False, compare=False, default="")
     _arch: str = field(init=False, repr=False, compare=False, default="")
 
@@ -62,12 +65,13 @@ class Requirement:
         packages: tuple[tuple[str, str], ...] = (),
         offers: tuple[str, ...] = (),
         code: str = "python",
+        brings: tuple[str, ...] = (),
     ) -> Requirement:
         """A Requirement met by any of the feature sets: `Requirement.any({"wgmma", "tma"}, {"mfma"})`."""
         for one in sets:
             if isinstance(one, str):
                 raise TypeError(f"{one!r} is a string; expected a set of feature names for each alternative")
-        return cls(tuple(frozenset(s) for s in sets), vendors, packages, offers, code)
+        return cls(tuple(frozenset(s) for s in sets), vendors, packages, offers, code, brings)
 
     def check_hardware(self, target: Target, build: Build | None = None) -> tuple[str, ...]:
         """Why this device cannot run the kernel, whatever is installed; () = it can.
@@ -85,8 +89,11 @@ class Requirement:
             reasons.append(f"needs {one}{wanted}; {target.name} lacks {', '.join(lacking)}")
         if reasons:
             return tuple(reasons)
+        if self.brings and all(why_not_code(target, code) for code in self.brings):
+            reasons.append(f"the library has code for {', '.join(self.brings)}; none of it runs on {target.name}")
         if self._kind == "triton" and target.triton_target is None and not interpreted:
-            reasons.append(f"Triton emits no code for {target.name} (its interpreter is off: TRITON_INTERPRET=1)")
+            remedy = " (its interpreter is off: TRITON_INTERPRET=1)" if target.vendor == "cpu" else ""
+            reasons.append(f"Triton emits no code for {target.name}{remedy}")
         elif self._kind == "cpp" and target.vendor != "cpu":
             reasons.append(f"C++ code for CPUs; {target.name} is {target.vendor}")
         elif self._kind == "cuda" and target.vendor != "nvidia":
@@ -111,11 +118,11 @@ class Requirement:
         ):
             reasons.append(why)
         elif self._kind == "cpp":
-            reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level")
+            reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level", build)
         elif self._kind == "cuda":
-            reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture")
+            reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture", build)
         elif self._kind == "hip":
-            reasons += self._compiled(target, list(build.hip_archs), "HIP architecture")
+            reasons += self._compiled(target, list(build.hip_archs), "HIP architecture", build)
         elif self._kind == "cute" and (why := build.why_not_package("nvidia-cutlass-dsl", "")):
             reasons.append(why)
         return tuple(dict.fromkeys(reasons))
@@ -123,12 +130,16 @@ class Requirement:
     def _code_name(self) -> str:
         return f"cpu:{self._arch}" if self._kind == "cpp" else self._arch
 
-    def _compiled(self, target: Target, have: list[str], what: str) -> list[str]:
+    def _compiled(self, target: Target, have: list[str], what: str, build: Build) -> list[str]:
         if self._arch:
             wanted = self._code_name()
             if wanted in have:
                 return []
             return [f"this build has no code for {wanted}; it has {', '.join(have) or 'none'}"]
-        if any(why_not_code(target, code) is None for code in have):
+        if target.vendor == "cpu":
+            runs = build.cpu_level(target) is not None
+        else:
+            runs = any(why_not_code(target, code) is None for code in have)
+        if runs:
             return []
         return [f"this build has no {what} that runs on {target.name}; it has {', '.join(have) or 'none'}"]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.store import NEAR_LIMIT, Store, Timing, config_key, distance, target_key
+from gristmill.kernel_registry.store import Store, config_key, target_key
 from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.times import Times
 
 VERDICTS = ("selected", "eligible", "unverified", "hardware", "build", "problem", "policy", "quarantined")
 
@@ -80,61 +82,87 @@ def select(
     so nothing can be verified and survivors stay ``unverified``. The best may be ``unverified``: then the caller
     verifies it, records the outcome, and selects again. Reads no environment, no device, no file.
     """
-    kernels = [kernel for kernel in kernels if kernel.op == op.name]
-    judged = [_judge(op, problem, kernel, target, build, store, policy, layouts) for kernel in kernels]
+    case = _Case(op, problem, target, build, store, policy, layouts)
+    judged = [_judge(case, kernel) for kernel in kernels if kernel.op == op.name]
     alive = [c for c in judged if c.verdict in ("eligible", "unverified")]
-    alive = _ranked(op, problem, alive, target, store, policy)
+    losers = [c for c in judged if c.verdict not in ("eligible", "unverified")]
     if policy.strict and policy.pinned(op.name):
         outside = [c for c in alive if policy.rank(op.name, c.kernel.name) is None]
-        alive = [c for c in alive if c not in outside]
-        judged += [replace(c, verdict="policy", reasons=("strict policy: not among the pinned kernels",)) for c in outside]
-    best = alive[0] if alive else None
-    if best is not None and best.verdict == "eligible" and not foreign:
-        best = replace(best, verdict="selected")
-        alive[0] = best
+        alive = [c for c in alive if policy.rank(op.name, c.kernel.name) is not None]
+        losers += [replace(c, verdict="policy", reasons=("strict policy: not among the pinned kernels",)) for c in outside]
+    alive.sort(key=lambda c: _order(c, policy))
     if foreign:
         alive = [replace(c, verdict="unverified", reasons=("not verified: no such device here",)) for c in alive]
-        best = alive[0] if alive else None
-    names = {c.kernel.name for c in alive}
-    losers = [c for c in judged if c.kernel.name not in names and c.verdict not in ("eligible", "unverified")]
+    elif alive and alive[0].verdict == "eligible":
+        alive[0] = replace(alive[0], verdict="selected")
     order = {verdict: place for place, verdict in enumerate(VERDICTS)}
     losers.sort(key=lambda c: (order[c.verdict], c.kernel.name))
-    return Selection(op.name, problem, target, tuple(alive + losers), best)
+    return Selection(op.name, problem, target, tuple(alive + losers), alive[0] if alive else None)
 
 
-def _judge(
-    op: Op,
-    problem: Problem,
-    kernel: Kernel,
-    target: Target,
-    build: Build,
-    store: Store,
-    policy: Policy,
-    layouts: frozenset[str] | None,
-) -> Candidate:
+@dataclass(frozen=True)
+class _Case:
+    """What one selection is asked, and what all its candidates share."""
+
+    op: Op
+    problem: Problem
+    target: Target
+    build: Build
+    store: Store
+    policy: Policy
+    layouts: frozenset[str] | None
+
+    @cached_property
+    def record(self) -> tuple[str, str, str]:
+        """The last three fields of a verification's key: problem, device, toolchain."""
+        return str(self.op.verification(self.problem)), target_key(self.target), self.build.key()
+
+    @cached_property
+    def times(self) -> Times:
+        """The measured times that bear on the problem."""
+        return Times(self.op, self.problem, self.target, self.build, self.store)
+
+
+def _judge(case: _Case, kernel: Kernel) -> Candidate:
     """The four questions, hardware, build, problem, verified, and the policy's wishes."""
-    if reasons := kernel.requires.check_hardware(target, build):
+    if reasons := kernel.requires.check_hardware(case.target, case.build):
         return Candidate(kernel, "hardware", tuple(reasons))
-    if reasons := kernel.requires.check_build(target, build):
+    if reasons := kernel.requires.check_build(case.target, case.build):
         return Candidate(kernel, "build", tuple(reasons))
-    if reason := kernel.accepts(problem):
+    if reason := kernel.accepts(case.problem):
         return Candidate(kernel, "problem", (reason,))
-    if reason := _unwanted(op, kernel, target, policy):
+    if reason := _unwanted(case.op, kernel, case.target, case.policy):
         return Candidate(kernel, "policy", (reason,))
-    if layouts is not None and kernel.layouts and not layouts & set(kernel.layouts):
-        reads, have = ", ".join(kernel.layouts), ", ".join(sorted(layouts))
+    if case.layouts is not None and kernel.layouts and not case.layouts & set(kernel.layouts):
+        reads, have = ", ".join(kernel.layouts), ", ".join(sorted(case.layouts))
         return Candidate(kernel, "problem", (f"reads layout {reads}; the weight is packed as {have}",))
-    config = _tuned_config(op, problem, kernel, target, store) or kernel.config(problem, target)
-    key = (
-        op.name, kernel.name, kernel.code_hash(), config_key(config), str(op.verification(problem)), target_key(target),
-        build.key(),
-    )  # fmt: skip
-    record = store.verifications.get(key)
-    if record is None:
-        return Candidate(kernel, "unverified", ("no record that it matched the reference here",), config=config)
-    if not record.ok:
-        return Candidate(kernel, "quarantined", (record.reason or "did not match the reference",), config=config)
-    return Candidate(kernel, "eligible", (), config=config)
+    failed: dict[str, str] = {}
+    for config in (case.times.config(kernel), kernel.config(case.problem, _code_target(case, kernel))):
+        # A configuration that failed is out; the kernel is out when its default configuration is.
+        if config is None or config_key(config) in failed:
+            continue
+        key = config_key(config)
+        found = case.store.verifications.get((case.op.name, kernel.name, kernel.code_hash(), key, *case.record))
+        if found is not None and not found.ok:
+            failed[key] = found.reason or "did not match the reference"
+            continue
+        us, source = _expected(case, kernel, frozenset(failed))
+        if found is None:
+            why = ("no record that it matched the reference here",)
+            return Candidate(kernel, "unverified", why, us, source, config)
+        return Candidate(kernel, "eligible", (), us, source, config)
+    return Candidate(kernel, "quarantined", tuple(failed.values()), config=config)
+
+
+def _code_target(case: _Case, kernel: Kernel) -> Target:
+    """The target as a kernel's configuration sees it: for C++, a CPU of the best level that was compiled for it."""
+    if kernel.language != "cpp" or case.target.vendor != "cpu":
+        return case.target
+    level = case.build.cpu_level(case.target)
+    if level is None or level == case.target.name:
+        return case.target
+    lower = Target.parse(level)
+    return replace(case.target, name=lower.name, arch=lower.arch, features=lower.features)
 
 
 def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | None:
@@ -151,62 +179,29 @@ def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | N
     return None
 
 
-def _ranked(
-    op: Op, problem: Problem, alive: list[Candidate], target: Target, store: Store, policy: Policy
-) -> list[Candidate]:
-    """Best first: pinned order, then measured time (exact, near, sibling), then estimate, then declared priority."""
-    timed: list[Candidate] = []
-    for candidate in alive:
-        found = _expected(op, problem, candidate, target, store)
-        if found is None and candidate.kernel.estimate is not None:
-            estimate = candidate.kernel.estimate(problem, target)
-            found = (estimate, "model") if estimate is not None else None
-        us, source = found or (None, "priority")
-        timed.append(replace(candidate, expected_us=us, source=source))
-    estimated = all(c.expected_us is not None for c in timed)
-
-    def order(candidate: Candidate) -> tuple[float, ...]:
-        pin = policy.rank(op.name, candidate.kernel.name)
-        measured = candidate.source in ("measured", "near", "sibling")
-        by_time = candidate.expected_us if measured or estimated else None
-        return (
-            len(policy.pinned(op.name)) if pin is None else pin,
-            0 if measured else 1,
-            by_time if by_time is not None else 0.0,
-            -candidate.kernel.priority,
-        )
-
-    return sorted(timed, key=lambda c: (order(c), c.kernel.name))
+def _expected(case: _Case, kernel: Kernel, failed: frozenset[str]) -> tuple[float | None, str]:
+    """Microseconds and where they come from: measured, near, sibling, model or (None) priority."""
+    found = case.times.expected(kernel, failed)
+    if found is None and kernel.estimate is not None:
+        estimate = kernel.estimate(case.problem, case.target)
+        found = None if estimate is None else (estimate, "model")
+    return found or (None, "priority")
 
 
-def _expected(
-    op: Op, problem: Problem, candidate: Candidate, target: Target, store: Store
-) -> tuple[float, str] | None:
-    kernel, own = candidate.kernel, list(store.times(op.name, target_key(target)))
-    exact = [t.us for t in own if t.kernel == kernel.name and t.problem == str(problem)]
-    if exact:
-        return min(exact), "measured"
-    for source, records in (("near", own), ("sibling", list(store.sibling_times(op.name, target)))):
-        near = _nearest(op, problem, records)
-        times = [t.us for t in near if t.kernel == kernel.name]
-        if times:
-            scale = max(op.cost(problem).bytes, 1) / max(op.cost(op.problem(near[0].problem)).bytes, 1)
-            return min(times) * scale, source
-    return None
+_SOURCES = {"measured": 0, "near": 0, "sibling": 0, "model": 1, "priority": 2}
 
 
-def _nearest(op: Op, problem: Problem, records: list[Timing]) -> list[Timing]:
-    """The records of the one tuned problem nearest to `problem`, [] when none is near enough."""
-    far = {text: distance(problem, op.problem(text)) for text in {record.problem for record in records}}
-    best = min(far, key=lambda text: (far[text], text), default=None)
-    return [r for r in records if r.problem == best] if best is not None and far[best] <= NEAR_LIMIT else []
+def _order(candidate: Candidate, policy: Policy) -> tuple[float | str, ...]:
+    """Pinned order, then measured time (exact, near, sibling), then estimate, then declared priority, then name.
 
-
-def _tuned_config(op: Op, problem: Problem, kernel: Kernel, target: Target, store: Store) -> Config | None:
-    own = [t for t in store.times(op.name, target_key(target)) if t.kernel == kernel.name]
-    exact = [t for t in own if t.problem == str(problem)]
-    records = exact or _nearest(op, problem, own)
-    if not records:
-        records = _nearest(op, problem, [t for t in store.sibling_times(op.name, target) if t.kernel == kernel.name])
-    best = min(records, key=lambda t: t.us, default=None)
-    return None if best is None else dict(best.config)
+    The place of a candidate depends on nothing but itself, so that one more kernel never turns two others around.
+    """
+    kernel = candidate.kernel
+    pin = policy.rank(kernel.op, kernel.name)
+    return (
+        len(policy.pinned(kernel.op)) if pin is None else pin,
+        _SOURCES[candidate.source or "priority"],
+        candidate.expected_us or 0.0,
+        -kernel.priority,
+        kernel.name,
+    )

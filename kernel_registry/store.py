@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import AxisError, Problem
 from gristmill.kernel_registry.target import Target
 
 SCHEMA = 1
 NEAR_LIMIT = 1.0
-"""How far, in powers of two summed over the integer axes, a tuned problem may be to speak for another."""
+"""How far, in powers of two summed over the integer axes (`distance`), a tuned problem may be to speak for another."""
 
 
 class StoreError(ValueError):
@@ -67,38 +68,56 @@ class Timing:
     samples: tuple[float, ...] = ()
     timing: str = "eager,cold"
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        config = config_key(self.config)
+        return (self.op, self.kernel, config, self.problem, self.target, self.toolchain, self.timing)
+
 
 @dataclass
 class Store:
     """Records in memory. Pure data: looking up reads no file."""
 
     verifications: dict[tuple[str, ...], Verification] = field(default_factory=dict)
-    timings: list[Timing] = field(default_factory=list)
-    _by_place: dict[tuple[str, str], list[Timing]] = field(default_factory=dict, repr=False)
+    _timings: dict[tuple[str, ...], Timing] = field(default_factory=dict, repr=False)
+    _by_place: dict[tuple[str, str], dict[tuple[str, ...], Timing]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _problems: dict[tuple[str, str], Problem | None] = field(default_factory=dict, repr=False, compare=False)
 
     def add(self, record: Verification | Timing) -> None:
         """Add a record; a later one replaces an earlier one of the same key."""
         if isinstance(record, Verification):
             self.verifications[record.key] = record
             return
-        place = self._by_place.setdefault((record.op, record.target), [])
-        same = [t for t in place if (t.kernel, t.problem, t.config, t.timing) == (record.kernel, record.problem, record.config, record.timing)]
-        for old in same:
-            place.remove(old)
-            self.timings.remove(old)
-        place.append(record)
-        self.timings.append(record)
+        self._timings[record.key] = record
+        self._by_place.setdefault((record.op, record.target), {})[record.key] = record
+
+    @property
+    def timings(self) -> list[Timing]:
+        """Every measured time."""
+        return list(self._timings.values())
 
     def times(self, op: str, target: str) -> Iterable[Timing]:
         """Every measured time of `op` on the device `target` (a `target_key`)."""
-        return self._by_place.get((op, target), ())
+        return self._by_place.get((op, target), {}).values()
 
     def sibling_times(self, op: str, target: Target) -> Iterable[Timing]:
         """Measured times of `op` on other devices of the same target name."""
         own = target_key(target)
         for (name, place), records in self._by_place.items():
             if name == op and place != own and place.partition("|")[0] == target.name:
-                yield from records
+                yield from records.values()
+
+    def problem(self, op: Op, text: str) -> Problem | None:
+        """The problem that a record is for, parsed once; None for one that `op` no longer has: it speaks for nothing."""
+        key = (op.name, text)
+        if key not in self._problems:
+            try:
+                self._problems[key] = op.problem(text)
+            except AxisError:
+                self._problems[key] = None
+        return self._problems[key]
 
     @staticmethod
     def parse(data: Any, origin: str) -> Store:
@@ -130,16 +149,26 @@ class Store:
             raise StoreError(f"{path}: line {error.lineno}: {error.msg}") from error
 
 
-def distance(a: Problem, b: Problem) -> float:
-    """Powers of two between two problems, summed over integer axes; infinite if any other axis differs."""
-    total = 0.0
+def distance(a: Problem, b: Problem, dynamic: frozenset[str] = frozenset()) -> float:
+    """Powers of two between two problems; infinite if they differ in more than sizes.
+
+    Static axes add up. Of the axes in `dynamic` the one furthest apart counts: those of a ragged batch (tokens,
+    sequences, total context) grow together. A static size of 0 means "none" (no window), which is near no size.
+    """
+    total, furthest = 0.0, 0.0
     for (name, left), (other, right) in zip(a.values, b.values, strict=True):
         if left == right:
             continue
         if name != other or not _is_size(left) or not _is_size(right):
             return math.inf
-        total += abs(math.log2(max(float(left or 0), 0.5)) - math.log2(max(float(right or 0), 0.5)))
-    return total
+        if name not in dynamic and not (left and right):
+            return math.inf
+        step = abs(math.log2(max(float(left or 0), 0.5)) - math.log2(max(float(right or 0), 0.5)))
+        if name in dynamic:
+            furthest = max(furthest, step)
+        else:
+            total += step
+    return total + furthest
 
 
 def _is_size(value: object) -> bool:

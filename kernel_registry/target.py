@@ -123,12 +123,12 @@ class Target:
 
     @property
     def triton_target(self) -> tuple[str, int | str, int] | None:
-        """(backend, arch, warp size) as triton's GPUTarget takes them; None where triton has no backend (CPU)."""
+        """(backend, arch, warp size) as triton's GPUTarget takes them; None where triton has no backend (CPU, gfx1030)."""
         if self.vendor == "nvidia":
             number = re.fullmatch(r"sm_(\d+)", self.arch)
             return None if number is None else ("cuda", int(number[1]), 32)
         if self.vendor == "amd":
-            return ("hip", self.arch, self.wave_size or 64)
+            return None if self.arch in amd.NO_TRITON else ("hip", self.arch, self.wave_size or 64)
         if self.vendor == "intel":  # the backend of the separate triton-xpu; its warp size is 32 by default
             return ("xpu", self.arch, 32)
         return None

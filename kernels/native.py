@@ -47,6 +47,7 @@ LEVEL_CHAINS: dict[str, tuple[str, ...]] = {
     "neon_dotprod": ("neon_dotprod", "neon"),
     "neon_i8mm": ("neon_i8mm", "neon_dotprod", "neon"),
     "sve": ("sve", "neon_i8mm", "neon_dotprod", "neon"),
+    "vxe": ("vxe", "base"),
 }
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
@@ -155,8 +156,9 @@ def best_config(name: str) -> Callable[[Any, Any], dict[str, str]]:
     """The `config` of a C++ kernel whose one choice is the code level: the best that `name` has for a CPU target."""
 
     def config(problem: Any, target: Any) -> dict[str, str]:
-        level = target.base.partition(":")[2]
-        return {"level": best_level(name, level) if manifest() else level}
+        level = target.levels[0].partition(":")[2]  # not its name: features may have been taken away
+        here = set(LEVEL_CHAINS[level]) & set(manifest().get("cpu_levels", ()))
+        return {"level": best_level(name, level) if here else level}
 
     return config
 

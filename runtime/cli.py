@@ -80,7 +80,8 @@ def generate(
     params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed)
     llm = _load(options, as_json)
     begin = time.perf_counter()
-    text, ids, reason = "", [], None
+    text, reason = "", None
+    ids: list[int] = []
     for chunk in llm.stream(prompt, params):
         text += chunk.text
         ids += chunk.token_ids

@@ -83,7 +83,7 @@ def window_losses(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
     wanted = torch.tensor(ids[1:], device=logits.device)
     losses = [
         torch.nn.functional.cross_entropy(some, ids_of_some, reduction="none")
-        for some, ids_of_some in zip(logits.split(ROWS), wanted.split(ROWS), strict=True)
+        for some, ids_of_some in zip(torch.split(logits, ROWS), torch.split(wanted, ROWS), strict=True)
     ]
     return torch.cat(losses).double().cpu()
 

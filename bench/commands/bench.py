@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,10 +27,12 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="Time spent on each row.")
 @click.option("--save", is_flag=True, help="Write the times to the store, where selection reads them.")
+@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def bench(
     op_name: str, kernels: str | None, problem_texts: tuple[str, ...], suite: str, target: str | None, seconds: float,
-    save: bool, as_json: bool,
+    save: bool, results: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels of OP. Inputs rotate so that every call finds them cold; a kernel that is wrong is not timed.
 
@@ -50,6 +56,12 @@ def bench(
         rows.append(_row(op, problem, kernel, here, seconds))
     if save:
         _save(op, rows, here)
+    if results:
+        from gristmill.autotune.environment import environment
+
+        command = "kernelbench " + shlex.join(sys.argv[1:])
+        record = {"environment": environment(here.target, command), "ceilings": _ceilings(here), "rows": rows}
+        Path(results).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         row.pop("samples")
     if as_json:
@@ -99,6 +111,13 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, seconds: float) 
         "gbs": cost.bytes / measured.us / 1e3, "tflops": cost.flops / measured.us / 1e6,
         "fraction_of_floor": ceilings(device).floor_us(cost) / measured.us if measured.us else None,
     }  # fmt: skip
+
+
+def _ceilings(here: Place) -> dict[str, Any]:
+    from gristmill.autotune.floor import ceilings
+
+    limits = ceilings(here.device or "cpu")
+    return {"read_gbs": limits.read_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
 
 
 def _save(op: Op, rows: list[dict[str, Any]], here: Place) -> None:

@@ -59,6 +59,9 @@ ARCHES: tuple[ArchFacts, ...] = (
     _gfx("1250", "gfx1250", _GFX1250, 320),
 )
 
+NO_TRITON = frozenset({"gfx1030"})
+"""Architectures that Triton's AMD backend refuses ("unsupported target"), tried with Triton 3.9."""
+
 # LLVM's generic code objects: one code object that loads on each of these.
 GENERIC: dict[str, frozenset[str]] = {
     "gfx9-generic": frozenset({"gfx906"}),

@@ -27,7 +27,7 @@ _ARM_FLAGS = {
     "neon_fp16": {"asimdhp"}, "sve": {"sve"}, "sve2": {"sve2"}, "bf16.native": {"bf16"},
 }  # fmt: skip
 _S390_FLAGS = {"vx": {"vx"}, "vxe": {"vxe"}}
-_FAMILIES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64", "aarch64": "aarch64", "s390x": "s390x"}
+FAMILIES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64", "aarch64": "aarch64", "s390x": "s390x"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def probe_cpu(root: str | Path = "/", machine: str | None = None) -> Target:
     architecture).
     """
     folder = Path(root)
-    family = _FAMILIES.get((machine or platform.machine()).lower(), (machine or platform.machine()).lower() or "any")
+    family = FAMILIES.get((machine or platform.machine()).lower(), (machine or platform.machine()).lower() or "any")
     text = _read(folder / "proc/cpuinfo")
     flags, title = _cpuinfo(text)
     table = {"x86-64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "s390x": _S390_FLAGS}.get(family, {})

@@ -21,7 +21,8 @@ KERNEL = Kernel(
     provider="flashinfer",
     language="cuda",
     target="gristmill.kernels.attention._flashinfer:launch_mla",
-    requires=Requirement(
+    requires=Requirement.any(
+        {"cp_async"},  # its MLA kernels start at sm_80
         vendors=("nvidia",),
         packages=(("flashinfer-python", "0.6"),),
         offers=("flashinfer.mla:BatchMLAPagedAttentionWrapper.plan",),

@@ -22,7 +22,8 @@ KERNEL = Kernel(
     provider="flashinfer",
     language="cuda",
     target="gristmill.kernels.attention._flashinfer:launch_paged",
-    requires=Requirement(
+    requires=Requirement.any(
+        {"ldmatrix"},  # FlashInfer starts at sm_75
         vendors=("nvidia",),
         packages=(("flashinfer-python", "0.6"),),
         offers=(

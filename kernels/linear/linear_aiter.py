@@ -64,7 +64,7 @@ KERNEL = Kernel(
     provider="aiter",
     language="hip",
     target=f"{__name__}:launch",
-    requires=Requirement(vendors=("amd",), offers=("aiter:gemm_a8w8",)),
+    requires=Requirement.any({"mfma.fp8"}, vendors=("amd",), offers=("aiter:gemm_a8w8",)),
     summary="AITER gemm_a8w8",
     accepts=accepts,
     config=config,

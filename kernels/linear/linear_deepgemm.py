@@ -54,7 +54,9 @@ KERNEL = Kernel(
     provider="deepgemm",
     language="cuda",
     target=f"{__name__}:launch",
-    requires=Requirement.any({"wgmma", "tma"}, {"tcgen05"}, vendors=("nvidia",), offers=("deep_gemm:fp8_gemm_nt",)),
+    requires=Requirement.any(
+        {"wgmma", "tma"}, {"tcgen05"}, vendors=("nvidia",), offers=("deep_gemm:fp8_gemm_nt",), brings=("sm_90a", "sm_100f")
+    ),
     summary="DeepGEMM fp8_gemm_nt",
     accepts=accepts,
     layouts=("plain_v1",),

@@ -125,7 +125,8 @@ KERNEL = Kernel(
     provider="humming",
     language="cuda",
     target=f"{__name__}:launch",
-    requires=Requirement(
+    requires=Requirement.any(
+        {"mma.bf16"},
         vendors=("nvidia",),
         packages=(("humming-kernels", "0.1.19"),),
         offers=("humming.ops:humming_gemm", "humming.layer:HummingLayer"),

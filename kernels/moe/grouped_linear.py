@@ -210,8 +210,8 @@ def cost(problem: Problem) -> Cost:
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Rounding of the output and, in half precision, of the weight to the dtype of x; as for linear."""
-    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 3e-3}[problem.text("x")]
+    """Rounding of the output, and room for providers that round weights to bf16; more over few rows, as for linear."""
+    base = {"fp32": 3e-6, "fp16": 2.5e-4, "bf16": 2e-3}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
@@ -251,6 +251,7 @@ OP = Op(
     error=error,
     shrink=shrink,
     pack=pack,
+    unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
         "m=0,e=3,n=16,k=32,x=bf16", "m=1,e=1,n=1,k=1,x=fp32,w=fp32", "m=33,e=5,n=34,k=67,x=bf16,gather=2",

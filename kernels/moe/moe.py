@@ -119,8 +119,9 @@ def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
-    """|Δ| over the size of one product's error behind everything that follows it, RMS over tokens, the worst column.
+    """|Δ| over the size of one product's error behind everything that follows it: RMS of the worst column or worst token.
 
+    A fault in w2 shows in its column, one in w13 in every column of the tokens that meet it.
     For token t and column h that size is the root of Σₖ w²·(‖a‖·‖w2‖/√I)² + w²·Σᵢ (w2·δᵢ)², a the activations of (t, k)
     and δ what an error of ‖x‖·‖w13‖/√H in gate and up makes of them.
     """
@@ -144,7 +145,8 @@ def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], re
         own = a.square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
         square.index_add_(0, token, weights[token, k].double()[:, None] ** 2 * (own + spread**2 @ down_proj.T**2))
     delta = torch.where(out == ref, 0.0, (out - ref).abs() / (square.sqrt() + ref.abs()).clamp_min(1e-30))
-    return float(delta.square().mean(0).sqrt().max())
+    square = delta.square()
+    return float(max(square.mean(0).max(), square.mean(1).max()) ** 0.5)
 
 
 def cost(problem: Problem) -> Cost:
@@ -157,7 +159,7 @@ def cost(problem: Problem) -> Cost:
 
 def tolerance(problem: Problem) -> Tolerance:
     """Rounding of what the parts hand on (activations, expert rows) and of weights to the dtype of x."""
-    base = {"fp32": 4e-6, "fp16": 6e-4, "bf16": 5e-3}[problem.text("x")]
+    base = {"fp32": 3e-6, "fp16": 3.5e-4, "bf16": 2.5e-3}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
@@ -196,6 +198,7 @@ OP = Op(
     error=error,
     shrink=shrink,
     pack=pack,
+    unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
         "m=0,top_k=2,e=4,h=32,i=16", "m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32", "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32",

@@ -10,6 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized
 from gristmill.kernels.moe import _chain
 
 
@@ -24,6 +25,18 @@ def launch_torch(
     _chain.run(parts, x, weights, ids, w13, w2, config["i"], config["e"], workspace, out)
 
 
+def launch_triton(
+    config: Config, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
+) -> None:
+    """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
+    from gristmill.kernels.moe import _combine_triton, _grouped_linear_triton, _permute_triton
+
+    grouped = partial(_grouped_linear_triton.launch, config)
+    combine = partial(_combine_triton.launch, {"block": config["combine"], "warps": 4})
+    parts = _chain.Parts(partial(_permute_triton.launch, {}), grouped, grouped, combine)
+    _chain.run(parts, x, weights, ids, w13, w2, config["i"], config["e"], workspace, out)
+
+
 def accepts(problem: Problem) -> str | None:
     """Weight-only and dense schemes."""
     activation = QuantScheme.parse(problem.text("w")).activation
@@ -35,17 +48,58 @@ def config(problem: Problem, target: Target) -> Config:
     return {"scheme": problem.text("w"), "e": problem.integer("e"), "i": problem.integer("i")}
 
 
-KERNEL = Kernel(
-    op="moe",
-    name="moe_chain_torch",
-    provider="torch",
-    language="python",
-    target=f"{__name__}:launch_torch",
-    requires=Requirement(packages=(("torch", "2.11"),)),
-    summary="permute, two grouped_linear, combine, all by torch; synchronises",
-    accepts=accepts,
-    config=config,
-    workspace=_chain.workspace,
-    layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
-    sources=("_chain.py", "permute_torch.py", "grouped_linear_torch.py", "combine_torch.py"),
+def config_triton(problem: Problem, target: Target) -> Config:
+    """The same, with tiles for both products: as high as an expert's share of the rows asks for."""
+    scheme, wide = QuantScheme.parse(problem.text("w")), problem.text("x") == "fp32"
+    share = problem.integer("m") * problem.integer("top_k") // problem.integer("e")
+    return {
+        **config(problem, target),
+        "bm": 16 if share <= 16 else 32 if share <= 64 else 64,
+        "bn": 64,
+        "bk": min(scheme.group_size or 128, 32 if wide else 64),
+        "warps": 4,
+        "stages": 3,
+        "combine": min(1024, max(16, 1 << (problem.integer("h") - 1).bit_length())),
+    }
+
+
+TRITON_SOURCES = ("_chain.py", "_permute_triton.py", "_grouped_linear_triton.py", "_combine_triton.py",
+                  "../linear/_linear_triton.py")  # fmt: skip
+
+KERNELS = (
+    Kernel(
+        op="moe",
+        name="moe_chain_torch",
+        provider="torch",
+        language="python",
+        target=f"{__name__}:launch_torch",
+        requires=Requirement(packages=(("torch", "2.11"),)),
+        summary="permute, two grouped_linear, combine, all by torch; synchronises",
+        accepts=accepts,
+        config=config,
+        workspace=_chain.workspace,
+        layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
+        sources=("_chain.py", "permute_torch.py", "grouped_linear_torch.py", "combine_torch.py"),
+    ),
+    *(
+        Kernel(
+            op="moe",
+            name=name,
+            provider="gristmill",
+            language="triton",
+            target=f"{__name__}:launch_triton",
+            requires=Requirement(code="triton"),
+            summary=summary,
+            accepts=accepted,
+            config=config_triton,
+            workspace=_chain.workspace,
+            layouts=(layout,),
+            sources=TRITON_SOURCES,
+            priority=50,
+        )
+        for name, layout, accepted, summary in (
+            ("moe_chain_triton", "dense_v1", accepts_dense, "permute, two grouped_linear, combine, all by Triton"),
+            ("moe_chain_w_triton", "plain_v1", accepts_quantized, "the same over quantized weights"),
+        )
+    ),
 )

@@ -38,8 +38,8 @@ KERNEL = Kernel(
     provider="flashinfer",
     language="cuda",
     target=f"{__name__}:launch",
-    requires=Requirement(
-        vendors=("nvidia",), packages=(("flashinfer-python", "0.2.5"),), offers=("flashinfer.norm:rmsnorm",)
+    requires=Requirement.any(  # FlashInfer starts at sm_75
+        {"ldmatrix"}, vendors=("nvidia",), packages=(("flashinfer-python", "0.2.5"),), offers=("flashinfer.norm:rmsnorm",)
     ),
     summary="flashinfer.norm.rmsnorm",
     accepts=accepts,

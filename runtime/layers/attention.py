@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
@@ -27,7 +28,7 @@ class Attention:
         """x [tokens, hidden], cache (K, V) -> [tokens, hidden]."""
         k_cache, v_cache = cache
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         self.rope(q, k, batch.positions)
         shape = f"h={self.kv_heads},d={self.head_dim},dv={self.head_dim},block_size={k_cache.shape[1]},x={self.plans.x}"
         self.plans.bind("reshape_and_cache", shape)(k, v, k_cache, v_cache, batch.slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gristmill.quant import QuantTensor
+from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
@@ -28,8 +28,13 @@ class MixtureOfExperts:
             f"e={moe.num_experts},top_k={moe.top_k},n_group={moe.num_groups},topk_group={moe.top_groups},x=fp32,"
             f"scoring=sigmoid,bias=true,renormalize={str(moe.norm_topk_prob).lower()}",
         )
-        self.gate_up = weights.linear(f"{name}.experts.gate_up")
-        self.down = weights.linear(f"{name}.experts.down")
+        gate_up, down = weights.linear(f"{name}.experts.gate_up"), weights.linear(f"{name}.experts.down")
+        problem = f"top_k={moe.top_k},e={moe.num_experts},h={down.n},i={down.k},x={plans.x},w={down.scheme}"
+        layouts = plans.layouts("moe", problem)
+        self.experts = plans.bind("moe", problem, layouts)
+        self.inner = down.k
+        self.gate_up, self.down = (pack(weight, next(iter(layouts))).tensors for weight in (gate_up, down))
+        plans.own(*self.gate_up, *self.down)
         self.shared = MLP(plans, weights, f"{name}.shared") if moe.num_shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,16 +46,7 @@ class MixtureOfExperts:
             self.router(x.float()), moe.top_k, self.bias, moe.num_groups, moe.top_groups, "sigmoid", moe.norm_topk_prob,
             moe.scale, scores, ids,
         )  # fmt: skip
-        out = _shim(x, self.gate_up, self.down, scores, ids)
+        out = x.new_empty(x.shape)
+        scratch = self.plans.scratch(self.experts, tokens)
+        self.experts(x, scores, ids, self.gate_up, self.down, self.inner, scratch, out)
         return out if self.shared is None else out + self.shared(x)
-
-
-def _shim(x, gate_up, down, scores, ids):
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    gu, dn = gate_up.dequantize().float(), down.dequantize().float()
-    for e in range(gu.shape[0]):
-        rows, which = (ids == e).nonzero(as_tuple=True)
-        if len(rows):
-            g, u = (x[rows].float() @ gu[e].T).chunk(2, -1)
-            out.index_add_(0, rows, (torch.nn.functional.silu(g) * u) @ dn[e].T * scores[rows, which, None])
-    return out.to(x.dtype)

@@ -12,7 +12,9 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import dtype_name
+from gristmill.kernels.linear.linear import layout_for
 
 LAYOUT_SIZES = (1, 16, 256)
 """Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
@@ -60,9 +62,15 @@ class Plans:
         """The layouts in which the weights of a static problem are to be packed."""
         if problem not in self._layouts:
             definition = default_registry().op(op)
+            static = definition.problem(problem)
             resolver = ops.resolver(self.device, self.policy)
-            plan = resolver.plan(definition, definition.problem(problem), LAYOUT_SIZES)
-            self._layouts[problem] = frozenset(plan.layouts)
+            if {"n", "k"} <= static.as_dict().keys():
+                chosen = resolver.plan(definition, static, LAYOUT_SIZES).layouts
+            else:
+                # Experts are packed once, for the kernel of a middling batch.
+                best = resolver.resolve(definition, definition.at_bucket(static, LAYOUT_SIZES[1])).require()
+                chosen = (layout_for(best.kernel, QuantScheme.parse(static.text("w"))).name,)
+            self._layouts[problem] = frozenset(chosen)
         return self._layouts[problem]
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:

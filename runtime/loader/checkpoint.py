@@ -151,7 +151,9 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 def _entry(file: Path, name: str, value: Any, wrong: Any) -> Entry:
     fields = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
+    dtype = DTYPES.get(str(fields.get("dtype")))
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
     if dtype is None:
         raise wrong(f"tensor {name} has dtype {fields.get('dtype')!r}")
     for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):

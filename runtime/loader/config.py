@@ -100,7 +100,7 @@ class _Fields:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(k.__name__ for k in kinds)
             raise ConfigError(f"{self.origin}: entry {name!r} must be {expected}, got {value!r}")
-        if least is not None and value < least:
+        if least is not None and isinstance(value, int | float) and value < least:
             raise ConfigError(f"{self.origin}: entry {name!r} must be at least {least}, got {value!r}")
         return value
 

@@ -47,7 +47,8 @@ def table(c: ModelConfig) -> WeightTable:
 
 def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:
     heads, latent = c.num_heads, mla.kv_lora_rank
-    down, rows = (f"{source}.kv_a_proj_with_mqa",), (mla.latent_dim,)
+    down: tuple[str, ...] = (f"{source}.kv_a_proj_with_mqa",)
+    rows: tuple[int, ...] = (mla.latent_dim,)
     if mla.q_lora_rank:
         down, rows = (f"{source}.q_a_proj", *down), (mla.q_lora_rank, *rows)
         yield Weight(f"{name}.q_norm", (f"{source}.q_a_layernorm.weight",), (mla.q_lora_rank,))

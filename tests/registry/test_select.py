@@ -69,11 +69,11 @@ def test_a_sibling_device_speaks_when_this_one_was_never_measured():
     assert found.best is not None and (found.best.kernel.name, found.best.source) == ("a", "sibling")
 
 
-def test_estimates_rank_only_when_every_candidate_has_one():
+def test_estimates_rank_before_declared_priority_and_others_change_nothing():
     a, b = kernel("a", priority=9, estimate=lambda p, t: 9.0), kernel("b", estimate=lambda p, t: 4.0)
     assert choose(a, b).candidates[0].kernel.name == "b"
     assert choose(a, b).candidates[0].source == "model"
-    assert choose(a, b, kernel("c", priority=5)).candidates[0].kernel.name == "a"
+    assert [c.kernel.name for c in choose(a, b, kernel("c", priority=5)).candidates] == ["b", "a", "c"]
 
 
 def test_unverified_best_is_returned_as_such_and_never_selected():

@@ -1,0 +1,83 @@
+"""`make run`: two small models answer on this machine, then what each number format costs, and which kernels ran.
+
+    python examples/run.py [--windows 16] [--schemes bf16,int4_g128,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gristmill import console
+from gristmill.runtime.evaluate import evaluate, read_tokens
+from gristmill.runtime.explain import summarize
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+
+MODELS = Path(__file__).parent / "models"
+NAMES = ("docs-llama", "docs-deepseek")
+SCHEMES = "bf16,int4_g128,fp8_block,mxfp4,nvfp4"
+PROMPT = "The function returns"
+WINDOW = 1024
+
+
+def answer(name: str) -> None:
+    """Stream one answer of a model as it is stored, bf16."""
+    console.out().print(f"[bold]{name}[/bold] (bf16): {PROMPT}", end="")
+    llm = LLM(MODELS / name)
+    start, count = time.perf_counter(), 0
+    for chunk in llm.stream(PROMPT, SamplingParams(temperature=0.7, seed=7, max_tokens=80)):
+        print(chunk.text, end="", flush=True)
+        count += len(chunk.token_ids)
+    print(f"\n  [{count} tokens in {time.perf_counter() - start:.1f} s]\n", flush=True)
+
+
+def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """A row of the table, and the kernels that ran."""
+    llm = LLM(MODELS / name, dtype="bf16", quant=None if scheme == "bf16" else scheme)
+    found = evaluate(llm.engine, read_tokens(MODELS / "eval_tokens.u16"), WINDOW, windows)
+    prompts, params = [[1 + i] * 8 for i in range(4)], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    llm.generate(prompts, params)
+    start = time.perf_counter()
+    count = sum(len(result.token_ids) for result in llm.generate(prompts, params))
+    speed = count / (time.perf_counter() - start)
+    row = [name, scheme, f"{found.perplexity:.3f}", f"{found.loss:.4f}", f"{llm.weight_bytes / 1e6:.2f}", f"{speed:.0f}"]
+    return row, summarize(llm.explain())
+
+
+def main() -> None:
+    """Answers, the table of formats, the table of kernels."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=16, help="windows of 1,024 held-out tokens (default 16)")
+    parser.add_argument("--schemes", default=SCHEMES, help=f"comma-separated (default {SCHEMES})")
+    options = parser.parse_args()
+    print("Kernels are checked against their reference here before they run: the first start takes longer.\n", flush=True)
+    for name in NAMES:
+        answer(name)
+    rows, kernels = [], {}
+    work = [(name, scheme) for name in NAMES for scheme in options.schemes.split(",")]
+    for name, scheme in console.progress(work, lambda item: f"{item[0]} in {item[1]}"):
+        row, ran = measure(name, scheme, options.windows)
+        rows.append(row)
+        for entry in ran:
+            key = (entry["op"], entry["w"], entry["kernel"])
+            kernels[key] = (entry["reason"], kernels.get(key, ("", 0))[1] + entry["plans"])
+    console.table(
+        f"What number formats cost: perplexity on {options.windows} windows of {WINDOW} held-out tokens, round to nearest",
+        ["model", "format", "perplexity", "loss (nats)", "weights (MB)", "tokens/s, 4 requests"], rows,
+        right=("perplexity", "loss (nats)", "weights (MB)", "tokens/s, 4 requests"),
+    )  # fmt: skip
+    print()
+    console.table(
+        "Kernels that ran", ["operation", "weights", "kernel", "sizes", "why"],
+        [[op, scheme, kernel, count, why] for (op, scheme, kernel), (why, count) in sorted(kernels.items())],
+        right=("sizes",),
+    )  # fmt: skip
+    print('\nNext: gristmill generate --help, kernelbench explain linear --problem "n=768,k=256,w=int4_g128"')
+
+
+if __name__ == "__main__":
+    sys.exit(main())

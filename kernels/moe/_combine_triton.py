@@ -1,0 +1,43 @@
+"""Combine in Triton: float32 sums in registers, k in order, no atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+
+
+@triton.jit
+def combine_kernel(y, inverse, weights, out, top_k, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in range(top_k):
+        place = tl.load(inverse + token * top_k + k).to(tl.int64)
+        weight = tl.load(weights + token * top_k + k)
+        here = inside & (columns * 0 + place >= 0)
+        row = tl.load(y + place * width + columns, mask=here, other=0.0).to(tl.float32)
+        total += tl.where(here, weight * row, 0.0)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def launch(config: Config, y: Any, inverse: Any, weights: Any, out: Any) -> None:
+    """y [P, H] -> out [T, H]."""
+    (tokens, top_k), width = weights.shape, y.shape[1]
+    if tokens:
+        block = config["block"]
+        combine_kernel[(tokens, triton.cdiv(width, block))](
+            y, inverse, weights, out, top_k, width, BLOCK=block, num_warps=config["warps"]
+        )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds."""
+    types = {"y": "*bf16", "inverse": "*i32", "weights": "*fp32", "out": "*bf16", "top_k": "i32", "width": "i32"}
+    return [AotCase("bf16", combine_kernel, types, {"BLOCK": 1024}, {"num_warps": 4}, ("width",))]

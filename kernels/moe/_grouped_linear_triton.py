@@ -1,0 +1,136 @@
+"""Grouped linear in Triton: linear's tile product, on tiles of rows that never cross an expert.
+
+The number of tiles depends on the offsets, which are on the device: the grid has as many as there can be, each program
+counts the tiles of the experts before it and leaves when it is past the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.linear._linear_triton import (
+    DENSE,
+    E2M1,
+    E4M3,
+    FORMATS,
+    INT4,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    SCALE_FLOAT,
+    product,
+)
+
+
+@triton.jit
+def grouped_linear_kernel(
+    x, weight, scales, zeros, row_scale, row_block, perm, offsets, permutation, out, m, experts, n, weight_rows, k, columns,
+    row_bytes, groups, scale_rows, top_k, FORMAT: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr, ROW_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, PERM: tl.constexpr, GATHER: tl.constexpr,
+    SILU: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """n: columns of the output; weight_rows: rows of an expert's weight; scale_rows: rows of its scales."""
+    dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    tile = tl.program_id(1)
+    e = tl.arange(0, BE)
+    starts = tl.load(offsets + e, mask=e < experts, other=0)
+    ends = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    tiles = (ends - starts + BM - 1) // BM
+    through = tl.cumsum(tiles, 0)
+    expert = tl.sum((through <= tile).to(tl.int32), 0)
+    ns = tl.program_id(0) * BN + tl.arange(0, BN)
+    n_mask = ns < n
+    last = tl.load(offsets + experts)
+    if expert < BE:
+        mine = e == expert
+        start = tl.sum(tl.where(mine, starts, 0), 0)
+        end = tl.sum(tl.where(mine, ends, 0), 0)
+        first = tl.sum(tl.where(mine, through - tiles, 0), 0)
+        rows = start + (tile - first) * BM + tl.arange(0, BM)
+        row_mask = rows < end
+        source = rows.to(tl.int64)
+        if GATHER:
+            source = (tl.load(permutation + rows, mask=row_mask, other=0) // top_k).to(tl.int64)
+        at = expert.to(tl.int64)
+        w = weight + at * weight_rows * row_bytes
+        s = scales + at * scale_rows * groups
+        z = zeros + at * scale_rows * groups
+        r = row_scale + at * weight_rows
+        y = product(x, w, s, z, r, row_block, perm, source, row_mask, ns, n_mask, k, columns, k, row_bytes, groups, dtype,
+                    FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN, BK)  # fmt: skip
+        if SILU:
+            up = product(x, w, s, z, r, row_block, perm, source, row_mask, ns + n, n_mask, k, columns, k, row_bytes, groups,
+                         dtype, FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN,
+                         BK)  # fmt: skip
+            y = y / (1.0 + tl.exp(-y)) * up
+        to = rows.to(tl.int64)[:, None] * n + ns[None, :]
+        tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+    else:
+        # Programs past the last tile clear the rows that belong to no expert: there are at least as many as such tiles.
+        rows = last + (tile - tl.sum(tiles, 0)) * BM + tl.arange(0, BM)
+        to = rows.to(tl.int64)[:, None] * n + ns[None, :]
+        zero = tl.zeros([BM, BN], dtype=tl.float32).to(out.dtype.element_ty)
+        tl.store(out + to, zero, mask=(rows < m)[:, None] & n_mask[None, :])
+
+
+def launch(
+    config: Config, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+) -> None:
+    """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
+    import torch
+
+    (m, columns_out), k, experts = out.shape, x.shape[1], expert_offsets.shape[0] - 1
+    if m == 0:
+        return
+    scheme = QuantScheme.parse(str(config["scheme"]))
+    if scheme.is_dense:
+        codes = scales = zeros = row_scale = row_block = perm = weight[0]
+        flags, kind, code, columns, groups, scale_rows = (False,) * 4, DENSE, 0, k, 0, 0
+    else:
+        codes, scales, zeros, row_scale, row_block, perm = weight
+        flags = tuple(t.numel() > 0 for t in (zeros, row_scale, row_block, perm))
+        kind, columns, (scale_rows, groups) = FORMATS[scheme.weight], perm.numel() or k, scales.shape[-2:]
+        code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
+        scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
+    wide = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
+    bm, bn = config["bm"], config["bn"]
+    # Each expert wastes less than one tile, and so does the part behind the last.
+    tiles = min(m, triton.cdiv(m, bm) + experts + 1)
+    grouped_linear_kernel[(triton.cdiv(columns_out, bn), tiles)](
+        x, codes, scales, zeros, row_scale, row_block, perm, expert_offsets, expert_offsets if permutation is None else permutation,
+        out, m, experts, columns_out, codes.shape[1], k, columns, codes.shape[2], groups, scale_rows, top_k,
+        FORMAT=kind, SCALE=code, GROUP=scheme.group_size or 0, ZERO=0 if flags[0] else scheme.implicit_zero,
+        HAS_ZERO=flags[0], ROW_SCALE=flags[1], ROW_BLOCK=flags[2], PERM=flags[3], GATHER=permutation is not None,
+        SILU=silu_mul, WIDE=wide, PRECISION="ieee" if wide else "tf32", BE=triton.next_power_of_2(experts), BM=bm, BN=bn,
+        BK=config["bk"], num_warps=config["warps"], num_stages=config["stages"],
+    )  # fmt: skip
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: dense, and schemes of every code format."""
+    ints = dict.fromkeys(("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
+                         "i32")  # fmt: skip
+    plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
+    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "WIDE"), False)
+    cases = []
+
+    def case(name: str, weight: str, tile: tuple[int, int, int], types: dict[str, str], **constants: Any) -> None:
+        pointers = {"x": "*bf16", "weight": weight, **plain, **types, "offsets": "*i32", "permutation": "*i32", "out": "*bf16"}
+        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "tf32", "BE": 128}
+        shape = dict(zip(("BM", "BN", "BK"), tile, strict=True))
+        cases.append(AotCase(name, grouped_linear_kernel, pointers | ints, base | off | constants | shape,
+                             {"num_warps": 4, "num_stages": 3}, ("k", "columns", "row_bytes")))  # fmt: skip
+
+    case("dense_silu", "*bf16", (16, 64, 64), {}, SILU=True, GATHER=True)
+    case("int4_g128", "*u8", (16, 64, 64), {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8)
+    case("fp8_block", "*u8", (64, 64, 64), {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128, ROW_BLOCK=True)
+    case("mxfp4_silu", "*u8", (16, 64, 32), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32, SILU=True)
+    case("nvfp4", "*u8", (16, 64, 16), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16, ROW_SCALE=True)
+    return cases

@@ -1,0 +1,35 @@
+"""Whole models on the GPU: the CPU oracle's greedy ids, and the loss of quantized weights, under strict policies too."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.evaluate import evaluate
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime import oracle
+from tests.runtime.oracle import MODELS, NAMES, Comparison, answer
+
+pytestmark = pytest.mark.gpu
+TRITON = Policy(pins={"*": ("*_triton", "*_triton_split", "moe_chain*")}, strict=True, origin="strict Triton")
+
+
+@pytest.mark.parametrize("policy", [None, TRITON], ids=["default", "strict Triton"])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_ids(name: str, policy: Policy | None) -> None:
+    llm = LLM(MODELS / name, dtype="fp32", device="cuda", policy=policy, num_blocks=512)
+    prompts = oracle.prompts()[2:18:3]
+    found = Comparison(f"{name} on the GPU")
+    for prompt, result in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
+        found.add(result.token_ids, answer(name, tuple(prompt)))
+    found.finish()
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "fp8_block", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_loss_is_the_same_as_on_the_cpu(name: str, scheme: str) -> None:
+    ids = oracle.eval_tokens()[:4096]
+    losses = [evaluate(LLM(MODELS / name, dtype="bf16", quant=scheme, device=device, num_blocks=256).engine, ids, 1024, 4).loss
+              for device in ("cpu", "cuda")]  # fmt: skip
+    assert abs(losses[0] - losses[1]) < 0.003, losses

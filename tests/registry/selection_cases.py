@@ -1,0 +1,422 @@
+"""Selection by hand: which kernel an operation gets on a target with an installation, and why others are refused.
+
+SELECTED: op | problem | target | build | policy | kernel, with @level for the code level of C++ kernels.
+REFUSED: op | problem | target | build | policy | kernel | verdict | a part of the reason.
+FAKE: kernel | target | build | `serves`, or verdict and a part of the reason: kernels that do not exist yet, to prove
+the walls between architectures. Builds, policies and fake kernels are named below.
+"""
+
+from __future__ import annotations
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.requirement import Requirement
+from tests.registry.fakes import kernel
+
+_TORCH = {"torch": "2.13.0"}
+_TRITON = {**_TORCH, "triton": "3.9.0"}
+_X86 = ("base", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+_CUDA = {"triton_backends": ("cuda",)}
+_PAGED = tuple(f"flashinfer:Batch{kind}WithPagedKVCacheWrapper.plan" for kind in ("Prefill", "Decode"))
+_FLASHINFER = frozenset({"flashinfer.norm:rmsnorm", *_PAGED, "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan"})
+_HUMMING = frozenset({"humming.ops:humming_gemm", "humming.layer:HummingLayer"})
+_AITER = frozenset({"aiter:gemm_a8w8", "aiter.ops.rmsnorm:rmsnorm2d_fwd"})
+
+BUILDS: dict[str, Build] = {
+    "none": Build.none(),
+    "torch": Build.of(_TORCH),
+    "torch-old": Build.of({"torch": "2.10.1", "triton": "3.9.0"}, **_CUDA),
+    "cuda": Build.of(_TRITON, **_CUDA),
+    "hip": Build.of(_TRITON, triton_backends=("hip",)),
+    "both": Build.of(_TRITON, triton_backends=("cuda", "hip")),
+    "xpu": Build.of(_TRITON, triton_backends=("xpu",)),
+    "x86": Build.of(_TRITON, cpu_levels=_X86, machine="x86-64", **_CUDA),
+    "x86-avx2": Build.of(_TRITON, cpu_levels=("base", "avx2"), machine="x86-64", **_CUDA),
+    "x86-base": Build.of(_TORCH, cpu_levels=("base",), machine="x86-64"),
+    "x86-interpreter": Build.of(_TRITON, cpu_levels=_X86, triton_interpreter=True, **_CUDA),
+    "arm": Build.of(_TORCH, cpu_levels=("neon", "neon_dotprod", "neon_i8mm", "sve"), machine="aarch64"),
+    "arm-neon": Build.of(_TORCH, cpu_levels=("neon",), machine="aarch64"),
+    "s390x": Build.of(_TORCH, cpu_levels=("base",), machine="s390x"),
+    "flashinfer": Build.of({**_TRITON, "flashinfer-python": "0.7.2"}, offers=_FLASHINFER, **_CUDA),
+    "flashinfer-old": Build.of({**_TRITON, "flashinfer-python": "0.2.4"}, offers=_FLASHINFER, **_CUDA),
+    "flashinfer-moved": Build.of(
+        {**_TRITON, "flashinfer-python": "0.9.0"}, **_CUDA,
+        lacks=(("flashinfer.norm:rmsnorm", "flashinfer.norm offers no rmsnorm"),),
+    ),
+    "humming": Build.of({**_TRITON, "humming-kernels": "0.1.19"}, offers=_HUMMING, **_CUDA),
+    "humming-old": Build.of({**_TRITON, "humming-kernels": "0.1.2"}, offers=_HUMMING, **_CUDA),
+    "humming-other": Build.of({**_TRITON, "humming": "1.0"}, **_CUDA),
+    "deepgemm": Build.of(_TRITON, offers=frozenset({"deep_gemm:fp8_gemm_nt"}), **_CUDA),
+    "deepgemm-other": Build.of(
+        {**_TRITON, "deep-gemm": "0.0.1"}, lacks=(("deep_gemm:fp8_gemm_nt", "deep_gemm offers no fp8_gemm_nt"),), **_CUDA
+    ),
+    "aiter": Build.of(_TRITON, triton_backends=("hip",), offers=_AITER),
+    "aiter-other": Build.of(
+        {**_TRITON, "aiter": "0.13.2"}, triton_backends=("hip",),
+        lacks=tuple((offer, f"aiter is installed, but has no {offer}") for offer in sorted(_AITER)),
+    ),
+    "sm90a": Build.of(_TRITON, cuda_archs=("sm_90a",), **_CUDA),
+    "blackwell": Build.of(
+        {**_TRITON, "nvidia-cutlass-dsl": "4.2"}, cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"), **_CUDA
+    ),
+    "ampere": Build.of(_TRITON, cuda_archs=("sm_80",), **_CUDA),
+    "ptx": Build.of(_TRITON, cuda_archs=("compute_80",), **_CUDA),
+    "rocm": Build.of(_TRITON, triton_backends=("hip",), hip_archs=("gfx942", "gfx950", "gfx11-generic", "gfx12-generic")),
+}  # fmt: skip
+
+POLICIES: dict[str, Policy] = {
+    "-": Policy(),
+    "torch": Policy(pins={"*": ("*_torch",)}, strict=True),
+    "triton": Policy(pins={"*": ("*_triton",)}, strict=True),
+    "cpp": Policy(pins={"*": ("*_cpu",)}, strict=True),
+    "prefer-torch": Policy(pins={"*": ("*_torch",)}),
+    "prefer-gone": Policy(pins={"*": ("no_such_kernel",)}),
+    "no-triton": Policy(exclude=("*triton*",)),
+    "no-cpp": Policy(exclude=("*_cpu",)),
+    "deterministic": Policy(deterministic=True),
+    "invariant": Policy(batch_invariant=True),
+    "flashinfer": Policy(pins={"*": ("*_flashinfer",)}),
+    "flashinfer-det": Policy(pins={"*": ("*_flashinfer",)}, batch_invariant=True),
+    "humming": Policy(pins={"linear": ("linear_humming",)}),
+    "humming-det": Policy(pins={"linear": ("linear_humming",)}, deterministic=True),
+    "deepgemm": Policy(pins={"linear": ("linear_deepgemm",)}),
+    "aiter": Policy(pins={"*": ("*_aiter",)}),
+}
+
+SELECTED = """
+# rms_norm: every target of the tables, by the tools that this installation has
+rms_norm | m=1,n=4096 | sm_70 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_75 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_80 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_86 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_87 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_89 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_90 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_100 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_103 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_110 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_120 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_121 | cuda | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx906 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx90a | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx942 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx950 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1030 | hip | - | rms_norm_torch
+rms_norm | m=1,n=4096 | gfx1100 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1101 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1102 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1150 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1151 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1200 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1201 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx1250 | hip | - | rms_norm_triton
+rms_norm | m=1,n=4096 | xpu:pvc | xpu | - | rms_norm_triton
+rms_norm | m=1,n=4096 | xpu:bmg | both | - | rms_norm_torch
+rms_norm | m=1,n=4096 | cpu:base | x86 | - | rms_norm_cpu@base
+rms_norm | m=1,n=4096 | cpu:avx2 | x86 | - | rms_norm_cpu@avx2
+rms_norm | m=1,n=4096 | cpu:avx512 | x86 | - | rms_norm_cpu@avx512
+rms_norm | m=1,n=4096 | cpu:neon | arm | - | rms_norm_cpu@neon
+rms_norm | m=1,n=4096 | cpu:sve | arm-neon | - | rms_norm_cpu@neon
+rms_norm | m=1,n=4096 | cpu:vxe | s390x | - | rms_norm_cpu@base
+rms_norm | m=1,n=4096 | cpu:vxe | x86 | - | rms_norm_torch
+rms_norm | m=1,n=4096 | cpu:neon | x86 | - | rms_norm_torch
+rms_norm | m=1,n=4096 | cpu:avx2 | torch | - | rms_norm_torch
+rms_norm | m=1,n=4096 | sm_90 | torch | - | rms_norm_torch
+rms_norm | m=1,n=4096 | h200 | flashinfer | flashinfer | rms_norm_flashinfer
+rms_norm | m=1,n=4096 | sm_90 | flashinfer | - | rms_norm_triton
+rms_norm | m=1,n=4096,x=fp32 | sm_90 | flashinfer | flashinfer | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_90 | flashinfer-moved | flashinfer | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx942 | aiter | aiter | rms_norm_aiter
+rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_triton
+rms_norm | m=1,n=4096 | gfx942 | aiter-other | aiter | rms_norm_triton
+rms_norm | m=0,n=4096 | sm_90 | cuda | torch | rms_norm_torch
+rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | triton | rms_norm_triton
+rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_cpu@avx2
+rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_torch
+rms_norm | m=1,n=4096 | sm_90 | cuda | prefer-gone | rms_norm_triton
+rms_norm | m=1,n=4096 | sm_90 | cuda | prefer-torch | rms_norm_torch
+rms_norm | m=1,n=4096 | cpu:avx2 | x86 | no-cpp | rms_norm_torch
+# a CPU gets the best level that it runs whole, is compiled, and the kernel has
+linear | m=16,n=4096,k=4096,w=int8_ch | cpu:avx512-avx512 | x86 | - | linear_cpu@avx2
+linear | m=16,n=4096,k=4096,w=int8_ch | cpu:avx512_vnni-avx512_vnni | x86 | - | linear_cpu@avx512
+linear | m=16,n=4096,k=4096,w=int8_ch | cpu:avx512_vnni | x86-avx2 | - | linear_cpu@avx2
+linear | m=16,n=4096,k=4096,w=int8_ch | cpu:avx2 | x86 | - | linear_cpu@avx2
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | - | linear_cpu@avx2
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:amx | x86-avx2 | - | linear_cpu@avx2
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2-fma | x86 | - | linear_cpu@base
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx512 | x86-base | - | linear_cpu@base
+fused_add_rms_norm | m=16,n=4096 | cpu:avx512_bf16 | x86-avx2 | - | fused_add_rms_norm_cpu@avx2
+silu_and_mul | m=16,n=4096 | cpu:avx512_vnni-avx512_vnni-avx512 | x86 | - | silu_and_mul_cpu@avx2
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
+# linear: every scheme somewhere
+linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_triton
+linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_triton
+linear | m=16,n=4096,k=4096,x=fp32,w=fp32 | sm_120 | cuda | - | linear_triton
+linear | m=16,n=4096,k=4096 | sm_90 | torch | - | linear_torch
+linear | m=16,n=4096,k=4096 | cpu:avx2 | x86 | - | linear_cpu@avx2
+linear | m=16,n=4096,k=4096,w=int4_g32 | sm_80 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g64 | sm_86 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_121 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_110 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_ch | gfx90a | hip | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128_zp | gfx1201 | hip | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g32_zp | gfx1100 | hip | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | gfx1030 | hip | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_ch | sm_75 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int8_g128 | gfx950 | hip | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=fp8 | sm_80 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=fp8_ch | gfx942 | hip | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=fp8_block | gfx942 | hip | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=fp8_block | sm_89 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=mxfp8 | sm_90 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=mxfp4 | sm_90 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=nvfp4 | sm_121 | cuda | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=nvfp4 | cpu:avx512 | x86 | - | linear_cpu@avx512
+linear | m=16,n=4096,k=4096,w=mxfp4 | cpu:neon | arm | - | linear_cpu@neon
+linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | torch | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cuda | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | deepgemm | deepgemm | linear_deepgemm
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_103 | deepgemm | deepgemm | linear_deepgemm
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm-other | deepgemm | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | cpu:avx512_vnni | x86 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx950 | aiter | aiter | linear_aiter
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-old | humming | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | invariant | linear_cpu@avx2
+# the other operations
+fused_add_rms_norm | m=16,n=4096 | sm_121 | cuda | - | fused_add_rms_norm_triton
+fused_add_rms_norm | m=16,n=4096 | gfx1030 | both | - | fused_add_rms_norm_torch
+silu_and_mul | m=16,n=4096 | sm_120 | cuda | - | silu_and_mul_triton
+silu_and_mul | m=16,n=4096 | cpu:avx2 | x86 | - | silu_and_mul_cpu@avx2
+rotary_embedding | t=16,hq=32,hk=8,d=128,rot=128 | sm_103 | cuda | - | rotary_embedding_triton
+rotary_embedding | t=16,hq=32,hk=8,d=128,rot=64,style=gptj | gfx942 | hip | - | rotary_embedding_triton
+rotary_embedding | t=16,hq=32,hk=8,d=128,rot=128 | cpu:neon_i8mm | arm | - | rotary_embedding_cpu@neon_i8mm
+reshape_and_cache | t=16,h=8,d=128,dv=128 | sm_110 | cuda | - | reshape_and_cache_triton
+reshape_and_cache | t=16,h=8,d=128,dv=128 | cpu:avx2 | x86 | - | reshape_and_cache_cpu@avx2
+reshape_and_cache_mla | t=16 | gfx950 | hip | - | reshape_and_cache_mla_triton
+reshape_and_cache_mla | t=16 | xpu:lnl | torch | - | reshape_and_cache_mla_torch
+merge_attention_states | t=16,h=8,d=128 | sm_89 | cuda | - | merge_attention_states_triton
+merge_attention_states | t=16,h=8,d=128 | cpu:avx2 | x86 | - | merge_attention_states_cpu@avx2
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | cuda | - | paged_attention_triton_split
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | cuda | invariant | paged_attention_triton
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_triton_split
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,head_dim=512 | sm_90 | cuda | - | paged_attention_torch
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | cuda | - | mla_attention_triton_split
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | gfx942 | hip | invariant | mla_attention_triton
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | cpu:avx2 | x86 | - | mla_attention_cpu@avx2
+varlen_attention | q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16 | sm_120 | cuda | - | varlen_attention_triton
+varlen_attention | q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16 | gfx1030 | hip | - | varlen_attention_torch
+varlen_attention | q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16 | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
+grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | sm_80 | cuda | - | grouped_topk_triton
+grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | cpu:avx2 | x86 | - | grouped_topk_cpu@avx2
+grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | xpu:dg2 | both | - | grouped_topk_torch
+sample | m=16,v=128256 | sm_121 | cuda | - | sample_triton
+sample | m=16,v=128256 | cpu:avx2 | x86 | - | sample_cpu@avx2
+sample | m=16,v=128256 | gfx1151 | hip | - | sample_triton
+"""
+
+REFUSED = """
+# the device
+rms_norm | m=1,n=4096 | sm_90 | x86 | - | rms_norm_cpu | hardware | runs on cpu; sm_90 is nvidia
+rms_norm | m=1,n=4096 | gfx942 | x86 | - | rms_norm_cpu | hardware | runs on cpu; gfx942 is amd
+rms_norm | m=1,n=4096 | xpu:bmg | x86 | - | rms_norm_cpu | hardware | runs on cpu; xpu:bmg is intel
+rms_norm | m=1,n=4096 | gfx1030 | hip | - | rms_norm_triton | hardware | Triton emits no code for gfx1030
+rms_norm | m=1,n=4096 | cpu:avx2 | x86 | - | rms_norm_triton | hardware | its interpreter is off
+rms_norm | m=1,n=4096 | gfx942 | flashinfer | flashinfer | rms_norm_flashinfer | hardware | runs on nvidia; gfx942 is amd
+rms_norm | m=1,n=4096 | cpu:avx2 | flashinfer | flashinfer | rms_norm_flashinfer | hardware | runs on nvidia; cpu:avx2 is cpu
+rms_norm | m=1,n=4096 | sm_90 | aiter | aiter | rms_norm_aiter | hardware | runs on amd; sm_90 is nvidia
+rms_norm | m=1,n=4096 | gfx1100 | aiter | aiter | rms_norm_aiter | hardware | gfx1100 lacks mfma
+rms_norm | m=1,n=4096 | gfx1201 | aiter | aiter | rms_norm_aiter | hardware | gfx1201 lacks mfma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_89 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_89 lacks tcgen05, tma, wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_120 lacks tcgen05, wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_121 lacks tcgen05, wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | has code for sm_90a, sm_100f; none of it runs on sm_110
+linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_humming | hardware | runs on nvidia; gfx942 is amd
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | humming | humming | linear_humming | hardware | sm_70 lacks mma.bf16
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_75 | humming | humming | linear_humming | hardware | sm_75 lacks mma.bf16
+rms_norm | m=1,n=4096 | sm_70 | flashinfer | flashinfer | rms_norm_flashinfer | hardware | sm_70 lacks ldmatrix
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_75 | flashinfer | flashinfer | mla_attention_flashinfer | hardware | sm_75 lacks cp_async
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx90a | aiter | aiter | linear_aiter | hardware | gfx90a lacks mfma.fp8
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx1100 | aiter | aiter | linear_aiter | hardware | gfx1100 lacks mfma.fp8
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_90 | aiter | aiter | linear_aiter | hardware | runs on amd; sm_90 is nvidia
+linear | m=16,n=4096,k=4096 | gfx1030 | both | - | linear_triton | hardware | Triton emits no code for gfx1030
+# the installation
+rms_norm | m=1,n=4096 | sm_90 | none | - | rms_norm_torch | build | package torch is not installed
+rms_norm | m=1,n=4096 | sm_90 | torch-old | - | rms_norm_torch | build | torch is 2.10.1; 2.11 or newer is needed
+rms_norm | m=1,n=4096 | sm_90 | torch | - | rms_norm_triton | build | package triton is not installed
+rms_norm | m=1,n=4096 | gfx942 | cuda | - | rms_norm_triton | build | no backend hip for gfx942; it has cuda
+rms_norm | m=1,n=4096 | sm_90 | hip | - | rms_norm_triton | build | no backend cuda for sm_90; it has hip
+rms_norm | m=1,n=4096 | xpu:pvc | both | - | rms_norm_triton | build | no backend xpu for xpu:pvc; it has cuda, hip
+rms_norm | m=1,n=4096 | cpu:avx2 | torch | - | rms_norm_cpu | build | no C++ level that runs on cpu:avx2; it has none
+rms_norm | m=1,n=4096 | cpu:avx2 | arm | - | rms_norm_cpu | build | no C++ level that runs on cpu:avx2
+rms_norm | m=1,n=4096 | cpu:neon | x86 | - | rms_norm_cpu | build | no C++ level that runs on cpu:neon; it has cpu:base, cpu:avx2
+rms_norm | m=1,n=4096 | cpu:sve | x86-base | - | rms_norm_cpu | build | no C++ level that runs on cpu:sve; it has cpu:base
+rms_norm | m=1,n=4096 | cpu:avx512 | s390x | - | rms_norm_cpu | build | no C++ level that runs on cpu:avx512; it has cpu:base
+rms_norm | m=1,n=4096 | sm_90 | cuda | flashinfer | rms_norm_flashinfer | build | package flashinfer-python is not installed
+rms_norm | m=1,n=4096 | sm_90 | flashinfer-old | flashinfer | rms_norm_flashinfer | build | flashinfer-python is 0.2.4; 0.2.5 or newer
+rms_norm | m=1,n=4096 | sm_90 | flashinfer-moved | flashinfer | rms_norm_flashinfer | build | offers no rmsnorm
+rms_norm | m=1,n=4096 | gfx942 | aiter-other | aiter | rms_norm_aiter | build | aiter is installed, but has no
+rms_norm | m=1,n=4096 | gfx942 | hip | aiter | rms_norm_aiter | build | was not looked for
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | flashinfer-old | flashinfer | paged_attention_flashinfer | build | 0.6 or newer is needed
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | flashinfer-old | flashinfer | mla_attention_flashinfer | build | 0.6 or newer is needed
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-old | humming | linear_humming | build | 0.1.19 or newer is needed
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-other | humming | linear_humming | build | package humming-kernels is not installed
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm-other | deepgemm | linear_deepgemm | build | offers no fp8_gemm_nt
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter-other | aiter | linear_aiter | build | aiter is installed, but has no
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | none | - | linear_cpu | build | no C++ level
+# the problem
+rms_norm | m=1,n=4096,x=fp32 | sm_90 | flashinfer | flashinfer | rms_norm_flashinfer | problem | takes fp16 and bf16, not fp32
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_triton | problem | not int4_g128
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_torch | problem | multiplies dense weights, not int4_g128
+linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_dequant_torch | problem | multiplies quantized weights, not dense ones
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | cpu:avx512_vnni | x86 | - | linear_cpu | problem | not int8_token
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | multiplies fp8_block.fp8_g128, not int4_g128
+linear | m=16,n=4096,k=4096,x=fp16,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | writes bf16, not fp16
+linear | m=16,n=4096,k=4000,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | K a multiple of 128
+linear | m=16,n=4096,k=4096,w=fp8_ch | sm_90 | humming | humming | linear_humming | problem | not fp8_ch
+linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_humming | problem | takes no act-order
+linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 64
+linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter | problem | writes bf16 or float16, not fp32
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | head_dim 80
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
+# the policy
+rms_norm | m=1,n=4096 | sm_90 | cuda | torch | rms_norm_triton | policy | strict policy: not among the pinned kernels
+rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_triton | policy | excluded by '*triton*'
+rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_aiter | policy | runs only when pinned
+rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_triton | policy | only interprets, for tests
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_humming | policy | runs only when pinned
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_humming | policy | not deterministic
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance
+paged_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2 | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | asks for batch invariance
+mla_attention | q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16 | sm_90 | flashinfer | - | mla_attention_flashinfer | policy | runs only when pinned
+linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | triton | linear_cpu | policy | strict policy
+"""
+
+FAKE = """
+# sm_100a code runs on sm_100 alone; sm_110 and sm_120 never get it
+sm100a | sm_100 | blackwell | serves
+sm100a | sm_103 | blackwell | hardware | sm_100a code runs only on sm_100, not on sm_103
+sm100a | sm_110 | blackwell | hardware | sm_100a code runs only on sm_100, not on sm_110
+sm100a | sm_120 | blackwell | hardware | sm_120 lacks tcgen05
+sm100a | sm_121 | blackwell | hardware | sm_121 lacks tcgen05
+sm100a | sm_90 | blackwell | hardware | sm_90 lacks tcgen05
+sm100a | sm_100 | sm90a | build | no code for sm_100a; it has sm_90a
+sm100f | sm_100 | blackwell | serves
+sm100f | sm_103 | blackwell | serves
+sm100f | sm_110 | blackwell | hardware | runs only on its family
+sm100f | sm_120 | blackwell | hardware | runs only on its family
+sm100f | sm_121 | blackwell | hardware | runs only on its family
+# sm_121 is served where sm_120 is, but for arch-specific code
+sm120 | sm_120 | blackwell | serves
+sm120 | sm_121 | blackwell | serves
+sm120 | sm_110 | blackwell | hardware | runs only on sm_12x
+sm120f | sm_121 | blackwell | serves
+sm120f | sm_100 | blackwell | hardware | runs only on its family
+sm120a | sm_121 | blackwell | hardware | sm_120a code runs only on sm_120
+block-scale | sm_120 | cuda | serves
+block-scale | sm_121 | cuda | serves
+block-scale | sm_100 | cuda | hardware | sm_100 lacks mma.sync.block_scale
+# Hopper's wgmma is nobody else's
+sm90a | sm_90 | sm90a | serves
+sm90a | sm_100 | sm90a | hardware | sm_100 lacks wgmma
+sm90a | sm_120 | sm90a | hardware | sm_120 lacks wgmma
+sm90a | sm_89 | sm90a | hardware | sm_89 lacks
+sm90a | sm_90 | cuda | build | no code for sm_90a; it has none
+cute90 | sm_90 | blackwell | serves
+cute90 | sm_90 | cuda | build | package nvidia-cutlass-dsl is not installed
+cute90 | sm_100 | blackwell | hardware | sm_90a code runs only on sm_90
+# cubins and PTX
+any-cuda | sm_86 | ampere | serves
+any-cuda | sm_87 | ampere | build | no CUDA architecture that runs on sm_87
+any-cuda | sm_90 | ampere | build | no CUDA architecture that runs on sm_90; it has sm_80
+any-cuda | sm_90 | ptx | serves
+any-cuda | sm_75 | ptx | build | no CUDA architecture that runs on sm_75
+any-cuda | gfx942 | ampere | hardware | CUDA code; gfx942 is amd
+# tensor cores by format
+mma-fp8 | sm_89 | cuda | serves
+mma-fp8 | sm_90 | cuda | serves
+mma-fp8 | sm_121 | cuda | serves
+mma-fp8 | sm_80 | cuda | hardware | sm_80 lacks mma.fp8
+mma-fp8 | sm_86 | cuda | hardware | sm_86 lacks mma.fp8
+mma-int4 | sm_80 | cuda | serves
+mma-int4 | sm_90 | cuda | hardware | sm_90 lacks mma.int4
+mxfp4 | sm_110 | both | serves
+mxfp4 | gfx950 | both | serves
+mxfp4 | gfx1250 | both | serves
+mxfp4 | sm_90 | both | hardware | sm_90 lacks
+mxfp4 | gfx942 | both | hardware | gfx942 lacks
+# fp8 of AMD: gfx942 has fnuz, gfx950 and gfx12 have OCP
+fnuz | gfx942 | rocm | serves
+fnuz | gfx950 | rocm | hardware | gfx950 lacks fp8.fnuz
+fnuz | gfx1201 | rocm | hardware | gfx1201 lacks fp8.fnuz
+fnuz | gfx90a | rocm | hardware | gfx90a lacks fp8.fnuz, mfma.fp8
+ocp | gfx950 | rocm | serves
+ocp | gfx1201 | rocm | serves
+ocp | gfx942 | rocm | hardware | gfx942 lacks fp8.ocp
+ocp | gfx1100 | rocm | hardware | gfx1100 lacks fp8.ocp
+hip942 | gfx942 | rocm | serves
+hip942 | gfx950 | rocm | hardware | gfx942 code runs only on gfx942, not on gfx950
+hip942 | sm_90 | rocm | hardware | gfx942 is code for amd; sm_90 is nvidia
+hip11 | gfx1101 | rocm | serves
+hip11 | gfx1151 | rocm | serves
+hip11 | gfx1201 | rocm | hardware | gfx11-generic code does not run on gfx1201
+# CPU levels
+vnni | cpu:avx512_bf16 | x86 | serves
+vnni | cpu:avx512 | x86 | hardware | needs avx512_vnni, which this CPU lacks
+vnni | cpu:avx2 | x86 | hardware | which this CPU lacks
+vnni | cpu:avx512_vnni | x86-avx2 | build | no code for cpu:avx512_vnni; it has cpu:base, cpu:avx2
+vnni | cpu:sve | arm | hardware | level of x86-64; this CPU is aarch64
+amx | cpu:amx | x86 | build | no code for cpu:amx
+amx | cpu:avx512_bf16 | x86 | hardware | which this CPU lacks
+i8mm | cpu:sve | arm | serves
+i8mm | cpu:neon_dotprod | arm | hardware | needs neon_i8mm, which this CPU lacks
+"""
+
+
+def _fake(name: str, requires: Requirement) -> Kernel:
+    return kernel(name, requires=requires, priority=10, language="cuda")
+
+
+_any = Requirement.any
+FAKES: dict[str, Kernel] = {k.name: k for k in (
+    _fake("sm100a", _any({"tcgen05"}, code="cuda:sm_100a")),
+    _fake("sm100f", Requirement(code="cuda:sm_100f")),
+    _fake("sm120", Requirement(code="cuda:sm_120")),
+    _fake("sm120f", Requirement(code="cuda:sm_120f")),
+    _fake("sm120a", Requirement(code="cuda:sm_120a")),
+    _fake("block-scale", _any({"mma.sync.block_scale"}, code="triton")),
+    _fake("sm90a", _any({"wgmma", "tma"}, code="cuda:sm_90a")),
+    _fake("cute90", Requirement(code="cute:sm_90a")),
+    _fake("any-cuda", Requirement(code="cuda")),
+    _fake("mma-fp8", _any({"mma.fp8"}, code="triton")),
+    _fake("mma-int4", _any({"mma.int4"}, code="triton")),
+    _fake("mxfp4", _any({"mma.mxf4"}, {"mfma.mxf4"}, {"wmma.mxf4"}, code="triton")),
+    _fake("fnuz", _any({"mfma.fp8", "fp8.fnuz"}, vendors=("amd",))),
+    _fake("ocp", _any({"mfma.fp8", "fp8.ocp"}, {"wmma.fp8", "fp8.ocp"}, vendors=("amd",))),
+    _fake("hip942", Requirement(code="hip:gfx942")),
+    _fake("hip11", Requirement(code="hip:gfx11-generic")),
+    _fake("vnni", Requirement(code="cpp:avx512_vnni")),
+    _fake("amx", Requirement(code="cpp:amx")),
+    _fake("i8mm", Requirement(code="cpp:neon_i8mm")),
+)}  # fmt: skip
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table above; comment and empty lines are left out."""
+    lines = (line for line in table.splitlines() if line.strip() and not line.startswith("#"))
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines]

@@ -1,0 +1,109 @@
+"""The hand-written table of selections, against the real registry (and fake kernels for code that does not exist yet)."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.select import Candidate, Selection, select
+from gristmill.kernel_registry.store import Store, Verification, config_key, target_key
+from gristmill.kernel_registry.target import Target
+from tests.registry import fakes
+from tests.registry.selection_cases import BUILDS, FAKE, FAKES, POLICIES, REFUSED, SELECTED, rows
+
+REGISTRY = default_registry()
+
+
+def _choose(op: str, problem: str, target: str, build: str, policy: str, store: Store | None = None) -> Selection:
+    definition = REGISTRY.op(op)
+    return select(
+        definition, definition.problem(problem), REGISTRY.kernels_of(op), Target.parse(target), BUILDS[build],
+        store or Store(), POLICIES[policy], foreign=store is None,
+    )  # fmt: skip
+
+
+def _verify(op: Op, at: Problem, target: Target, build: Build, candidates: tuple[Candidate, ...]) -> Store:
+    store = Store()
+    for c in candidates:
+        if c.config is not None:
+            store.add(Verification(
+                op=op.name, kernel=c.kernel.name, code=c.kernel.code_hash(), config=config_key(c.config),
+                problem=str(op.verification(at)), target=target_key(target), toolchain=build.key(), ok=True,
+            ))  # fmt: skip
+    return store
+
+
+def _of(selection: Selection, name: str) -> Candidate:
+    return next(c for c in selection.candidates if c.kernel.name == name)
+
+
+@pytest.mark.parametrize("row", rows(SELECTED), ids=" ".join)
+def test_selected(row: list[str]) -> None:
+    op, problem, target, build, policy, expected = row
+    name, _, level = expected.partition("@")
+    found = _choose(op, problem, target, build, policy)
+    assert found.best is not None and found.best.kernel.name == name, [c.as_dict() for c in found.candidates]
+    assert found.best.verdict == "unverified"  # for a device that is not here
+    if level:
+        assert (found.best.config or {})["level"] == level
+    definition = REGISTRY.op(op)
+    store = _verify(definition, definition.problem(problem), Target.parse(target), BUILDS[build], found.candidates)
+    here = _choose(op, problem, target, build, policy, store)
+    assert here.best is not None and (here.best.kernel.name, here.best.verdict) == (name, "selected")
+
+
+@pytest.mark.parametrize("row", rows(REFUSED), ids=" ".join)
+def test_refused(row: list[str]) -> None:
+    op, problem, target, build, policy, name, verdict, reason = row
+    candidate = _of(_choose(op, problem, target, build, policy), name)
+    assert candidate.verdict == verdict and reason in "; ".join(candidate.reasons), candidate.as_dict()
+
+
+@pytest.mark.parametrize("row", rows(FAKE), ids=" ".join)
+def test_walls_between_architectures(row: list[str]) -> None:
+    name, target, build, verdict = row[:4]
+    fallback = fakes.kernel("fallback")
+    found = select(fakes.OP, fakes.problem(), [FAKES[name], fallback], Target.parse(target), BUILDS[build], Store(),
+                   Policy(), foreign=True)  # fmt: skip
+    assert found.best is not None and found.best.kernel.name == (name if verdict == "serves" else "fallback")
+    if verdict != "serves":
+        candidate = _of(found, name)
+        assert candidate.verdict == verdict and row[4] in "; ".join(candidate.reasons), candidate.as_dict()
+
+
+def test_the_table_is_large_and_says_why() -> None:
+    selected, refused, fake = rows(SELECTED), rows(REFUSED), rows(FAKE)
+    negatives = len(refused) + sum(row[3] != "serves" for row in fake)
+    assert len(selected) + len(refused) + len(fake) >= 150 and negatives >= 50
+    assert all(len(row) == 6 for row in selected) and all(len(row) == 8 and row[7] for row in refused)
+    assert all(len(row) == (4 if row[3] == "serves" else 5) for row in fake)
+    assert len({tuple(row) for row in selected + refused + fake}) == len(selected + refused + fake)
+    assert {row[0] for row in selected} == set(REGISTRY.ops), "every operation has rows"
+    schemes = {str(REGISTRY.op("linear").problem(r[1]).text("w")).partition(".")[0] for r in selected if r[0] == "linear"}
+    assert {"bf16", "int4_g32", "int4_g64", "int4_g128", "int4_ch", "int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block",
+            "mxfp8", "mxfp4", "nvfp4"} <= schemes  # fmt: skip
+
+
+_EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100")
+
+
+@pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda k: k.name)
+def test_every_kernel_is_reachable(kernel) -> None:
+    """With everything installed and the kernel pinned, some target and some problem run it."""
+    build = Build.of(
+        {"torch": "2.13.0", "triton": "3.9.0", "flashinfer-python": "1.0", "humming-kernels": "1.0", "nvidia-cutlass-dsl": "9"},
+        triton_backends=("cuda", "hip"), cpu_levels=("base", "avx2"), cuda_archs=("sm_90a", "sm_100a"), hip_archs=("gfx942",),
+        offers=frozenset(kernel.requires.offers),
+    )  # fmt: skip
+    op = REGISTRY.op(kernel.op)
+    policy = Policy(pins={op.name: (kernel.name,)}, strict=True)
+    texts = [*op.examples, *op.bench] + [row[1] for row in rows(SELECTED) if row[0] == op.name]
+    for target in map(Target.parse, _EVERYWHERE):
+        for text in texts:
+            if select(op, op.problem(text), [kernel], target, build, Store(), policy, foreign=True).best is not None:
+                return
+    pytest.fail(f"no target of {_EVERYWHERE} and no example runs {kernel.name}")

@@ -1,0 +1,203 @@
+"""Model directories that are damaged, incomplete or not ours: one clear error each."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.loader.checkpoint import INDEX, SINGLE, Checkpoint, read_header
+from gristmill.runtime.loader.config import load_config, parse_config
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODELS / LLAMA, tmp_path / LLAMA))
+
+
+@pytest.fixture
+def deepseek(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODELS / DEEPSEEK, tmp_path / DEEPSEEK))
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / SINGLE)
+    edit(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def test_missing_shard(deepseek: Path, make: Callable[..., LLM]) -> None:
+    (deepseek / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"missing shard .*model-00002-of-00002\.safetensors"):
+        make(deepseek)
+
+
+def test_index_that_names_a_tensor_its_shard_lacks(deepseek: Path) -> None:
+    index = json.loads((deepseek / INDEX).read_text())
+    index["weight_map"]["model.extra.weight"] = "model-00001-of-00002.safetensors"
+    (deepseek / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lacks tensor model\.extra\.weight"):
+        Checkpoint(deepseek)
+
+
+def test_index_may_not_leave_the_folder(deepseek: Path) -> None:
+    index = json.loads((deepseek / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "../x.safetensors"
+    (deepseek / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="no safetensors file of this folder"):
+        Checkpoint(deepseek)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 5000, -1])
+def test_truncated(llama: Path, make: Callable[..., LLM], keep: int) -> None:
+    data = (llama / SINGLE).read_bytes()
+    (llama / SINGLE).write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt"):
+        make(llama)
+
+
+def test_longer_than_its_header_says(llama: Path) -> None:
+    with (llama / SINGLE).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        Checkpoint(llama)
+
+
+def test_mutated_headers_never_get_through_unseen(llama: Path, tmp_path: Path) -> None:
+    """Bytes of the header are changed at random: an error that names the file, or a header that still fits the file."""
+    data = (llama / SINGLE).read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    draw = random.Random(0)
+    file = tmp_path / "mutated.safetensors"
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(data[: 8 + length])
+        for _ in range(draw.randint(1, 3)):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        with file.open("wb") as out:
+            out.write(changed)
+            out.truncate(len(data))
+        try:
+            entries = read_header(file)
+        except CheckpointError as error:
+            refused += 1
+            assert str(file) in str(error)
+        else:
+            assert sum(e.dtype.itemsize * torch.Size(e.shape).numel() for e in entries.values()) == len(data) - 8 - length
+    assert refused > 60
+
+
+def test_wrong_shape_and_dtype(llama: Path, make: Callable[..., LLM]) -> None:
+    change(llama, lambda t: t.update({"model.norm.weight": torch.ones(255)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must have shape \[256\], got \[255\]"):
+        make(llama)
+    change(llama, lambda t: t.update({"model.norm.weight": torch.ones(256, dtype=torch.int32)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must be float32, float16 or bfloat16"):
+        make(llama)
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.mlp.up_proj.weight", "model.norm.weight"])
+def test_unwritten_parameter(llama: Path, make: Callable[..., LLM], name: str) -> None:
+    change(llama, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=rf"left unwritten.*{name}"):
+        make(llama)
+
+
+def test_tensor_that_nobody_reads(llama: Path, make: Callable[..., LLM]) -> None:
+    change(llama, lambda t: t.update({"model.layers.6.mlp.up_proj.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"no parameter of the model takes: model\.layers\.6\.mlp\.up_proj\.weight"):
+        make(llama)
+
+
+def test_what_is_left_aside_by_rule(deepseek: Path, llama: Path, make: Callable[..., LLM]) -> None:
+    """Prediction layers past the last one, and the head of a tied model."""
+    shard = deepseek / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    tensors["model.layers.4.eh_proj.weight"] = torch.ones(2)
+    save_file(tensors, shard)
+    make(deepseek)
+    change(llama, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    make(llama)
+
+
+def test_pickles_are_never_read(llama: Path) -> None:
+    (llama / SINGLE).rename(llama / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled weights are never read"):
+        Checkpoint(llama)
+
+
+def test_scheme_that_does_not_fit_names_the_tensor(llama: Path, make: Callable[..., LLM]) -> None:
+    with pytest.raises(UsageError, match="unknown scheme 'int5'"):
+        make(llama, quant="int5")
+    config = json.loads((llama / "config.json").read_text())
+    config["intermediate_size"] = 760
+    (llama / "config.json").write_text(json.dumps(config))
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if "gate_proj" in name or "up_proj" in name:
+                tensors[name] = tensors[name][:760].clone()
+            elif "down_proj" in name:
+                tensors[name] = tensors[name][:, :760].clone()
+
+    change(llama, cut)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: .*multiple of 128"):
+        make(llama, quant="int4_g128")
+
+
+def edited(**changes: Any) -> dict[str, Any]:
+    return {**json.loads((MODELS / LLAMA / "config.json").read_text()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; known: LlamaForCausalLM, DeepseekV3"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"hidden_size": "256"}, "entry 'hidden_size' must be int, got '256'"),
+        ({"vocab_size": None}, "entry 'vocab_size' is missing"),
+        ({"num_hidden_layers": 0}, "must be at least 1, got 0"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3 .*needs"),
+        ({"dtype": "int8"}, "dtype must be one of float32"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an id"),
+    ],
+)
+def test_config_mistakes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(edited(**changes))
+
+
+def test_rope_of_both_generations_of_files() -> None:
+    new = parse_config(edited(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}))
+    old = edited(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    del old["rope_parameters"]
+    assert parse_config(old).rope == new.rope
+    assert new.rope.theta == 5e5
+
+
+def test_end_ids_come_from_generation_config() -> None:
+    assert parse_config(edited(), {"eos_token_id": [1, 7]}).eos_ids == (1, 7)
+    assert parse_config(edited()).eos_ids == (1,)
+
+
+def test_not_a_model_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no model directory"):
+        load_config(tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        load_config(tmp_path)
