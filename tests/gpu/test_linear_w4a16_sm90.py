@@ -7,6 +7,7 @@ import torch
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.linear import linear_w4a16_sm90 as spec
+from gristmill.kernels.linear import linear_w4a16_wgmma_sm90 as wgmma
 from gristmill.quant import QuantTensor, pack, quantize
 from tests.conftest import HAS_GPU
 
@@ -40,7 +41,8 @@ def run(
     m, n = x.shape[0], q.n
     buffer = torch.full((m + 2, n), float("nan"), dtype=x.dtype, device=DEVICE)
     tensors = tensors or pack(q, "w4_frag16_v1").tensors
-    spec.launch(config, x, tensors, epilogue.get("bias"), epilogue.get("residual"), False, n, None, buffer[1 : m + 1])
+    launch = wgmma.launch if "rb" in config else spec.launch
+    launch(config, x, tensors, epilogue.get("bias"), epilogue.get("residual"), False, n, None, buffer[1 : m + 1])
     assert bool(buffer[0].isnan().all()) and bool(buffer[m + 1].isnan().all())
     return buffer[1 : m + 1]
 
@@ -53,11 +55,12 @@ def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 
 
 def every_config(m: int, n: int, k: int) -> list[dict[str, int]]:
-    return [spec._config(shape, split, depth) for shape, split, depth, _ in spec.candidates(m, n, k) if depth in (1, 3)]
+    small = [spec._config(*found[:3]) for found in spec.candidates(m, n, k) if found[2] in (1, 3)] if m <= 32 else []
+    return small + [wgmma._config(*found[:3]) for found in wgmma.candidates(m, n, k) if found[2] in (2, 4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(("n", "k"), [(1000, 1536), (200, 1024), (17, 384)])
 def test_every_instance(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     q = weights(n, k)
@@ -91,7 +94,7 @@ def test_one_hot_gives_the_weight_rounded_once(dtype: torch.dtype) -> None:
         assert torch.equal(y.T, expected[:, start : start + 32])
 
 
-@pytest.mark.parametrize("m", [1, 8, 16, 32])
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
 def test_a_hundred_repeats_are_identical(m: int) -> None:
     q = weights(768, 4096)
     x = torch.randn(m, 4096, device=DEVICE).bfloat16()
@@ -100,7 +103,8 @@ def test_a_hundred_repeats_are_identical(m: int) -> None:
         outs = []
         for _ in range(100):
             out = torch.empty(m, 768, dtype=x.dtype, device=DEVICE)
-            spec.launch(config, x, tensors, None, None, False, 768, None, out)
+            launch = wgmma.launch if "rb" in config else spec.launch
+            launch(config, x, tensors, None, None, False, 768, None, out)
             outs.append(out)
         assert all(torch.equal(out, outs[0]) for out in outs), config
 
@@ -118,6 +122,14 @@ def test_unaligned_and_strided_x_epilogue_and_nothing() -> None:
     expected = (x.double() @ w.T + bias.double() + residual.double()).float()
     torch.testing.assert_close(full.float(), expected, rtol=8e-3, atol=2e-2)
     assert run(x[:0], q, config).shape == (0, 130)
+
+
+@pytest.mark.parametrize("m", [65, 130, 256])
+def test_more_rows_than_a_launch_takes(m: int) -> None:
+    q = weights(200, 512)
+    config = dict(wgmma.config(OP.problem(f"m={m},n=200,k=512,w=int4_g128"), _target()))
+    x = torch.randn(m, 512, device=DEVICE).bfloat16()
+    assert column_error(run(x, q, config), x, q.dequantize().double()) < LIMIT[torch.bfloat16]
 
 
 def test_a_chain_of_dependent_calls_on_a_side_stream() -> None:

@@ -10,6 +10,7 @@ import pytest
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear import linear_w4a16_sm90 as spec
+from gristmill.kernels.linear import linear_w4a16_wgmma_sm90 as wgmma
 from gristmill.kernels.native import cuda_function, library_dir
 
 OP = default_registry().op("linear")
@@ -33,6 +34,11 @@ BUILT = (library_dir() / "libgristmill_cuda_sm90a.so").is_file()
 def test_accepts(problem: str, reason: str | None) -> None:
     said = spec.accepts(OP.problem(problem))
     assert said is None if reason is None else said is not None and reason in said
+
+
+def test_wgmma_accepts_more_rows() -> None:
+    assert wgmma.accepts(OP.problem("m=256,n=64,k=256,w=int4_g128")) is None
+    assert "M <= 256" in (wgmma.accepts(OP.problem("m=257,n=64,k=256,w=int4_g128")) or "")
 
 
 def test_hardware_is_hopper_alone() -> None:
@@ -84,6 +90,42 @@ def test_the_library_counts_the_same_shared_memory() -> None:
                 2,
                 shape.nt,
                 shape.rt,
+                shape.wn,
+                shape.wk,
+                split,
+                depth,
+                1,
+                -1,
+                None,
+            )
+            assert said == size, (shape, split, depth)
+
+
+@pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
+def test_wgmma_counts_the_same_shared_memory_and_instances() -> None:
+    listed = re.search(
+        r"#define GM_SHAPES\(S\)(.*?)\n#define", SOURCE.with_name("_linear_w4a16_wgmma_sm90.cu").read_text(), re.S
+    )
+    assert listed is not None
+    found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(([\d, ]+)\)", listed[1])]
+    assert found == [tuple(shape[:5]) for shape in wgmma.SHAPES]
+    entry = cuda_function("gm_linear_w4a16_wgmma_sm90", "sm_90a", spec.ARGUMENTS)
+    for m, n, k in ((1, 4096, 4096), (33, 100, 1536), (64, 7168, 16384)):
+        for shape, split, depth, size in wgmma.candidates(m, n, k):
+            said = entry(
+                None,
+                None,
+                k,
+                None,
+                None,
+                None,
+                m,
+                n,
+                k,
+                2,
+                2,
+                shape.nt,
+                shape.rb,
                 shape.wn,
                 shape.wk,
                 split,
