@@ -160,17 +160,22 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, in
     }
     return sum;
   };
+  const bool finishing = p.bias != nullptr || p.residual != nullptr;
   const auto store = [&](int e, const float4& v) {
     const int l = e & 31, n = e / 32 % NT, row = (tile0 + e / (32 * NT)) * kTileRows + (l >> 2), m = n * 8 + (l & 3) * 2;
+    if (m >= p.m || row >= p.n) return;
     const float value[4] = {v.x, v.y, v.z, v.w};
+    const int64_t first = static_cast<int64_t>(m) * p.n + row;
+    const bool there[4] = {true, m + 1 < p.m, row + 8 < p.n, m + 1 < p.m && row + 8 < p.n};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at_n = row + (i >> 1) * 8, at_m = m + (i & 1);
-      if (at_n >= p.n || at_m >= p.m) continue;
-      const int64_t at = static_cast<int64_t>(at_m) * p.n + at_n;
+      if (!there[i]) continue;
+      const int64_t at = first + (i & 1) * p.n + (i >> 1) * 8;
       float sum = value[i];
-      if (p.bias) sum += Num<T>::wide(static_cast<const T*>(p.bias)[at_n]);
-      if (p.residual) sum += Num<T>::wide(static_cast<const T*>(p.residual)[at]);
+      if (finishing) {
+        if (p.bias) sum += Num<T>::wide(static_cast<const T*>(p.bias)[row + (i >> 1) * 8]);
+        if (p.residual) sum += Num<T>::wide(static_cast<const T*>(p.residual)[at]);
+      }
       static_cast<T*>(p.y)[at] = Num<T>::round(sum);
     }
   };
