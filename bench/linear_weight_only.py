@@ -229,7 +229,10 @@ def main() -> int:
         rows += run_shape(n, k, tuple(int(m) for m in given.m.split(",")), humming, data, given.tuned)
         torch.cuda.empty_cache()
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"command": sys.argv, "before": before, "after": environment(), "rows": rows}))
+        command = ["python -m gristmill.bench.linear_weight_only", *sys.argv[1:]]
+        given.out.write_text(
+            json.dumps({"command": " ".join(command), "before": before, "after": environment(), "rows": rows})
+        )
     print(f"bars met: {sum(row['met'] for row in rows)} of {len(rows)}")
     return 0
 
