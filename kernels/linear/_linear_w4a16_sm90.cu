@@ -9,21 +9,21 @@
   S(1, 4, 4, 1, 4, 4, 4) S(1, 4, 4, 1, 16, 4, 1) S(1, 4, 4, 1, 12, 4, 1) S(1, 7, 7, 1, 4, 4, 4) S(1, 8, 4, 1, 4, 4, 3)            \
   S(2, 2, 2, 1, 8, 3, 2) S(2, 4, 4, 1, 8, 3, 1) S(2, 7, 7, 2, 4, 3, 1) S(2, 8, 4, 2, 4, 3, 1) S(2, 8, 4, 1, 4, 2, 2)              \
   S(2, 8, 4, 2, 2, 3, 2) S(2, 4, 4, 1, 4, 2, 3)                                                                                   \
-  S(4, 4, 4, 1, 8, 2, 1) S(4, 2, 2, 2, 4, 3, 1) S(4, 4, 4, 2, 2, 2, 2) S(4, 4, 4, 4, 2, 2, 1) S(4, 4, 4, 3, 4, 2, 1)              \
-  S(4, 3, 3, 4, 2, 2, 1) S(4, 4, 4, 2, 4, 2, 1)
-#define GM_NAME(type, nt, rt, wn, wk) linear_w4_##type##_##nt##x##rt##x##wn##x##wk
+  S(4, 4, 4, 1, 8, 2, 1) S(4, 4, 4, 2, 2, 2, 2)
+#define GM_NAME(type, scales, nt, rt, wn, wk) linear_w4_##type##_##scales##_##nt##x##rt##x##wn##x##wk
 
 #ifdef __CUDACC__
 
-#define S(nt, rt, c, wn, wk, nx, ctas)                                                                                            \
+#define ONE(T, type, half, scales, nt, rt, c, wn, wk, nx, ctas)                                                                   \
   extern "C" __global__ void __launch_bounds__(wn* wk * 32, ctas)                                                                 \
-      GM_NAME(bf16, nt, rt, wn, wk)(const __grid_constant__ gm::W4Params p) {                                                     \
-    gm::w4_frag16<__nv_bfloat16, nt, rt, c, wn, wk, nx>(p);                                                                       \
-  }                                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(wn* wk * 32, ctas)                                                                 \
-      GM_NAME(fp16, nt, rt, wn, wk)(const __grid_constant__ gm::W4Params p) {                                                     \
-    gm::w4_frag16<__half, nt, rt, c, wn, wk, nx>(p);                                                                              \
+      GM_NAME(type, scales, nt, rt, wn, wk)(const __grid_constant__ gm::W4Params p) {                                             \
+    gm::w4_frag16<T, half, nt, rt, c, wn, wk, nx>(p);                                                                             \
   }
+#define S(...)                                                                                                                    \
+  ONE(__nv_bfloat16, bf16, false, bf16, __VA_ARGS__)                                                                              \
+  ONE(__nv_bfloat16, bf16, true, fp16, __VA_ARGS__)                                                                               \
+  ONE(__half, fp16, false, bf16, __VA_ARGS__)                                                                                     \
+  ONE(__half, fp16, true, fp16, __VA_ARGS__)
 GM_SHAPES(S)
 #undef S
 
@@ -36,13 +36,15 @@ constexpr int kSharedBytes = 227 * 1024;        // of a multiprocessor
 
 struct Shape {
   int nt, rt, c, wn, wk, nx;
-  gm::CudaKernel bf16, fp16;
+  gm::CudaKernel kernels[4];  // (x, scales): bf16 bf16, bf16 fp16, fp16 bf16, fp16 fp16
 };
 
 #define GM_TEXT2(x) #x
 #define GM_TEXT(x) GM_TEXT2(x)
+#define ONE(type, scales, ...) {GM_CUBIN, GM_TEXT(GM_NAME(type, scales, __VA_ARGS__))}
 #define S(nt, rt, c, wn, wk, nx, ctas)                                                                                            \
-  {nt, rt, c, wn, wk, nx, {GM_CUBIN, GM_TEXT(GM_NAME(bf16, nt, rt, wn, wk))}, {GM_CUBIN, GM_TEXT(GM_NAME(fp16, nt, rt, wn, wk))}},
+  {nt, rt, c, wn, wk, nx,                                                                                                         \
+   {ONE(bf16, bf16, nt, rt, wn, wk), ONE(bf16, fp16, nt, rt, wn, wk), ONE(fp16, bf16, nt, rt, wn, wk), ONE(fp16, fp16, nt, rt, wn, wk)}},
 Shape g_shapes[] = {GM_SHAPES(S)};
 #undef S
 
@@ -70,7 +72,6 @@ GM_CUDA_ENTRY(gm_linear_w4a16_sm90)
   p.tiles = ceil_div(n, gm::kTileRows), p.groups = k / gm::kTileK;
   p.log_split = __builtin_ctz(unsigned(split));
   p.xaligned = ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
-  p.scales_half = scale_dtype == 1;
 
   const int warps = wn * wk, sub = ceil_div(rt, shape->c), chunks = ceil_div(ceil_div(p.groups, split), wk) * sub;
   p.depth = (depth < chunks ? depth : chunks) / sub * sub;
@@ -82,7 +83,7 @@ GM_CUDA_ENTRY(gm_linear_w4a16_sm90)
   if (smem + warps * gm::kMaxDepth * 8 + kStaticBytes > kSharedBytes) return GM_E_ARG;
   if (device < 0) return smem;
 
-  gm::CudaKernel& kernel = dtype == 2 ? shape->bf16 : shape->fp16;
+  gm::CudaKernel& kernel = shape->kernels[(dtype == 1) * 2 + (scale_dtype == 1)];
   const unsigned grid = unsigned(ceil_div(p.tiles, rt * wn) * split);
   void* args[] = {&p};
   return kernel.launch(device, stream,

@@ -20,7 +20,8 @@
 namespace gm {
 
 // NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of a slot.  WN x WK: warps along N and along K.  NX: slots of x.
-template <typename T, int NT, int RT, int C, int WN, int WK, int NX>
+// HALF: scales are fp16 (a run-time choice costs 3 % at M = 16).
+template <typename T, bool HALF, int NT, int RT, int C, int WN, int WK, int NX>
 __device__ __forceinline__ void w4_frag16(const W4Params& p) {
   constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kSlot = C * kTileBytes;
   constexpr int CH = NT == 1 ? 2 : 1, TP = NT <= 2 ? 2 : 1;  // chains of products a tile, tiles at a time: four independent chains
@@ -196,7 +197,7 @@ __device__ __forceinline__ void w4_frag16(const W4Params& p) {
         for (int c = 0; c < TP; ++c) {
           if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
           float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
-          if (p.scales_half) {
+          if constexpr (HALF) {
             const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&sc[c]));
             s[0] = wide.x, s[1] = wide.y;
           }

@@ -59,11 +59,12 @@ def every_config(m: int, n: int, k: int) -> list[dict[str, int]]:
     return small + [wgmma._config(*found[:3]) for found in wgmma.candidates(m, n, k) if found[2] in (2, 4)]
 
 
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(("n", "k"), [(1000, 1536), (200, 1024), (17, 384)])
-def test_every_instance(n: int, k: int, m: int, dtype: torch.dtype) -> None:
-    q = weights(n, k)
+def test_every_instance(n: int, k: int, m: int, dtype: torch.dtype, scales: torch.dtype) -> None:
+    q = weights(n, k, scales=scales)
     w, tensors = q.dequantize().double(), pack(q, "w4_frag16_v1").tensors
     rows = max(m, 64 // m * m)  # a column's RMS needs many rows
     x = torch.randn(rows, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(m)).to(dtype)
