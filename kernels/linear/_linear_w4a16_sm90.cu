@@ -1,4 +1,4 @@
-// Weight-only 4-bit linear for Hopper at M <= 32: the kernels of _linear_w4a16_sm90.cuh and their entry point.
+// Weight-only 4-bit linear for Hopper at M <= 16: the kernels of _linear_w4a16_sm90.cuh and their entry point.
 #include "_linear_w4a16_sm90.cuh"
 #include "gm_cuda.h"
 
@@ -8,8 +8,7 @@
   S(1, 2, 2, 1, 8, 4, 2) S(1, 2, 2, 1, 16, 4, 1) S(1, 4, 4, 1, 8, 4, 2) S(1, 8, 4, 1, 8, 4, 2) S(1, 4, 4, 2, 4, 4, 2)             \
   S(1, 4, 4, 1, 4, 4, 4) S(1, 4, 4, 1, 16, 4, 1) S(1, 4, 4, 1, 12, 4, 1) S(1, 7, 7, 1, 4, 4, 4) S(1, 8, 4, 1, 4, 4, 3)            \
   S(2, 2, 2, 1, 8, 3, 2) S(2, 4, 4, 1, 8, 3, 1) S(2, 7, 7, 2, 4, 3, 1) S(2, 8, 4, 2, 4, 3, 1) S(2, 8, 4, 1, 4, 2, 2)              \
-  S(2, 8, 4, 2, 2, 3, 2) S(2, 4, 4, 1, 4, 2, 3)                                                                                   \
-  S(4, 4, 4, 1, 8, 2, 1) S(4, 4, 4, 2, 2, 2, 2)
+  S(2, 8, 4, 2, 2, 3, 2) S(2, 4, 4, 1, 4, 2, 3)
 #define GM_NAME(type, scales, nt, rt, wn, wk) linear_w4_##type##_##scales##_##nt##x##rt##x##wn##x##wk
 
 #ifdef __CUDACC__

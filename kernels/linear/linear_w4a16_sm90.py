@@ -1,4 +1,4 @@
-"""Weight-only int4 linear in CUDA C++ for Hopper at M <= 32 (`_linear_w4a16_sm90.cu`), over w4_frag16_v1.
+"""Weight-only int4 linear in CUDA C++ for Hopper at M <= 16 (`_linear_w4a16_sm90.cu`), over w4_frag16_v1.
 
 Limited by memory at M <= 4 and by decoding above; docs/performance/linear_weight_only.md has the measurements, and what
 was tried. The sums of a cluster's CTAs meet in a fixed order: results are bitwise repeatable, and independent of the
@@ -21,7 +21,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import dtype_name, row_stride
 from gristmill.kernels.native import check, cuda_function
 
-LARGEST_M = 32
+LARGEST_M = 16
 ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 13, c_void_p)
 FLOAT16, BFLOAT16 = 1, 2
 TYPES = {"fp16": FLOAT16, "bf16": BFLOAT16}
@@ -46,7 +46,6 @@ SHAPES = tuple(
         (1, 4, 4, 1, 4, 4, 4), (1, 4, 4, 1, 16, 4, 1), (1, 4, 4, 1, 12, 4, 1), (1, 7, 7, 1, 4, 4, 4), (1, 8, 4, 1, 4, 4, 3),
         (2, 2, 2, 1, 8, 3, 2), (2, 4, 4, 1, 8, 3, 1), (2, 7, 7, 2, 4, 3, 1), (2, 8, 4, 2, 4, 3, 1), (2, 8, 4, 1, 4, 2, 2),
         (2, 8, 4, 2, 2, 3, 2), (2, 4, 4, 1, 4, 2, 3),
-        (4, 4, 4, 1, 8, 2, 1), (4, 4, 4, 2, 2, 2, 2),
     )
 )  # fmt: skip
 """The instances in `_linear_w4a16_sm90.cu` (GM_SHAPES)."""
@@ -56,9 +55,8 @@ _TILE_BYTES, _KEPT_BYTES, _MAX_DEPTH = 1056, 1024, 16
 _COSTS = {
     1: (0.0865, 0.0791, 0.0988, 0.8579, 0.9834, 1.135, 1.0793, 0.0069),
     2: (0.129, 0.1286, 0.1943, 0.4529, 0.7789, 1.0421, 1.4271, 0.0),
-    4: (0.209, 0.1476, 0.2146, 0.7331, 0.4881, 1.5955, 2.0179, 0.0002),
 }
-"""Microseconds, by columns of x in eights, fitted to 959 measurements on an H200: a tile and a group of the busiest
+"""Microseconds, by columns of x in eights, fitted to 702 measurements on an H200: a tile and a group of the busiest
 scheduler; a tile and a group of one warp; the launch; a doubling of split; a wave; a row of x a group."""
 
 
@@ -94,7 +92,7 @@ def launch(
 
 
 def accepts(problem: Problem) -> str | None:
-    """int4_g128 with half-precision activations of at most 32 rows."""
+    """int4_g128 with half-precision activations of at most 16 rows."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.name != "int4_g128":
         return f"multiplies int4_g128, not {scheme}"
@@ -125,7 +123,7 @@ def shared_bytes(shape: Shape, m: int, k: int, split: int, depth: int) -> int:
 
 def candidates(m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
     """(shape, split, depth, shared bytes) that fit and leave no warp without work."""
-    need = 1 if m <= 8 else 2 if m <= 16 else 4
+    need = 1 if m <= 8 else 2
     groups, tiles = k // 128, _ceil(n, 16)
     for shape in SHAPES:
         if shape.nt != need:
@@ -200,7 +198,7 @@ KERNEL = Kernel(
     language="cuda",
     target=f"{__name__}:launch",
     requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
-    summary="M <= 32: bulk copies into warps' own rings, int4 decoded into tensor-core operands, split-K over clusters",
+    summary="M <= 16: bulk copies into warps' own rings, int4 decoded into tensor-core operands, split-K over clusters",
     accepts=accepts,
     config=config,
     space=space,

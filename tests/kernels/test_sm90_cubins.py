@@ -27,7 +27,9 @@ def _cuobjdump() -> Path | None:
 
 
 TOOL = _cuobjdump()
-pytestmark = pytest.mark.skipif(not LIBRARY.is_file() or TOOL is None, reason="needs the CUDA library and triton's cuobjdump")
+pytestmark = pytest.mark.skipif(
+    not LIBRARY.is_file() or TOOL is None, reason="needs the CUDA library and triton's cuobjdump"
+)
 
 
 @cache
@@ -38,8 +40,9 @@ def dump(flag: str) -> str:
     for number, match in enumerate(re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", raw)):  # ELF of the CUDA ABI
         start = match.start()
         headers, size, count = struct.unpack_from("<Q", raw, start + 40)[0], *struct.unpack_from("<HH", raw, start + 58)
-        segments = struct.unpack_from("<Q", raw, start + 32)[0] + struct.unpack_from("<HH", raw, start + 54)[0] * (
-            struct.unpack_from("<HH", raw, start + 54)[1]
+        segments = (
+            struct.unpack_from("<Q", raw, start + 32)[0]
+            + struct.unpack_from("<HH", raw, start + 54)[0] * (struct.unpack_from("<HH", raw, start + 54)[1])
         )
         path = folder / f"{number}.cubin"
         path.write_bytes(raw[start : start + max(headers + size * count, segments)])
@@ -56,7 +59,7 @@ def usage() -> dict[str, tuple[int, int]]:
 
 def test_registers_and_stack() -> None:
     found = usage()
-    assert len(found) == 19 * 4 + 10 * 2, sorted(found)
+    assert len(found) == 17 * 4 + 10 * 2, sorted(found)
     for name, (registers, stack) in found.items():
         assert registers <= 255
         allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
