@@ -79,7 +79,7 @@ int CudaKernel::prepare(int device, unsigned smem) {
     result = driver->library_load(&library, cubin_, nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (result == CUDA_SUCCESS) result = driver->library_kernel(&kernel, library, name_);
   }
-  if (result == CUDA_SUCCESS && smem > 48 * 1024) {  // up to 48 KB need no permission
+  if (result == CUDA_SUCCESS && smem > 16 * 1024) {  // 48 KB, the kernel's static part included, need no permission
     CUdevice handle;
     result = driver->device_get(&handle, device);
     if (result == CUDA_SUCCESS)

@@ -14,140 +14,20 @@
 //    order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cstdint>
+#include "_w4_frag16_sm90.cuh"
 
+#ifdef __CUDACC__
 namespace gm {
 
-constexpr int kTileRows = 16, kTileK = 128;
-constexpr int kCodeBytes = kTileRows * kTileK / 2, kTileBytes = kCodeBytes + kTileRows * 2;
-constexpr int kMaxDepth = 16;
-
-struct W4Params {
-  const uint8_t* w;  // packed weights: blocks of 64 rows, [block][ceil(K/128)][tiles of the block <= 4][1056]
-  const void* x;     // [M, K], row stride ldx elements
-  void* y;           // [M, N], row stride ldy elements
-  int m, n, k, ldx, ldy, tiles, groups;
-  int log_split, depth, inbox, xaligned;  // CTAs of a cluster that share the rows, along K; slots of a warp's ring; offset; rows of x 16-byte aligned
-};
-
-__device__ __forceinline__ uint32_t smem_u32(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void mbar_init(uint32_t bar, uint32_t count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void mbar_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
-__device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(bar), "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
-      : "memory");
-}
-
-template <typename T>
-struct Num;
-template <>
-struct Num<__nv_bfloat16> {
-  static constexpr uint32_t magic = 0x43004300u, minus = 0xC308C308u;  // 128 and -(128 + 8)
-  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-  }
-  static __device__ __forceinline__ __nv_bfloat16 round(float v) { return __float2bfloat16_rn(v); }
-};
-template <>
-struct Num<__half> {
-  static constexpr uint32_t magic = 0x64006400u, minus = 0xE408E408u;  // 1024 and -(1024 + 8)
-  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-  }
-  static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
-};
-
-// Two codes of the word, those at bits 4i and 16 + 4i, as a pair of 16-bit floats offset by 128 (bf16) or 1024 (fp16).
-template <typename T, int I>
-__device__ __forceinline__ uint32_t two_codes(uint32_t word) {
-  uint32_t out;
-  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xEA;" : "=r"(out) : "r"(word >> (4 * I)), "r"(Num<T>::magic));
-  return out;
-}
-
-// A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes whose eight 16-byte chunks are permuted by
-// exclusive or with the row (the tensor cores' 128-byte swizzle): eight rows of a chunk meet no bank twice.
-__device__ __forceinline__ uint32_t x_offset(int rows, int row, int chunk) {
-  return (chunk >> 3) * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16;
-}
-
-// The WARPS warps that work on the same k copy x to shared memory, with zeros past K. x may be any address: where its rows are not
-// 16-byte aligned they copy element by element.
-template <typename T, int NT, int WARPS>
-struct XLoader {
-  const char* src;  // this thread's 16 bytes of its first row, at the next k to be loaded
-  int k, row, rows, row_step;
-  uint32_t to, slots;
-
-  __device__ __forceinline__ XLoader(const W4Params& p, uint32_t slots, int k0, int thread) : slots(slots) {
-    row = thread >> 4, k = k0 + (thread & 15) * 8;
-    rows = (p.m - row + 2 * WARPS - 1) / (2 * WARPS);
-    row_step = 4 * WARPS * p.ldx;
-    src = static_cast<const char*>(p.x) + (static_cast<int64_t>(row) * p.ldx + k) * 2;
-    to = slots + x_offset(p.m, row, thread & 15);
-  }
-  // Copies x[:, 128] to the slot at byte offset `slot` and moves on by `groups` groups of 128.
-  __device__ __forceinline__ void load(const W4Params& p, uint32_t slot, int groups, int thread) {
-    if (p.xaligned) {  // 16 threads a row
-      const uint32_t bytes = k < p.k ? 16 : 0;  // 0 fills with zeros
-#pragma unroll
-      for (int i = 0; i < (NT * 4 + WARPS - 1) / WARPS; ++i)
-        if (i < rows)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(WARPS % 4 == 0 ? to + slot + i * 2 * WARPS * 128 : slots + slot + x_offset(p.m, row + i * 2 * WARPS, thread & 15)),
-                       "l"(bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x)), "r"(bytes)
-                       : "memory");
-    } else {
-      load_elements(p, slot, thread);
-    }
-    src += groups * (kTileK * 2), k += groups * kTileK;
-  }
-  __device__ __noinline__ void load_elements(const W4Params& p, uint32_t slot, int thread) {
-    const T* x = static_cast<const T*>(p.x);
-    const int k0 = k - (thread & 15) * 8;
-    const uint32_t base = slots + slot;
-    for (int c = thread; c < p.m * kTileK; c += WARPS * 32) {
-      const int r = c >> 7, i = c & (kTileK - 1);
-      const T v = k0 + i < p.k ? x[static_cast<int64_t>(r) * p.ldx + k0 + i] : T(0.f);
-      asm volatile("st.shared.b16 [%0], %1;" ::"r"(base + x_offset(p.m, r, i >> 3) + (i & 7) * 2), "h"(*reinterpret_cast<const uint16_t*>(&v)) : "memory");
-    }
-  }
-};
-
 // NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of a slot.  WN x WK: warps along N and along K.  NX: slots of x.
-// MINB: CTAs a multiprocessor holds.
-template <typename T, int NT, int RT, int C, int WN, int WK, int NX, int MINB>
-__global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __grid_constant__ W4Params p) {
+// HALF: scales are fp16 (a run-time choice costs 3 % at M = 16).
+template <typename T, bool HALF, int NT, int RT, int C, int WN, int WK, int NX>
+__device__ __forceinline__ void w4_frag16(const W4Params& p) {
   constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kSlot = C * kTileBytes;
-  constexpr int kElems = WN * RT * NT * 32;  // float4 of sums a CTA
   constexpr int CH = NT == 1 ? 2 : 1, TP = NT <= 2 ? 2 : 1;  // chains of products a tile, tiles at a time: four independent chains
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ __align__(8) uint64_t bars[kWarps][kMaxDepth];
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2;
   const int wn = warp % WN, wk = warp / WN, depth = p.depth;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
   const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
@@ -155,7 +35,6 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   const int xslot = p.m * kTileK * 2;
   uint8_t* ring = smem + warp * depth * kSlot;
   uint8_t* xs = smem + kWarps * depth * kSlot + wk * NX * xslot;
-  const int xthread = wn * 32 + lane;
   const uint32_t bar0 = smem_u32(&bars[warp][0]);
 
   // The warp's part of the weights: a group fills kSub slots of C tiles, each from up to kSeg blocks of 64 rows.
@@ -201,10 +80,10 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
-  XLoader<T, NT, WN> loader(p, smem_u32(xs), (kb0 + wk) * kTileK, xthread);
+  XLoader<T, NT, WN> loader(p, smem_u32(xs), p.m, (kb0 + wk) * kTileK, wn * 32 + lane);
 #pragma unroll
   for (int i = 0; i < NX - 1; ++i) {
-    if (i < steps) loader.load(p, i * xslot, WK, xthread);
+    if (i < steps) loader.load(p, i * xslot, WK);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   // Where the lane's row of the B fragments lies; columns past M repeat the last one and are never stored.
@@ -236,7 +115,7 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
     else
       asm volatile("bar.sync %0, %1;" ::"r"(wk + 1), "n"(WN * 32) : "memory");
     // Everyone has this step's x, and nobody reads the previous one's any more.
-    if (step + NX - 1 < steps) loader.load(p, xfree, WK, xthread);
+    if (step + NX - 1 < steps) loader.load(p, xfree, WK);
     asm volatile("cp.async.commit_group;" ::: "memory");
     uint4 x[NT][4];
 #pragma unroll
@@ -317,7 +196,11 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 #pragma unroll
         for (int c = 0; c < TP; ++c) {
           if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
-          const float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
+          float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
+          if constexpr (HALF) {
+            const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&sc[c]));
+            s[0] = wide.x, s[1] = wide.y;
+          }
 #pragma unroll
           for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -337,59 +220,13 @@ __global__ void __launch_bounds__(WN* WK * 32, MINB) w4_frag16_kernel(const __gr
 
   __syncthreads();  // the rings are drained; their memory now takes the warps' sums
   float4* scratch = reinterpret_cast<float4*>(smem);
-  float4* inbox = reinterpret_cast<float4*>(smem + p.inbox);  // split-K sums from the cluster: memory that nothing else uses
 #pragma unroll
   for (int r = 0; r < RT; ++r)
 #pragma unroll
     for (int n = 0; n < NT; ++n)
       scratch[((wk * WN + wn) * RT * NT + r * NT + n) * 32 + lane] = make_float4(acc[r][n][0], acc[r][n][1], acc[r][n][2], acc[r][n][3]);
-  __syncthreads();
-
-  const auto local_sum = [&](int e) {
-    float4 sum = scratch[e];
-#pragma unroll
-    for (int w = 1; w < WK; ++w) {
-      const float4 v = scratch[w * kElems + e];
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    return sum;
-  };
-  const auto store = [&](int e, const float4& v) {
-    const int l = e & 31, n = e / 32 % NT, r = e / (32 * NT) % RT, nw = e / (32 * NT * RT);
-    const int row = ((block * WN + nw) * RT + r) * kTileRows + (l >> 2), m = n * 8 + (l & 3) * 2;
-    T* y = static_cast<T*>(p.y) + row;
-    if (m < p.m) {
-      if (row < p.n) y[static_cast<int64_t>(m) * p.ldy] = Num<T>::round(v.x);
-      if (row + 8 < p.n) y[static_cast<int64_t>(m) * p.ldy + 8] = Num<T>::round(v.z);
-    }
-    if (m + 1 < p.m) {
-      if (row < p.n) y[static_cast<int64_t>(m + 1) * p.ldy] = Num<T>::round(v.y);
-      if (row + 8 < p.n) y[static_cast<int64_t>(m + 1) * p.ldy + 8] = Num<T>::round(v.w);
-    }
-  };
-
-  if (split == 1) {
-    for (int e = threadIdx.x; e < kElems; e += kWarps * 32) store(e, local_sum(e));
-    return;
-  }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every CTA of the cluster has started: its memory may be written
-  const int share = kElems >> p.log_split;
-  for (int e = threadIdx.x; e < kElems; e += kWarps * 32) {
-    const float4 v = local_sum(e);
-    const int owner = e / share;
-    uint32_t dst = smem_u32(inbox + rank * share + e - owner * share);
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(dst) : "r"(owner));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(dst), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  for (int e = threadIdx.x; e < share; e += kWarps * 32) {
-    float4 sum = inbox[e];
-    for (int s = 1; s < split; ++s) {
-      const float4 v = inbox[s * share + e];
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    store(rank * share + e, sum);
-  }
+  finish_sums<T, NT, WN * RT, WK, kWarps * 32>(p, smem, block * WN * RT, rank);
 }
 
 }  // namespace gm
+#endif

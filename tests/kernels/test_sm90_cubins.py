@@ -1,0 +1,75 @@
+"""The compiled Hopper kernels, read back: the instructions that they promise, registers, and no spills beyond those on record."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernels.native import library_dir
+
+LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
+STACK_ON_RECORD = {"linear_w4_wgmma": 16}
+"""Bytes of stack allowed, by the start of a kernel's name; 0 for the others."""
+
+
+def _cuobjdump() -> Path | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    path = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return path if path.is_file() else None
+
+
+TOOL = _cuobjdump()
+pytestmark = pytest.mark.skipif(
+    not LIBRARY.is_file() or TOOL is None, reason="needs the CUDA library and triton's cuobjdump"
+)
+
+
+@cache
+def dump(flag: str) -> str:
+    """What cuobjdump says of every cubin inside the library."""
+    raw, found = LIBRARY.read_bytes(), []
+    folder = Path(__import__("tempfile").mkdtemp())
+    for number, match in enumerate(re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", raw)):  # ELF of the CUDA ABI
+        start = match.start()
+        headers, size, count = struct.unpack_from("<Q", raw, start + 40)[0], *struct.unpack_from("<HH", raw, start + 58)
+        segments = (
+            struct.unpack_from("<Q", raw, start + 32)[0]
+            + struct.unpack_from("<HH", raw, start + 54)[0] * (struct.unpack_from("<HH", raw, start + 54)[1])
+        )
+        path = folder / f"{number}.cubin"
+        path.write_bytes(raw[start : start + max(headers + size * count, segments)])
+        done = subprocess.run([str(TOOL), flag, str(path)], capture_output=True, text=True, check=True)
+        found.append(done.stdout)
+    return "\n".join(found)
+
+
+def usage() -> dict[str, tuple[int, int]]:
+    """Registers and stack bytes by kernel."""
+    pairs = re.findall(r"Function (linear_w4\w+):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage"))
+    return {name: (int(registers), int(stack)) for name, registers, stack in pairs}
+
+
+def test_registers_and_stack() -> None:
+    found = usage()
+    assert len(found) == 17 * 4 + 10 * 2, sorted(found)
+    for name, (registers, stack) in found.items():
+        assert registers <= 255
+        allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
+        assert stack <= allowed, (name, stack)
+
+
+def test_promised_instructions() -> None:
+    functions = re.split(r"Function : ", dump("-sass"))[1:]
+    assert functions
+    for text in functions:
+        name = text.split("\n", 1)[0].strip()
+        assert "UBLKCP" in text, f"{name}: no bulk copy"
+        assert ("HGMMA" if "wgmma" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
