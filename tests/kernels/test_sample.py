@@ -31,7 +31,7 @@ def _parameters(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: floa
 
 def _run(implementation: Runnable, logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
     ids = torch.full((logits.shape[0],), -99)
-    implementation(logits, *parameters, ids)
+    implementation(logits, *parameters, None, ids)
     return ids
 
 
@@ -135,13 +135,13 @@ def test_batch_invariance(implementation: Runnable) -> None:
     op = implementation.op
     rows = 3 if implementation.kernel.language == "triton" else 9
     arguments = op.inputs(op.problem(f"m={rows},v=301"), 6, "cpu")
-    together = _run(implementation, arguments[0], arguments[1:])
-    flipped = _run(implementation, arguments[0].flip(0), [p.flip(0) for p in arguments[1:]])
+    together = _run(implementation, arguments[0], arguments[1:7])
+    flipped = _run(implementation, arguments[0].flip(0), [p.flip(0) for p in arguments[1:7]])
     assert torch.equal(flipped, together.flip(0))
     wide = torch.full((rows, 350), float("nan"))
     wide[:, 5:306] = arguments[0]
     for row in range(rows):
-        alone = _run(implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:]])
+        alone = _run(implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]])
         assert alone.item() == together[row].item()
 
 
@@ -238,11 +238,11 @@ def test_through_the_operator(policy_file: Any) -> None:
     assert torch.equal(ops.sample(logits, *parameters), sample.reference(logits, *parameters))
 
 
-def swapped_counter(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def swapped_counter(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, index, seed))
 
 
-def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     greedy = temperature < 1e-5
     z = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     off = torch.zeros_like(top_k)
@@ -251,13 +251,13 @@ def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, i
     ids.copy_(sample.reference(left, temperature, off, torch.ones_like(top_p), torch.zeros_like(min_p), seed, index))
 
 
-def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     found = sample.reference(logits, temperature, top_k, top_p, min_p, seed, index)
     last = logits.shape[1] - 1 - logits.float().flip(-1).argmax(-1)
     ids.copy_(torch.where(temperature < 1e-5, last, found))
 
 
-def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, seed.roll(1), index))
 
 
