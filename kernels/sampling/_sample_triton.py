@@ -11,8 +11,8 @@
 Counts are integers and probabilities are integers of `unit`ths, so no result depends on how a row is split or in which
 order it is summed. The histogram only brackets a threshold (its masses are bounds, by the edges of a range); what is
 inside the bracket is decided exactly. Noise is needed for survivors only, and float64 noise only for those whose float32
-noise comes within its error of the best: one or two a part (FlashInfer and Qrita, arXiv 2602.01518, also bound first and
-decide on few; theirs bound by pivots and Gaussian tails).
+noise comes within its error of the best: one or two a part. Bounding first and deciding on few is also how FlashInfer and
+vLLM's Triton filter avoid the sort; they bound by pivots.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.sampling._philox_triton import gumbel, rough_gumbel
-from gristmill.kernels.sampling._sample_search import bracket_kernel, count_kernel, gather_kernel, search_kernel
-from gristmill.kernels.sampling._sample_search import divisor_of, keys_of, row_top, scaled
+from gristmill.kernels.sampling._sample_search import (
+    bracket_kernel,
+    count_kernel,
+    divisor_of,
+    gather_kernel,
+    keys_of,
+    row_top,
+    scaled,
+    search_kernel,
+)
 from gristmill.kernels.sampling.sample_triton import LISTED, carve
 
 
@@ -82,7 +90,7 @@ def draw_kernel(
                 rough = tl.where(keep, z + rough_gumbel(seed, index, place), float("-inf"))
                 highest = tl.max(rough, 0)
                 # All whose rough score is within its error of the best: the best of them is exact. One or two, as a rule.
-                while (highest > float("-inf")) & (highest + 1e-3 + 1e-6 * tl.abs(highest) >= best):
+                while (highest > float("-inf")) & (highest + 1e-3 >= best - 1e-6 * tl.abs(best)):
                     at = tl.min(tl.where(rough == highest, place, 2147483647), 0)
                     exact = tl.max(tl.where(place == at, z, float("-inf")), 0).to(tl.float64)
                     fits = ((floor > 0.0) == 0) | (tl.exp(exact - top64) >= floor)

@@ -12,9 +12,16 @@ from gristmill.kernel_registry.target import Target
 
 LISTED = 16384
 """Candidates of a row that have room in the workspace; with more, the search reads the row itself."""
+LARGEST = 2**24
 PROGRAMS = 2048
 """Programs to aim at: a few for each multiprocessor of the largest devices."""
 ALIGNMENT = 256
+
+
+def accepts(problem: Problem) -> str | None:
+    """Vocabularies whose probabilities sum exactly at a resolution of 2^-37, and whose positions fit in int32."""
+    v = problem.integer("v")
+    return None if v <= LARGEST else f"vocabularies of up to {LARGEST} tokens, got {v}"
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -84,6 +91,7 @@ KERNEL = Kernel(
     aot="gristmill.kernels.sampling._sample_triton:aot",
     requires=Requirement(code="triton"),
     summary="rows in parts; histogram, exact search among candidates, noise for survivors; no sort",
+    accepts=accepts,
     config=config,
     space=space,
     workspace=workspace,
