@@ -57,9 +57,9 @@ def grouped_topk_kernel(
         group_keys = tl.where(g < GROUPS, ordered_key(best, g), 0)
         kept = tl.zeros([BLOCK_G], dtype=tl.int32)
         for _ in tl.static_range(KEPT):
-            leading = group_keys == tl.max(group_keys, 0)
-            kept = tl.where(leading, 1, kept)
-            group_keys = tl.where(leading, 0, group_keys)
+            first = group_keys == tl.max(group_keys, 0)
+            kept = tl.where(first, 1, kept)
+            group_keys = tl.where(first, 0, group_keys)
         keys = tl.where(kept[:, None] > 0, keys, 0)
     place = tl.arange(0, BLOCK_K)
     out_ids = tl.zeros([BLOCK_K], dtype=tl.int32)
