@@ -42,5 +42,5 @@ class Sampler:
         ids = torch.empty(count, dtype=torch.int64, device=device)
         x = "bf16" if logits.dtype is torch.bfloat16 else "fp32"
         plan = self.plans.bind("sample", f"v={self.vocab_size},x={x}")
-        plan(logits, temperature, top_k, top_p, min_p, seed, index, ids)
+        plan(logits, temperature, top_k, top_p, min_p, seed, index, self.plans.scratch(plan, count), ids)
         return ids.tolist()

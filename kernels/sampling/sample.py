@@ -19,7 +19,9 @@ _PARAMETERS = (("temperature", "fp32"), ("top_k", "int32"), ("top_p", "fp32"), (
                ("index", "int64"))  # fmt: skip
 
 
-def reference(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any) -> Any:
+def reference(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, workspace: Any = None
+) -> Any:
     """logits [B, V]; for each request temperature, top_p, min_p float32 [B], top_k int32 [B], seed and index (the number of
     the output token) int64 [B] -> ids int64 [B].
 
@@ -78,7 +80,7 @@ def kept(z: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
 
 
 def describe(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, workspace: Any = None
 ) -> dict[str, Any]:  # fmt: skip
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     need(logits.dim() == 2, f"sample: logits must be [requests, vocabulary], got {tuple(logits.shape)}")
@@ -98,8 +100,9 @@ def describe(
 
 
 def guard(
-    problem: Problem, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, ids: Any
-) -> int:
+    problem: Problem, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any,
+    workspace: Any, ids: Any,
+) -> int:  # fmt: skip
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     m = logits.shape[0]
     if (logits.dim() != 2 or logits.shape[1] != problem.values[1][1] or dtype_name(logits.dtype) != problem.values[2][1]
@@ -114,7 +117,7 @@ def guard(
 
 
 def like(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, workspace: Any = None
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output."""
     import torch
@@ -141,7 +144,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     parameters = [pick(0.0, 0.7, 1.0, 1.5), pick(0, 0, 1, 5, 40).to(torch.int32), pick(1.0, 0.9, 0.5), pick(0.0, 0.0, 0.05),
                   torch.randint(-(2**62), 2**62, (m,), generator=generator) * 2 + 1,
                   torch.randint(0, 2**40, (m,), generator=generator)]  # fmt: skip
-    return [logits.to(device), *(parameter.to(device) for parameter in parameters)]
+    return [logits.to(device), *(parameter.to(device) for parameter in parameters), None]
 
 
 def cost(problem: Problem) -> Cost:
@@ -155,8 +158,6 @@ def tolerance(problem: Problem) -> Tolerance:
     return Tolerance("exact", 0.0)
 
 
-
-
 OP = Op(
     name="sample",
     family="sampling",
@@ -166,7 +167,8 @@ OP = Op(
         Axis("v", "int", "vocabulary", minimum=1),
         Axis("x", "dtype", "dtype of the logits", default="fp32", choices=LOGITS),
     ),
-    arguments="Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor index",
+    arguments="Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor index, "
+    "Tensor(w!)? workspace=None",
     outputs=("ids",),
     reference=reference,
     describe=describe,
@@ -177,5 +179,5 @@ OP = Op(
     tolerance=tolerance,
     bucket="m",
     examples=("m=0,v=16", "m=1,v=1", "m=33,v=7", "m=7,v=257,x=bf16", "m=19,v=1000", "m=5,v=4099,x=bf16"),
-    bench=("m=1,v=128256", "m=64,v=128256", "m=64,v=32000,x=bf16"),
+    bench=("m=1,v=128256", "m=8,v=128256", "m=64,v=128256", "m=256,v=128256", "m=64,v=32000,x=bf16"),
 )

@@ -10,8 +10,9 @@ from gristmill.kernels.sampling.sample import reference
 
 
 def launch(
-    config: Config, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, ids: Any
-) -> None:
+    config: Config, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any,
+    workspace: Any, ids: Any,
+) -> None:  # fmt: skip
     """logits [B, V] -> ids [B]. The reference is plain torch operators without synchronisation: this runs it."""
     ids.copy_(reference(logits, temperature, top_k, top_p, min_p, seed, index))
 

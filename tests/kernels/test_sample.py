@@ -31,7 +31,7 @@ def _parameters(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: floa
 
 def _run(implementation: Runnable, logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
     ids = torch.full((logits.shape[0],), -99)
-    implementation(logits, *parameters, ids)
+    implementation(logits, *parameters, None, ids)
     return ids
 
 
@@ -135,14 +135,73 @@ def test_batch_invariance(implementation: Runnable) -> None:
     op = implementation.op
     rows = 3 if implementation.kernel.language == "triton" else 9
     arguments = op.inputs(op.problem(f"m={rows},v=301"), 6, "cpu")
-    together = _run(implementation, arguments[0], arguments[1:])
-    flipped = _run(implementation, arguments[0].flip(0), [p.flip(0) for p in arguments[1:]])
+    together = _run(implementation, arguments[0], arguments[1:7])
+    flipped = _run(implementation, arguments[0].flip(0), [p.flip(0) for p in arguments[1:7]])
     assert torch.equal(flipped, together.flip(0))
     wide = torch.full((rows, 350), float("nan"))
     wide[:, 5:306] = arguments[0]
     for row in range(rows):
-        alone = _run(implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:]])
+        alone = _run(implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]])
         assert alone.item() == together[row].item()
+
+
+TRITON = [implementation for implementation in HERE if implementation.kernel.language == "triton"]
+
+
+@pytest.mark.parametrize("listed", [16384, 24])
+@pytest.mark.parametrize("implementation", TRITON, ids=str)
+def test_parts_of_rows_and_long_candidate_lists(implementation: Runnable, listed: int, monkeypatch: Any) -> None:
+    """Rows in one part and in three, candidates listed and read from the row: always the reference's tokens."""
+    from gristmill.kernels.sampling import _sample_triton, sample_triton
+
+    monkeypatch.setattr(_sample_triton, "LISTED", listed)
+    monkeypatch.setattr(sample_triton, "LISTED", listed)
+    noise = torch.randn(2, 299, generator=torch.Generator().manual_seed(11))
+    for logits, parameters in (
+        (2 * noise, _parameters(2, 1.0, 0, 0.9, 0.0, 3)),
+        ((2 * noise).round(), _parameters(2, 0.7, 60, 0.8, 0.001, 4)),
+        (noise * 0.01, _parameters(2, 1.0, 0, 0.99999994, 0.0, 5)),
+        (noise.bfloat16(), _parameters(2, 0.05, 298, 1.0, 0.0, 6)),
+        (1e4 * noise, _parameters(2, 1.0, 40, 0.5, 0.0, 7)),
+    ):
+        logits[1, ::5] = -math.inf
+        wanted = sample.reference(logits, *parameters)
+        for splits in (1, 3) if listed > 299 else (3,):
+            ids = torch.full((2,), -99)
+            config = {"block": 64, "splits": splits, "warps": 4, "search": 256, "search_warps": 4}
+            implementation.kernel.load()(config, logits, *parameters, None, ids)
+            assert torch.equal(ids, wanted), (splits, parameters)
+
+
+@pytest.mark.parametrize("implementation", TRITON, ids=str)
+def test_workspace_of_exactly_its_size(implementation: Runnable) -> None:
+    op, kernel = implementation.op, implementation.kernel
+    problem = op.problem("m=4,v=300")
+    config = kernel.config(problem, implementation.target)
+    arguments = op.inputs(problem, 8, "cpu")[:7]
+    size = kernel.workspace(problem, config).bytes
+    band = torch.full((size + 512,), 171, dtype=torch.uint8)
+    ids = torch.full((4,), -99)
+    start = -band.data_ptr() % 256
+    kernel.load()(config, *arguments, band[start : start + size], ids)
+    assert torch.equal(ids, sample.reference(*arguments))
+    assert (band[:start] == 171).all() and (band[start + size :] == 171).all()
+    with pytest.raises(ValueError, match="workspace must be"):
+        kernel.load()(config, *arguments, band[start : start + size - 256], ids)
+
+
+@pytest.mark.skipif(not TRITON, reason="needs Triton in the interpreter")
+def test_rough_noise_is_within_its_margin() -> None:
+    """Float32 noise against float64 noise, far tails included: `draw` trusts it to 1e-3."""
+    from tests.kernels.noise_kernel import both_noises
+
+    count = 1 << 20
+    exact, rough = torch.empty(count, dtype=torch.float64), torch.empty(count)
+    both_noises[(4,)](exact, rough, torch.tensor([5]), torch.tensor([5]), BLOCK=count // 4)
+    u = token_uniforms(torch.tensor([5]), torch.tensor([5]), count)[0]
+    assert float((exact + (-u.log()).log()).abs().max()) < 1e-12
+    assert float(exact.max()) > 11 and float(exact.min()) < -2.4
+    assert float((exact - rough).abs().max()) < 1e-4
 
 
 def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -238,11 +297,11 @@ def test_through_the_operator(policy_file: Any) -> None:
     assert torch.equal(ops.sample(logits, *parameters), sample.reference(logits, *parameters))
 
 
-def swapped_counter(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def swapped_counter(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, index, seed))
 
 
-def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     greedy = temperature < 1e-5
     z = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     off = torch.zeros_like(top_k)
@@ -251,13 +310,13 @@ def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, i
     ids.copy_(sample.reference(left, temperature, off, torch.ones_like(top_p), torch.zeros_like(min_p), seed, index))
 
 
-def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     found = sample.reference(logits, temperature, top_k, top_p, min_p, seed, index)
     last = logits.shape[1] - 1 - logits.float().flip(-1).argmax(-1)
     ids.copy_(torch.where(temperature < 1e-5, last, found))
 
 
-def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, ids) -> None:
+def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, seed.roll(1), index))
 
 

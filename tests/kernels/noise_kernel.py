@@ -1,0 +1,16 @@
+"""A Triton kernel that writes both noises of sampling side by side, for test_sample.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gristmill.kernels.sampling._philox_triton import gumbel, rough_gumbel
+
+
+@triton.jit
+def both_noises(exact, rough, seed, index, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seed, index = tl.load(seed), tl.load(index)
+    tl.store(exact + place, gumbel(seed, index, place))
+    tl.store(rough + place, rough_gumbel(seed, index, place))
