@@ -61,6 +61,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="torch's product, expert by expert; synchronises",
+    capturable=False,
     accepts=accepts,
     config=config,
     layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),

@@ -9,8 +9,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear_triton import step_along_k
-from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized
+from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, step_along_k
 
 
 def config(problem: Problem, target: Target) -> Config:

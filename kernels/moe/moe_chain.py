@@ -10,8 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear_triton import step_along_k
-from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized
+from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, step_along_k
 from gristmill.kernels.moe import _chain
 
 
@@ -76,6 +75,7 @@ KERNELS = (
         target=f"{__name__}:launch_torch",
         requires=Requirement(packages=(("torch", "2.11"),)),
         summary="permute, two grouped_linear, combine, all by torch; synchronises",
+        capturable=False,
         accepts=accepts,
         config=config,
         workspace=_chain.workspace,
