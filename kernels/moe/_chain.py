@@ -56,16 +56,16 @@ def carve(space: Any, like: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def sizes_of(w13: Any, inter: int) -> tuple[int, int]:
-    """Experts and inner size of packed weights: every layout keeps the experts in front, dense and plain ones the rows next.
+    """Inner size and experts of packed weights: every layout keeps the experts in front, dense and plain ones the rows next.
 
     ValueError for tiled weights without `inter`.
     """
     if not inter and w13[0].dim() != 3:
         raise ValueError(f"moe: weights in tiles {tuple(w13[0].shape)} do not tell their inner size; pass inter=")
-    return w13[0].shape[0], inter or w13[0].shape[1] // 2
+    return inter or w13[0].shape[1] // 2, w13[0].shape[0]
 
 
-def run(parts: Parts, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, space: Any, out: Any) -> None:
+def run(parts: Parts, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inner: int, experts: int, space: Any, out: Any) -> None:
     """x [T, H] -> out [T, H] through the parts."""
     import torch
 
@@ -73,7 +73,6 @@ def run(parts: Parts, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: 
     top_k, entries = ids.shape[1], ids.numel()
     if not tokens:
         return
-    experts, inner = sizes_of(w13, inter)
     sizes = pieces(entries, experts, hidden, inner, x.element_size())
     offsets, permutation, inverse, acts, rows = carve(space, x, sizes)
     offsets, permutation, inverse = (t.view(torch.int32) for t in (offsets, permutation, inverse))

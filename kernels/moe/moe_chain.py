@@ -22,7 +22,7 @@ def launch_torch(
 
     grouped = partial(grouped_linear_torch.launch, config)
     parts = _chain.Parts(partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {}))
-    _chain.run(parts, x, weights, ids, w13, w2, inter, workspace, out)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
 
 
 def launch_triton(
@@ -34,7 +34,7 @@ def launch_triton(
     grouped = partial(_grouped_linear_triton.launch, config)
     combine = partial(_combine_triton.launch, combine_triton.block_config(x.shape[1]))
     parts = _chain.Parts(partial(_permute_triton.launch, {}), grouped, grouped, combine)
-    _chain.run(parts, x, weights, ids, w13, w2, inter, workspace, out)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
 
 
 def accepts(problem: Problem) -> str | None:

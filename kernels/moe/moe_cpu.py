@@ -26,7 +26,7 @@ def launch(
 ) -> None:
     """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
-    experts, inner = _chain.sizes_of(w13, inter)
+    inner, experts = _chain.sizes_of(w13, inter)
     space = _chain.carve(workspace, x, _chain.pieces(ids.numel(), experts, hidden, inner, x.element_size()))
     code = cpu_function("gm_moe", config["level"], ARGUMENTS)(
         ctypes.byref(weights(config, w13, experts, 2 * inner, hidden)),
