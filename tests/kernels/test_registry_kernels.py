@@ -88,7 +88,7 @@ def test_operation_is_consistent(op: Op) -> None:
     assert op.bucket is None or any(axis.name == op.bucket and axis.dynamic for axis in op.axes)
 
 
-@pytest.mark.parametrize("kernel", REGISTRY.all_kernels(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda kernel: kernel.name)
 def test_every_kernel_has_problems_to_prove_it_on(kernel: Kernel) -> None:
     """A kernel that takes none of its operation's examples brings its own; those it brings, it takes."""
     op = REGISTRY.op(kernel.op)
