@@ -97,8 +97,13 @@ class Answer:
 
 @cache
 def answer(name: str, prompt: tuple[int, ...], count: int = 64) -> Answer:
-    """The oracle's greedy answer, `count` ids or up to its end token."""
-    model = oracle(name)
+    """What an example model says greedily by transformers, `count` ids or up to its end token; asked once."""
+    return answer_of(oracle(name), prompt, count)
+
+
+def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:
+    """A model's greedy answer by transformers, `count` ids or up to its end token."""
+    prompt = tuple(prompt)
     with torch.no_grad():
         out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=2)
     ids = tuple(out[0, len(prompt) :].tolist())
