@@ -6,6 +6,7 @@ and the loader refuses it (test_loader.py).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime import oracle
+from tests.runtime import oracle, ways
 from tests.runtime.oracle import Comparison
 
 LIMIT = 2e-4
@@ -30,9 +33,9 @@ LLAMA = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "tie_word_embeddings": True,
 }  # fmt: skip
 DEEPSEEK = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8, "n_shared_experts": 1,
-    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 48,
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 16, "n_shared_experts": 1,
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 64,
     "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "routed_scaling_factor": 2.5,
     "max_position_embeddings": 128, "eos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -65,7 +68,7 @@ DEEPSEEKS: dict[str, dict[str, Any]] = {
     "no_q_lora": {"q_lora_rank": None},
     "no_q_lora_bias": {"q_lora_rank": None, "attention_bias": True},
     "all_layers_sparse": {"first_k_dense_replace": 0},
-    "all_layers_dense": {"first_k_dense_replace": 3},
+    "all_layers_dense": {"first_k_dense_replace": 2},
     "one_group": {"n_group": 1, "topk_group": 1},
     "every_group": {"topk_group": 4},
     "weights_as_they_are": {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
@@ -130,3 +133,29 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
     except CheckpointError:
         return  # other weights than the entry's: seen before anything ran
     assert fault > LIMIT
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+@pytest.mark.parametrize(("family", "changes"), [("llama", {"attention_bias": True}), ("deepseek", {})])
+def test_every_way(
+    family: str, changes: dict[str, Any], way: str, make_strict: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Each strict policy serves whole models, and serves them right: a prompt at once, then token by token."""
+    folder = write(tmp_path / family, family, changes)
+    llm, model, prompt = make_strict(folder, way, num_blocks=8), oracle.load(folder), ids(5 if way == "triton" else 24)
+    assert worst(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
+    found = Comparison(f"{family}, {way}")
+    found.add(llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2))
+    ways.check(llm, way)
+
+
+def test_a_kernel_of_another_way_is_seen(make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
+    """Planted fault: a policy that is not strict, and one kernel missing."""
+    folder = write(tmp_path / "llama", "llama", {})
+    loose = dataclasses.replace(ways.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch"))
+    llm = make(folder, policy=loose, num_blocks=8)
+    llm.generate([ids(4)], SamplingParams(max_tokens=1))
+    with pytest.raises(AssertionError, match="torch: fused_add_rms_norm_cpu ran$"):
+        ways.check(llm, "torch")
+    with pytest.raises(NoKernelError, match="strict policy"):
+        make(folder, policy=dataclasses.replace(loose, strict=True), num_blocks=8).generate([ids(4)])
