@@ -139,6 +139,63 @@ def test_a_written_directory_reads_back_the_same(
     assert stored.generate(["The"])[0].text == rounded.generate(["The"])[0].text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_written_scheme_reads_back_the_same(
+    name: str, scheme: str, make: Callable[..., LLM], tmp_path: Path
+) -> None:
+    out, ids = tmp_path / "out", oracle.window(0)[:33]
+    write_quantized(MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme))
+    assert torch.equal(window_logits(make(out).engine, ids), window_logits(make(name, quant=scheme).engine, ids))
+
+
+def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    table, scheme = model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("nvfp4")
+    seen: list[list[str]] = []
+
+    def interrupted(done: int, total: int) -> None:
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        if done == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_quantized(MODELS / LLAMA, tmp_path / "out", table, scheme, interrupted)
+    assert seen and all(len(names) == 1 and names[0].startswith(".out.") for names in seen)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()  # an empty folder may be there
+    write_quantized(MODELS / LLAMA, tmp_path / "out", table, scheme)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(UsageError, match=rf"{tmp_path}/out exists and is not an empty folder"):
+        write_quantized(MODELS / LLAMA, tmp_path / "out", table, scheme)
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_directory_that_came_to_be_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    def intrude(done: int, total: int) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "theirs").touch()
+
+    with pytest.raises(UsageError, match="came to be while it was written"):
+        write_quantized(
+            MODELS / LLAMA, tmp_path / "out", model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("nvfp4"), intrude
+        )
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_pickled_weights_are_not_copied(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(MODELS / LLAMA, tmp_path / "source"))
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "notes.txt"):
+        (source / name).write_text("{}")
+    write_quantized(source, tmp_path / "out", model_table(load_config(source)), QuantScheme.parse("nvfp4"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "notes.txt", "tokenizer.json", "training.json",
+    }  # fmt: skip
+
+
 def test_shards_of_a_large_model(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gristmill.runtime.loader import quantized
 
