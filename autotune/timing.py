@@ -84,6 +84,9 @@ def _cpu_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: floa
 
 def _cuda_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
     stream = torch.cuda.Stream()
+    # The arguments were written on the current stream. A call that overtook those writes would take what the memory held
+    # before for indices, and read wherever they point.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for arguments in sets[:3]:
             call(arguments)
