@@ -1,0 +1,147 @@
+"""Argument lists for timing: cold, rotated, with fresh content at the same addresses, and checked after they were used.
+
+The calls that are timed are the calls that are checked. `refresh` gives every argument list other content in place and
+poisons what is to be written; after any calls, `check` says whether those lists hold what the reference makes of that
+content. A kernel that answers from a cache keyed by address, skips writes, changes its inputs or has not finished gives
+itself away, and it cannot tell a checked round from any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gristmill.autotune.guard import Guarded, same_bits, tensors, written
+from gristmill.autotune.metrics import error_of
+from gristmill.autotune.timing import CPU_COLD, GPU_COLD, MAX_SETS
+from gristmill.autotune.verify import kernel_arguments, run_reference
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+SEEDS = (0, 1)
+"""Contents of the argument lists. Two are enough to tell a stale answer from a right one."""
+
+
+@dataclass
+class _Set:
+    """One argument list. content: which seed it holds. guards: of everything that a call may write."""
+
+    arguments: list[Any]
+    outputs: list[torch.Tensor]
+    guards: list[Guarded]
+    content: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found. wrong: "" or a sentence. error: the operation's figure, None when nothing was compared.
+    repeatable: equal contents gave equal bits."""
+
+    wrong: str
+    error: float | None
+    repeatable: bool
+
+
+class Rotation:
+    """Argument lists of `problem` as `kernel` takes them, outputs included.
+
+    hot: one list only, so that calls find their arguments in the cache. Otherwise lists amount to several times the
+    last cache, and calls that go around them find their arguments in memory.
+    """
+
+    def __init__(self, op: Op, kernel: Kernel, problem: Problem, device: str, *, hot: bool = False) -> None:
+        self.op, self.problem, self.device = op, problem, device
+        neutral = [op.inputs(problem, seed, device) for seed in SEEDS]
+        self.references = [run_reference(op, arguments) for arguments in neutral]
+        self._neutral = neutral
+        self._masters = [kernel_arguments(op, kernel, arguments) for arguments in neutral]
+        budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
+        count = 1 if hot else max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
+        self.sets = [self._set(index % len(SEEDS)) for index in range(count)]
+        self.turn = 0
+
+    def next(self) -> list[Any]:
+        """The next argument list, outputs after arguments."""
+        here = self.sets[self.turn]
+        self.turn = (self.turn + 1) % len(self.sets)
+        return [*here.arguments, *here.outputs]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a call changes its own arguments, so that a second one starts from something else."""
+        return any(p.mutable and p.name != "workspace" for p in self.op.parameters)
+
+    def refresh(self) -> None:
+        """Other content at the same addresses, everything that is to be written poisoned, and the turn at its start."""
+        for here in self.sets:
+            here.content = (here.content + 1) % len(SEEDS)
+            for guard in here.guards:
+                guard.renew()
+            for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
+                for to, source in zip(tensors(mine), tensors(master), strict=True):
+                    to.copy_(source)
+        self.turn = 0
+
+    def snapshot(self, count: int) -> list[list[torch.Tensor]]:
+        """Copies of what the first `count` lists hold now, the last one first: it had least time to be finished late."""
+        taken = [[t.clone() for t in self._results(here)] for here in reversed(self.sets[:count])]
+        return taken[::-1]
+
+    def check(self, results: Sequence[Sequence[torch.Tensor]]) -> Finding:
+        """Compare snapshots of the first lists with the reference, and look after bands and inputs."""
+        error, repeatable = 0.0, True
+        seen: dict[int, Sequence[torch.Tensor]] = {}
+        limit = self.op.tolerance(self.problem).limit
+        for here, result in zip(self.sets, results, strict=False):
+            if wrong := self._trespass(here):
+                return Finding(wrong, None, repeatable)
+            if not all(map(same_bits, self._results(here), result)):
+                return Finding("its results changed after the call had returned", None, repeatable)
+            first = seen.setdefault(here.content, result)
+            if first is not result and all(map(same_bits, first, result)):
+                continue  # compared already
+            repeatable = repeatable and first is result
+            figure = error_of(self.op, self.problem, self._neutral[here.content], result, self.references[here.content])
+            error = max(error, figure)
+            if not figure <= limit:
+                return Finding(f"error {figure:.3g} is over the tolerance {limit:.3g}", figure, repeatable)
+        return Finding("", error, repeatable)
+
+    def _results(self, here: _Set) -> list[torch.Tensor]:
+        return [*here.outputs, *written(self.op, here.arguments)]
+
+    def _trespass(self, here: _Set) -> str:
+        for guard in here.guards:
+            if not guard.intact():
+                return f"wrote outside {guard.name}"
+        for parameter, mine, master in zip(self.op.parameters, here.arguments, self._masters[here.content], strict=True):
+            if not parameter.mutable and not all(map(same_bits, tensors(mine), tensors(master))):
+                return f"changed its input {parameter.name}"
+        return ""
+
+    def _set(self, content: int) -> _Set:
+        arguments: list[Any] = []
+        guards: list[Guarded] = []
+        for parameter, master in zip(self.op.parameters, self._masters[content], strict=True):
+            if parameter.mutable and isinstance(master, torch.Tensor):
+                guards.append(Guarded.make(parameter.name, master.shape, master.dtype, master.device))
+                guards[-1].tensor.copy_(master)
+                arguments.append(guards[-1].tensor)
+            else:
+                arguments.append(_copy(master))
+        outputs = []
+        if self.op.outputs:
+            for name, (shape, dtype) in zip(self.op.outputs, self.op.like(*arguments), strict=True):
+                guards.append(Guarded.make(name, shape, dtype, self.device))
+                outputs.append(guards[-1].tensor)
+        return _Set(arguments, outputs, guards, content)
+
+
+def _copy(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.clone()
+    return [_copy(item) for item in argument] if isinstance(argument, list | tuple) else argument
