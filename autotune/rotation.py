@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter as _now
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
-SEEDS = (0, 1)
-"""Contents of the argument lists. Two are enough to tell a stale answer from a right one."""
+CONTENTS = 2
+"""Different contents among the argument lists: enough to tell a stale answer from a right one."""
+
+PATIENCE = 0.25
+"""Seconds that making new contents may take; where it takes longer, those of the beginning are dealt out anew, and only
+answers kept by address are told apart, not those kept by a fingerprint of the content too."""
 
 
 @dataclass
@@ -55,13 +60,14 @@ class Rotation:
 
     def __init__(self, op: Op, kernel: Kernel, problem: Problem, device: str, *, hot: bool = False) -> None:
         self.op, self.problem, self.device = op, problem, device
-        neutral = [op.inputs(problem, seed, device) for seed in SEEDS]
-        self.references = [run_reference(op, arguments) for arguments in neutral]
-        self._neutral = neutral
-        self._masters = [kernel_arguments(op, kernel, arguments) for arguments in neutral]
+        self._kernel, self._seed = kernel, 0
+        begin = _now()
+        self._base = op.inputs(problem, 0, device)
+        self._fill()
+        self._quick = _now() - begin < PATIENCE
         budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
         count = 1 if hot else max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
-        self.sets = [self._set(index % len(SEEDS)) for index in range(count)]
+        self.sets = [self._set(index % CONTENTS) for index in range(count)]
         self.turn = 0
 
     def next(self) -> list[Any]:
@@ -77,8 +83,10 @@ class Rotation:
 
     def refresh(self) -> None:
         """Other content at the same addresses, everything that is to be written poisoned, and the turn at its start."""
+        if self._quick:
+            self._fill()
         for here in self.sets:
-            here.content = (here.content + 1) % len(SEEDS)
+            here.content = (here.content + 1) % CONTENTS
             for guard in here.guards:
                 guard.renew()
             for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
@@ -111,6 +119,25 @@ class Rotation:
                 return Finding(f"error {figure:.3g} is over the tolerance {limit:.3g}", figure, repeatable)
         return Finding("", error, repeatable)
 
+    def _fill(self) -> None:
+        """New contents, and what the reference makes of them."""
+        seeds = range(self._seed, self._seed + CONTENTS)
+        self._seed += CONTENTS
+        self._neutral = [self._content(seed) for seed in seeds]
+        self.references = [run_reference(self.op, arguments) for arguments in self._neutral]
+        self._masters = [kernel_arguments(self.op, self._kernel, arguments) for arguments in self._neutral]
+
+    def _content(self, seed: int) -> list[Any]:
+        """Arguments of the same work: where a seed decides more than numbers (lengths, block tables, experts), those of
+        the first seed with their numbers moved along the rows."""
+        base = self._base
+        if seed == 0:
+            return base
+        other = self.op.inputs(self.problem, seed, self.device)
+        if all(_same_work(mine, theirs) for mine, theirs in zip(base, other, strict=True)):
+            return other
+        return [_rolled(argument, seed) for argument in base]
+
     def _results(self, here: _Set) -> list[torch.Tensor]:
         return [*here.outputs, *written(self.op, here.arguments)]
 
@@ -139,6 +166,25 @@ class Rotation:
                 guards.append(Guarded.make(name, shape, dtype, self.device))
                 outputs.append(guards[-1].tensor)
         return _Set(arguments, outputs, guards, content)
+
+
+def _same_work(a: Any, b: Any) -> bool:
+    """Whether two arguments differ in numbers alone. Anything but a tensor of integers is up to its operation."""
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same_work, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and (a.dtype.is_floating_point or torch.equal(a, b))
+    return True
+
+
+def _rolled(argument: Any, by: int) -> Any:
+    """Floating point numbers moved along the last dimension; bands of poison between rows stay where they are."""
+    if isinstance(argument, list | tuple):
+        return [_rolled(item, by) for item in argument]
+    if isinstance(argument, torch.Tensor) and argument.dtype.is_floating_point and argument.dim() and argument.shape[-1] > 1:
+        wide = argument.float() if argument.dtype.itemsize == 1 else argument
+        return torch.roll(wide, 1 + by % (argument.shape[-1] - 1), -1).to(argument.dtype)
+    return argument
 
 
 def _copy(argument: Any) -> Any:
