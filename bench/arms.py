@@ -22,7 +22,10 @@ from gristmill.kernels.interpreter import load
 SAMPLE_US = 1000.0
 """What one sample should take at least: several thousand steps of the clock."""
 
-STALE, COLD_US = 1.3, 2.0
+LEAD = 3
+"""Calls of an audit that are checked but not timed: the refresh left the memory allocator and the caches in another state."""
+
+STALE, COLD_US = 1.5, 2.0
 """How much slower than its usual time a kernel may be on content that it has not seen: this factor, and microseconds for
 code and tables that the refresh drove out of the cache."""
 
@@ -71,9 +74,15 @@ class KernelArm:
         rotation = self.rotation
         rotation.refresh()
         # Once around, at most: a second call on the same list would start from what the first left, if it works in place.
-        count = len(rotation.sets) if self._replay is not None else min(self.calls, len(rotation.sets))
+        count = len(rotation.sets) if self._replay is not None else min(max(self.calls, 2 * LEAD), len(rotation.sets))
         threads = _threads()
-        self.fresh.append(self._sample(count))
+        if self._replay is not None:
+            self.fresh.append(self._replay.sample())
+        else:
+            lead = min(LEAD, count // 2)
+            for _ in range(lead):
+                self._launch(self.config, *rotation.next())
+            self.fresh.append(self._sample(count - lead))
         results = rotation.snapshot(count)
         started = len(_threads() - threads)
         if self._replay is not None:

@@ -6,6 +6,8 @@ import click
 
 from gristmill import __version__, console
 from gristmill.bench.commands.bench import bench
+from gristmill.bench.commands.check import check
+from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
@@ -24,13 +26,15 @@ def cli() -> None:
     kernelbench explain linear --problem "m=16,n=4096,k=4096,x=bf16,w=int4_g128"
     kernelbench verify --op rms_norm            run kernels against the reference
     kernelbench bench rms_norm                  time them, next to the measured floor
+    kernelbench compare rms_norm                who is faster, said only where the samples allow it
+    kernelbench check baseline.json             for CI: has anything become slower or wrong?
 
     GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
     cpu_level, store, cache. Every command takes --json: JSON alone on stdout, unknown values null.
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench):
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check):
     cli.add_command(_command)
 
 
