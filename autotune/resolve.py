@@ -38,6 +38,7 @@ class Resolver:
         self.target: Target = device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.worker = worker or shared_worker()
+        self._recording = True
         self.store = self._read()
         self._lock = threading.Lock()
 
@@ -103,11 +104,14 @@ class Resolver:
             return Store.read(self.policy.store_path)
         except StoreError as error:
             warnings.warn(f"{error}; going on with an empty store, nothing will be recorded", RuntimeWarning, stacklevel=2)
+            self._recording = False
             return Store()
 
     def _write(self, records: list[Verification], forget: Sequence[Verification] = ()) -> None:
         for record in records:
             self.store.add(record)
+        if not self._recording:
+            return
         try:
             save(self.policy.store_path, records, forget)
         except (OSError, StoreError) as error:
