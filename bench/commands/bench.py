@@ -40,6 +40,7 @@ def bench(
     us                  median microseconds a call       spread   interquartile range over the median
     gbs, tflops         fewest bytes, and operations, of the problem, over that time
     fraction_of_floor   measured floor over measured time: 1 = nothing can be faster
+    bound               what the floor consists of: memory, compute or launch (kernelbench doctor --measure)
     error               the operation's error figure against the reference
     """
     op, here = default_registry().op(op_name), place(target)
@@ -69,9 +70,9 @@ def bench(
         return
     console.table(
         f"{op.name} on {here.target.name} {here.target.device}",
-        ["problem", "kernel", "µs", "spread", "GB/s", "TFLOP/s", "of floor", "error", ""],
+        ["problem", "kernel", "µs", "spread", "GB/s", "TFLOP/s", "of floor", "bound", "error", ""],
         [[r["problem"], r["kernel"], console.number(r["us"]), _percent(r["spread"]), console.number(r["gbs"]),
-          console.number(r["tflops"]), _percent(r["fraction_of_floor"]), console.number(r["error"]), r["reason"]]
+          console.number(r["tflops"]), _percent(r["fraction_of_floor"]), r["bound"], console.number(r["error"]), r["reason"]]
          for r in rows],
         right=("µs", "spread", "GB/s", "TFLOP/s", "of floor", "error"),
     )  # fmt: skip
@@ -93,7 +94,7 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, seconds: float) 
 
     row: dict[str, Any] = {
         "op": op.name, "problem": str(problem), "kernel": kernel.name, "us": None, "spread": None, "gbs": None,
-        "tflops": None, "fraction_of_floor": None, "error": None, "tolerance": op.tolerance(problem).limit, "reason": "",
+        "tflops": None, "fraction_of_floor": None, "bound": None, "error": None, "tolerance": op.tolerance(problem).limit, "reason": "",
         "config": None, "samples": (),
     }  # fmt: skip
     against = [*kernel.requires.check_hardware(here.target, here.build), *kernel.requires.check_build(here.target, here.build)]
@@ -109,6 +110,7 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, seconds: float) 
     return row | {
         "us": measured.us, "spread": measured.spread, "samples": measured.samples,
         "gbs": cost.bytes / measured.us / 1e3, "tflops": cost.flops / measured.us / 1e6,
+        "bound": ceilings(device).bound(cost),
         "fraction_of_floor": ceilings(device).floor_us(cost) / measured.us if measured.us else None,
     }  # fmt: skip
 
@@ -117,7 +119,7 @@ def _ceilings(here: Place) -> dict[str, Any]:
     from gristmill.autotune.floor import ceilings
 
     limits = ceilings(here.device or "cpu")
-    return {"read_gbs": limits.read_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
+    return {"read_gbs": limits.read_gbs, "copy_gbs": limits.copy_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
 
 
 def _save(op: Op, rows: list[dict[str, Any]], here: Place) -> None:
