@@ -11,6 +11,7 @@ from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.shapes import coverage, shapes
 from gristmill.bench.commands.store import store
 from gristmill.bench.commands.verify import verify
 
@@ -29,6 +30,8 @@ def cli() -> None:
     kernelbench bench rms_norm                  time them, next to the measured floor
     kernelbench compare rms_norm                who is faster, said only where the samples allow it
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
+    kernelbench shapes --model llama-3-8b       every problem that a model calls
+    kernelbench coverage --model llama-3-8b     how well the store knows them
     kernelbench store lint                      what selection knows: merge, diff, lint, why
 
     GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
@@ -36,7 +39,7 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store):
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage):
     cli.add_command(_command)
 
 
