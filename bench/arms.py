@@ -152,8 +152,11 @@ class _Graph:
             arm.rotation.turn = 0
             if arm.kernel.capturable:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, stream=self._stream):
-                    self._run(self.calls)
+                try:
+                    with torch.cuda.graph(self._graph, stream=self._stream):
+                        self._run(self.calls)
+                except RuntimeError as error:  # work on another stream, most likely, which nobody would wait for
+                    raise WrongResultError(f"{arm.kernel.name}: cannot be captured, and is declared to be: {error}") from error
 
     def _run(self, calls: int) -> None:
         for _ in range(calls):

@@ -13,6 +13,7 @@ from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
 from gristmill.bench.commands.shapes import coverage, shapes
 from gristmill.bench.commands.store import store
+from gristmill.bench.commands.tune import tune
 from gristmill.bench.commands.verify import verify
 
 
@@ -30,6 +31,7 @@ def cli() -> None:
     kernelbench bench rms_norm                  time them, next to the measured floor
     kernelbench compare rms_norm                who is faster, said only where the samples allow it
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
+    kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
     kernelbench store lint                      what selection knows: merge, diff, lint, why
@@ -39,7 +41,7 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage):
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune):
     cli.add_command(_command)
 
 
