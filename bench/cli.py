@@ -11,6 +11,7 @@ from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.results import history, repro, rerun
 from gristmill.bench.commands.shapes import coverage, shapes
 from gristmill.bench.commands.store import store
 from gristmill.bench.commands.tune import tune
@@ -34,6 +35,7 @@ def cli() -> None:
     kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
+    kernelbench rerun results.json              every row again, here, and where it differs; repro, history
     kernelbench store lint                      what selection knows: merge, diff, lint, why
 
     GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
@@ -41,7 +43,8 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune):
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, rerun, repro,
+                 history):  # fmt: skip
     cli.add_command(_command)
 
 

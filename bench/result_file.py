@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def record(here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str
     from gristmill.autotune.environment import environment
 
     command = "kernelbench " + shlex.join(sys.argv[1:])
-    return {"schema": SCHEMA, "environment": environment(here.target, command), **more, "rows": [*rows]}
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"schema": SCHEMA, "when": when, "environment": environment(here.target, command), **more, "rows": [*rows]}
 
 
 def write(path: str | Path, here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> None:
@@ -52,3 +54,19 @@ def read(path: str | Path) -> dict[str, Any]:
         if not isinstance(row, dict) or not {"op", "problem", "kernel"} <= row.keys():
             raise ResultError(f"{path}: rows[{place}]: expected op, problem and kernel")
     return data
+
+
+def timed(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result file that have a time."""
+    return [row for row in data["rows"] if row.get("us")]
+
+
+def command(row: dict[str, Any], target: str | None = None) -> str:
+    """The command that measures a row again."""
+    words = ["kernelbench", "bench", row["op"], "--kernels", row["kernel"], "--problem", row["problem"]]
+    return shlex.join(words + (["--target", target] if target and target.startswith("cpu") else []))
+
+
+def samples(row: dict[str, Any]) -> list[float]:
+    """Microseconds, one a round; the median alone where a file kept no more."""
+    return [float(us) for us in row.get("samples") or [row["us"]]]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
 from gristmill.bench.place import Place, place
+from gristmill.bench.result_file import write
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -58,11 +55,7 @@ def bench(
     if save:
         _save(op, rows, here)
     if results:
-        from gristmill.autotune.environment import environment
-
-        command = "kernelbench " + shlex.join(sys.argv[1:])
-        record = {"environment": environment(here.target, command), "ceilings": _ceilings(here), "rows": rows}
-        Path(results).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(results, here, rows, ceilings=_ceilings(here))
     for row in rows:
         row.pop("samples")
     if as_json:
