@@ -11,6 +11,7 @@ from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.report import report
 from gristmill.bench.commands.results import history, repro, rerun
 from gristmill.bench.commands.shapes import coverage, shapes
 from gristmill.bench.commands.store import store
@@ -36,6 +37,7 @@ def cli() -> None:
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
     kernelbench rerun results.json              every row again, here, and where it differs; repro, history
+    kernelbench report results.json --html p    one page, no network: rooflines, winners, history
     kernelbench store lint                      what selection knows: merge, diff, lint, why
 
     GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
@@ -44,7 +46,7 @@ def cli() -> None:
 
 
 for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, rerun, repro,
-                 history):  # fmt: skip
+                 history, report):  # fmt: skip
     cli.add_command(_command)
 
 
