@@ -4,6 +4,7 @@
 int, symmetric  scale = bf16(amax / (2**(b-1) - 1)); code = clamp(round(w / scale), -2**(b-1), 2**(b-1) - 1) + 2**(b-1)
 int, _zp        lo = min(0, min w), hi = max(0, max w); scale = bf16((hi - lo) / (2**b - 1));
                 zero = clamp(round(-lo / scale), 0, 2**b - 1); code = clamp(round(w / scale) + zero, 0, 2**b - 1)
+int, _min       lo, hi, scale as for _zp; offset = bf16(-lo); code = clamp(round((w + offset) / scale), 0, 2**b - 1)
 fp8             scale = amax / 448 in float32, per tensor (or segment), per row, or per 128 x 128 block
 mxfp8, mxfp4    scale = 2**(floor(log2 amax) - 8), respectively - 2 (OCP MX 1.0, 6.3); values beyond saturate
 nvfp4           global = amax / (6 * 448); scale = E4M3(amax_group / (6 * global)) clamped to [2**-9, 448];
@@ -141,6 +142,12 @@ def _integer_rows(w: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[
         zero = (-low / scales.float()).round().clamp(0, top)
         codes = ((w / scales.float()[:, column]).round() + zero[:, column]).clamp(0, top)
         fields = {"scales": scales, "zero": zero.to(torch.uint8)}
+    elif scheme.minimums:
+        low, high = reduce(w, "amin"), reduce(w, "amax")
+        offset = (-low).to(torch.bfloat16)
+        scales = _bf16_scale(high / top - low / top)
+        codes = ((w + offset.float()[:, column]) / scales.float()[:, column]).round().clamp(0, top)
+        fields = {"scales": scales, "zero": offset}
     else:
         half = 1 << (scheme.bits - 1)
         scales = _bf16_scale(reduce(w.abs(), "amax") / max(1, half - 1))
