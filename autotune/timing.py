@@ -48,10 +48,15 @@ def argument_sets(op: Op, kernel: Kernel, problem: Problem, device: str) -> list
 def measure(
     op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seconds: float = 0.5, rounds: int = 15
 ) -> Measured:
-    """Time `kernel`: `rounds` samples in about `seconds`, after warm-up. On CUDA the calls of a round are one graph."""
+    """Time `kernel`: `rounds` samples in about `seconds`, after warm-up. On CUDA the calls of a round are one graph.
+
+    A kernel that no graph can hold is called one by one, so that its time includes what the host does for it.
+    """
     launcher = load(kernel)
     sets = argument_sets(op, kernel, problem, device)
-    sample = _cuda_sampler if device.startswith("cuda") else _cpu_sampler
+    sample = _cpu_sampler
+    if device.startswith("cuda"):
+        sample = _cuda_sampler if kernel.capturable else _cuda_eager_sampler
     return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
 
 
@@ -99,6 +104,27 @@ def _cuda_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: flo
             stream.synchronize()
             samples.append(before.elapsed_time(after) * 1e3 / calls)
     return summarize(samples)
+
+
+def _cuda_eager_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
+    for arguments in sets[:3]:
+        call(arguments)
+    torch.cuda.synchronize()
+    samples, calls = [], max(len(sets), 20)
+    for _ in range(rounds):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        for index in range(calls):
+            call(sets[index % len(sets)])
+        after.record()
+        after.synchronize()
+        samples.append(before.elapsed_time(after) * 1e3 / calls)
+    return summarize(samples)
+
+
+def timing_policy(kernel: Kernel, device: str) -> str:
+    """How `measure` calls `kernel`: part of a timing record's key."""
+    return "graph,cold" if device.startswith("cuda") and kernel.capturable else "eager,cold"
 
 
 def summarize(samples: Sequence[float]) -> Measured:

@@ -122,20 +122,22 @@ def _ceilings(here: Place) -> dict[str, Any]:
 
 def _save(op: Op, rows: list[dict[str, Any]], here: Place) -> None:
     from gristmill.autotune.store import save
+    from gristmill.autotune.timing import timing_policy
     from gristmill.kernel_registry.store import Timing, Verification, config_key, target_key
 
     registry, records = default_registry(), []
     for row in rows:
         if row["us"] is None:
             continue
-        code = registry.kernel(op.name, row["kernel"]).code_hash()
+        kernel = registry.kernel(op.name, row["kernel"])
+        code = kernel.code_hash()
         where = {"target": target_key(here.target), "toolchain": here.build.key()}
         records.append(Verification(op=op.name, kernel=row["kernel"], code=code, config=config_key(row["config"]),
                                     problem=str(op.verification(op.problem(row["problem"]))), ok=True,
                                     error=row["error"], **where))  # fmt: skip
         records.append(Timing(op=op.name, kernel=row["kernel"], code=code, config=row["config"], problem=row["problem"],
                               us=row["us"], samples=tuple(row["samples"]), **where,
-                              timing="eager,cold" if here.device == "cpu" else "graph,cold"))  # fmt: skip
+                              timing=timing_policy(kernel, here.device or "cpu")))  # fmt: skip
     save(here.policy.store_path, records)
 
 

@@ -32,4 +32,5 @@ KERNEL = Kernel(
     sources=("_flashinfer.py",),
     priority=60,
     auto=False,
+    capturable=False,  # `plan` reads lengths on the host
 )

@@ -114,9 +114,7 @@ def accepts(problem: Problem) -> str | None:
         return "takes no act-order"
     n, k = problem.integer("n"), problem.integer("k")
     step = max(128, scheme.group_size or 0)
-    if n % 64 or k % step:
-        return f"needs N a multiple of 64 and K of {step}, got N={n}, K={k}"
-    return "fp8_block needs N a multiple of 128" if scheme.weights == "fp8_block" and n % 128 else None
+    return f"needs N a multiple of 128 and K of {step}, got N={n}, K={k}" if n % 128 or k % step else None
 
 
 KERNEL = Kernel(
