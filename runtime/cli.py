@@ -24,7 +24,7 @@ def cli() -> None:
     """Run language models through kernels that are chosen by measurement and verified on this machine.
 
     A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json. Llama and DeepSeek-V3
-    architectures are supported.
+    architectures are supported, quantized by GPTQ, AWQ, compressed-tensors, ModelOpt, as DeepSeek's FP8, or not.
 
     \b
     gristmill generate --model examples/models/docs-llama --prompt "The index"
@@ -42,7 +42,8 @@ def model_options(function: F) -> F:
     for option in reversed([
         click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."),
         click.option("--quant", metavar="SCHEME", help="Round linear and expert weights to this format while loading: "
-                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored."),
+                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. Of a quantized checkpoint: bf16 "
+                     "dequantizes it, fp8_block.fp8_g128 and the like quantize activations too."),
         click.option("--dtype", default="auto", show_default=True, metavar="D",
                      help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's)."),
         click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."),

@@ -39,7 +39,7 @@ def open_format(config: Mapping[str, Any], where: str = "quantization_config") -
         method = "modelopt"
     if isinstance(method, str) and method.startswith("modelopt"):  # modelopt_fp4 and the like
         method = "modelopt"
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise FormatError(f"{where}: quant_method {method!r} is not supported; known: {', '.join(FORMATS)}")
     return FORMATS[method](config, where)
 

@@ -68,5 +68,5 @@ class Awq:
 
 def natural(packed: Tensor) -> Tensor:
     """int32 [R, N/8] in AWQ's order -> uint8 [R, N], columns in order."""
-    eights = words.codes(packed, 4, packed.shape[-1] * 8).unflatten(-1, (-1, 8))
-    return eights[..., list(NIBBLE)].flatten(-2)
+    found = words.codes(packed, 4, packed.shape[-1] * 8)
+    return found.view(*packed.shape, 8)[..., list(NIBBLE)].flatten(-2)

@@ -134,7 +134,7 @@ class Fields:
 
     def section(self, name: str) -> Fields:
         """An entry that is an object."""
-        return Fields(self.get(name, Mapping), f"{self.where}.{name}")  # type: ignore[type-abstract]
+        return Fields(self.get(name, Mapping), f"{self.where}.{name}")
 
     def one_of(self, name: str, choices: Collection[Any], default: Any = ...) -> Any:
         """An entry that is one of the choices."""

@@ -79,10 +79,10 @@ class ModelOpt:
             return None
         if self.algorithm != "MIXED_PRECISION":
             return self.algorithm
-        found = {algorithm for pattern, algorithm in self.layers.items() if _lists(pattern, module)}
+        found: set[str] = {algorithm for pattern, algorithm in self.layers.items() if _lists(pattern, module)}
         if len(found) > 1:
             raise FormatError(f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}")
-        return next(iter(found), None)
+        return found.pop() if found else None
 
     def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.linear import load_linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import ModelConfig
@@ -21,8 +21,8 @@ class Attention:
         self.scale = c.head_dim**-0.5
         self.plans = plans
         self.rope = rope
-        self.qkv = Linear(plans, weights.linear(f"{name}.qkv"), weights.optional(f"{name}.qkv.bias"))
-        self.out = Linear(plans, weights.linear(f"{name}.out"), weights.optional(f"{name}.out.bias"))
+        self.qkv = load_linear(plans, weights, f"{name}.qkv")
+        self.out = load_linear(plans, weights, f"{name}.out")
 
     def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
         """x [tokens, hidden], cache (K, V) -> [tokens, hidden]."""

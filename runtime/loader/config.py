@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,10 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json."""
+    """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json.
+
+    quantization: how the checkpoint's weights are quantized, for `gristmill.quant.formats`; None = not.
+    """
 
     architecture: str
     vocab_size: int
@@ -76,7 +79,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     num_nextn_layers: int = 0
-    stored_scheme: str | None = None
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
@@ -145,7 +148,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: not a Hugging Face model directory")
     generation = folder / "generation_config.json"
-    return parse_config(read_json(path), read_json(generation) if generation.is_file() else {}, str(path))
+    data = {**read_json(path), "quantization_config": _quantization(folder)}
+    return parse_config(data, read_json(generation) if generation.is_file() else {}, str(path))
 
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json") -> ModelConfig:
@@ -190,7 +194,7 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         mla=mla,
         moe=_moe(fields) if deepseek else None,
         num_nextn_layers=fields.get("num_nextn_predict_layers", int, 0),
-        stored_scheme=_stored_scheme(fields),
+        quantization=_checked_quantization(fields),
     )
 
 
@@ -265,15 +269,34 @@ def _moe(fields: _Fields) -> MoeConfig:
     return moe
 
 
-def _stored_scheme(fields: _Fields) -> str | None:
-    given = fields.get("quantization_config", dict, None)
-    if given is None:
-        return None
-    quantization = _Fields(given, f"{fields.origin}: quantization_config")
-    method = quantization.get("quant_method", str)
-    if method != "gristmill":
-        raise ConfigError(f"{quantization.origin}: quant_method {method!r} is not supported; known: gristmill")
-    version = quantization.get("version", int, 1)
-    if version != 1:
-        raise ConfigError(f"{quantization.origin}: version {version} was written by a newer gristmill; this one reads 1")
-    return str(quantization.get("scheme", str))
+SIDECARS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+"""Files that say how weights are quantized where config.json does not, and the method each belongs to."""
+
+
+def _quantization(folder: Path) -> Mapping[str, Any] | None:
+    """What config.json or a file beside it says of quantization."""
+    path = folder / "config.json"
+    data = read_json(path)
+    for name in ("quantization_config", "compression_config"):
+        if data.get(name):
+            given = data[name]
+            if not isinstance(given, dict):
+                raise ConfigError(f"{path}: entry {name!r} must be an object, got {given!r}")
+            return given if name == "quantization_config" else {"quant_method": "compressed-tensors", **given}
+    for name, method in SIDECARS:
+        if (folder / name).is_file():
+            return {"quant_method": method, **read_json(folder / name)}
+    return None
+
+
+def _checked_quantization(fields: _Fields) -> Mapping[str, Any] | None:
+    """The entry, once its format has read it."""
+    given: Mapping[str, Any] | None = fields.get("quantization_config", dict, None)
+    if given is not None:
+        from gristmill.quant.formats import FormatError, open_format
+
+        try:
+            open_format(given, f"{fields.origin}: quantization_config")
+        except FormatError as error:
+            raise ConfigError(str(error)) from error
+    return given

@@ -1,8 +1,6 @@
-"""Checkpoints that gristmill quantized: a Hugging Face directory whose linear weights are QuantTensor fields.
+"""Writing checkpoints in gristmill's own format: a Hugging Face directory whose linear weights are QuantTensor fields.
 
-In place of ``NAME.weight`` stand ``NAME.codes`` (uint8 [N, ceil(K*bits/8)], a dense little-endian bit stream along K),
-and, where the scheme has them, ``NAME.scales``, ``NAME.zero`` and ``NAME.global_scale``, as `gristmill.quant.tensor` describes
-them; E8M0 scales are U8, E4M3 scales F8_E4M3. Every other tensor is as it was, and config.json gains
+`gristmill.quant.formats.gristmill` describes and reads them. Every other tensor is as it was, and config.json gains
 
     "quantization_config": {"quant_method": "gristmill", "version": 1, "scheme": "int4_g128"}
 """
@@ -19,38 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import QuantTensor
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import INDEX, SINGLE, Checkpoint
+from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint
 from gristmill.runtime.loader.config import read_json
 
 if TYPE_CHECKING:
     from gristmill.runtime.loader.weights import WeightTable
 
-FIELDS = ("codes", "scales", "zero", "global_scale")
 SHARD_BYTES = 2 << 30
 """Bytes after which a new file is begun: what writing holds in memory at most."""
-
-
-def read_quantized(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, int], scheme: QuantScheme
-) -> tuple[QuantTensor, list[str]]:
-    """The weight `name` [N, K] of a checkpoint that gristmill quantized, and the tensors it is made of.
-
-    Raises:
-        CheckpointError: a field is missing, or does not have the shape or dtype of the scheme.
-    """
-    names = [f"{name}.{field}" for field in FIELDS if f"{name}.{field}" in checkpoint]
-    if f"{name}.codes" not in names:
-        raise CheckpointError(f"{checkpoint.directory} says {scheme}, but has no tensor {name}.codes")
-    tensors = {full.rpartition(".")[2]: checkpoint.read(full).clone() for full in names}
-    try:
-        found = QuantTensor(
-            tensors["codes"], tensors.get("scales"), shape, scheme, tensors.get("zero"), tensors.get("global_scale")
-        )
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.directory}: {name}: {error}") from error
-    return found, names
 
 
 def write_quantized(
@@ -93,7 +68,7 @@ def write_quantized(
         before += tensor.numel() * tensor.element_size()
         if name in shapes:
             base = name.removesuffix(".weight")
-            tensor = checkpoint.read(name, shapes[name], floating=True)  # type: ignore[arg-type]
+            tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
             for field, value in quantize_part(base, tensor, scheme).tensors().items():
                 writer.add(f"{base}.{field}", value)
         else:
