@@ -9,6 +9,7 @@ from gristmill.quant.formats.awq import Awq
 from gristmill.quant.formats.compressed_tensors import CompressedTensors
 from gristmill.quant.formats.contract import Format, FormatError, Source, StoredWeight, Tensors
 from gristmill.quant.formats.deepseek_fp8 import DeepSeekFp8
+from gristmill.quant.formats.gguf import Gguf
 from gristmill.quant.formats.gptq import Gptq
 from gristmill.quant.formats.gristmill import Gristmill
 from gristmill.quant.formats.modelopt import ModelOpt
@@ -18,6 +19,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any], str], Format]] = {
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
     "fp8": DeepSeekFp8,
+    "gguf": Gguf,
     "gptq": Gptq,
     "gristmill": Gristmill,
     "modelopt": ModelOpt,

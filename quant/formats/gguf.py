@@ -114,6 +114,9 @@ class Gguf:
 
     name = "gguf"
 
+    def __init__(self, config: Mapping[str, Any] | None = None, where: str = "") -> None:
+        """There is no configuration: a file says of each tensor what it is."""
+
     def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats or not at all."""
         name = f"{module}.weight"
@@ -153,7 +156,7 @@ def _metadata(reader: Any) -> Mapping[str, Any]:
     """Key-value pairs as Python values."""
     found: dict[str, Any] = {}
     for key, field in reader.fields.items():
-        if key.startswith(("GGUF.", "tokenizer.")):
+        if key.startswith("GGUF.") or (key.startswith("tokenizer.") and not key.endswith("_token_id")):
             continue
         value = field.contents()
         found[key] = value.item() if hasattr(value, "item") else value

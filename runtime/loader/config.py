@@ -10,6 +10,7 @@ from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.loader.gguf import gguf_config, is_gguf
 
 ARCHITECTURES = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")
 """What `gristmill.runtime.models` has a file for."""
@@ -135,13 +136,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The configuration of a model directory.
+    """The configuration of a model directory, or of a GGUF file.
 
     Raises:
         ConfigError: no such directory, no config.json, an architecture or feature we do not have, an entry that is
             missing or of the wrong kind.
     """
     folder = Path(directory)
+    if is_gguf(folder) and not folder.is_dir():
+        return parse_config(gguf_config(folder), origin=str(folder))
     if not folder.is_dir():
         raise ConfigError(f"no model directory {folder}: expected a folder with config.json and safetensors files")
     path = folder / "config.json"

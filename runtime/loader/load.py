@@ -9,10 +9,12 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats import open_format
+from gristmill.quant.formats.gguf import Gguf
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import ModelConfig, load_config
+from gristmill.runtime.loader.gguf import GgufCheckpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 
@@ -29,7 +31,7 @@ def load_model(
     device: str = "cpu",
     policy: Policy | None = None,
 ) -> Model:
-    """Load LlamaForCausalLM or DeepseekV3ForCausalLM from a Hugging Face directory, quantized by anyone or not.
+    """Load LlamaForCausalLM or DeepseekV3ForCausalLM from a Hugging Face directory or a GGUF file, quantized or not.
 
     dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
@@ -43,7 +45,8 @@ def load_model(
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
     plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
-    weights = Weights(Checkpoint(directory), model_table(config), plans.dtype, plans.device, scheme, stored)
+    checkpoint = GgufCheckpoint(directory) if isinstance(stored, Gguf) else Checkpoint(directory)
+    weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored)
     return build_model(config, weights, plans)
 
 

@@ -20,6 +20,7 @@ from gristmill.quant.formats import Format, FormatError
 from gristmill.quant.formats.kv_scales import kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, Checkpoint
+from gristmill.runtime.loader.gguf import GgufCheckpoint
 
 Kind = Literal["linear", "kept", "fp32"]
 
@@ -81,7 +82,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | GgufCheckpoint,
         table: WeightTable,
         dtype: torch.dtype,
         device: torch.device,

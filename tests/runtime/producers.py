@@ -196,3 +196,53 @@ def modelopt_nvfp4(pre_scaled: tuple[str, ...] = ()) -> tuple[dict[str, Any], Pr
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8",
               "exclude_modules": ["lm_head"]}  # fmt: skip
     return config, produce
+
+
+def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, Path]:
+    """(a GGUF file by the gguf package, the same model in float32). kinds: end of a module's name -> ggml's type."""
+    import gguf
+    import numpy as np
+
+    config = json.loads((MODELS / name / "config.json").read_text())
+    path, plain = folder / "made.gguf", folder / "plain"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    values = {}
+    with safe_open(MODELS / name / "model.safetensors", "pt") as source:
+        for key in source.keys():  # noqa: SIM118
+            module, _, suffix = key.rpartition(".")
+            data = source.get_tensor(key).float().numpy()
+            of = heads.get(module.rpartition(".")[2])
+            if of:
+                data = data.reshape(of, 2, data.shape[0] // of // 2, -1).swapaxes(1, 2).reshape(data.shape)
+            kind = next((k for end, k in kinds.items() if module.endswith(end)), None)
+            if kind is None:
+                values[key] = source.get_tensor(key).float()
+                writer.add_tensor(f"{table.get_name(module)}.{suffix}", np.ascontiguousarray(data))
+                continue
+            raw = gguf.GGMLQuantizationType[kind]
+            blocks = gguf.quants.quantize(np.ascontiguousarray(data), raw)
+            writer.add_tensor(f"{table.get_name(module)}.{suffix}", blocks, raw_dtype=raw)
+            read = gguf.quants.dequantize(blocks, raw)
+            if of:
+                read = read.reshape(of, read.shape[0] // of // 2, 2, -1).swapaxes(1, 2).reshape(read.shape)
+            values[key] = torch.from_numpy(np.ascontiguousarray(read))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plain.mkdir()
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    (plain / "config.json").write_text(json.dumps(config))
+    return path, plain

@@ -210,3 +210,19 @@ def test_a_quantized_embedding_is_dequantized(make: Callable[..., LLM], tmp_path
     out = changed(made, tmp_path / "out", change, dynamic=rule)
     embedding = make(out).model.embedding.weight  # type: ignore[attr-defined]
     assert torch.equal(embedding, q.dequantize())
+
+
+def test_a_gguf_file(make: Callable[..., LLM], tmp_path: Path) -> None:
+    """q and k in one type, v in another, the embedding in a third: as llama.cpp's mixtures are."""
+    pytest.importorskip("gguf")
+    kinds = {"v_proj": "Q8_0", "_proj": "Q4_1", "embed_tokens": "Q5_1"}
+    path, plain = producers.gguf_file(LLAMA, tmp_path, kinds)
+    llm, ids = make(path), oracle.window(0)[:48]
+    theirs = oracle.logits(oracle.load(plain), ids)
+    assert float((window_logits(llm.engine, ids) - theirs).abs().max() / theirs.abs().max()) < 2e-4
+    assert llm.config.eos_ids == (1,) and llm.config.head_dim == 64
+    with pytest.raises(UsageError, match="no tokenizer.json"):
+        llm.generate("The")
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        make(path)
