@@ -26,7 +26,7 @@ def launch(
 ) -> None:
     """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
-    experts, inner = config["e"], config["i"]
+    inner, experts = _chain.sizes_of(w13, inter)
     space = _chain.carve(workspace, x, _chain.pieces(ids.numel(), experts, hidden, inner, x.element_size()))
     code = cpu_function("gm_moe", config["level"], ARGUMENTS)(
         ctypes.byref(weights(config, w13, experts, 2 * inner, hidden)),
@@ -37,8 +37,8 @@ def launch(
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The code level, the sizes, and what the scheme says of packed weights (as for linear)."""
-    return {**linear_config(problem, target), **_LEVEL(problem, target), "e": problem.integer("e"), "i": problem.integer("i")}
+    """The code level, and what the scheme says of packed weights (as for linear)."""
+    return {**linear_config(problem, target), **_LEVEL(problem, target)}
 
 
 KERNEL = Kernel(

@@ -51,6 +51,29 @@ def test_kernel_matches_reference(op: Op, kernel: Kernel, target: Target, text: 
     assert outcome.ok, outcome.reason
 
 
+def _cut_rows() -> list[object]:
+    """Problems whose static sizes are cut for verification, at the best level; the interpreter takes a kernel's smallest."""
+    rows = []
+    for kernel in REGISTRY.all_kernels():
+        op = REGISTRY.op(kernel.op)
+        if op.shrink is None or kernel.requires.check_hardware(CPU, BUILD) or kernel.requires.check_build(CPU, BUILD):
+            continue
+        cut = [text for text in op.bench if op.verification(op.problem(text)) != op.problem(text)
+               and kernel.accepts(op.problem(text)) is None]  # fmt: skip
+        if kernel.language == "triton":
+            cut = sorted(cut, key=lambda text: op.cost(op.verification(op.problem(text))).flops)[: 0 if HAS_GPU else 1]
+        rows += [pytest.param(op, kernel, text, id=f"{kernel.name}-{text}") for text in cut]
+    return rows
+
+
+@pytest.mark.parametrize(("op", "kernel", "text"), _cut_rows())
+def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(op: Op, kernel: Kernel, text: str) -> None:
+    """What resolution does. A configuration must not hold sizes that `shrink` changes."""
+    problem = op.problem(text)
+    outcome = verify(op, kernel, kernel.config(problem, CPU), op.verification(problem), "cpu")
+    assert outcome.ok, outcome.reason
+
+
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
 def test_operation_is_consistent(op: Op) -> None:
     """Generated arguments describe the problem they were made for; costs and tolerances exist; text round trips."""
