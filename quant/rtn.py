@@ -42,6 +42,7 @@ def quantize(
     *,
     g_idx: Tensor | None = None,
     segments: Sequence[int] | None = None,
+    global_scale: Tensor | None = None,
 ) -> QuantTensor:
     """Rounds a weight to the nearest values of a scheme.
 
@@ -51,6 +52,7 @@ def quantize(
         g_idx: int [K], the group of each column (act-order), integer group schemes only.
         segments: first rows of the parts of a fused matrix, (0, ...): each is quantized as if it were alone, with its
             own global multiplier and its own 128-blocks.
+        global_scale: float32 [1], positive, to use instead of the rule's (nvfp4, fp8; one segment, no experts).
 
     Raises:
         ValueError: K is not a multiple of the group; NaN or infinity in the weight; bad g_idx or segments.
@@ -61,6 +63,8 @@ def quantize(
     if g_idx is not None:
         g_idx = _check_g_idx(g_idx, weight, scheme)
     starts = _check_segments(segments, weight.shape[-2])
+    if global_scale is not None and (not scheme.has_global or len(starts) > 1 or weight.dim() != 2):
+        raise ValueError(f"a global scale is given to one [N, K] matrix of nvfp4 or fp8, not to {scheme} {list(weight.shape)}")
     if len(starts) > 1:
         parts = [
             quantize(weight[..., a:b, :], scheme, g_idx=g_idx)
@@ -71,7 +75,7 @@ def quantize(
         dense = QuantTensor.from_dense(_cast(weight, DENSE_DTYPES[scheme.weight]))
         return QuantTensor(dense.codes, None, dense.shape, scheme)
     shape, lead = tuple(weight.shape), tuple(weight.shape[:-2])
-    experts = [_quantize_matrix(w, scheme, g_idx) for w in weight.reshape(-1, *shape[-2:])]
+    experts = [_quantize_matrix(w, scheme, g_idx, global_scale) for w in weight.reshape(-1, *shape[-2:])]
     fields = {
         name: torch.stack([e[name] for e in experts]).reshape(*lead, *experts[0][name].shape)
         if lead
@@ -86,12 +90,14 @@ def quantize(
     )  # fmt: skip
 
 
-def _quantize_matrix(weight: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[str, Tensor]:
+def _quantize_matrix(
+    weight: Tensor, scheme: QuantScheme, g_idx: Tensor | None, given: Tensor | None
+) -> dict[str, Tensor]:
     """Tensors of one [N, K] matrix, by field; E4M3 scales as bytes."""
     n, k = weight.shape
     shared: dict[str, Tensor] = {}
     if scheme.has_global:
-        shared["global_scale"] = _global_scale(weight, scheme)
+        shared["global_scale"] = _global_scale(weight, scheme) if given is None else given
     step = max(1, _CHUNK // k)
     if scheme.granularity == "block":
         step = -(-step // BLOCK) * BLOCK

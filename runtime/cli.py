@@ -140,15 +140,18 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 @click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized.")
 @click.option("--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ...")
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
+@click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
+              help="gristmill, compressed-tensors, modelopt, gptq or fp8 (DeepSeek's blocks).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
+def quantize(model: str, quant: str, out: str, form: str, as_json: bool) -> None:
     """Round a model's linear and expert weights to nearest and write it as a model directory.
 
-    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand NAME.codes, NAME.scales, NAME.zero and
-    NAME.global_scale as the format has them; "generate" and "eval" read the directory back, to the same results as --quant.
+    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
+    are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
+    results as --quant; transformers reads compressed-tensors, gptq and fp8 directories.
 
     \b
-    With --json, one object: {"out", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
+    With --json, one object: {"out", "format", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
     """
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
@@ -160,10 +163,10 @@ def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
         raise click.UsageError("--quant names no scheme")
     begin = time.perf_counter()
     with _bar("quantizing", as_json) as advance:
-        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance)
+        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form)
     seconds = time.perf_counter() - begin
     if as_json:
-        console.emit({"out": out, "scheme": str(scheme), **report, "seconds": seconds})
+        console.emit({"out": out, "format": form, "scheme": str(scheme), **report, "seconds": seconds})
         return
     console.out().print(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "

@@ -1,15 +1,13 @@
-"""Writing checkpoints in gristmill's own format: a Hugging Face directory whose linear weights are QuantTensor fields.
-
-`gristmill.quant.formats.gristmill` describes and reads them. Every other tensor is as it was, and config.json gains
-
-    "quantization_config": {"quant_method": "gristmill", "version": 1, "scheme": "int4_g128"}
+"""Writing quantized checkpoints: a Hugging Face directory whose linear weights are in one of the formats of
+`gristmill.quant.formats.writers`, gristmill's own unless another is named. Every other tensor is as it was, and config.json
+gains the format's ``quantization_config``.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats import FormatError
+from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint
 from gristmill.runtime.loader.config import read_json
@@ -34,18 +34,23 @@ def write_quantized(
     table: WeightTable,
     scheme: QuantScheme,
     progress: Callable[[int, int], None] | None = None,
+    form: str = "gristmill",
 ) -> dict[str, int]:
     """Quantize the linear weights of a model directory to nearest and write it, one tensor at a time, to `out`.
 
-    progress: called with (tensors done, tensors in all). Returns {"tensors": quantized ones, "bytes_before", "bytes_after"}.
+    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. Returns {"tensors":
+    quantized ones, "bytes_before", "bytes_after"}.
 
     Raises:
-        UsageError: `out` exists and is not empty, or the scheme is dense; CheckpointError: the source's faults.
+        UsageError: `out` exists and is not empty, the scheme is dense, or the format does not hold it; CheckpointError: the
+            source's faults.
     """
-    from gristmill.runtime.loader.weights import quantize_part
-
     if scheme.is_dense:
         raise UsageError(f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4")
+    try:
+        target = open_writer(form, scheme)
+    except FormatError as error:
+        raise UsageError(str(error)) from error
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder: name a new one")
     checkpoint = Checkpoint(source)
@@ -69,19 +74,29 @@ def write_quantized(
         if name in shapes:
             base = name.removesuffix(".weight")
             tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
-            for field, value in quantize_part(base, tensor, scheme).tensors().items():
+            try:
+                stored = target.tensors(target.quantize(tensor))
+            except ValueError as error:  # FormatError among them
+                raise CheckpointError(f"{name}: {error}") from error
+            for field, value in stored.items():
                 writer.add(f"{base}.{field}", value)
         else:
             writer.add(name, tensor.clone())
         if progress is not None:
             progress(done + 1, len(checkpoint.entries))
     after = writer.close()
-    config["quantization_config"] = {"quant_method": "gristmill", "version": 1, "scheme": str(scheme)}
+    config["quantization_config"] = target.config(_kept(checkpoint, shapes))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for extra in sorted(source.iterdir()):
         if extra.is_file() and extra.suffix != ".safetensors" and extra.name not in ("config.json", INDEX):
             shutil.copyfile(extra, out / extra.name)
     return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after}
+
+
+def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
+    """Modules whose matrices stay in floats; embeddings are no linear layers to anyone."""
+    matrices = (n for n, e in checkpoint.entries.items() if n.endswith(".weight") and len(e.shape) == 2 and n not in quantized)
+    return [n.removesuffix(".weight") for n in matrices if not n.endswith("embed_tokens.weight")]
 
 
 class _Writer:
