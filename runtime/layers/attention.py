@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.layers.linear import load_linear
+from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import ModelConfig
@@ -14,7 +15,7 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class Attention:
-    """q, k and v as one product; rotation; k and v into the cache; attention; the output product."""
+    """q, k and v as one product; in Qwen3 a norm of each head; rotation; k and v into the cache; attention; the output product."""
 
     def __init__(self, c: ModelConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
@@ -22,6 +23,10 @@ class Attention:
         self.plans = plans
         self.rope = rope
         self.qkv = load_linear(plans, weights, f"{name}.qkv")
+        self.q_norm = self.k_norm = None
+        if c.qk_norm:
+            self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), c.rms_eps)
+            self.k_norm = RMSNorm(plans, weights.tensor(f"{name}.k_norm"), c.rms_eps)
         self.out = load_linear(plans, weights, f"{name}.out")
 
     def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
@@ -29,6 +34,9 @@ class Attention:
         k_cache, v_cache = cache
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
+            k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
         self.rope(q, k, batch.positions)
         shape = f"h={self.kv_heads},d={self.head_dim},dv={self.head_dim},block_size={k_cache.shape[1]},x={self.plans.x}"
         self.plans.bind("reshape_and_cache", shape)(k, v, k_cache, v_cache, batch.slots)

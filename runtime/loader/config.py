@@ -12,7 +12,10 @@ from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.loader.gguf import gguf_config, is_gguf
 
-ARCHITECTURES = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+)  # fmt: skip
 """What `gristmill.runtime.models` has a file for."""
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts: routed experts in groups, shared experts, and how scores become weights."""
+    """Mixture of experts: routed experts in groups, shared experts, and how scores become weights.
+
+    scoring: ``sigmoid`` or ``softmax`` of the router's logits. choice_bias: the checkpoint has a bias that is added to
+    scores for choosing only. first_dense: layers before it have no experts, nor have dense_layers.
+    """
 
     num_experts: int
     top_k: int
@@ -48,12 +55,17 @@ class MoeConfig:
     top_groups: int
     norm_topk_prob: bool
     scale: float
-    first_dense: int
+    first_dense: int = 0
+    scoring: str = "sigmoid"
+    choice_bias: bool = True
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json.
+
+    attention_bias: q, k, v and the output have biases; qkv_bias: q, k and v have. qk_norm: heads of q and k are normalised.
 
     quantization: how the checkpoint's weights are quantized, for `gristmill.quant.formats`; None = not.
     """
@@ -80,11 +92,14 @@ class ModelConfig:
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     num_nextn_layers: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        moe = self.moe
+        return moe is not None and layer >= moe.first_dense and layer not in moe.dense_layers
 
 
 class _Fields:
@@ -171,6 +186,7 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    _no_window(fields, found)
     deepseek = found == "DeepseekV3ForCausalLM"
     mla = _mla(fields) if deepseek else None
     head_dim = mla.qk_dim if mla else fields.size("head_dim", None) or hidden // heads
@@ -195,10 +211,24 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         bos_id=fields.get("bos_token_id", int, None),
         eos_ids=_eos(generation or {}, data, origin),
         mla=mla,
-        moe=_moe(fields) if deepseek else None,
+        moe=_moe(fields) if deepseek else _plain_moe(fields, found),
         num_nextn_layers=fields.get("num_nextn_predict_layers", int, 0),
+        qkv_bias=found == "Qwen2ForCausalLM",
+        qk_norm=found in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         quantization=_checked_quantization(fields),
     )
+
+
+def _no_window(fields: _Fields, architecture: str) -> None:
+    """No architecture here has windowed attention; a window as long as the model's positions cuts nothing off."""
+    window, positions = fields.size("sliding_window", None), fields.size("max_position_embeddings")
+    if architecture.startswith("Qwen") and not fields.flag("use_sliding_window", False):
+        return
+    if window is not None and window < positions:
+        raise ConfigError(
+            f"{fields.origin}: {architecture} has no sliding window, got sliding_window = {window} with {positions} positions; "
+            "remove the entry to attend to the whole context"
+        )
 
 
 def _dtype(fields: _Fields) -> str:
@@ -270,6 +300,26 @@ def _moe(fields: _Fields) -> MoeConfig:
     if moe.top_k > moe.num_experts // moe.num_groups * moe.top_groups:
         raise ConfigError(f"{fields.origin}: num_experts_per_tok = {moe.top_k} is more than topk_group groups hold")
     return moe
+
+
+def _plain_moe(fields: _Fields, architecture: str) -> MoeConfig | None:
+    """Experts chosen by the largest probabilities, without groups, shared experts or a bias: Mixtral, Qwen3-MoE."""
+    if architecture == "MixtralForCausalLM":
+        experts, inner, normed = fields.size("num_local_experts"), fields.size("intermediate_size"), True
+        dense: tuple[int, ...] = ()
+    elif architecture == "Qwen3MoeForCausalLM":
+        # transformers 5 writes num_local_experts
+        experts = fields.size("num_local_experts", None) or fields.size("num_experts")
+        inner = fields.size("moe_intermediate_size")
+        normed, step = fields.flag("norm_topk_prob", False), fields.size("decoder_sparse_step", 1)
+        only = fields.get("mlp_only_layers", list, [])
+        dense = tuple(i for i in range(fields.size("num_hidden_layers")) if i in only or (i + 1) % step)
+    else:
+        return None
+    top_k = fields.size("num_experts_per_tok")
+    if top_k > experts:
+        raise ConfigError(f"{fields.origin}: num_experts_per_tok = {top_k} is more than the {experts} experts")
+    return MoeConfig(experts, top_k, inner, 0, 1, 1, normed, 1.0, 0, "softmax", False, dense)
 
 
 SIDECARS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))

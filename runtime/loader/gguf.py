@@ -16,7 +16,7 @@ from gristmill.quant.formats import FormatError
 from gristmill.quant.formats.gguf import GgufFile
 from gristmill.runtime.errors import CheckpointError, ConfigError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """ggml's architectures -> ours."""
 
 

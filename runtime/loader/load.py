@@ -31,7 +31,7 @@ def load_model(
     device: str = "cpu",
     policy: Policy | None = None,
 ) -> Model:
-    """Load LlamaForCausalLM or DeepseekV3ForCausalLM from a Hugging Face directory or a GGUF file, quantized or not.
+    """Load a model from a Hugging Face directory or a GGUF file, quantized or not; config.ARCHITECTURES are known.
 
     dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
