@@ -24,8 +24,8 @@ def cli() -> None:
     """Run language models through kernels that are chosen by measurement and verified on this machine.
 
     A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. Llama, Qwen2, Qwen3,
-    Qwen3-MoE, Mixtral and DeepSeek-V3 architectures are supported, quantized by GPTQ, AWQ, compressed-tensors, ModelOpt,
-    as DeepSeek's FP8, or not.
+    Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 architectures are supported, quantized by GPTQ, AWQ, compressed-tensors,
+    ModelOpt, as DeepSeek's FP8 or gpt-oss' MXFP4, or not.
 
     \b
     gristmill generate --model examples/models/docs-llama --prompt "The index"

@@ -15,13 +15,21 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class Attention:
-    """q, k and v as one product; in Qwen3 a norm of each head; rotation; k and v into the cache; attention; the output product."""
+    """q, k and v as one product; in Qwen3 a norm of each head; rotation; k and v into the cache; attention; the output product.
 
-    def __init__(self, c: ModelConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
+    window: keys a query sees, itself included; 0 = all. Sinks are taken where the table has them.
+    """
+
+    def __init__(
+        self, c: ModelConfig, plans: Plans, weights: Weights, name: str, rope: Rope, window: int = 0
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.scale = c.head_dim**-0.5
         self.plans = plans
         self.rope = rope
+        self.window = window
+        self.sinks = weights.optional(f"{name}.sinks")
+        plans.own(self.sinks)
         self.qkv = load_linear(plans, weights, f"{name}.qkv")
         self.q_norm = self.k_norm = None
         if c.qk_norm:
@@ -43,11 +51,11 @@ class Attention:
         out = q.new_empty(q.shape)
         problem = (
             f"heads={self.heads},kv_heads={self.kv_heads},head_dim={self.head_dim},"
-            f"block_size={k_cache.shape[1]},x={self.plans.x}"
+            f"block_size={k_cache.shape[1]},x={self.plans.x},window={self.window},sinks={str(self.sinks is not None).lower()}"
         )
         plan = self.plans.bind("paged_attention", problem)
         plan(
             q, k_cache, v_cache, batch.block_table, batch.query_start, batch.seq_lens, batch.max_q, batch.max_ctx,
-            self.scale, 0, None, None, self.plans.scratch(plan, x.shape[0]), out,
+            self.scale, self.window, self.sinks, None, self.plans.scratch(plan, x.shape[0]), out,
         )  # fmt: skip
         return self.out(out.view(x.shape[0], -1))

@@ -14,9 +14,10 @@ from gristmill.runtime.loader.gguf import gguf_config, is_gguf
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM",
+    "MixtralForCausalLM", "GptOssForCausalLM",
 )  # fmt: skip
 """What `gristmill.runtime.models` has a file for."""
+
 
 @dataclass(frozen=True)
 class MlaConfig:
@@ -66,6 +67,8 @@ class ModelConfig:
     """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json.
 
     attention_bias: q, k, v and the output have biases; qkv_bias: q, k and v have. qk_norm: heads of q and k are normalised.
+    windows: keys that a query of each layer sees, 0 = all; empty where no layer has a window. sinks: attention has one more
+    logit a head. swiglu_limit: where gpt-oss clamps its gating.
 
     quantization: how the checkpoint's weights are quantized, for `gristmill.quant.formats`; None = not.
     """
@@ -94,6 +97,9 @@ class ModelConfig:
     num_nextn_layers: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
+    swiglu_limit: float = 0.0
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -187,7 +193,7 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     if heads % kv_heads:
         raise ConfigError(f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     _no_window(fields, found)
-    deepseek = found == "DeepseekV3ForCausalLM"
+    deepseek, gpt_oss = found == "DeepseekV3ForCausalLM", found == "GptOssForCausalLM"
     mla = _mla(fields) if deepseek else None
     head_dim = mla.qk_dim if mla else fields.size("head_dim", None) or hidden // heads
     return ModelConfig(
@@ -205,7 +211,7 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         rope_dim=mla.rope_dim if mla else head_dim,
         rope_interleaved=deepseek and fields.flag("rope_interleave", True),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
+        attention_bias=fields.flag("attention_bias", gpt_oss),
         mlp_bias=fields.flag("mlp_bias", False),
         dtype=_dtype(fields),
         bos_id=fields.get("bos_token_id", int, None),
@@ -215,14 +221,19 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         num_nextn_layers=fields.get("num_nextn_predict_layers", int, 0),
         qkv_bias=found == "Qwen2ForCausalLM",
         qk_norm=found in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        windows=_windows(fields) if gpt_oss else (),
+        sinks=gpt_oss,
+        swiglu_limit=fields.number("swiglu_limit", 7.0) if gpt_oss else 0.0,
         quantization=_checked_quantization(fields),
     )
 
 
 def _no_window(fields: _Fields, architecture: str) -> None:
-    """No architecture here has windowed attention; a window as long as the model's positions cuts nothing off."""
+    """gpt-oss alone has windowed attention; a window as long as the model's positions cuts nothing off."""
     window, positions = fields.size("sliding_window", None), fields.size("max_position_embeddings")
-    if architecture.startswith("Qwen") and not fields.flag("use_sliding_window", False):
+    if architecture == "GptOssForCausalLM" or (
+        architecture.startswith("Qwen") and not fields.flag("use_sliding_window", False)
+    ):
         return
     if window is not None and window < positions:
         raise ConfigError(
@@ -302,9 +313,19 @@ def _moe(fields: _Fields) -> MoeConfig:
     return moe
 
 
+def _windows(fields: _Fields) -> tuple[int, ...]:
+    """The window of each layer, 0 for those that see everything; every second layer where nothing is said."""
+    window, layers = fields.size("sliding_window", 128), fields.size("num_hidden_layers")
+    types = fields.get("layer_types", list, None) or ["sliding_attention", "full_attention"] * layers
+    known = {"sliding_attention": window, "full_attention": 0}
+    if len(types) < layers or any(kind not in known for kind in types):
+        raise ConfigError(f"{fields.origin}: layer_types must give each of {layers} layers one of {', '.join(known)}, got {types!r}")
+    return tuple(known[kind] for kind in types[:layers])
+
+
 def _plain_moe(fields: _Fields, architecture: str) -> MoeConfig | None:
-    """Experts chosen by the largest probabilities, without groups, shared experts or a bias: Mixtral, Qwen3-MoE."""
-    if architecture == "MixtralForCausalLM":
+    """Experts chosen by the largest probabilities, without groups or shared experts: Mixtral, Qwen3-MoE, gpt-oss."""
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
         experts, inner, normed = fields.size("num_local_experts"), fields.size("intermediate_size"), True
         dense: tuple[int, ...] = ()
     elif architecture == "Qwen3MoeForCausalLM":

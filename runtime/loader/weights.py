@@ -32,7 +32,8 @@ class Weight:
     target: its name in the model. sources: checkpoint names of the parts, joined along rows in this order (fused q/k/v,
     gate/up); with `experts`, each has ``{expert}`` in it and the experts are stacked in front. rows: of each part.
     columns: None for a vector. kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
-    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format.
+    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format. stacked: the
+    one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N].
     """
 
     target: str
@@ -41,10 +42,11 @@ class Weight:
     columns: int | None = None
     kind: Kind = "kept"
     experts: int = 0
+    stacked: bool = False
 
     def part_names(self) -> list[str]:
         """Names of the parts in the checkpoint, expert after expert."""
-        if not self.experts:
+        if not self.experts or self.stacked:
             return list(self.sources)
         return [source.format(expert=expert) for expert in range(self.experts) for source in self.sources]
 
@@ -120,6 +122,8 @@ class Weights:
             CheckpointError: its parts, or its experts, are stored in ways that one tensor cannot hold.
         """
         weight = self._take(target)
+        if weight.stacked:
+            return self._stacked(weight).to(self.device)
         names, count = weight.part_names(), len(weight.sources)
         made = [self._part(name, weight.rows[index % count], weight) for index, name in enumerate(names)]
         scaled = next((name for name, part in zip(names, made, strict=True) if part.pre_scale is not None), None)
@@ -232,6 +236,19 @@ class Weights:
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return Part(QuantTensor.from_dense(tensor.to(self.dtype, copy=True)))
         return Part(quantize_part(name, tensor, self.scheme))
+
+    def _stacked(self, weight: Weight) -> QuantTensor:
+        """All experts of a parameter from one tensor."""
+        (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
+        if columns is None:
+            raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
+        found = self._stored(name, (weight.experts, rows, columns))
+        if found is not None:
+            return self._wanted(name, found).weight
+        tensor = self._source(name, (weight.experts, columns, rows), weight).transpose(1, 2)
+        if self.stored is not None or self.scheme is None or self.scheme.is_dense:
+            return QuantTensor.from_dense(tensor.to(self.dtype).clone(memory_format=torch.contiguous_format))
+        return quantize_part(name, tensor, self.scheme)
 
     def _wanted(self, name: str, part: Part) -> Part:
         """A stored part as the scheme asks for it."""

@@ -68,7 +68,14 @@ def _mixtral() -> _Maker:
     return mixtral.table, llama.Llama
 
 
+def _gpt_oss() -> _Maker:
+    from gristmill.runtime.models import gpt_oss
+
+    return gpt_oss.table, gpt_oss.GptOss
+
+
 _MODELS = {
     "LlamaForCausalLM": _llama, "DeepseekV3ForCausalLM": _deepseek_v3, "Qwen2ForCausalLM": _qwen, "Qwen3ForCausalLM": _qwen,
     "Qwen3MoeForCausalLM": _qwen, "MixtralForCausalLM": _mixtral,
+    "GptOssForCausalLM": _gpt_oss,
 }  # fmt: skip

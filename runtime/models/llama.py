@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -94,14 +95,16 @@ class Layer:
 
 
 class Llama:
-    """LlamaForCausalLM, and its relatives with another table: Qwen2, Qwen3, Qwen3-MoE, Mixtral."""
+    """LlamaForCausalLM, and its relatives with another table: Qwen2, Qwen3, Qwen3-MoE, Mixtral. `make_layer` makes a layer."""
+
+    make_layer: Callable[..., Any] = Layer
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
         self.plans = plans
         rope = Rope(plans, config)
         self.embedding = Embedding(plans, weights.tensor("embedding"))
-        self.layers = [Layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
+        self.layers = [type(self).make_layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
         self.head = LogitsHead(plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head"))
 

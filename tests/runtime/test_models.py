@@ -29,6 +29,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe every second": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                             "moe_intermediate_size": 64, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "gpt-oss": ("GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+                           "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+                                               "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 
@@ -82,6 +86,33 @@ def test_a_quantized_directory(name: str, make: Callable[..., LLM], tmp_path: Pa
     assert torch.equal(window_logits(stored.engine, IDS), window_logits(rounded.engine, IDS))
 
 
+def test_gpt_oss_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Experts as OpenAI stores them: blocks and scales, gate and up rows interleaved; values by transformers."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from gristmill.quant import quantize
+
+    model = build("gpt-oss", tmp_path / "plain")
+    out = tmp_path / "out"
+    out.mkdir()
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    state = model.state_dict()
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        q = quantize(tensors.pop(name).transpose(1, 2).contiguous(), "mxfp4")
+        blocks = q.codes.unflatten(-1, (-1, 16))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": q.scales}
+        state[name].copy_(convert_moe_packed_tensors(blocks, q.scales, dtype=torch.float32))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (out / "config.json").write_text(json.dumps(config))
+    theirs = oracle.logits(model, IDS)
+    for more in ({}, {"quant": "fp32"}):
+        mine = window_logits(make(out, **more).engine, IDS)
+        assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_a_gguf_file(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
@@ -129,6 +160,19 @@ def test_what_a_configuration_says() -> None:
     assert parse_config(qwen2).qkv_bias
     with pytest.raises(ConfigError, match="no sliding window, got sliding_window = 32"):
         parse_config(qwen2 | {"use_sliding_window": True})
+
+
+@pytest.mark.parametrize("fault", ["sinks", "window", "bias"])
+def test_what_is_left_out_of_gpt_oss_shows(fault: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Planted faults, one of a layer each."""
+    model = build("gpt-oss", tmp_path)
+    llm, theirs = make(tmp_path), oracle.logits(model, IDS)
+    layer = llm.model.layers[2]  # type: ignore[attr-defined]
+    if fault == "bias":
+        layer.mlp.down.bias.zero_()
+    else:
+        setattr(layer.attention, fault, {"sinks": None, "window": 0}[fault])
+    assert float((window_logits(llm.engine, IDS) - theirs).abs().max() / theirs.abs().max()) > 1e-2
 
 
 def test_a_norm_left_out_shows(make: Callable[..., LLM], tmp_path: Path) -> None:
