@@ -64,7 +64,10 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json.
+    """One model. Sizes are in elements.
+
+    `eos_ids` come from generation_config.json, else config.json; nothing else of generation_config.json is used: what
+    it recommends for sampling (temperature, top_k, top_p) does not change the defaults of `SamplingParams`.
 
     attention_bias: q, k, v and the output have biases; qkv_bias: q, k and v have. qk_norm: heads of q and k are normalised.
     windows: keys that a query of each layer sees, 0 = all; empty where no layer has a window. sinks: attention has one more

@@ -6,8 +6,11 @@ gains the format's ``quantization_config``.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Collection
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,8 @@ from gristmill.runtime.loader.config import read_json
 if TYPE_CHECKING:
     from gristmill.runtime.loader.weights import WeightTable
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Files of a source that are not copied: its weights, in any format."""
 SHARD_BYTES = 2 << 30
 """Bytes after which a new file is begun: what writing holds in memory at most."""
 
@@ -38,15 +43,18 @@ def write_quantized(
 ) -> dict[str, int]:
     """Quantize the linear weights of a model directory to nearest and write it, one tensor at a time, to `out`.
 
+    `out` appears whole or not at all: everything is written to a hidden folder beside it, which then takes its name.
     progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. Returns {"tensors":
     quantized ones, "bytes_before", "bytes_after"}.
 
     Raises:
-        UsageError: `out` exists and is not empty, the scheme is dense, or the format does not hold it; CheckpointError: the
-            source's faults.
+        UsageError: `out` exists and is not empty, or cannot be written, the scheme is dense, the format does not hold it, or
+            the model has experts in one tensor; CheckpointError: the source's faults.
     """
     if scheme.is_dense:
         raise UsageError(f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4")
+    if any(weight.stacked for weight in table.weights):
+        raise UsageError(f"{source} has its experts in one tensor, which is not written quantized: quantize at load")
     try:
         target = open_writer(form, scheme)
     except FormatError as error:
@@ -65,31 +73,32 @@ def write_quantized(
     missing = [name for name in shapes if name not in checkpoint]
     if missing:
         raise CheckpointError(f"{source} has no tensor {missing[0]}")
-    out.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(out)
-    before = 0
-    for done, name in enumerate(sorted(checkpoint)):
-        tensor = checkpoint.read(name)
-        before += tensor.numel() * tensor.element_size()
-        if name in shapes:
-            base = name.removesuffix(".weight")
-            tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
-            try:
-                stored = target.tensors(target.quantize(tensor))
-            except ValueError as error:  # FormatError among them
-                raise CheckpointError(f"{name}: {error}") from error
-            for field, value in stored.items():
-                writer.add(f"{base}.{field}", value)
-        else:
-            writer.add(name, tensor.clone())
-        if progress is not None:
-            progress(done + 1, len(checkpoint.entries))
-    after = writer.close()
-    config["quantization_config"] = target.config(_kept(checkpoint, shapes))
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for extra in sorted(source.iterdir()):
-        if extra.is_file() and extra.suffix != ".safetensors" and extra.name not in ("config.json", INDEX):
-            shutil.copyfile(extra, out / extra.name)
+    with _whole(out) as folder:
+        writer = _Writer(folder)
+        before = 0
+        for done, name in enumerate(sorted(checkpoint)):
+            tensor = checkpoint.read(name)
+            before += tensor.numel() * tensor.element_size()
+            if name in shapes:
+                base = name.removesuffix(".weight")
+                tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
+                try:
+                    stored = target.tensors(target.quantize(tensor))
+                except ValueError as error:  # FormatError among them
+                    raise CheckpointError(f"{name}: {error}") from error
+                for field, value in stored.items():
+                    writer.add(f"{base}.{field}", value)
+            else:
+                writer.add(name, tensor.clone())
+            if progress is not None:
+                progress(done + 1, len(checkpoint.entries))
+        after = writer.close()
+        config["quantization_config"] = target.config(_kept(checkpoint, shapes))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for extra in sorted(source.iterdir()):
+            weights = extra.suffix in WEIGHT_SUFFIXES or extra.name.endswith(".index.json")
+            if extra.is_file() and not weights and extra.name != "config.json":
+                shutil.copyfile(extra, folder / extra.name)
     return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after}
 
 
@@ -97,6 +106,32 @@ def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
     """Modules whose matrices stay in floats; embeddings are no linear layers to anyone."""
     matrices = (n for n, e in checkpoint.entries.items() if n.endswith(".weight") and len(e.shape) == 2 and n not in quantized)
     return [n.removesuffix(".weight") for n in matrices if not n.endswith("embed_tokens.weight")]
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` in the end, or is gone when writing fails."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    except OSError as error:
+        raise UsageError(f"cannot write to {out.parent}: {error.strerror or error}") from error
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
+        try:
+            folder.rename(out)
+        except OSError as error:
+            raise UsageError(f"{out} came to be while it was written, or cannot be made: {error.strerror or error}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class _Writer:
