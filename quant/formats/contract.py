@@ -14,10 +14,17 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from gristmill.quant.tensor import QuantTensor
+from gristmill.quant import numeric
+from gristmill.quant.tensor import QuantTensor, scales_to_float32
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of integer and fp8 scales, and of weights that are not quantized."""
+
+
+_LARGEST: Final = {
+    "fp8": numeric.E4M3_MAX, "mxfp8": numeric.E4M3_MAX, "mxfp4": numeric.E2M1_MAX, "nvfp4": numeric.E2M1_MAX,
+}  # fmt: skip
+"""Largest magnitude of a code."""
 
 
 class FormatError(ValueError):
@@ -178,11 +185,24 @@ def need(source: Source, module: str, suffixes: Collection[str], form: str) -> N
 
 
 def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
-    """A QuantTensor; what it says of bad fields becomes a FormatError with the module's name."""
+    """A QuantTensor; what it says of bad fields becomes a FormatError with the module's name.
+
+    Codes of float formats must be finite, and scales such that every value is finite in float32.
+    """
     try:
-        return QuantTensor(*fields, **named)
+        weight = QuantTensor(*fields, **named)
     except (ValueError, TypeError) as error:
         raise FormatError(f"{module}: {error}") from error
+    if weight.scheme.weight in ("fp8", "mxfp8") and bool(((weight.codes & 0x7F) == 0x7F).any()):
+        raise FormatError(f"{module}: {weight.scheme} weights hold NaN")
+    largest = _LARGEST.get(weight.scheme.weight, float(1 << weight.scheme.bits))
+    if weight.scales is not None:
+        largest *= float(scales_to_float32(weight.scales).abs().max())
+    if weight.global_scale is not None:
+        largest *= float(weight.global_scale.abs().max())
+    if largest > torch.finfo(torch.float32).max:
+        raise FormatError(f"{module}: {weight.scheme} scales are so large that weights may pass float32: up to {largest:.2g}")
+    return weight
 
 
 def as_bytes(weight: Tensor) -> Tensor:
@@ -193,7 +213,5 @@ def as_bytes(weight: Tensor) -> Tensor:
 def wide(scales: Tensor) -> Tensor:
     """Scales of a float or E8M0 dtype as an own float32 copy, exactly."""
     if scales.dtype == torch.float8_e8m0fnu:
-        from gristmill.quant import numeric
-
         return numeric.e8m0_decode(scales.contiguous().view(torch.uint8))
     return scales.to(torch.float32, copy=True).contiguous()

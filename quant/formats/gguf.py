@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gristmill.quant.formats.contract import FormatError, Source, StoredWeight
 from gristmill.quant.formats.gguf_blocks import read_blocks
+from gristmill.quant.formats.gguf_check import check
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAGIC = b"GGUF"
@@ -34,8 +35,7 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        reader = _open(self.path)
-        self.metadata = _metadata(reader)
+        reader, self.metadata = _open(self.path)
         self.architecture = str(self.metadata.get("general.architecture"))
         self._heads: dict[str, int] = {}
         if self.architecture == "llama":
@@ -130,7 +130,8 @@ class Gguf:
         return StoredWeight(read_blocks(source.names[name], source.kinds[name], source.read(name), shape), (name,))
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
+    """The package's reader of a file whose structure is sound, and the key-value pairs."""
     try:
         with path.open("rb") as stream:
             magic = stream.read(8)
@@ -141,12 +142,16 @@ def _open(path: Path) -> Any:
     version = int.from_bytes(magic[4:8], "little")
     if version not in (2, 3):
         raise FormatError(f"{path}: GGUF version {version} is not read (or its byte order is big-endian); known: 2, 3")
+    check(path, lambda what: FormatError(f"{path} is truncated or corrupt: {what}"))
     try:
         import gguf
     except ImportError as error:
         raise ImportError("reading GGUF files needs the gguf package: pip install 'gristmill[gguf]'") from error
     try:
-        return gguf.GGUFReader(path, "r")
+        reader = gguf.GGUFReader(path, "r")
+        return reader, _metadata(reader)
+    except FormatError:
+        raise
     except Exception as error:
         # The package raises whatever its arithmetic on damaged bytes runs into, from IndexError to UnicodeDecodeError.
         raise FormatError(f"{path} is truncated or corrupt: {type(error).__name__}: {error}") from error

@@ -82,6 +82,9 @@ def test_refusals() -> None:
         ({f"{NAME}.weight": torch.zeros(130, 128, dtype=torch.float8_e5m2)}, "float8_e4m3fn, got torch.float8_e5m2"),
         ({f"{NAME}.weight_scale_inv": torch.tensor([[1.0], [torch.inf]])}, "finite"),
     ]
+    broken = tensors[f"{NAME}.weight"].clone()
+    broken.view(torch.uint8)[3, 5] = 0xFF
+    cases.append(({f"{NAME}.weight": broken}, "fp8_block weights hold NaN"))
     for change, says in cases:
         with pytest.raises(FormatError, match=says):
             DeepSeekFp8(CONFIG).read(Tensors(tensors | change), NAME, (130, 128))
