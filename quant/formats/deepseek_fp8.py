@@ -8,7 +8,8 @@
 
 Which modules are quantized is said by their dtype: lists of exceptions (``modules_to_not_convert``, ``ignored_layers``)
 are checked against it. Fused experts are [E, N, K] with scales in front. ``scale_fmt: ue8m0`` says that scales, stored
-in float32, are powers of two, which changes how activations are rounded and nothing here. Sources: DeepSeek-V3's
+in float32, are powers of two, which changes how activations are rounded and nothing here. Weights in float8_e4m3fnuz (made
+for gfx94x) become float8_e4m3fn of twice the value, and their scales half as large. Sources: DeepSeek-V3's
 inference code (fp8_cast_bf16), transformers' FineGrainedFP8Config.
 """
 
@@ -18,8 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.quant import numeric
 from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
@@ -59,19 +62,20 @@ class DeepSeekFp8:
         need(source, module, (".weight",), "FP8")
         if source.spec(name)[0] in FLOATS:
             return None
-        codes = source.read(name, shape, dtypes=(torch.float8_e4m3fn,))
+        codes = source.read(name, shape, dtypes=(torch.float8_e4m3fn, torch.float8_e4m3fnuz))
         if listed(module, self.exceptions):
             raise FormatError(f"{module} is listed as not converted, but {name} is {codes.dtype}")
         if not self.blocks:
-            return self._per_tensor(source, module, shape)
+            return self._per_tensor(source, module, shape, codes)
         need(source, module, (".weight_scale_inv",), "FP8 in 128 x 128 blocks")
         scheme = QuantScheme.parse("fp8_block")
         expected = (*shape[:-2], *(scheme.scale_shape(*shape[-2:]) or ()))
         scales = wide(source.read(f"{module}.weight_scale_inv", expected, dtypes=BLOCK_SCALES))
-        weight = make(module, as_bytes(codes), scales, shape, scheme)
+        stored, factor = _codes(name, codes)
+        weight = make(module, stored, scales * factor, shape, scheme)
         return StoredWeight(weight, (name, f"{module}.weight_scale_inv"), "fp8_g128")
 
-    def _per_tensor(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight:
+    def _per_tensor(self, source: Source, module: str, shape: tuple[int, ...], codes: Tensor) -> StoredWeight:
         names = [f"{module}.weight", f"{module}.weight_scale"]
         need(source, module, (".weight_scale",), "FP8 with one scale a tensor")
         scale = one_number(source, names[1])
@@ -80,5 +84,16 @@ class DeepSeekFp8:
             need(source, module, (".input_scale",), "FP8 with static activation scales")
             names.append(f"{module}.input_scale")
             given = one_number(source, names[2])
-        weight = make(module, as_bytes(source.read(names[0])), None, shape, "fp8", global_scale=scale)
+        stored, factor = _codes(names[0], codes)
+        weight = make(module, stored, None, shape, "fp8", global_scale=scale * factor)
         return StoredWeight(weight, tuple(names), "fp8", given)
+
+
+def _codes(name: str, codes: Tensor) -> tuple[Tensor, float]:
+    """E4M3 bytes, and what their scales are to be multiplied by."""
+    if codes.dtype != torch.float8_e4m3fnuz:
+        return as_bytes(codes), 1.0
+    try:
+        return numeric.e4m3fnuz_to_fn(codes.contiguous().view(torch.uint8)), 0.5
+    except ValueError as error:
+        raise FormatError(f"tensor {name}: {error}") from error

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gristmill.quant import quantize
+from gristmill.quant import numeric, quantize
 from gristmill.quant.formats import DeepSeekFp8, FormatError, Tensors
 from tests.quant.oracle import weight
 
@@ -79,7 +79,7 @@ def test_refusals() -> None:
     tensors = stored(130, 128)
     cases = [
         ({f"{NAME}.weight_scale_inv": torch.ones(1, 1)}, r"shape \[2, 1\], got \[1, 1\]"),
-        ({f"{NAME}.weight": torch.zeros(130, 128, dtype=torch.float8_e5m2)}, "float8_e4m3fn, got torch.float8_e5m2"),
+        ({f"{NAME}.weight": torch.zeros(130, 128, dtype=torch.float8_e5m2)}, "float8_e4m3fnuz, got torch.float8_e5m2"),
         ({f"{NAME}.weight_scale_inv": torch.tensor([[1.0], [torch.inf]])}, "finite"),
     ]
     broken = tensors[f"{NAME}.weight"].clone()
@@ -104,3 +104,30 @@ def test_a_wrong_block_shows() -> None:
     assert right is not None and wrong is not None
     same = (right.weight.dequantize() == wrong.weight.dequantize()).all(1)
     assert bool(same[256:].all()) and not bool(same[:256].all())
+
+
+def test_every_fnuz_code_there_and_back() -> None:
+    """Against torch's own float8_e4m3fnuz: all 256 bytes."""
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    finite = every[(every & 0x7F) != 0x7F]
+    fnuz = numeric.e4m3fn_to_fnuz(finite).view(torch.float8_e4m3fnuz).float()
+    assert torch.equal(2 * fnuz, numeric.e4m3_decode(finite))
+    back = finite[finite != 0x80]
+    assert torch.equal(numeric.e4m3_decode(numeric.e4m3fnuz_to_fn(back)), 2 * back.view(torch.float8_e4m3fnuz).float())
+    for bad in (0x7F, 0xFF, 0x80):
+        with pytest.raises(ValueError, match="no E4M3 code of twice"):
+            numeric.e4m3fnuz_to_fn(torch.tensor([bad], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_weights_in_fnuz(blocks: bool) -> None:
+    values = (weight(130, 128) / 100).clamp(-200, 200).to(torch.float8_e4m3fnuz)
+    values.view(torch.uint8)[values.view(torch.uint8) == 0x80] = 0
+    scales = torch.rand(2, 1) + 0.5 if blocks else torch.tensor(0.75)
+    tensors = {f"{NAME}.weight": values, f"{NAME}.weight_scale{'_inv' if blocks else ''}": scales}
+    found = DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(Tensors(tensors), NAME, (130, 128))
+    spread = scales.repeat_interleave(128, 0)[:130] if blocks else scales
+    assert found is not None and torch.equal(found.weight.dequantize(), values.float() * spread)
+    values.view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(FormatError, match="0x7F, 0xFF"):
+        DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(Tensors(tensors), NAME, (130, 128))
