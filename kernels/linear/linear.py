@@ -180,12 +180,12 @@ def like(
     workspace: Any = None,
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
-    rows = n
+    rows, listed = n, isinstance(weight, list | tuple)
+    first = weight[0] if listed else weight
     if not rows:
-        first = weight[0] if isinstance(weight, list | tuple) else weight
-        need(not isinstance(weight, list | tuple) or first.dim() == 2,
-             "linear: this packing does not tell the rows of W; pass n")  # fmt: skip
+        need(not listed or first.dim() == 2, "linear: this packing does not tell the rows of W; pass n")
         rows = first.shape[-2]
+    need(rows >= 1 and (not listed or rows <= 2 * first.nbytes), f"linear: n is {n}, which the weight {first.shape} cannot have")
     return (((*x.shape[:-1], rows // 2 if silu_mul else rows), x.dtype),)
 
 
