@@ -181,11 +181,12 @@ def like(
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
     rows, listed = n, isinstance(weight, list | tuple)
-    first = weight[0] if listed else weight
     if not rows:
+        first = weight[0] if listed else weight
         need(not listed or first.dim() == 2, "linear: this packing does not tell the rows of W; pass n")
         rows = first.shape[-2]
-    need(rows >= 1 and (not listed or rows <= 2 * first.nbytes), f"linear: n is {n}, which the weight {first.shape} cannot have")
+    most = 2 * weight[0].nbytes if listed and weight else rows  # a row has at least half a byte
+    need(1 <= rows <= most, f"linear: n is {n}: a weight has rows, and no more than its bytes can hold")
     return (((*x.shape[:-1], rows // 2 if silu_mul else rows), x.dtype),)
 
 
