@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.registry import default_registry
 from gristmill.runtime.layers.plans import Plans
 
 
@@ -47,6 +46,6 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _reason(source: str, us: float | None, priority: int, pins: tuple[str, ...]) -> str:
     pinned = "pinned by the policy; " if pins else ""
     if source == "priority":
-        return f"{pinned}verified here; not timed yet, declared priority {priority} is the highest"
+        return f"{pinned}verified here; not timed: highest priority, {priority}"
     word = {"measured": "measured", "near": "measured on a near problem", "sibling": "measured on a sibling device"}
     return f"{pinned}verified here; {word.get(source, 'estimated by the cost model')}: {us:.1f} µs"

@@ -9,6 +9,7 @@ import torch
 
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.explain import summarize
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import FinishReason
@@ -208,6 +209,9 @@ def test_explain_and_weight_bytes(make: Callable[..., LLM]) -> None:
     assert any("w=int4_g128" in row["problem"] and row["layout"] for row in rows)
     assert all(row["reason"] for row in rows)
     assert llm.weight_bytes < make(LLAMA, dtype="bf16").weight_bytes
+    short = {row["op"]: row for row in summarize(rows)}
+    assert set(short["linear"]["formats"]) == {"bf16", "int4_g128"} and short["sample"]["formats"] == []
+    assert sum(row["plans"] for row in summarize(rows)) == len(rows)
 
 
 def test_streamed_text_never_breaks_a_character() -> None:
