@@ -206,8 +206,8 @@ def _kernels(rows: list[dict[str, Any]]) -> None:
     from gristmill.runtime.explain import summarize
 
     console.table(
-        "Kernels that ran", ["operation", "weights", "kernel", "plans", "why"],
-        [[row["op"], row["w"], row["kernel"], row["plans"], row["reason"]] for row in summarize(rows)], right=("plans",),
+        "Kernels that ran", ["operation", "kernel", "weights", "plans", "why"],
+        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)], right=("plans",),
     )  # fmt: skip
 
 
