@@ -44,6 +44,7 @@ class Resolver:
         self.target: Target = device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.worker = worker or shared_worker()
+        self._recording = True
         self.store = self._read()
         self._lock = threading.Lock()
         self._writer = _Writer(self.policy.store_path)
@@ -108,6 +109,7 @@ class Resolver:
             return Store.read(self.policy.store_path)
         except StoreError as error:
             warnings.warn(f"{error}; going on with an empty store, nothing will be recorded", RuntimeWarning, stacklevel=2)
+            self._recording = False
             return Store()
 
     def _marked(self, trying: Verification) -> AbstractContextManager[Verification | None]:
@@ -119,7 +121,8 @@ class Resolver:
 
     def _record(self, record: Verification) -> None:
         self.store.add(record)
-        self._writer.add(record)
+        if self._recording:
+            self._writer.add(record)
 
 
 class _Writer:

@@ -29,5 +29,6 @@ step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks"
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
 fi
+step "kernels against their ratios" bash ci/check_ratios.sh
 step "wheel and sdist" bash ci/wheel_test.sh
 echo "== all passed in $((SECONDS - begin)) s"

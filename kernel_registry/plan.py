@@ -23,6 +23,9 @@ LAST_BUCKET = 8192
 MAX_LAYOUTS = 2
 """How many packings of one weight a plan may keep, memory permitting."""
 
+ROW_BLOCK = 16
+"""Rows of a weight are counted in blocks of so many against a policy's bound on memory: layouts pad to them."""
+
 
 def bucket_index(size: int) -> int:
     """Place of the bucket that `size` falls in: 0 for 1, 1 for 2, 2 for 3..4, ... 13 for everything above 4096."""
@@ -144,9 +147,11 @@ def _layout_choices(
     fit = {name: layout for name, layout in layouts.items() if layout.accepts(scheme)}
     sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in fit.items()}
     allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)
+    # The bound is there to keep second copies out, not the padding of a weight of few rows to the block of a layout.
+    padded = policy.weight_memory * sum(scheme.weight_bytes(-(-n // ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes)
     names = sorted(sizes)
-    # Padding a small weight may pass the bound, and something has to run: then the smallest layout is the choice.
-    fits = [name for name in names if sizes[name] <= allowed] or sorted(names, key=lambda name: sizes[name])[:1]
+    # Padding along K may still pass it, and something has to run: then the smallest layout is the choice.
+    fits = [name for name in names if sizes[name] <= padded] or sorted(names, key=lambda name: sizes[name])[:1]
     found = [frozenset((name,)) for name in fits]
     for count in range(2, MAX_LAYOUTS + 1):
         found += [frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.plan import BUCKETS, Plan, bucket_index, bucket_sizes, make_plan
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, select
 from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.target import Target
 from tests.registry.fakes import BUILD, H200, OP, kernel, layout, problem, timed, verified
 
 STATIC = OP.static(problem())
@@ -120,3 +122,17 @@ def test_every_operation_can_be_planned(op):
         found = make_plan(op, static, registry.layouts, Policy(), lambda p, chosen: select(
             op, p, registry.kernels_of(op.name), H200, BUILD, Store(), Policy(), layouts=chosen, foreign=True))  # fmt: skip
         assert len(found.entries) == len(bucket_sizes()) and found.entries[-1].m_max is None
+
+
+@pytest.mark.parametrize("n", [1, 8, 15, 17, 257])
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g128", "fp8_block", "mxfp4", "nvfp4"])
+def test_padding_of_few_rows_does_not_rule_a_layout_out(scheme: str, n: int):
+    """A weight of fewer rows than a block of cpu_rows16_v1 is still served from it, and by our C++ kernel."""
+    registry = default_registry()
+    cpu, policy = Target.parse("cpu:avx2"), Policy()
+    build = Build.of({"torch": "2.13.0"}, cpu_levels=("base", "avx2"))
+    op = registry.op("linear")
+    found = make_plan(op, op.problem(f"n={n},k=4096,w={scheme}"), registry.layouts, policy,
+                      lambda p, chosen: select(op, p, registry.kernels_of("linear"), cpu, build, Store(), policy,
+                                               layouts=chosen))  # fmt: skip
+    assert {entry.kernel for entry in found.entries} == {"linear_cpu"}

@@ -62,10 +62,14 @@ def window_logits(name: str, index: int) -> torch.Tensor:
     return logits(oracle(name), window(index))
 
 
+def losses(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """Negative log-likelihood of each id but the first, nats, float64 [len(ids) - 1]."""
+    return torch.nn.functional.cross_entropy(logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none").double()
+
+
 def loss(model: Any, ids: Sequence[int]) -> float:
-    """Mean negative log-likelihood of all ids but the first, nats."""
-    found = torch.nn.functional.cross_entropy(logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none")
-    return float(found.double().mean())
+    """Mean of `losses`."""
+    return float(losses(model, ids).mean())
 
 
 @contextmanager
