@@ -14,16 +14,14 @@ from pathlib import Path
 from gristmill.kernel_registry.store import SCHEMA, Store, Timing, Verification
 
 
-def save(path: Path, records: Iterable[Verification | Timing], forget: Iterable[Verification] = ()) -> Store:
-    """Take the records `forget` out of the store at `path`, merge `records` into it, and return what it then holds.
+def save(path: Path, records: Iterable[Verification | Timing]) -> Store:
+    """Merge `records` into the store at `path`, and return what it then holds.
 
     Safe among processes: read, merge and replace happen under a lock on ``<path>.lock``; readers see the old file or
     the new one. StoreError if the present file is damaged: it is left as it is.
     """
 
     def change(store: Store) -> Store:
-        for gone in forget:
-            store.verifications.pop(gone.key, None)
         for record in records:
             store.add(record)
         return store

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.device import on_device
 from gristmill.autotune.verify import kernel_arguments
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
@@ -53,11 +54,12 @@ def measure(
     A kernel that no graph can hold is called one by one, so that its time includes what the host does for it.
     """
     launcher = load(kernel)
-    sets = argument_sets(op, kernel, problem, device)
     sample = _cpu_sampler
     if device.startswith("cuda"):
         sample = _cuda_sampler if kernel.capturable else _cuda_eager_sampler
-    return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
+    with on_device(device):
+        sets = argument_sets(op, kernel, problem, device)
+        return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
 
 
 def measure_call(call: Callable[[], None], device: str, *, seconds: float = 0.3, rounds: int = 9) -> Measured:
@@ -84,6 +86,9 @@ def _cpu_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: floa
 
 def _cuda_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
     stream = torch.cuda.Stream()
+    # The arguments were written on the current stream. A call that overtook those writes would take what the memory held
+    # before for indices, and read wherever they point.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for arguments in sets[:3]:
             call(arguments)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.device import on_device
 from gristmill.autotune.guard import Guarded, same_bits, tensors, written
 from gristmill.autotune.metrics import error_of
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -37,7 +38,8 @@ def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
     arguments = op.inputs(problem, seed, device)
     reference = run_reference(op, arguments)
     try:
-        outputs, trespass = run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))
+        with on_device(device):
+            outputs, trespass = run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))
     except Exception as error:
         return Outcome(False, None, tolerance, f"{type(error).__name__}: {error}")
     if trespass:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.device import on_device
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench import clock
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -53,7 +54,8 @@ class KernelArm:
         self._replay: _Graph | None = None
         self.calls = 1
         if rotation.device != "cpu":
-            self._replay = _Graph(self)
+            with on_device(rotation.device):
+                self._replay = _Graph(self)
         else:
             self._warm()
         self.audit()
@@ -77,7 +79,8 @@ class KernelArm:
         count = len(rotation.sets) if self._replay is not None else min(max(self.calls, 2 * LEAD), len(rotation.sets))
         threads = _threads()
         if self._replay is not None:
-            self.fresh.append(self._replay.sample(once=True))
+            with on_device(rotation.device):
+                self.fresh.append(self._replay.sample(once=True))
         else:
             lead = min(LEAD, count // 2)
             for _ in range(lead):
@@ -121,7 +124,8 @@ class KernelArm:
 
     def _sample(self, calls: int) -> float:
         if self._replay is not None:
-            return self._replay.sample()
+            with on_device(self.rotation.device):
+                return self._replay.sample()
         launch, config, following = self._launch, self.config, self.rotation.next
         begin = clock.now()
         for _ in range(calls):

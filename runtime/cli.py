@@ -71,6 +71,8 @@ def generate(
 ) -> None:  # fmt: skip
     """Continue a text. It is written to stdout as it comes; timings go to stderr.
 
+    Sampling is as the options say: what the model's generation_config.json recommends is not used, but its end tokens.
+
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
     "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null)}

@@ -117,7 +117,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt, batched as the scheduler sees fit; results in the order of the prompts.
 
-        prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each.
+        prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each; None =
+        greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
         Without a tokenizer.json prompts must be ids, and `text` is empty.
         """
         ids = self._prompts(prompts)

@@ -44,7 +44,7 @@ def verify(context: click.Context, op_name: str | None, kernel_name: str | None,
         if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build):
             continue
         op = registry.op(kernel.op)
-        work += [(op, kernel, text) for text in op.examples if kernel.accepts(op.problem(text)) is None]
+        work += [(op, kernel, text) for text in kernel.proofs(op)]
     known = {kernel.name for kernel in registry.all_kernels() if not op_name or kernel.op == op_name}
     if kernel_name and kernel_name not in known:
         raise UnknownError(f"no kernel called {kernel_name!r}" + (f" of {op_name}" if op_name else ""))

@@ -69,6 +69,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("plain_v1",),
+    examples=("m=7,n=48,k=256,w=fp8_ch.fp8_token",),
     sources=("_epilogue.py",),
     auto=False,
     priority=60,

@@ -52,7 +52,11 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json."""
+    """One model. Sizes are in elements.
+
+    `eos_ids` come from generation_config.json, else config.json; nothing else of generation_config.json is used: what
+    it recommends for sampling (temperature, top_k, top_p) does not change the defaults of `SamplingParams`.
+    """
 
     architecture: str
     vocab_size: int
@@ -164,6 +168,7 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    _no_window(fields, found)
     deepseek = found == "DeepseekV3ForCausalLM"
     mla = _mla(fields) if deepseek else None
     head_dim = mla.qk_dim if mla else fields.size("head_dim", None) or hidden // heads
@@ -192,6 +197,16 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         num_nextn_layers=fields.get("num_nextn_predict_layers", int, 0),
         stored_scheme=_stored_scheme(fields),
     )
+
+
+def _no_window(fields: _Fields, architecture: str) -> None:
+    """Neither architecture has windowed attention; a window as long as the model's positions cuts nothing off."""
+    window, positions = fields.size("sliding_window", None), fields.size("max_position_embeddings")
+    if window is not None and window < positions:
+        raise ConfigError(
+            f"{fields.origin}: {architecture} has no sliding window, got sliding_window = {window} with {positions} positions; "
+            "remove the entry to attend to the whole context"
+        )
 
 
 def _dtype(fields: _Fields) -> str:

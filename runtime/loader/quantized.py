@@ -10,8 +10,11 @@ them; E8M0 scales are U8, E4M3 scales F8_E4M3. Every other tensor is as it was, 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from gristmill.runtime.loader.weights import WeightTable
 
 FIELDS = ("codes", "scales", "zero", "global_scale")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Files of a source that are not copied: its weights, in any format."""
 SHARD_BYTES = 2 << 30
 """Bytes after which a new file is begun: what writing holds in memory at most."""
 
@@ -62,10 +67,12 @@ def write_quantized(
 ) -> dict[str, int]:
     """Quantize the linear weights of a model directory to nearest and write it, one tensor at a time, to `out`.
 
+    `out` appears whole or not at all: everything is written to a hidden folder beside it, which then takes its name.
     progress: called with (tensors done, tensors in all). Returns {"tensors": quantized ones, "bytes_before", "bytes_after"}.
 
     Raises:
-        UsageError: `out` exists and is not empty, or the scheme is dense; CheckpointError: the source's faults.
+        UsageError: `out` exists and is not empty, or cannot be written, or the scheme is dense; CheckpointError: the
+            source's faults.
     """
     from gristmill.runtime.loader.weights import quantize_part
 
@@ -85,28 +92,55 @@ def write_quantized(
     missing = [name for name in shapes if name not in checkpoint]
     if missing:
         raise CheckpointError(f"{source} has no tensor {missing[0]}")
-    out.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(out)
-    before = 0
-    for done, name in enumerate(sorted(checkpoint)):
-        tensor = checkpoint.read(name)
-        before += tensor.numel() * tensor.element_size()
-        if name in shapes:
-            base = name.removesuffix(".weight")
-            tensor = checkpoint.read(name, shapes[name], floating=True)  # type: ignore[arg-type]
-            for field, value in quantize_part(base, tensor, scheme).tensors().items():
-                writer.add(f"{base}.{field}", value)
-        else:
-            writer.add(name, tensor.clone())
-        if progress is not None:
-            progress(done + 1, len(checkpoint.entries))
-    after = writer.close()
-    config["quantization_config"] = {"quant_method": "gristmill", "version": 1, "scheme": str(scheme)}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for extra in sorted(source.iterdir()):
-        if extra.is_file() and extra.suffix != ".safetensors" and extra.name not in ("config.json", INDEX):
-            shutil.copyfile(extra, out / extra.name)
+    with _whole(out) as folder:
+        writer = _Writer(folder)
+        before = 0
+        for done, name in enumerate(sorted(checkpoint)):
+            tensor = checkpoint.read(name)
+            before += tensor.numel() * tensor.element_size()
+            if name in shapes:
+                base = name.removesuffix(".weight")
+                tensor = checkpoint.read(name, shapes[name], floating=True)  # type: ignore[arg-type]
+                for field, value in quantize_part(base, tensor, scheme).tensors().items():
+                    writer.add(f"{base}.{field}", value)
+            else:
+                writer.add(name, tensor.clone())
+            if progress is not None:
+                progress(done + 1, len(checkpoint.entries))
+        after = writer.close()
+        config["quantization_config"] = {"quant_method": "gristmill", "version": 1, "scheme": str(scheme)}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for extra in sorted(source.iterdir()):
+            weights = extra.suffix in WEIGHT_SUFFIXES or extra.name.endswith(".index.json")
+            if extra.is_file() and not weights and extra.name != "config.json":
+                shutil.copyfile(extra, folder / extra.name)
     return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after}
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` in the end, or is gone when writing fails."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    except OSError as error:
+        raise UsageError(f"cannot write to {out.parent}: {error.strerror or error}") from error
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
+        try:
+            folder.rename(out)
+        except OSError as error:
+            raise UsageError(f"{out} came to be while it was written, or cannot be made: {error.strerror or error}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class _Writer:

@@ -163,11 +163,16 @@ def _function(op: Op, new: Callable[..., Any], into: Callable[..., Any] | None) 
         for p in op.parameters
     ])  # fmt: skip
 
+    packed = [index for index, p in enumerate(op.parameters) if p.type == "Tensor[]"]
+
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
         if named or len(arguments) < len(op.parameters):
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
             arguments = bound.args
+        for index in packed:  # a dense weight may be given as it is
+            if isinstance(arguments[index], torch.Tensor):
+                arguments = (*arguments[:index], [arguments[index]], *arguments[index + 1 :])
         handle = plan.handle if plan is not None else 0
         if out is None or into is None:
             return new(*arguments, handle)

@@ -35,10 +35,7 @@ def _rows() -> list[object]:
         for target in _targets(kernel):
             if kernel.requires.check_hardware(target, BUILD) or kernel.requires.check_build(target, BUILD):
                 continue
-            for text in op.examples:
-                problem = op.problem(text)
-                if kernel.accepts(problem) is None:
-                    rows.append(pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}"))
+            rows += [pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}") for text in kernel.proofs(op)]
     return rows
 
 
@@ -89,6 +86,13 @@ def test_operation_is_consistent(op: Op) -> None:
         assert len(arguments) == len(op.parameters)
     assert op.examples and op.bench, "an operation has examples to test and problems to measure"
     assert op.bucket is None or any(axis.name == op.bucket and axis.dynamic for axis in op.axes)
+
+
+@pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda kernel: kernel.name)
+def test_every_kernel_has_problems_to_prove_it_on(kernel: Kernel) -> None:
+    """A kernel that takes none of its operation's examples brings its own; those it brings, it takes."""
+    op = REGISTRY.op(kernel.op)
+    assert kernel.proofs(op) and {*kernel.examples} <= {*kernel.proofs(op)}
 
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
