@@ -14,7 +14,7 @@ from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.linear.linear_cpu import config as linear_config
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.grouped_linear_cpu import Weights, weights
-from gristmill.kernels.moe.moe_chain import accepts
+from gristmill.kernels.moe.moe_chain import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
 
 _LEVEL = best_config("gm_moe")
@@ -49,7 +49,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="counting sort, linear's core expert by expert, ordered float32 sum, in one call",
-    accepts=accepts,
+    accepts=accepts_named,
     config=config,
     workspace=_chain.workspace,
     layouts=("cpu_rows16_v1",),

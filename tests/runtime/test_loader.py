@@ -104,7 +104,7 @@ def test_wrong_shape_and_dtype(llama: Path, make: Callable[..., LLM]) -> None:
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight must have shape \[256\], got \[255\]"):
         make(llama)
     change(llama, lambda t: t.update({"model.norm.weight": torch.ones(256, dtype=torch.int32)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must be float32, float16 or bfloat16"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must be float64, float32, float16 or bfloat16"):
         make(llama)
 
 

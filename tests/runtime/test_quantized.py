@@ -257,7 +257,7 @@ def test_refusals(tmp_path: Path, make: Callable[..., LLM]) -> None:
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"self_attn\.q_proj"):
         make(out)
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "bits": 4}
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="'gptq' is not supported; known: gristmill"):
+    with pytest.raises(ConfigError, match="'bitsandbytes' is not supported; known: awq, .*gristmill"):
         make(out)
