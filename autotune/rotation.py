@@ -89,6 +89,11 @@ class Rotation:
             here.content = (here.content + 1) % CONTENTS
             for guard in here.guards:
                 guard.renew()
+        self.touch()
+
+    def touch(self) -> None:
+        """The content that every list has, written once more, and the turn at its start: a refresh that changes nothing."""
+        for here in self.sets:
             for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
                 for to, source in zip(tensors(mine), tensors(master), strict=True):
                     to.copy_(source)

@@ -30,6 +30,9 @@ STALE, COLD_US = 1.5, 2.0
 """How much slower than its usual time a kernel may be on content that it has not seen: this factor, and microseconds for
 code and tables that the refresh drove out of the cache."""
 
+PAIRS = 6
+"""How often fresh and seen content are timed in turn before a kernel is said to reuse results."""
+
 _sleep = time.sleep
 
 
@@ -75,17 +78,9 @@ class KernelArm:
         """A sample over fresh content, checked. WrongResultError names what was wrong."""
         rotation = self.rotation
         rotation.refresh()
-        # Once around, at most: a second call on the same list would start from what the first left, if it works in place.
-        count = len(rotation.sets) if self._replay is not None else min(max(self.calls, 2 * LEAD), len(rotation.sets))
+        count = self._audited()
         threads = _threads()
-        if self._replay is not None:
-            with on_device(rotation.device):
-                self.fresh.append(self._replay.sample(once=True))
-        else:
-            lead = min(LEAD, count // 2)
-            for _ in range(lead):
-                self._launch(self.config, *rotation.next())
-            self.fresh.append(self._sample(count - lead))
+        self.fresh.append(self._around())
         results = rotation.snapshot(count)
         started = len(_threads() - threads)
         if self._replay is not None:
@@ -106,21 +101,41 @@ class KernelArm:
             raise WrongResultError(f"{self.kernel.name}: {wrong}")
 
     def conclude(self) -> None:
-        """A last audit; and fresh content must not have been slower than what was seen before."""
+        """A last audit; and fresh content must not be slower than content that the kernel has seen.
+
+        Where it seems to be, both are timed in turn after the same preparation, so that neither load nor the state of the
+        memory allocator is taken for a cheat.
+        """
         self.audit()
-        if not self.samples:
+        if not self.samples or min(self.fresh[1:]) <= STALE * statistics.median(self.samples) + COLD_US:
             return
-        usual = statistics.median(self.samples)
-        most = STALE * usual + COLD_US
-        for _ in range(5):  # the least of several: one may have been disturbed
-            if min(self.fresh[1:]) <= most:
-                break
+        fresh, seen = [], []
+        for _ in range(PAIRS):
             self.audit()
-        if (fresh := min(self.fresh[1:])) > most:
-            raise WrongResultError(
-                f"{self.kernel.name}: {fresh:.3g} us a call on content it had not seen, {usual:.3g} us on content it had: "
-                "it reuses results"
-            )
+            fresh.append(self.fresh[-1])
+            self.rotation.touch()
+            seen.append(self._around())
+            if len(fresh) > 1 and min(fresh) <= STALE * min(seen) + COLD_US:
+                return
+        raise WrongResultError(f"{self.kernel.name}: {min(fresh):.3g} us a call on content it had not seen, {min(seen):.3g} us "
+                               "on content it had: it reuses results")  # fmt: skip
+
+    def _around(self) -> float:
+        """Microseconds a call of one way around the lists, or of part of it where calls are long."""
+        if self._replay is not None:
+            with on_device(self.rotation.device):
+                return self._replay.sample(once=True)
+        count = self._audited()
+        lead = min(LEAD, count // 2)
+        for _ in range(lead):
+            self._launch(self.config, *self.rotation.next())
+        return self._sample(count - lead)
+
+    def _audited(self) -> int:
+        """How many lists an audit goes over. Once around at most: a second call on the same list would start from what the
+        first left, if it works in place."""
+        lists = len(self.rotation.sets)
+        return lists if self._replay is not None else min(max(self.calls, 2 * LEAD), lists)
 
     def _sample(self, calls: int) -> float:
         if self._replay is not None:
