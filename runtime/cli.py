@@ -23,8 +23,9 @@ F = Callable[..., None]
 def cli() -> None:
     """Run language models through kernels that are chosen by measurement and verified on this machine.
 
-    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json. Llama and DeepSeek-V3
-    architectures are supported.
+    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. Llama, Qwen2, Qwen3,
+    Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 architectures are supported, quantized by GPTQ, AWQ, compressed-tensors,
+    ModelOpt, as DeepSeek's FP8 or gpt-oss' MXFP4, or not.
 
     \b
     gristmill generate --model examples/models/docs-llama --prompt "The index"
@@ -42,7 +43,8 @@ def model_options(function: F) -> F:
     for option in reversed([
         click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."),
         click.option("--quant", metavar="SCHEME", help="Round linear and expert weights to this format while loading: "
-                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored."),
+                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. Of a quantized checkpoint: bf16 "
+                     "dequantizes it, fp8_block.fp8_g128 and the like quantize activations too."),
         click.option("--dtype", default="auto", show_default=True, metavar="D",
                      help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's)."),
         click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."),
@@ -70,6 +72,8 @@ def generate(
     explain: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Continue a text. It is written to stdout as it comes; timings go to stderr.
+
+    Sampling is as the options say: what the model's generation_config.json recommends is not used, but its end tokens.
 
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
@@ -139,15 +143,25 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 @click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized.")
 @click.option("--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ...")
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
+@click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
+              help="gristmill, compressed-tensors, modelopt, gptq or fp8 (DeepSeek's blocks).")  # fmt: skip
+@click.option("--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True,
+              help="Round to nearest, or by GPTQ, which needs --calibration.")  # fmt: skip
+@click.option("--calibration", metavar="FILE", help="Token ids for GPTQ, little-endian uint16: text like that to be served.")
+@click.option("--window", type=int, default=512, show_default=True, metavar="N", help="Tokens of a calibration window.")
+@click.option("--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, from token 0.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
-    """Round a model's linear and expert weights to nearest and write it as a model directory.
+def quantize(
+    model: str, quant: str, out: str, form: str, method: str, calibration: str | None, window: int, windows: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Round a model's linear and expert weights and write it as a model directory.
 
-    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand NAME.codes, NAME.scales, NAME.zero and
-    NAME.global_scale as the format has them; "generate" and "eval" read the directory back, to the same results as --quant.
+    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
+    are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
+    results as --quant; transformers reads compressed-tensors, gptq and fp8 directories.
 
     \b
-    With --json, one object: {"out", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
+    With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
     """
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
@@ -157,12 +171,21 @@ def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
     scheme = parse_scheme(quant)
     if scheme is None:
         raise click.UsageError("--quant names no scheme")
+    if (method == "gptq") != (calibration is not None):
+        raise click.UsageError("--method gptq and --calibration FILE go together")
     begin = time.perf_counter()
+    rounding = None
+    if calibration is not None:
+        from gristmill.runtime.calibrate import calibrate
+        from gristmill.runtime.evaluate import read_tokens
+
+        with _bar("calibrating", as_json) as advance:
+            rounding = calibrate(model, read_tokens(calibration), window, windows, advance).round
     with _bar("quantizing", as_json) as advance:
-        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance)
+        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, rounding)
     seconds = time.perf_counter() - begin
     if as_json:
-        console.emit({"out": out, "scheme": str(scheme), **report, "seconds": seconds})
+        console.emit({"out": out, "format": form, "scheme": str(scheme), "method": method, **report, "seconds": seconds})
         return
     console.out().print(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "
@@ -199,8 +222,8 @@ def _kernels(rows: list[dict[str, Any]]) -> None:
     from gristmill.runtime.explain import summarize
 
     console.table(
-        "Kernels that ran", ["operation", "weights", "kernel", "plans", "why"],
-        [[row["op"], row["w"], row["kernel"], row["plans"], row["reason"]] for row in summarize(rows)], right=("plans",),
+        "Kernels that ran", ["operation", "kernel", "weights", "plans", "why"],
+        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)], right=("plans",),
     )  # fmt: skip
 
 

@@ -18,10 +18,12 @@ def accepts_dense(problem: Problem) -> str | None:
 
 
 def accepts_quantized(problem: Problem) -> str | None:
-    """Weight-only schemes."""
+    """Weight-only schemes that have a name of their own."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.is_dense:
         return "multiplies quantized weights, not dense ones"
+    if not scheme.is_named:
+        return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
     return None if scheme.activation is None else f"takes activations in their own dtype, not {scheme.activation}"
 
 

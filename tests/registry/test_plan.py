@@ -60,11 +60,23 @@ def test_the_best_layout_is_the_one_with_the_least_total_time():
     assert plan([a, b], [layout("one_v1", 1.0), layout("two_v1", 1.0)], store).layouts == ("two_v1",)
 
 
+def test_a_pinned_kernel_decides_the_layout_however_fast_another_one_is():
+    a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("two_v1",))
+    store = times(times(verified(a, b), "a", lambda m: 1.0), "b", lambda m: 100.0)
+    both = [layout("one_v1", 1.0), layout("two_v1", 1.0)]
+    assert plan([a, b], both, store).layouts == ("one_v1",)
+    assert plan([a, b], both, store, Policy(pins={"mix": ("b",)})).layouts == ("two_v1",)
+    assert plan([a, b], both, store, Policy(pins={"*": ("b", "a")})).layouts == ("two_v1",)
+    assert plan([a, b], both, store, Policy(pins={"mix": ("absent",)})).layouts == ("one_v1",)
+
+
 def test_a_layout_past_the_memory_bound_is_no_choice_unless_nothing_else_is_there():
     a, b = kernel("a", layouts=("one_v1",), priority=1), kernel("wide", layouts=("wide_v1",), priority=9)
     found = plan([a, b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(a, b))
     assert found.layouts == ("one_v1",)
     assert plan([b], [layout("wide_v1", 4.0)], verified(b)).layouts == ("wide_v1",)
+    with pytest.raises(NoKernelError, match=r"layout wide_v1 takes \d+ bytes; the policy's weight_memory 1.05 allows"):
+        plan([b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(b))
 
 
 def test_a_plan_that_no_kernel_can_fill_lists_the_reasons():
