@@ -65,7 +65,10 @@ template <typename T>
 __device__ __forceinline__ uint32_t nvfp4_factor(uint32_t word, int odd);
 template <>
 __device__ __forceinline__ uint32_t nvfp4_factor<__nv_bfloat16>(uint32_t word, int odd) {
-  return ((odd ? word >> 4 : word << 4) & 0x0FF00FF0u) | 0x70007000u;
+  uint32_t top, out;  // two constants in one lop3: one of them in a register
+  asm("mov.b32 %0, 0x70007000;" : "=r"(top));
+  asm("lop3.b32 %0, %1, 0x0FF00FF0, %2, 0xEA;" : "=r"(out) : "r"(odd ? word >> 4 : word << 4), "r"(top));
+  return out;
 }
 template <>
 __device__ __forceinline__ uint32_t nvfp4_factor<__half>(uint32_t word, int odd) {

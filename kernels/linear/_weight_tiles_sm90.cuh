@@ -16,7 +16,7 @@ namespace gm {
 // CTAs a multiprocessor that a kernel is compiled for: one fewer where the tile's own state would not leave room for `ctas`.
 template <typename W, int NT>
 constexpr int roomy(int ctas) {
-  return NT > 1 && ctas > 1 && (W::kGroups > 2 || W::kPlanes > 1) ? ctas - 1 : ctas;
+  return NT > 1 && ctas > 1 && (W::kGroups > 1 || W::kOffset || W::kBytes > 2000) ? ctas - 1 : ctas;
 }
 
 // Dtype of 16-bit scales: known at compile time (a run-time choice costs 3 % at M = 16), or by W4Params::scales_half.

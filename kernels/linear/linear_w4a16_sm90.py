@@ -18,7 +18,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_shapes import ROWS, ceil, format_of, ranked
 
 LARGEST_M = 32
-"""Above 16, two launches that each read the weights: right, and little slower where they stay in the L2."""
+"""Above 16, two launches that each read the weights: right, and better than what other formats than int4_g128 have there."""
 
 
 def accepts(problem: Problem) -> str | None:
@@ -33,8 +33,9 @@ def refusal(problem: Problem, bits: int) -> str | None:
         return f"multiplies weight-only formats of {bits} bits" + (" but mxfp8" if bits == 8 else "") + f", not {scheme}"
     if problem.text("x") not in ("fp16", "bf16"):
         return f"takes fp16 or bf16 activations, not {problem.text('x')}"
-    if problem.integer("m") > LARGEST_M:
-        return f"made for M <= {LARGEST_M}, not {problem.integer('m')}"
+    largest = ROWS if scheme.weights == "int4_g128" else LARGEST_M
+    if problem.integer("m") > largest:
+        return f"made for M <= {largest}, not {problem.integer('m')}"
     return None
 
 
@@ -56,7 +57,7 @@ def config(problem: Problem, target: Target) -> Config:
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """The candidates that the cost model likes best."""
-    return [_complete(problem, found) for _, found in _found(problem, target)[:24]]
+    return [_complete(problem, found) for _, found in _found(problem, target)[:64]]
 
 
 def estimate(problem: Problem, target: Target) -> float | None:
