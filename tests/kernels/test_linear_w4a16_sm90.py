@@ -33,7 +33,7 @@ SCHEMES = tuple(
         ("m=0,n=64,k=256,w=int4_g128", None),
         ("m=17,n=64,k=256,w=int4_g128", "M <= 16"),
         ("m=32,n=33,k=144,w=nvfp4", None),
-        ("m=33,n=64,k=256,w=mxfp4", "M <= 32"),
+        ("m=129,n=64,k=256,w=mxfp4", "M <= 128"),
         ("m=1,n=64,k=256,x=fp32,w=int4_g128", "fp16 or bf16"),
         ("m=1,n=64,k=256,w=int4_g64_zp,act_order=true", None),
         ("m=1,n=64,k=129,w=int4_ch", None),
