@@ -102,17 +102,16 @@ def dequantize(
                     if ORDER == 2:
                         even, odd = even | (high >> (4 * i) & 15) << 4, odd | (high >> (4 * i + 16) & 15) << 4
                     left, right = even.to(tl.int32).to(tl.float32), odd.to(tl.int32).to(tl.float32)
-            half: tl.constexpr = i % 2
             j = column * P // 128
             if ORDER == 0 or ORDER == 2:
                 if ZERO:
-                    zero = tl.load(octets + base * 4 + 1024 + 32 * P + 2 * P * g + 2 * j + half).to(tl.float32)
+                    zero = tl.load(octets + base * 4 + 1024 + 32 * P + 2 * P * g + 2 * j + i % 2).to(tl.float32)
                     left, right = left - zero, right - zero
                 else:
                     left, right = left - (128 if ORDER == 2 else 8), right - (128 if ORDER == 2 else 8)
-            scale = _scale(scales, octets, base, g, half, j, P, ORDER, NVFP4)
+            scale = _scale(scales, octets, base, g, i % 2, j, P, ORDER, NVFP4)
             left, right = left * scale, right * scale
-            row = tile * 16 + g + 8 * half
+            row = tile * 16 + g + 8 * (i % 2)
             if ORDER == 1:
                 factor = tl.load(row_scale + row, mask=row < n, other=0.0) * ROW_UNIT
                 left, right = left * factor, right * factor

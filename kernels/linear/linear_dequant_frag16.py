@@ -28,16 +28,6 @@ def config(problem: Problem, target: Target) -> Config:
     return {"scheme": problem.text("w")}
 
 
-def estimate(problem: Problem, target: Target) -> float | None:
-    """Microseconds on a Hopper: the dense weight written and read again at half the bandwidth, the product at 3/4 of the peak."""
-    if "wgmma" not in target.features:
-        return None
-    m, n, k = (problem.integer(axis) for axis in "mnk")
-    moved = QuantScheme.parse(problem.text("w")).weight_bytes(n, k) + 4 * n * k
-    chunks = 1 + n * k // (1 << 24)
-    return 10 * chunks + moved / ((target.bandwidth_gbs or 4250) * 500) + 2 * m * n * k / ((target.peak("bf16") or 785) * 0.75e6)
-
-
 KERNEL = Kernel(
     op="linear",
     name="linear_dequant_frag16",
@@ -49,7 +39,6 @@ KERNEL = Kernel(
     summary="frag16 tiles dequantized some rows at a time, then torch's product: any M over the layouts of the decode kernels",
     accepts=accepts,
     config=config,
-    estimate=estimate,
     layouts=("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1"),
     sources=("_dequant_frag16_triton.py", "_epilogue.py", "_slots.py"),
     priority=40,

@@ -170,11 +170,10 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | sm_110 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_wgmma_sm90
-linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_dequant_frag16
+linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w_triton
 linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=33,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
-linear | m=4096,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_dequant_frag16
 linear | m=4,n=4096,k=4096,w=fp8_block | sm_90 | sm90a | - | linear_w8a16_sm90
 linear | m=16,n=4096,k=4096,w=int4_ch | gfx90a | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128_zp | gfx1201 | hip | - | linear_w_triton
@@ -316,7 +315,7 @@ linear | m=16,n=4096,k=4096,x=fp16,w=fp8_block.fp8_g128 | sm_90 | deepgemm | dee
 linear | m=16,n=4096,k=4000,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | K a multiple of 128
 linear | m=16,n=4096,k=4096,w=fp8_ch | sm_90 | humming | humming | linear_humming | problem | not fp8_ch
 linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_humming | problem | takes no act-order
-linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 64
+linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 128
 linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter | problem | writes bf16 or float16, not fp32
 paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
 paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
