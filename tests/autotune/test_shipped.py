@@ -9,6 +9,7 @@ import pytest
 
 from gristmill.autotune.store import save
 from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.plan import make_plan
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -77,6 +78,19 @@ def test_a_table_problem_is_selected_by_measured_time(scheme: str) -> None:
         record = min((t for t in shipped_times() if t.problem == str(OP.problem(f"m=1,n=28672,k=4096,w={scheme}"))
                       and t.kernel == best.kernel.name), key=lambda t: t.us)  # fmt: skip
         assert dict(best.config or {}) == dict(record.config)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "nvfp4", "mxfp4", "int8_ch", "fp8_block"])
+def test_a_plan_keeps_one_packing_for_every_size(scheme: str) -> None:
+    store, target = Store.read_over_shipped(Path("/nonexistent/store.json")), Target.parse("h200")
+    kernels = default_registry().kernels_of("linear")
+    static = OP.static(OP.problem(f"n=28672,k=4096,w={scheme}"))
+    plan = make_plan(OP, static, default_registry().layouts, Policy(), lambda problem, layouts: select(
+        OP, problem, kernels, target, BUILD, store, Policy(), layouts=layouts, foreign=True))  # fmt: skip
+    assert len(plan.layouts) == 1 and plan.layouts[0].endswith("_frag16_v1")
+    for entry in plan.entries:
+        if entry.m_max is not None and entry.m_max <= 16:
+            assert entry.kernel in DECODE and entry.source in ("measured", "near"), entry
 
 
 def test_what_a_user_measured_replaces_what_was_shipped(tmp_path: Path) -> None:
