@@ -1,0 +1,393 @@
+// Weight-only 4-bit linear for Hopper at M > 16: a warp-specialised, persistent product over the tiles of w4_frag16_v1.
+//
+// The product is transposed, Y^T = W X^T: decoded weights are wgmma's register operand, so a weight is decoded once for MT rows of x and
+// never touches shared memory again; x is the shared operand. A CTA owns C blocks of 64 rows of W and MT rows of x:
+//  - two threads of the last warpgroup fill a ring each: weights (a group of 128 k a slot, by bulk copies) and x (64 k a slot, by the
+//    tensor copy engine in the 128-byte swizzle). Weights do not depend on the kernel before: theirs runs ahead of griddepcontrol.wait.
+//  - each other warpgroup takes 64 rows of W: it decodes the 16 k of a product while the product before runs. It has the registers that
+//    the last one gives up.
+// A tile of Y may be shared, along K, by the CTAs of a cluster: they add their sums in the order of ranks. Without that, CTAs walk over
+// tiles, and the copies of the next tile run during the end of the last.
+#pragma once
+#include "_w4_frag16_sm90.cuh"
+#include "_wgmma_rs_sm90.cuh"
+
+namespace gm {
+
+struct W4TmaParams {
+  const uint8_t* w;      // as in W4Params
+  void* y;               // [M, N], row stride N
+  const void* bias;      // [N] or null
+  const void* residual;  // [M, N], row stride N, or null
+  int m, n, groups, tiles16;          // groups of 128 along K, tiles of 16 rows along N
+  int n_tiles, m_tiles, raster;       // tiles of Y; how many along M are neighbours in time
+  int log_split, scales_half, vector; // CTAs of a cluster that share a tile; fp16 scales; rows of y and residual are 16-byte aligned
+};
+
+constexpr int kXSlotK = 64;
+
+constexpr int w4_tma_smem(int mt, int c, int xs, int ws) { 
+  return xs * mt * kXSlotK * 2 + ws * c * 4 * kTileBytes + c * 4 * 1024 + (xs + ws) * 16;
+}
+
+}  // namespace gm
+
+#ifdef __CUDACC__
+#include <cuda.h>
+
+namespace gm {
+
+__device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map, int k, int row, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
+               "l"(map), "r"(k), "r"(row), "r"(bar)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b, __nv_bfloat16) {
+  uint32_t out;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b, __half) {
+  uint32_t out;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __nv_bfloat16) {
+  uint32_t out;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
+  uint32_t out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+// The scales of rows g and g + 8 of a tile, and codes times scale rounded once to T.
+// EXACT: fp16 scales for bf16 products, held as the sum of two bf16 (11 bits are 8 and 3, and a code times 3 bits is exact).
+template <typename T, bool EXACT>
+struct GroupScales {
+  uint32_t high[2], low[2];
+  __device__ __forceinline__ GroupScales(uint32_t raw, bool half) {
+    if constexpr (EXACT) {
+      const float2 s = __half22float2(*reinterpret_cast<const __half2*>(&raw));
+      const __nv_bfloat162 h = __floats2bfloat162_rn(s.x, s.y);
+      const __nv_bfloat162 l = __floats2bfloat162_rn(s.x - __low2float(h), s.y - __high2float(h));
+      const uint32_t hb = *reinterpret_cast<const uint32_t*>(&h), lb = *reinterpret_cast<const uint32_t*>(&l);
+      high[0] = __byte_perm(hb, 0, 0x1010), high[1] = __byte_perm(hb, 0, 0x3232);
+      low[0] = __byte_perm(lb, 0, 0x1010), low[1] = __byte_perm(lb, 0, 0x3232);
+    } else {
+      if constexpr (sizeof(T) == 2 && !__is_same(T, __nv_bfloat16)) {
+        if (!half) {  // bf16 scales for fp16 products
+          const __half2 h = __floats2half2_rn(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
+          raw = *reinterpret_cast<const uint32_t*>(&h);
+        }
+      }
+      high[0] = __byte_perm(raw, 0, 0x1010), high[1] = __byte_perm(raw, 0, 0x3232);
+    }
+  }
+  __device__ __forceinline__ uint32_t times(uint32_t codes, int row) const {
+    if constexpr (EXACT) return pair_fma(codes, high[row], pair_mul(codes, low[row], T()));
+    else return pair_mul(codes, high[row], T());
+  }
+  // The A operand of one product, 64 rows x 16 k, from the word of a lane.
+  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
+    constexpr uint32_t offset = __is_same(T, __nv_bfloat16) ? 0x43084308u : 0x64086408u;  // 128 + 8, 1024 + 8
+    a[0] = times(pair_sub(two_codes<T, 0>(word), offset, T()), 0);
+    a[1] = times(pair_sub(two_codes<T, 1>(word), offset, T()), 1);
+    a[2] = times(pair_sub(two_codes<T, 2>(word), offset, T()), 0);
+    a[3] = times(pair_sub(two_codes<T, 3>(word), offset, T()), 1);
+  }
+};
+
+// Place in a ring of N slots of SIZE bytes: the addresses of the slot, of its barrier "filled", N * 8 bytes before that of "emptied", and
+// the parity of this pass over the ring.
+template <int N, int SIZE>
+struct Ring {
+  uint32_t slot, full, parity = 0;
+  int left = N;
+  __device__ __forceinline__ Ring(uint32_t slots, uint32_t bars) : slot(slots), full(bars) {}
+  __device__ __forceinline__ uint32_t empty() const { return full + N * 8; }
+  __device__ __forceinline__ void next() {
+    slot += SIZE, full += 8;
+    if (--left == 0) slot -= N * SIZE, full -= N * 8, left = N, parity ^= 1;
+  }
+};
+
+struct Tile {
+  int n, m;
+};
+
+// Tiles in the order of time: `raster` tiles along M, then the next along N, so that what runs together shares rows of W and of x.
+__device__ __forceinline__ Tile tile_at(const W4TmaParams& p, int index) {
+  const int band = p.raster * p.n_tiles, first = index / band * p.raster, rest = index % band;
+  const int height = min(p.raster, p.m_tiles - first);
+  return {rest / height, first + rest % height};
+}
+
+// Writes 16 rows of W x 16 rows of x of Y^T, held as two accumulator fragments, to y[m0 .. m_end), n0 .. n0 + 16).
+template <typename T>
+__device__ __forceinline__ void store_fragments(const W4TmaParams& p, const float (&v)[8], const float (&bias)[2], uint32_t staging, int n0,
+                                                int m0, int m_end) {
+  const int lane = threadIdx.x & 31;
+  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high); a row of 16 n is 32 bytes, its halves
+  // swapped in every second four rows so that no bank is met twice.
+  const int row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
+  const uint32_t matrix_row = staging + row * 32 + ((half ^ (row >> 2 & 1)) << 4);
+  const int m = m0 + (lane >> 1), n = n0 + (lane & 1) * 8;
+  const uint32_t mine = staging + (lane >> 1) * 32 + (((lane & 1) ^ (lane >> 3 & 1)) << 4);
+  float add[8] = {bias[0], bias[0], bias[1], bias[1], bias[0], bias[0], bias[1], bias[1]};
+  const bool inside = m < m_end && n < p.n;
+  const int64_t at = static_cast<int64_t>(m) * p.n + n;
+  if (p.residual != nullptr) {
+    const T* from = static_cast<const T*>(p.residual) + at;
+    if (inside && p.vector) {
+      const uint4 r = *reinterpret_cast<const uint4*>(from);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w) : "memory");
+    } else if (inside) {
+#pragma unroll 1
+      for (int i = 0; i < 8 && n + i < p.n; ++i)
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(mine + i * 2), "h"(reinterpret_cast<const uint16_t*>(from)[i]) : "memory");
+    }
+    __syncwarp();
+    uint32_t got[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
+                 : "r"(matrix_row)
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 8; ++i) add[i] += Num<T>::wide(reinterpret_cast<const T*>(&got[i >> 1])[i & 1]);
+    __syncwarp();
+  }
+  uint32_t packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const T low = Num<T>::round(v[2 * i] + add[2 * i]), high = Num<T>::round(v[2 * i + 1] + add[2 * i + 1]);
+    packed[i] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 | *reinterpret_cast<const uint16_t*>(&low);
+  }
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_row), "r"(packed[0]), "r"(packed[1]),
+               "r"(packed[2]), "r"(packed[3])
+               : "memory");
+  __syncwarp();
+  T* to = static_cast<T*>(p.y) + at;
+  if (inside && p.vector) {
+    uint4 out;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "r"(mine) : "memory");
+    *reinterpret_cast<uint4*>(to) = out;
+  } else if (inside) {
+#pragma unroll 1
+    for (int i = 0; i < 8 && n + i < p.n; ++i) {
+      uint16_t v;
+      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(mine + i * 2) : "memory");
+      reinterpret_cast<uint16_t*>(to)[i] = v;
+    }
+  }
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// MT: rows of x.  C: warpgroups, each with 64 rows of W.  REGISTERS: theirs, GIVEN: the last one's.  XS, WS: slots of the rings.  EXACT: as in GroupScales.
+template <typename T, bool EXACT, int MT, int C, int REGISTERS, int GIVEN, int XS, int WS>
+__device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& x_map) {
+  constexpr int kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTileBytes, kFragments = MT / 8, kThreads = C * 128;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1);
+  const int first_tile = blockIdx.x >> p.log_split, step = gridDim.x >> p.log_split, tiles = p.n_tiles * p.m_tiles;
+  const int k0 = (p.groups * rank) >> p.log_split, groups = ((p.groups * (rank + 1)) >> p.log_split) - k0;
+  uint32_t xs;  // volatile: computed once
+  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(xs) : "l"(smem));
+  const uint32_t wring = xs + XS * kXSlot, bars = wring + WS * kWSlot + C * 4 * 1024;
+  Ring<XS, kXSlot> x(xs, bars);
+  Ring<WS, kWSlot> w(wring, bars + XS * 16);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < XS; ++i) mbar_init(bars + i * 8, 1), mbar_init(bars + (XS + i) * 8, C * 4);
+    for (int i = 0; i < WS; ++i) mbar_init(bars + XS * 16 + i * 8, 1), mbar_init(bars + XS * 16 + (WS + i) * 8, C * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  if (warp >= C * 4) {
+    registers_down<GIVEN>();
+    // A ring's first pass finds its slots empty: the phase before the first counts as over.
+    if (threadIdx.x == C * 128) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 1
+      for (int index = first_tile; index < tiles; index += step) {
+        const int row = tile_at(p, index).m * MT;
+#pragma unroll 1
+        for (int k = k0 * kTileK, h = groups * 2; h > 0; --h, k += kXSlotK) {
+          mbar_wait(x.empty(), x.parity ^ 1);
+          mbar_expect(x.full, kXSlot);
+          tensor_load(x.slot, &x_map, k, row, x.full);
+          x.next();
+        }
+      }
+    } else if (threadIdx.x == C * 128 + 32) {  // immutable weights: nothing to wait for but an empty slot
+      uint64_t policy;
+      if (p.m_tiles > 1) asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+      else asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll 1
+      for (int index = first_tile; index < tiles; index += step) {
+        const int block = tile_at(p, index).n * C, here = min(p.tiles16 - block * 4, C * 4);
+        const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTileBytes);
+        const uint8_t* from = p.w + block * block_bytes;
+        if (here == C * 4) {
+          from += k0 * (4 * kTileBytes);
+#pragma unroll 1
+          for (int left = groups; left > 0; --left, from += 4 * kTileBytes) {
+            mbar_wait(w.empty(), w.parity ^ 1);
+            mbar_expect(w.full, kWSlot);
+#pragma unroll
+            for (int b = 0; b < C; ++b) bulk_load(w.slot + b * 4 * kTileBytes, from + b * block_bytes, 4 * kTileBytes, w.full, policy);
+            w.next();
+          }
+        } else {  // the last rows of W
+#pragma unroll 1
+          for (int k = k0; k < k0 + groups; ++k) {
+            mbar_wait(w.empty(), w.parity ^ 1);
+            mbar_expect(w.full, here * kTileBytes);
+#pragma unroll 1
+            for (int b = 0; b * 4 < here; ++b) {
+              const int bytes = min(4, here - b * 4) * kTileBytes;
+              bulk_load(w.slot + b * 4 * kTileBytes, from + b * block_bytes + k * static_cast<int64_t>(bytes), bytes, w.full, policy);
+            }
+            w.next();
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (split > 1) {
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+  } else {
+  registers_up<REGISTERS>();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const uint32_t my_codes = warp * kTileBytes + lane * 16, my_scales = warp * kTileBytes + kCodeBytes + (lane >> 2) * 4;
+  const uint32_t staging = wring + WS * kWSlot + warp * 1024;
+  const auto load_codes = [&](uint32_t slot, int half) {
+    uint4 q;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w)
+                 : "r"(my_codes + slot + half * 512)
+                 : "memory");
+    return q;
+  };
+  const auto load_scales = [&](uint32_t slot) {
+    uint32_t s;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(s) : "r"(my_scales + slot) : "memory");
+    return s;
+  };
+
+#pragma unroll 1
+  for (int index = first_tile; index < tiles; index += step) {
+    const Tile tile = tile_at(p, index);
+    float acc[MT / 2];
+    uint32_t a[2][4];
+    mbar_wait(w.full, w.parity);
+    uint4 q[2];
+    q[0] = load_codes(w.slot, 0);
+    uint32_t raw = load_scales(w.slot), last_x = 0;
+    int add = 0;
+#pragma unroll 1
+    for (int left = groups; left > 0; --left) {
+      const GroupScales<T, EXACT> scales(raw, p.scales_half);
+      q[1] = load_codes(w.slot, 1);
+      scales.decode(q[0].x, a[0]);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(w.empty());
+      w.next();
+      uint64_t rows = 0;
+#pragma unroll
+      for (int s = 0; s < 8; ++s) {
+        if (s % 4 == 0) {
+          mbar_wait(x.full, x.parity);
+          rows = swizzled_rows(x.slot);
+        }
+        wgmma_fence();
+        Product<T, MT>::run(acc, a[s & 1], rows + (s & 3) * 2, s > 0 ? 1 : add);  // 16 k are 32 bytes
+        wgmma_commit();
+        wgmma_wait<1>();  // the product before is done: its operands may change, and after s = 0, 4 its slot of x as well
+        if (s % 4 == 0 && (s > 0 || add != 0) && lane == 0) mbar_arrive(last_x);
+        if (s % 4 == 3) last_x = x.empty(), x.next();
+        if (s == 3 && left > 1) {
+          mbar_wait(w.full, w.parity);
+          q[0] = load_codes(w.slot, 0);
+          raw = load_scales(w.slot);
+        }
+        if (s < 7) {
+          const uint4& from = q[(s + 1) >> 2];
+          const int i = (s + 1) & 3;
+          scales.decode(i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w, a[(s + 1) & 1]);
+        }
+      }
+      add = 1;
+    }
+    wgmma_wait<0>();
+    if (groups > 0 && lane == 0) mbar_arrive(last_x);
+
+    const int n0 = (tile.n * C * 4 + warp) * kTileRows, m0 = tile.m * MT;
+    float bias[2] = {0.f, 0.f};
+    if (p.bias != nullptr) {
+      const int row = n0 + (lane >> 2);
+      if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
+      if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
+    }
+    if (split == 1) {
+#pragma unroll
+      for (int f = 0; f < kFragments; f += 2) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = acc[f * 4 + i];
+        store_fragments<T>(p, v, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
+      }
+    } else {
+      // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the fragments.
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      const int share = kFragments >> p.log_split;
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const int owner = f / share;
+        uint32_t to = xs + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
+        asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(acc[f * 4]), "f"(acc[f * 4 + 1]),
+                     "f"(acc[f * 4 + 2]), "f"(acc[f * 4 + 3])
+                     : "memory");
+      }
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#pragma unroll 1
+      for (int f = 0; f < share; f += 2) {
+        float v[8] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          for (int r = 0; r < split && f + i < share; ++r) {
+            const float4 part = reinterpret_cast<const float4*>(smem)[(r * share + f + i) * kThreads + threadIdx.x];
+            v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
+          }
+        const int first = rank * share + f, end = first + min(2, share - f);
+        store_fragments<T>(p, v, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+      }
+    }
+  }
+  }
+}
+
+}  // namespace gm
+#endif
