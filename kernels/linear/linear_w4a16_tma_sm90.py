@@ -11,7 +11,7 @@ from ctypes import c_int, c_int64, c_void_p
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -19,9 +19,10 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import dtype_name, row_stride
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 12, c_void_p)
+ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, *(c_int,) * 13, c_void_p)
 TYPES = {"fp16": 1, "bf16": 2}
 TILE_BYTES = 1056
+FLAG_BYTES = 1 << 16
 RASTER_BYTES = 16 << 20
 """Rows of x that CTAs running together share: as many as stay in L2 beside the weights."""
 
@@ -61,18 +62,46 @@ def launch(
         stride = k
     # The gate and its partner are rows of different CTAs, so silu_mul follows in torch.
     target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
-    device = x.get_device()
+    device, scratch = x.get_device(), None
+    if config["even"]:
+        space = _scratch(workspace, config, x.device)
+        scratch = space.data_ptr()
     code = cuda_function("gm_linear_w4a16_tma_sm90", "sm_90a", ARGUMENTS)(
         target.data_ptr(), x.data_ptr(), stride, tiles.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if residual is None or silu_mul else residual.data_ptr(), m, rows, k, TYPES[dtype_name(x.dtype)],
+        None if residual is None or silu_mul else residual.data_ptr(), scratch, m, rows, k, TYPES[dtype_name(x.dtype)],
         TYPES[dtype_name(scale_type.dtype)], config["mt"], config["c"], config["split"], config["grid"], config["raster"],
-        1, device, torch.cuda.current_stream(device).cuda_stream,
+        config["even"], 1, device, torch.cuda.current_stream(device).cuda_stream,
     )  # fmt: skip
     check(code, "linear_w4a16_tma_sm90")
     if silu_mul:
         from gristmill.kernels.linear._epilogue import finish
 
         finish(target.view(*x.shape[:-1], rows), None, residual, True, out)
+
+
+def scratch_bytes(config: Config) -> int:
+    """Bytes of flags, which must be zero and are left so, and of the partial sums behind them."""
+    return FLAG_BYTES + int(config["grid"]) * int(config["mt"]) * int(config["c"]) * 256 if config["even"] else 0
+
+
+def workspace(problem: Problem, config: Config) -> Workspace:
+    """Room for partial sums, where tiles are dealt out along K."""
+    return Workspace(scratch_bytes(config), zeroed=bool(config["even"]))
+
+
+def _scratch(given: Any, config: Config, device: Any) -> Any:
+    """The caller's workspace, or fresh memory. ValueError for one that is too small or elsewhere."""
+    import torch
+
+    size = scratch_bytes(config)
+    if given is None:
+        fresh = torch.empty(size, dtype=torch.uint8, device=device)
+        fresh[:FLAG_BYTES].zero_()
+        return fresh
+    if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
+        raise ValueError(f"linear_w4a16_tma_sm90: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
+                         f"got {given.nbytes} on {given.device}")  # fmt: skip
+    return given
 
 
 def accepts(problem: Problem) -> str | None:
@@ -121,9 +150,9 @@ def _ranked(m: int, n: int, k: int, processors: int) -> tuple[tuple[float, Shape
     return tuple(sorted((microseconds(s, split, m, n, k, processors), s, split) for s, split in candidates(m, n, k)))
 
 
-def _config(shape: Shape, split: int, m: int, k: int, processors: int) -> dict[str, int]:
+def _config(shape: Shape, split: int, m: int, k: int, processors: int, even: int = 0) -> dict[str, int]:
     raster = max(1, min(_ceil(m, shape.mt), RASTER_BYTES // (k * 2 * shape.mt)))
-    return {"mt": shape.mt, "c": shape.c, "split": split, "grid": processors * shape.ctas, "raster": raster}
+    return {"mt": shape.mt, "c": shape.c, "split": split, "grid": processors * shape.ctas, "raster": raster, "even": even}
 
 
 def _axes(problem: Problem, target: Target) -> tuple[int, int, int, int]:
@@ -160,6 +189,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     space=space,
+    workspace=workspace,
     estimate=estimate,
     layouts=("w4_frag16_v1",),
     sources=("_linear_w4a16_tma_sm90.cu", "_linear_w4a16_tma_sm90.cuh", "_wgmma_rs_sm90.cuh", "_w4_frag16_sm90.cuh"),

@@ -29,9 +29,14 @@ def weights(n: int, k: int, seed: int = 0, scales: torch.dtype = torch.bfloat16)
 
 
 def every_config(m: int, n: int, k: int, grid: int = 132) -> list[Config]:
-    found = [spec._config(shape, split, max(m, 1), k, 132) for shape in spec.SHAPES for split in (1, 2, 4, 8)
-             if split == 1 or (k // 128 >= split and split <= shape.mt // 8)]  # fmt: skip
-    return [c | {"grid": grid} if c["split"] == 1 else c for c in found]
+    """Each instance with each split, and dealing tiles out along K among `grid` CTAs and one more."""
+    made = []
+    for shape in spec.SHAPES:
+        for split in (1, 2, 4, 8):
+            if split == 1 or (k // 128 >= split and split <= shape.mt // 8):
+                made.append(spec._config(shape, split, max(m, 1), k, 132) | {"grid": grid})
+        made += [spec._config(shape, 1, max(m, 1), k, 132, even=1) | {"grid": ctas} for ctas in (grid, grid + 1)]
+    return [dict(c) for c in made]
 
 
 def default(m: int, n: int, k: int) -> Config:
@@ -82,7 +87,8 @@ def test_every_number_of_rows(m: int) -> None:
     for config in every_config(m, n, k, 5):
         y = run(x, q, config, tensors)
         assert float((y.double() - reference).norm() / reference.norm()) < 4e-3, config
-        assert torch.equal(y[:1], run(x[:1], q, config, tensors)), config  # the other rows change nothing
+        if not config["even"]:  # the other rows change nothing
+            assert torch.equal(y[:1], run(x[:1], q, config, tensors)), config
 
 
 def test_a_doubled_block_scale_would_show() -> None:
@@ -131,6 +137,24 @@ def test_epilogues_and_unaligned_tensors(n: int, shift: int) -> None:
         # A row of W in the wrong place of bias or residual would be an error near 0.1 in the columns of small weights.
         assert column_error(full.double() - bias.double() - residual.double(), x, w) < 2 * LIMIT[torch.bfloat16], config
     assert run(x[:0], q, default(1, n, 384)).shape == (0, n)
+
+
+def test_the_workspace_is_left_as_it_was_found() -> None:
+    q = weights(520, 2048)
+    w, tensors = q.dequantize().double(), pack(q, "w4_frag16_v1").tensors
+    x = torch.randn(200, 2048, device=DEVICE).bfloat16()
+    for config in every_config(200, 520, 2048, 11):
+        if not config["even"]:
+            continue
+        space = torch.full((spec.scratch_bytes(config),), 255, dtype=torch.uint8, device=DEVICE)
+        flags = space[: spec.FLAG_BYTES].zero_()
+        out = torch.empty(5, 200, 520, dtype=x.dtype, device=DEVICE)
+        for y in out:
+            spec.launch(config, x, tensors, None, None, False, 520, space, y)
+        assert column_error(out[0], x, w) < LIMIT[torch.bfloat16], config
+        assert bool((out == out[0]).all()) and not bool(flags.any()), config
+    with pytest.raises(ValueError, match="workspace must be"):
+        spec.launch(config, x, tensors, None, None, False, 520, space[:-1], out[0])
 
 
 def test_silu_mul_follows() -> None:
