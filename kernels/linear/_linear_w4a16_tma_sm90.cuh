@@ -48,16 +48,6 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map
                : "memory");
 }
 
-__device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b, __nv_bfloat16) {
-  uint32_t out;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b, __half) {
-  uint32_t out;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
 __device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __nv_bfloat16) {
   uint32_t out;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -73,41 +63,77 @@ __device__ __forceinline__ uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c)
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
+__device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
 
-// The scales of rows g and g + 8 of a tile, and codes times scale rounded once to T.
-// EXACT: fp16 scales for bf16 products, held as the sum of two bf16 (11 bits are 8 and 3, and a code times 3 bits is exact).
-template <typename T, bool EXACT>
-struct GroupScales {
+// (code - 8) x scale, rounded once to T, for rows g and g + 8 of a tile: the A operand of a product, from the word of a lane. What it
+// gives is smaller by kFactor.
+//
+// bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a half are numbers as they lie,
+// c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and rounds once. 2^-32 keeps the factors in range.
+// WIDE: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3, and a code times 3 bits is exact).
+template <typename T, bool WIDE>
+struct Scales {
+  static constexpr float kFactor = 4294967296.f;  // 2^32
+  static constexpr uint32_t kTimes = 0x70007200u, kMinus = 0xB100B100u;  // (2^97, 2^101); -8 x 2^-32
   uint32_t high[2], low[2];
-  __device__ __forceinline__ GroupScales(uint32_t raw, bool half) {
-    if constexpr (EXACT) {
+  __device__ __forceinline__ Scales(uint32_t raw, bool) {
+    uint32_t first = raw, second;
+    if constexpr (WIDE) {
       const float2 s = __half22float2(*reinterpret_cast<const __half2*>(&raw));
       const __nv_bfloat162 h = __floats2bfloat162_rn(s.x, s.y);
       const __nv_bfloat162 l = __floats2bfloat162_rn(s.x - __low2float(h), s.y - __high2float(h));
-      const uint32_t hb = *reinterpret_cast<const uint32_t*>(&h), lb = *reinterpret_cast<const uint32_t*>(&l);
-      high[0] = __byte_perm(hb, 0, 0x1010), high[1] = __byte_perm(hb, 0, 0x3232);
-      low[0] = __byte_perm(lb, 0, 0x1010), low[1] = __byte_perm(lb, 0, 0x3232);
+      first = *reinterpret_cast<const uint32_t*>(&h), second = *reinterpret_cast<const uint32_t*>(&l);
     } else {
-      if constexpr (sizeof(T) == 2 && !__is_same(T, __nv_bfloat16)) {
-        if (!half) {  // bf16 scales for fp16 products
-          const __half2 h = __floats2half2_rn(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
-          raw = *reinterpret_cast<const uint32_t*>(&h);
-        }
-      }
-      high[0] = __byte_perm(raw, 0, 0x1010), high[1] = __byte_perm(raw, 0, 0x3232);
+      first = pair_mul(raw, kTimes, T()), second = pair_mul(raw, kMinus, T());
     }
+    high[0] = __byte_perm(first, 0, 0x1010), high[1] = __byte_perm(first, 0, 0x3232);
+    low[0] = __byte_perm(second, 0, 0x1010), low[1] = __byte_perm(second, 0, 0x3232);
   }
-  __device__ __forceinline__ uint32_t times(uint32_t codes, int row) const {
-    if constexpr (EXACT) return pair_fma(codes, high[row], pair_mul(codes, low[row], T()));
-    else return pair_mul(codes, high[row], T());
+  __device__ __forceinline__ uint32_t one(uint32_t code, int row) const {
+    if constexpr (!WIDE) return pair_fma(code, high[row], low[row]);
+    const uint32_t u = pair_fma(code, row == 0 ? 0x72007200u : 0x70007000u, kMinus);
+    return pair_fma(u, high[row], pair_mul(u, low[row], T()));
   }
-  // The A operand of one product, 64 rows x 16 k, from the word of a lane.
   __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
-    constexpr uint32_t offset = __is_same(T, __nv_bfloat16) ? 0x43084308u : 0x64086408u;  // 128 + 8, 1024 + 8
-    a[0] = times(pair_sub(two_codes<T, 0>(word), offset, T()), 0);
-    a[1] = times(pair_sub(two_codes<T, 1>(word), offset, T()), 1);
-    a[2] = times(pair_sub(two_codes<T, 2>(word), offset, T()), 0);
-    a[3] = times(pair_sub(two_codes<T, 3>(word), offset, T()), 1);
+    const uint32_t next = word >> 8;
+    a[0] = one(word & 0x000f000fu, 0), a[1] = one(word & 0x00f000f0u, 1);
+    a[2] = one(next & 0x000f000fu, 0), a[3] = one(next & 0x00f000f0u, 1);
+  }
+};
+
+// fp16: codes at bits 0 and 4 under the exponent of 1024 are 1024 + c and 1024 + 16 c.
+template <>
+struct Scales<__half, false> {
+  static constexpr float kFactor = 1.f;
+  uint32_t scale[2];
+  __device__ __forceinline__ Scales(uint32_t raw, bool half) {
+    if (!half) {  // bf16 scales
+      const __half2 h = __floats2half2_rn(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
+      raw = *reinterpret_cast<const uint32_t*>(&h);
+    }
+    scale[0] = __byte_perm(raw, 0, 0x1010), scale[1] = __byte_perm(raw, 0, 0x3232);
+  }
+  template <uint32_t MASK>
+  static __device__ __forceinline__ uint32_t number(uint32_t word) {
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "n"(MASK), "r"(0x64006400u));
+    return out;
+  }
+  static __device__ __forceinline__ uint32_t sixteenth(uint32_t pair) {  // (1024 + 16 c) / 16 - 72
+    uint32_t out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x2C002C00u), "r"(0xD480D480u));
+    return out;
+  }
+  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
+    const uint32_t next = word >> 8;
+    a[0] = pair_mul(pair_sub(number<0x000f000fu>(word), 0x64086408u), scale[0], __half());
+    a[1] = pair_mul(sixteenth(number<0x00f000f0u>(word)), scale[1], __half());
+    a[2] = pair_mul(pair_sub(number<0x000f000fu>(next), 0x64086408u), scale[0], __half());
+    a[3] = pair_mul(sixteenth(number<0x00f000f0u>(next)), scale[1], __half());
   }
 };
 
@@ -164,8 +190,8 @@ struct Walk {
 
 // Writes 16 rows of W x 16 rows of x of Y^T, held as two accumulator fragments, to y[m0 .. m_end), n0 .. n0 + 16).
 template <typename T>
-__device__ __forceinline__ void store_fragments(const W4TmaParams& p, const float (&v)[8], const float (&bias)[2], uint32_t staging, int n0,
-                                                int m0, int m_end) {
+__device__ __forceinline__ void store_fragments(const W4TmaParams& p, const float (&v)[8], float factor, const float (&bias)[2],
+                                                uint32_t staging, int n0, int m0, int m_end) {
   const int lane = threadIdx.x & 31;
   // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high); a row of 16 n is 32 bytes, its halves
   // swapped in every second four rows so that no bank is met twice.
@@ -199,7 +225,7 @@ __device__ __forceinline__ void store_fragments(const W4TmaParams& p, const floa
   uint32_t packed[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const T low = Num<T>::round(v[2 * i] + add[2 * i]), high = Num<T>::round(v[2 * i + 1] + add[2 * i + 1]);
+    const T low = Num<T>::round(fmaf(v[2 * i], factor, add[2 * i])), high = Num<T>::round(fmaf(v[2 * i + 1], factor, add[2 * i + 1]));
     packed[i] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 | *reinterpret_cast<const uint16_t*>(&low);
   }
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_row), "r"(packed[0]), "r"(packed[1]),
@@ -230,9 +256,9 @@ __device__ __forceinline__ void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// MT: rows of x.  C: warpgroups, each with 64 rows of W.  REGISTERS: theirs, GIVEN: the last one's.  XS, WS: slots of the rings.  EXACT: as in GroupScales.
+// MT: rows of x.  C: warpgroups, each with 64 rows of W.  REGISTERS: theirs, GIVEN: the last one's.  XS, WS: slots of the rings.  WIDE: as in Scales.
 // CHAINS: sums that products take turns to add to, where a product is too short to hide the one before it.  PENDING: products at work.
-template <typename T, bool EXACT, int MT, int C, int REGISTERS, int GIVEN, int XS, int WS, int CHAINS, int PENDING>
+template <typename T, bool WIDE, int MT, int C, int REGISTERS, int GIVEN, int XS, int WS, int CHAINS, int PENDING>
 __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& x_map) {
   constexpr int kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTileBytes, kFragments = MT / 8, kThreads = C * 128, kBuffers = PENDING + 1;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -338,7 +364,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
 
   int index, k;
 #pragma unroll 1
-  for (int groups; (groups = walk.next(p, index, k)) > 0;) {
+  for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) > 0;) {  // so that the compiler sees one value a warp
     float acc[CHAINS][MT / 2];
     uint32_t a[PENDING + 1][4];
     mbar_wait(w.full, w.parity);
@@ -348,7 +374,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
     int add = 0;
 #pragma unroll 1
     for (int left = groups; left > 0; --left) {
-      const GroupScales<T, EXACT> scales(raw, p.scales_half);
+      const Scales<T, WIDE> scales(raw, p.scales_half);
       q[1] = load_codes(w.slot, 1);
       scales.decode(q[0].x, a[0]);
       uint64_t rows = 0;
@@ -411,7 +437,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
         uint32_t* flag = flags + part * C * 4 + warp;
         uint32_t set;
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
-        while (set == 0);
+        while (__any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
         const float4* from = reinterpret_cast<const float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
@@ -437,7 +463,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = sum[f * 4 + i];
-        store_fragments<T>(p, v, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
+        store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
       }
     } else {
       // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the fragments.
@@ -464,7 +490,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
             v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
           }
         const int first = rank * share + f, end = first + min(2, share - f);
-        store_fragments<T>(p, v, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+        store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
       }
     }
   }

@@ -13,7 +13,7 @@ import pytest
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
-STACK_ON_RECORD = {"linear_w4_wgmma": 16}
+STACK_ON_RECORD = {"linear_w4_wgmma": 16, "linear_w4_tma": 24}
 """Bytes of stack allowed, by the start of a kernel's name; 0 for the others."""
 
 
@@ -59,7 +59,7 @@ def usage() -> dict[str, tuple[int, int]]:
 
 def test_registers_and_stack() -> None:
     found = usage()
-    assert len(found) == 17 * 4 + 10 * 2, sorted(found)
+    assert len(found) == 17 * 4 + 10 * 2 + 5 * 3, sorted(found)
     for name, (registers, stack) in found.items():
         assert registers <= 255
         allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
@@ -72,4 +72,10 @@ def test_promised_instructions() -> None:
     for text in functions:
         name = text.split("\n", 1)[0].strip()
         assert "UBLKCP" in text, f"{name}: no bulk copy"
-        assert ("HGMMA" if "wgmma" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
+        by_warpgroup = "wgmma" in name or "tma" in name
+        assert ("HGMMA" if by_warpgroup else "HMMA.16816") in text, f"{name}: no tensor-core product"
+        if "tma" in name:
+            assert "UTMALDG.2D" in text and "USETMAXREG" in text, f"{name}: no tensor copy or registers handed over"
+            assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
+            products = text[text.index("HGMMA") : text.rindex("HGMMA")]
+            assert "R2UR" not in products and "LDL" not in products, f"{name}: descriptors or spills between products"
