@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
+
+from gristmill.autotune.device import device_index
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.op import Op
@@ -27,7 +30,7 @@ class BoundPlan:
     `layouts` fixes what packed weights exist; None for operations without packed weights.
     """
 
-    __slots__ = ("_cuda", "_guard", "_runners", "_tensor", "entries", "handle", "layouts", "op", "resolver", "static")
+    __slots__ = ("_cuda", "_guard", "_index", "_runners", "_tensor", "entries", "handle", "layouts", "op", "resolver", "static")
 
     def __init__(self, op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None = None) -> None:
         self.op = op
@@ -38,19 +41,24 @@ class BoundPlan:
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
         self._guard = op.guard or partial(_described, op)
         self._cuda = resolver.target.vendor != "cpu"
+        self._index = device_index(resolver.device)
         self._tensor = next(i for i, parameter in enumerate(op.parameters) if parameter.type.startswith("Tensor") and "[]" not in parameter.type)
         self.handle = 0
 
     def __call__(self, *arguments: Any) -> None:
         """Run on `arguments` followed by the outputs, all as the kernel's layout has them."""
-        if arguments[self._tensor].is_cuda is not self._cuda:
+        if arguments[self._tensor].get_device() != self._index:
             raise ValueError(f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
                              f"{arguments[self._tensor].device}")  # fmt: skip
         size = self._guard(self.static, *arguments)
         if size:
             # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.
             runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
-            runner(*arguments)
+            if self._cuda and torch.accelerator.current_device_index() != self._index:
+                with torch.accelerator.device_index(self._index):
+                    runner(*arguments)
+            else:
+                runner(*arguments)
 
     def prepare(self, sizes: Iterable[int] | None = None) -> BoundPlan:
         """Resolve (verify) and load the kernels for these sizes of the dynamic axis; None = every bucket."""
@@ -131,6 +139,4 @@ def _outside_capture(name: str, runner: Runner, *arguments: Any) -> None:
 
 
 def _capturing() -> bool:
-    import torch
-
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

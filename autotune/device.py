@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -34,6 +35,23 @@ def device_target(device: str, policy: Policy) -> Target:
     if place >= len(targets):
         raise ValueError(f"device {device}: this machine has {len(targets)} such accelerator(s)")
     return targets[place]
+
+
+def device_index(device: str) -> int:
+    """The index of ``cuda:1`` as tensors tell it (`Tensor.get_device`): −1 for the CPU; of ``cuda``, the current device's."""
+    import torch
+
+    place = torch.device(device)
+    if place.type == "cpu":
+        return -1
+    return torch.accelerator.current_device_index() if place.index is None else place.index
+
+
+def on_device(device: str) -> AbstractContextManager[object]:
+    """The context in which `device` is the current one, as kernels expect it; nothing for the CPU."""
+    import torch
+
+    return nullcontext() if device == "cpu" else torch.accelerator.device_index(device_index(device))
 
 
 _VENDORS = {"cuda": ("nvidia", "amd"), "xpu": ("intel",)}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from gristmill import __version__
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.target import Target
 
-_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
+_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit",
+               "temperature.gpu", "clocks_event_reasons.active")  # fmt: skip
 
 
 def environment(target: Target, command: str) -> dict[str, Any]:
@@ -21,12 +25,24 @@ def environment(target: Target, command: str) -> dict[str, Any]:
         "gristmill": __version__, "command": command, "target": target.name, "device": target.device,
         "python": platform.python_version(), "torch": build.torch, "triton": build.triton, "toolchain": build.key(),
         "packages": {name: build.version(name) for name in ("flashinfer-python", "humming-kernels")},
-        "gpu": gpu_state() if target.vendor == "nvidia" else None,
+        "gpu": gpu_state() if target.vendor == "nvidia" else None, "cpu": cpu_state(),
+    }  # fmt: skip
+
+
+def cpu_state() -> dict[str, Any]:
+    """Cores, how many this process may use, torch's threads if torch is loaded, the frequency governor, the load."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    torch = sys.modules.get("torch")
+    return {
+        "cores": os.cpu_count(), "usable": usable, "threads": torch.get_num_threads() if torch else None,
+        "governor": governor.read_text().strip() if governor.is_file() else None, "load": round(os.getloadavg()[0], 2),
     }  # fmt: skip
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Name, driver, clocks (MHz), power (W) and temperature (C) of the first GPU; None without nvidia-smi."""
+    """Name, driver, clocks (MHz), power (W), temperature (C) and the bits of what holds the clocks down (0x4 power, 0x8
+    hardware, 0x20 and 0x40 heat) of the first GPU; None without nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from gristmill.autotune.device import device_target
+from gristmill.autotune.mark import mark
 from gristmill.autotune.store import save
 from gristmill.autotune.worker import Worker, shared_worker
 from gristmill.kernel_registry.build import Build
@@ -38,8 +44,10 @@ class Resolver:
         self.target: Target = device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.worker = worker or shared_worker()
+        self._recording = True
         self.store = self._read()
         self._lock = threading.Lock()
+        self._writer = _Writer(self.policy.store_path)
 
     def select(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """Selection as the records stand: verifies nothing."""
@@ -63,7 +71,7 @@ class Resolver:
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
         """Verify one candidate, in a child process, and write the record.
 
-        A "trying" record is written before the launch: if the machine dies with it, the kernel stays quarantined.
+        On an accelerator a mark stands meanwhile: if the machine dies with it, the kernel is quarantined.
         """
         kernel, config = candidate.kernel, candidate.config or {}
         small = op.verification(problem)
@@ -75,16 +83,14 @@ class Resolver:
             )  # fmt: skip
 
         trying = record(False, None, "trying: the process ended before the verification did")
-        if self.target.vendor != "cpu":
-            self._write([trying])
-        try:
+        with self._marked(trying) as left:
+            if left is not None:
+                self._record(left)
+                if left.key == trying.key:
+                    return left
             outcome = self.worker.verify(op, kernel, config, small, self.device)
-        except BaseException:  # the user's interrupt, most likely: it says nothing of the kernel
-            self.store.verifications.pop(trying.key, None)
-            self._write([], forget=[trying])
-            raise
         done = record(outcome["ok"], outcome["error"], outcome["reason"])
-        self._write([done])
+        self._record(done)
         return done
 
     def plan(self, op: Op, static: Problem, sizes: Sequence[int] | None = None) -> Plan:
@@ -103,15 +109,61 @@ class Resolver:
             return Store.read(self.policy.store_path)
         except StoreError as error:
             warnings.warn(f"{error}; going on with an empty store, nothing will be recorded", RuntimeWarning, stacklevel=2)
+            self._recording = False
             return Store()
 
-    def _write(self, records: list[Verification], forget: Sequence[Verification] = ()) -> None:
-        for record in records:
-            self.store.add(record)
-        try:
-            save(self.policy.store_path, records, forget)
-        except (OSError, StoreError) as error:
-            warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
+    def _marked(self, trying: Verification) -> AbstractContextManager[Verification | None]:
+        """The mark of a trial, where a fault can take the machine along; what a dead process left there."""
+        path = self.policy.store_path
+        if self.target.vendor == "cpu" or not _can_write(path.parent):
+            return nullcontext()
+        return mark(path.with_name(path.name + ".trying"), trying, 2 * self.worker.timeout)
+
+    def _record(self, record: Verification) -> None:
+        self.store.add(record)
+        if self._recording:
+            self._writer.add(record)
+
+
+class _Writer:
+    """Records on their way to the store's file. Writing rewrites the file: it gets a twentieth of the time at most.
+
+    A failure is written at once. What waits is written with the next record, or when the process ends; a process that
+    is killed loses nothing but a verification to do again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: list[Verification] = []
+        self.due = 0.0
+        self._end = weakref.finalize(self, _save, path, self.waiting)
+
+    def add(self, record: Verification) -> None:
+        self.waiting.append(record)
+        begin = time.monotonic()
+        if begin >= self.due or not record.ok:
+            _save(self.path, self.waiting)
+            end = time.monotonic()
+            self.due = end + 20 * (end - begin)
+
+
+def _save(path: Path, waiting: list[Verification]) -> None:
+    if not waiting:
+        return
+    try:
+        save(path, waiting)
+    except (OSError, StoreError) as error:
+        warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
+    waiting.clear()
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether marks can be made there; where not, the store cannot be written either, which is warned of."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def confirmed_build(registry: Registry, target: Target, policy: Policy | None = None) -> Build:

@@ -7,26 +7,33 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from gristmill.kernel_registry.store import SCHEMA, Store, Timing, Verification
 
 
-def save(path: Path, records: Iterable[Verification | Timing], forget: Iterable[Verification] = ()) -> Store:
-    """Take the records `forget` out of the store at `path`, merge `records` into it, and return what it then holds.
+def save(path: Path, records: Iterable[Verification | Timing]) -> Store:
+    """Merge `records` into the store at `path`, and return what it then holds.
 
     Safe among processes: read, merge and replace happen under a lock on ``<path>.lock``; readers see the old file or
     the new one. StoreError if the present file is damaged: it is left as it is.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_name(path.name + ".lock")):
-        store = Store.read(path)
-        for gone in forget:
-            store.verifications.pop(gone.key, None)
+
+    def change(store: Store) -> Store:
         for record in records:
             store.add(record)
+        return store
+
+    return update(path, change)
+
+
+def update(path: Path, change: Callable[[Store], Store]) -> Store:
+    """Replace the store at `path` by what `change` makes of it, under the lock, and return it. StoreError as for `save`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(path.name + ".lock")):
+        store = change(Store.read(path))
         _replace(path, dump(store))
     return store
 

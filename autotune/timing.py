@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.device import on_device
 from gristmill.autotune.verify import kernel_arguments
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
@@ -48,11 +49,17 @@ def argument_sets(op: Op, kernel: Kernel, problem: Problem, device: str) -> list
 def measure(
     op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seconds: float = 0.5, rounds: int = 15
 ) -> Measured:
-    """Time `kernel`: `rounds` samples in about `seconds`, after warm-up. On CUDA the calls of a round are one graph."""
+    """Time `kernel`: `rounds` samples in about `seconds`, after warm-up. On CUDA the calls of a round are one graph.
+
+    A kernel that no graph can hold is called one by one, so that its time includes what the host does for it.
+    """
     launcher = load(kernel)
-    sets = argument_sets(op, kernel, problem, device)
-    sample = _cuda_sampler if device.startswith("cuda") else _cpu_sampler
-    return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
+    sample = _cpu_sampler
+    if device.startswith("cuda"):
+        sample = _cuda_sampler if kernel.capturable else _cuda_eager_sampler
+    with on_device(device):
+        sets = argument_sets(op, kernel, problem, device)
+        return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
 
 
 def measure_call(call: Callable[[], None], device: str, *, seconds: float = 0.3, rounds: int = 9) -> Measured:
@@ -79,6 +86,9 @@ def _cpu_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: floa
 
 def _cuda_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
     stream = torch.cuda.Stream()
+    # The arguments were written on the current stream. A call that overtook those writes would take what the memory held
+    # before for indices, and read wherever they point.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for arguments in sets[:3]:
             call(arguments)
@@ -99,6 +109,27 @@ def _cuda_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: flo
             stream.synchronize()
             samples.append(before.elapsed_time(after) * 1e3 / calls)
     return summarize(samples)
+
+
+def _cuda_eager_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
+    for arguments in sets[:3]:
+        call(arguments)
+    torch.cuda.synchronize()
+    samples, calls = [], max(len(sets), 20)
+    for _ in range(rounds):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        for index in range(calls):
+            call(sets[index % len(sets)])
+        after.record()
+        after.synchronize()
+        samples.append(before.elapsed_time(after) * 1e3 / calls)
+    return summarize(samples)
+
+
+def timing_policy(kernel: Kernel, device: str) -> str:
+    """How `measure` calls `kernel`: part of a timing record's key."""
+    return "graph,cold" if device.startswith("cuda") and kernel.capturable else "eager,cold"
 
 
 def summarize(samples: Sequence[float]) -> Measured:

@@ -6,9 +6,16 @@ import click
 
 from gristmill import __version__, console
 from gristmill.bench.commands.bench import bench
+from gristmill.bench.commands.check import check
+from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.report import report
+from gristmill.bench.commands.results import history, repro, rerun
+from gristmill.bench.commands.shapes import coverage, shapes
+from gristmill.bench.commands.store import store
+from gristmill.bench.commands.tune import tune
 from gristmill.bench.commands.verify import verify
 
 
@@ -24,13 +31,22 @@ def cli() -> None:
     kernelbench explain linear --problem "m=16,n=4096,k=4096,x=bf16,w=int4_g128"
     kernelbench verify --op rms_norm            run kernels against the reference
     kernelbench bench rms_norm                  time them, next to the measured floor
+    kernelbench compare rms_norm                who is faster, said only where the samples allow it
+    kernelbench check baseline.json             for CI: has anything become slower or wrong?
+    kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
+    kernelbench shapes --model llama-3-8b       every problem that a model calls
+    kernelbench coverage --model llama-3-8b     how well the store knows them
+    kernelbench rerun results.json              every row again, here, and where it differs; repro, history
+    kernelbench report results.json --html p    one page, no network: rooflines, winners, history
+    kernelbench store lint                      what selection knows: merge, diff, lint, why
 
     GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
     cpu_level, store, cache. Every command takes --json: JSON alone on stdout, unknown values null.
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench):
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, rerun, repro,
+                 history, report):  # fmt: skip
     cli.add_command(_command)
 
 

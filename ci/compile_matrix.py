@@ -197,6 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every pair, not a sample")
     parser.add_argument("--update", action="store_true", help="write the baseline from what was found")
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="another baseline")
     parser.add_argument("--only", metavar="KERNEL|OP")
     parser.add_argument("--target", metavar="T")
     parser.add_argument("--verbose", action="store_true", help="a line for each compilation")
@@ -210,7 +211,7 @@ def main() -> int:
     import importlib.metadata
 
     version = importlib.metadata.version("triton")
-    baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    baseline = json.loads(options.baseline.read_text()) if options.baseline.exists() else {}
     seen_path = default_cache() / "compile_matrix.json"
     seen = json.loads(seen_path.read_text()) if seen_path.exists() else {}
     today = datetime.date.today().toordinal()
@@ -249,16 +250,17 @@ def main() -> int:
     work = [pair for pair in work if pair.key in results]
     for pair in work:
         found = results[pair.key]
-        wrong = None if options.update else judge(pair, found, baseline.get(pair.key))
+        wrong = judge(pair, found, found if options.update else baseline.get(pair.key))
         if wrong:
             failures += 1
             print(f"FAILED {pair.key}: {wrong}")
         else:
             seen[pair.key] = f"{pair.kernel.code_hash()},{version}"
     if options.update:
-        kept = {} if options.full and not options.only and not options.target else baseline
+        existing = {pair.key for pair in pairs(None, None)}
+        kept = {key: value for key, value in baseline.items() if key in existing}
         shown = {key: {k: v for k, v in found.items() if k != "missing"} for key, found in results.items()}
-        BASELINE.write_text(json.dumps(kept | shown, indent=0, sort_keys=True) + "\n")
+        options.baseline.write_text(json.dumps(kept | shown, indent=0, sort_keys=True) + "\n")
     seen_path.parent.mkdir(parents=True, exist_ok=True)
     seen_path.write_text(json.dumps(seen, sort_keys=True))
     cannot = sum("cannot" in results[pair.key] for pair in work)

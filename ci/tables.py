@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from gristmill.kernel_registry.build import Build, normal_name
@@ -21,6 +23,7 @@ from gristmill.kernel_registry.target import Target
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- ops-table -->", "<!-- /ops-table -->"
 
 COLUMNS = (
@@ -28,7 +31,7 @@ COLUMNS = (
     ("gfx90a", "gfx90a"), ("gfx942", "gfx942"), ("gfx950", "gfx950"), ("gfx1030", "gfx1030"), ("gfx1100", "gfx1100"),
     ("gfx1201", "gfx1201"), ("xpu", "xpu:bmg"), ("x86-64", "cpu:avx2"), ("arm64", "cpu:neon"),
 )  # fmt: skip
-"""Heading and target of each column. sm_86, sm_87 and sm_89 are as sm_80; sm_103 and sm_110 as sm_100; sm_121 as sm_120."""
+"""Heading and target of each column. sm_86, sm_87 and sm_89 are as sm_80; sm_103 as sm_100; sm_121 as sm_120."""
 
 LETTERS = {
     "cuda": "H", "triton": "T", "cpp": "C", "torch": "t", "flashinfer": "F", "humming": "U", "deepgemm": "D", "aiter": "A",
@@ -106,6 +109,19 @@ def promises(kernel: Kernel) -> str:
     return ", ".join([*found, *([] if kernel.auto else ["runs only when pinned"])]) or "-"
 
 
+@cache
+def proven() -> dict[str, set[str]]:
+    """Kernel -> devices on which it matched the reference and was timed: from the reports of `kernelbench bench --results`."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(RESULTS.glob("*/operations/*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        where = f"{report['environment']['target']}: {report['environment']['device']}"
+        for row in report["rows"]:
+            if row["us"] is not None:
+                found.setdefault(row["kernel"], set()).add(where)
+    return found
+
+
 def op_section(registry: Registry, op: Op) -> str:
     """One operation: what it is, and its kernels."""
     axes = ", ".join(f"`{a.name}`" + (" (changes per call)" if a.dynamic else "") for a in op.axes)
@@ -115,7 +131,7 @@ def op_section(registry: Registry, op: Op) -> str:
     lines += ["| kernel | by | language | how | needs | layouts | promises | rank | proven on |", "|---" * 9 + "|"]
     for k in registry.kernels_of(op.name):
         cells = (f"`{k.name}`", k.provider, k.language, k.summary, needs(k.requires), ", ".join(k.layouts) or "-", promises(k),
-                 str(k.priority), k.proven or "-")  # fmt: skip
+                 str(k.priority), ", ".join(sorted(proven().get(k.name, ()))) or k.proven or "-")  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,10 @@ full=${GRISTMILL_FULL:-}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
 
 marks="not gpu and not slow"
-if [ -n "$full" ]; then marks="not gpu"; fi
+if [ -n "$full" ]; then
+  marks="not gpu"
+  export GRISTMILL_FUZZ=20000  # damaged files a family; 300 otherwise
+fi
 begin=$SECONDS
 step() {
   local name=$1 start=$SECONDS
@@ -26,5 +29,6 @@ step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks"
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
 fi
+step "kernels against their ratios" bash ci/check_ratios.sh
 step "wheel and sdist" bash ci/wheel_test.sh
 echo "== all passed in $((SECONDS - begin)) s"

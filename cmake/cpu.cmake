@@ -38,7 +38,7 @@ set(GM_CXX_FLAGS -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -fno-exceptio
     -fno-trapping-math
     $<$<AND:$<CONFIG:Release>,$<NOT:$<BOOL:${GRISTMILL_SANITIZE}>>>:-O3>)
 if(GRISTMILL_SANITIZE)
-  list(APPEND GM_CXX_FLAGS -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
+  list(APPEND GM_CXX_FLAGS -g1 -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
 endif()
 
 file(GLOB_RECURSE GM_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" "${CMAKE_SOURCE_DIR}/kernels/*_cpu.cpp")

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+
+if TYPE_CHECKING:
+    from gristmill.kernel_registry.op import Op
 
 ConfigValue = int | float | str | bool
 Config = Mapping[str, ConfigValue]
@@ -53,6 +56,7 @@ class Kernel:
     config: the pure default configuration, which also carries what the launcher must know of the problem's static part
         (scheme, code level); space: the configurations worth trying, for tuning.
     layouts: names of the weight layouts it reads, for operations with packed weights.
+    examples: problems to prove it on besides the operation's own, for a kernel that takes few of those.
     sources: files beside the spec whose text is the kernel, hashed into `code_hash` (``_rms_norm_triton.py``).
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
     capturable: False = it reads device memory on the host, so a CUDA graph cannot hold it.
@@ -73,6 +77,7 @@ class Kernel:
     workspace: Callable[[Problem, Config], Workspace] = no_workspace
     estimate: Callable[[Problem, Target], float | None] | None = None
     layouts: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     aot: str | None = None
     priority: int = 0
@@ -84,6 +89,10 @@ class Kernel:
     triggers: bool = False
     proven: str = ""
     module: str = field(default="", compare=False)
+
+    def proofs(self, op: Op) -> list[str]:
+        """The problems that it is proven on: the operation's examples and its own, as far as it accepts them."""
+        return [text for text in dict.fromkeys((*op.examples, *self.examples)) if self.accepts(op.problem(text)) is None]
 
     def load(self) -> Callable[..., None]:
         """The launcher. ImportError and AttributeError come through: selection asks before it loads."""

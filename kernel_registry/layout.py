@@ -29,6 +29,7 @@ class Layout:
         slots: names of the packed tensors, in the order in which they are passed to an operator as ``Tensor[]``. Every
             weight fills every slot: one that a scheme does not need is an empty tensor.
         schemes: names of the weight schemes it can hold (activations do not matter).
+        any_integer: it also holds integer schemes of any width and group, with zero points or minimums.
         pack: ``"module:attr"`` of ``pack(QuantTensor) -> Packed``.
         unpack: ``"module:attr"`` of ``unpack(Packed) -> QuantTensor``, the exact inverse.
         size: ``size(scheme, n, k)`` -> bytes of all slots for an [n, k] weight without act-order.
@@ -42,6 +43,7 @@ class Layout:
     pack: str
     unpack: str
     size: Callable[[QuantScheme, int, int], int] = field(repr=False)
+    any_integer: bool = False
     module: str = ""
 
     def __post_init__(self) -> None:
@@ -58,10 +60,10 @@ class Layout:
 
     def why_not(self, scheme: QuantScheme | str) -> str | None:
         """None, or the reason why weights of this scheme cannot be packed so."""
-        weights = QuantScheme.parse(scheme).weights
-        if weights in self.schemes:
+        parsed = QuantScheme.parse(scheme)
+        if parsed.weights in self.schemes or (self.any_integer and parsed.is_integer):
             return None
-        return f"layout {self.name} holds {', '.join(self.schemes)}, not {weights}"
+        return f"layout {self.name} holds {', '.join(self.schemes)}, not {parsed.weights}"
 
     def nbytes(self, scheme: QuantScheme | str, n: int, k: int) -> int:
         """Bytes of an [n, k] weight in this layout, padding included.

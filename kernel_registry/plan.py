@@ -23,6 +23,9 @@ LAST_BUCKET = 8192
 MAX_LAYOUTS = 2
 """How many packings of one weight a plan may keep, memory permitting."""
 
+ROW_BLOCK = 16
+"""Rows of a weight are counted in blocks of so many against a policy's bound on memory: layouts pad to them."""
+
 
 def bucket_index(size: int) -> int:
     """Place of the bucket that `size` falls in: 0 for 1, 1 for 2, 2 for 3..4, ... 13 for everything above 4096."""
@@ -95,21 +98,23 @@ def make_plan(
     sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
     if strange := sorted(set(sizes) - set(bucket_sizes())):
         raise ValueError(f"plan of {op.name}: {strange[0]} is no bucket's size; expected some of {bucket_sizes()}")
-    choices = _layout_choices(op, static, layouts, policy)
-    best: tuple[float, Plan] | None = None
+    choices, too_large = _layout_choices(op, static, layouts, policy)
+    best: tuple[_Cost, Plan] | None = None
     failure: NoKernelError | None = None
 
-    def total(entries: list[tuple[PlanEntry, Candidate]]) -> float:
-        return sum(_score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True))
+    def total(entries: list[tuple[PlanEntry, Candidate]]) -> _Cost:
+        pins = sum(_pin(policy, candidate) for _, candidate in entries)
+        us = sum(_score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True))
+        return pins, us
 
-    hoped: list[tuple[float, frozenset[str] | None]] = []
+    hoped: list[tuple[_Cost, frozenset[str] | None]] = []
     for choice in choices:
         try:
-            hoped.append((total(_entries(op, static, sizes, choice, peek)) if peek is not None else 0.0, choice))
+            hoped.append((total(_entries(op, static, sizes, choice, peek)) if peek is not None else (0, 0.0), choice))
         except NoKernelError as error:
             failure = failure or error
     for hope, choice in sorted(hoped, key=lambda pair: pair[0]):
-        if peek is not None and best is not None and hope >= best[0] * (1 - 1e-9):
+        if peek is not None and best is not None and not _cheaper(hope, best[0]):
             break
         try:
             entries = _entries(op, static, sizes, choice, select_at)
@@ -120,32 +125,41 @@ def make_plan(
         used = tuple(sorted({entry.layout for entry, _ in entries if entry.layout}))
         plan = Plan(op.name, static, tuple(entry for entry, _ in entries), used)
         # A second packing has to pay for its memory: at equal cost the smaller set, met first, stays.
-        if best is None or cost < best[0] * (1 - 1e-9):
+        if best is None or _cheaper(cost, best[0]):
             best = (cost, plan)
     if best is None:
-        raise failure or NoKernelError(f"no weight layout of {op.name} {static} fits in {policy.weight_memory}x its bytes")
+        raise NoKernelError("\n".join([str(failure or f"no weight layout serves {op.name} {static}"), *too_large]))
     return best[1]
 
 
 def _layout_choices(
     op: Op, static: Problem, layouts: Mapping[str, Layout], policy: Policy
-) -> list[frozenset[str] | None]:
-    """Sets of layouts that fit in memory, small sets first; [None] for an operation without packed weights."""
+) -> tuple[list[frozenset[str] | None], list[str]]:
+    """Sets of layouts that fit in memory, small sets first; [None] for an operation without packed weights.
+
+    And a sentence about each layout that does not fit.
+    """
     scheme_axis = next((axis.name for axis in op.axes if axis.kind == "scheme"), None)
     if scheme_axis is None or not layouts:
-        return [None]
+        return [None], []
     scheme = QuantScheme.parse(static.text(scheme_axis))
     shapes = op.weights(static) if op.weights is not None else ((static.integer("n"), static.integer("k")),)
     fit = {name: layout for name, layout in layouts.items() if layout.accepts(scheme)}
     sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in fit.items()}
     allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)
+    # The bound is there to keep second copies out, not the padding of a weight of few rows to the block of a layout.
+    padded = policy.weight_memory * sum(scheme.weight_bytes(-(-n // ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes)
     names = sorted(sizes)
-    # Padding a small weight may pass the bound, and something has to run: then the smallest layout is the choice.
-    fits = [name for name in names if sizes[name] <= allowed] or sorted(names, key=lambda name: sizes[name])[:1]
+    # Padding along K may still pass it, and something has to run: then the smallest layout is the choice.
+    fits = [name for name in names if sizes[name] <= padded] or sorted(names, key=lambda name: sizes[name])[:1]
     found = [frozenset((name,)) for name in fits]
     for count in range(2, MAX_LAYOUTS + 1):
         found += [frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed]
-    return list(found)
+    too_large = [
+        f"  layout {name} takes {sizes[name]} bytes; the policy's weight_memory {policy.weight_memory} allows {allowed:.0f}"
+        for name in names if name not in fits
+    ]  # fmt: skip
+    return list(found), too_large
 
 
 def _entries(
@@ -169,6 +183,19 @@ def _entries(
         )
         found.append((entry, candidate))
     return found
+
+
+_Cost = tuple[int, float]
+"""What a set of layouts costs: how far from the policy's pins its kernels are, then microseconds."""
+
+
+def _pin(policy: Policy, candidate: Candidate) -> int:
+    rank = policy.rank(candidate.kernel.op, candidate.kernel.name)
+    return len(policy.pinned(candidate.kernel.op)) if rank is None else rank
+
+
+def _cheaper(a: _Cost, b: _Cost) -> bool:
+    return a[0] < b[0] or (a[0] == b[0] and a[1] < b[1] * (1 - 1e-9))
 
 
 def _score(candidate: Candidate) -> float:

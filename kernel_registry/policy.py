@@ -31,7 +31,8 @@ class Policy:
     exclude: kernel name patterns that never run.
     strict: an operation whose pinned kernels cannot serve a problem is an error, never a fallback.
     deterministic / batch_invariant: only kernels that declare it.
-    weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes.
+    weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of
+        those with its rows rounded up to 16).
     cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
     store, cache: paths; None = under the user's cache folder.
     """

@@ -1,7 +1,7 @@
 """Quantization schemes: how a weight's numbers are stored, as data, with a name that prints and parses.
 
 A name is ``<weights>[.<activations>]``. The weights part says the number format, the scale granularity and, for
-integers, whether zero points are stored (``_zp``); the activations part, when present, says how the activations are
+integers, whether zero points (``_zp``) or minimums (``_min``) are stored; the activations part, when present, says how the activations are
 quantized before the product. A bare name is weight-only: ``nvfp4`` is W4A16, ``nvfp4.nvfp4`` W4A4,
 ``fp8_block.fp8_g128`` DeepSeek's, ``int4_g128.fp8_token`` W4A8.
 
@@ -12,6 +12,7 @@ fp32 fp16 bf16                  32   none (16 for the last two)                 
 int4_g32 _g64 _g128 [_zp]        4   bf16 per group along K                      K / g
 int4_ch [_zp]                    4   bf16 per output row                         1
 int8_ch / int8_g128              8   bf16 per row / per group                    1, K/128
+int<b>_g<n> / _ch [_zp | _min] 1..8  the same for any width and group            K/n, 1
 fp8                              8   one float32 multiplier per segment          1
 fp8_ch                           8   float32 per output row                      1
 fp8_block                        8   float32 per 128 x 128 block                 ceil(K/128)
@@ -19,11 +20,15 @@ mxfp8 / mxfp4                  8, 4  E8M0 per 32 along K                        
 nvfp4                            4   E4M3 per 16 along K, and a float32 global   K / 16
 =============================  ====  ==========================================  ========
 
+Integer schemes of other widths and groups, and those with minimums, parse too: checkpoints have them (GPTQ of 2 and 3
+bits, compressed-tensors of 2 to 8, GGUF's K-quants). They are not in ALL_WEIGHT_SCHEMES, which kernels enumerate.
+
 Standard library only.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal
@@ -50,8 +55,7 @@ def _ceil_div(a: int, b: int) -> int:
 class QuantScheme:
     """How one weight [N, K] is stored, and how its activations are quantized.
 
-    Build one from a name with :meth:`parse`; integer widths without a name (2, 3, 5, 6 bits: checkpoints have them)
-    with :meth:`integer`.
+    Build one from a name with :meth:`parse`, or an integer one from its width and group with :meth:`integer`.
 
     Attributes:
         weight: number format: ``int4 int8 fp8 mxfp8 mxfp4 nvfp4 fp32 fp16 bf16`` (or ``int2`` ... from ``integer``).
@@ -62,6 +66,8 @@ class QuantScheme:
             0 for a whole tensor.
         zero_points: whether integer zero points are stored. Without, integer codes are offset binary: the zero is
             2**(bits - 1), implicit.
+        minimums: whether an offset in units of the weight is stored for each scale instead: W = code * scale - offset,
+            with unsigned codes (GGUF's Q4_1, Q5_1 and K-quants).
         scale_dtype: what round to nearest writes as scales. A checkpoint's integer or fp8 scales may also be fp16,
             bf16 or fp32; those of mx and nv formats are always as named here.
         has_global: a float32 multiplier per segment is part of the format (nvfp4, and fp8 per tensor).
@@ -76,6 +82,7 @@ class QuantScheme:
     scale_dtype: ScaleDtype | None = None
     has_global: bool = False
     activation: str | None = None
+    minimums: bool = False
 
     @staticmethod
     def parse(name: str | QuantScheme) -> QuantScheme:
@@ -92,25 +99,29 @@ class QuantScheme:
         return _parse(name)
 
     @staticmethod
-    def integer(bits: int, group_size: int | None, *, zero_points: bool = False) -> QuantScheme:
+    def integer(
+        bits: int, group_size: int | None, *, zero_points: bool = False, minimums: bool = False
+    ) -> QuantScheme:
         """Integer scheme of any width from 1 to 8 bits, per group or (None) per channel, scales in bf16.
 
         Raises:
-            ValueError: bits outside 1..8, or a group size below 1.
+            ValueError: bits outside 1..8, a group size below 1, or both zero points and minimums.
         """
         if not 1 <= bits <= 8:
             raise ValueError(f"integer codes have 1 to 8 bits, got {bits}")
         if group_size is not None and group_size < 1:
             raise ValueError(f"group_size is at least 1, or None for one scale a row, got {group_size}")
+        if zero_points and minimums:
+            raise ValueError("an integer scheme stores zero points or minimums, not both")
         granularity: Granularity = "channel" if group_size is None else "group"
-        return QuantScheme(f"int{bits}", bits, granularity, group_size, zero_points, "bf16")
+        return QuantScheme(f"int{bits}", bits, granularity, group_size, zero_points, "bf16", minimums=minimums)
 
     @property
     def weights(self) -> str:
         """The name's part before the dot."""
         if self.weight.startswith("int"):
             tail = "ch" if self.group_size is None else f"g{self.group_size}"
-            return f"{self.weight}_{tail}{'_zp' if self.zero_points else ''}"
+            return f"{self.weight}_{tail}{'_zp' if self.zero_points else '_min' if self.minimums else ''}"
         if self.weight == "fp8":
             return {"tensor": "fp8", "channel": "fp8_ch", "block": "fp8_block"}[self.granularity]
         return self.weight
@@ -140,8 +151,13 @@ class QuantScheme:
 
     @property
     def symmetric(self) -> bool:
-        """No zero points are stored."""
-        return not self.zero_points
+        """Neither zero points nor minimums are stored."""
+        return not self.zero_points and not self.minimums
+
+    @property
+    def is_named(self) -> bool:
+        """One of ALL_WEIGHT_SCHEMES, with any activations: what kernels enumerate."""
+        return self.weights in _WEIGHTS
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -150,8 +166,8 @@ class QuantScheme:
 
     @property
     def implicit_zero(self) -> int:
-        """The code that means 0 when no zero points are stored: 2**(bits-1) for integers, else 0."""
-        return 1 << (self.bits - 1) if self.is_integer and not self.zero_points else 0
+        """The code that means 0 when neither zero points nor minimums are stored: 2**(bits-1) for integers, else 0."""
+        return 1 << (self.bits - 1) if self.is_integer and self.symmetric else 0
 
     @property
     def requires_k_multiple(self) -> int:
@@ -181,11 +197,11 @@ class QuantScheme:
         return _ceil_div(k * self.bits, 8)
 
     def weight_bytes(self, n: int, k: int) -> int:
-        """Bytes of an [n, k] QuantTensor: codes, scales, zero points (one byte each), one global multiplier."""
+        """Bytes of an [n, k] QuantTensor: codes, scales, zero points (one byte each) or minimums, one global multiplier."""
         total = n * self.code_bytes(k)
         shape = self.scale_shape(n, k)
-        if shape is not None and self.scale_dtype is not None:
-            total += shape[0] * shape[1] * (_SCALE_BYTES[self.scale_dtype] + int(self.zero_points))
+        if shape is not None:
+            total += shape[0] * shape[1] * self._bytes_a_scale
         return total + (4 if self.has_global else 0)
 
     @property
@@ -194,8 +210,14 @@ class QuantScheme:
         extra = 0.0
         if self.group_size and self.scale_dtype is not None:
             covered = self.group_size * (BLOCK if self.granularity == "block" else 1)
-            extra = 8.0 * (_SCALE_BYTES[self.scale_dtype] + int(self.zero_points)) / covered
+            extra = 8.0 * self._bytes_a_scale / covered
         return self.bits + extra
+
+    @property
+    def _bytes_a_scale(self) -> int:
+        """Bytes of a scale and what is stored beside it, as round to nearest writes them."""
+        own = 0 if self.scale_dtype is None else _SCALE_BYTES[self.scale_dtype]
+        return own + (1 if self.zero_points else own if self.minimums else 0)
 
 
 def _weight_table() -> dict[str, QuantScheme]:
@@ -235,10 +257,19 @@ PAIRED_SCHEMES: Final[tuple[str, ...]] = (
 """The pairs that published checkpoints and tensor cores use: what to enumerate where ALL_SCHEMES is too many."""
 
 
+_INTEGER: Final = re.compile(r"int([1-8])_(?:g([1-9]\d{0,6})|ch)(_zp|_min)?")
+
+
 @lru_cache(maxsize=512)
 def _parse(name: str) -> QuantScheme:
     weights, dot, activation = name.partition(".")
     scheme = _WEIGHTS.get(weights)
+    found = _INTEGER.fullmatch(weights)
+    if scheme is None and found is not None:
+        bits, group, tail = found.groups()
+        scheme = QuantScheme.integer(
+            int(bits), int(group) if group else None, zero_points=tail == "_zp", minimums=tail == "_min"
+        )
     known = f"weights: {', '.join(ALL_WEIGHT_SCHEMES)}; activations: {', '.join(ACTIVATION_FORMATS)}"
     if scheme is None:
         raise ValueError(f"unknown scheme {name!r}: no weight format {weights!r}. Known {known}")

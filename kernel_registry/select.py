@@ -136,6 +136,9 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
     if case.layouts is not None and kernel.layouts and not case.layouts & set(kernel.layouts):
         reads, have = ", ".join(kernel.layouts), ", ".join(sorted(case.layouts))
         return Candidate(kernel, "problem", (f"reads layout {reads}; the weight is packed as {have}",))
+    if case.layouts is not None and not kernel.layouts and case.op.pack is not None:
+        own = "packs weights in an order of its own, which no layout names: runs in direct calls and benchmarks"
+        return Candidate(kernel, "problem", (own,))
     failed: dict[str, str] = {}
     default = kernel.config(case.problem, _code_target(case, kernel))
     # A configuration that failed is out; the kernel is out when its default configuration is.

@@ -120,20 +120,23 @@ class Store:
         return self._problems[key]
 
     @staticmethod
-    def parse(data: Any, origin: str) -> Store:
-        """A store from its JSON form; StoreError names what is at fault."""
+    def parse(data: Any, origin: str, text: str = "") -> Store:
+        """A store from its JSON form; StoreError names what is at fault, with its line if `text` is that JSON."""
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise StoreError(f"{origin}: expected a store of schema {SCHEMA}, found {found!r}")
         store = Store()
         for kind, name in ((Verification, "verified"), (Timing, "timed")):
-            for place, entry in enumerate(data.get(name, [])):
+            entries = data.get(name, [])
+            if not isinstance(entries, list):
+                raise StoreError(f"{origin}: {name}: expected a list of records, found {type(entries).__name__}")
+            for place, entry in enumerate(entries):
                 try:
-                    if kind is Timing:
-                        entry = {**entry, "samples": tuple(entry.get("samples", ()))}
-                    store.add(kind(**entry))
+                    store.add(_record(kind, entry))
                 except (TypeError, ValueError) as error:
-                    raise StoreError(f"{origin}: {name}[{place}]: {error}") from error
+                    line = _line(text, name, place)
+                    where = f"line {line}: " if line else ""
+                    raise StoreError(f"{origin}: {where}{name}[{place}]: {error}") from error
         return store
 
     @staticmethod
@@ -143,10 +146,56 @@ class Store:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return Store()
+        except UnicodeDecodeError as error:
+            raise StoreError(f"{path}: byte {error.start}: not UTF-8 text") from error
         try:
-            return Store.parse(json.loads(text), str(path))
+            return Store.parse(json.loads(text), str(path), text)
         except json.JSONDecodeError as error:
             raise StoreError(f"{path}: line {error.lineno}: {error.msg}") from error
+
+
+def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification | Timing:
+    """A record from its JSON form; TypeError or ValueError for fields that it does not have or of another type."""
+    if not isinstance(entry, dict):
+        raise TypeError(f"expected a record, found {type(entry).__name__}")
+    if kind is Timing:
+        entry = {**entry, "samples": tuple(entry.get("samples", ()))}
+    record = kind(**entry)
+    texts = ("op", "kernel", "code", "problem", "target", "toolchain", *(("config", "reason") if kind is Verification else ("timing",)))
+    for name in texts:
+        if not isinstance(getattr(record, name), str):
+            raise TypeError(f"{name}: expected text, found {getattr(record, name)!r}")
+    if isinstance(record, Verification):
+        if not isinstance(record.ok, bool):
+            raise TypeError(f"ok: expected true or false, found {record.ok!r}")
+        if record.error is not None and not _is_number(record.error):
+            raise TypeError(f"error: expected a number or null, found {record.error!r}")
+        return record
+    if not isinstance(record.config, dict) or not all(isinstance(v, str | int | float) for v in record.config.values()):
+        raise TypeError(f"config: expected names with numbers or text, found {record.config!r}")
+    for us in (record.us, *record.samples):
+        if not _is_number(us) or not 0 <= us < math.inf:
+            raise ValueError(f"expected microseconds, found {us!r}")
+    return record
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _line(text: str, name: str, place: int) -> int:
+    """The line of entry `place` of the list `name` in a store's text; 0 if it cannot be told."""
+    decoder, start = json.JSONDecoder(), text.find(f'"{name}": [')
+    if start < 0:
+        return 0
+    at = text.index("[", start) + 1
+    for index in range(place + 1):
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        if index == place:
+            break
+        _, at = decoder.raw_decode(text, at)
+    return text.count("\n", 0, at) + 1
 
 
 def distance(a: Problem, b: Problem, dynamic: frozenset[str] = frozenset()) -> float:

@@ -69,6 +69,17 @@ class Times:
             return None
         return best.timing.us * self._scale(best.at), "sibling" if best.sibling else "near"
 
+    def evidence(self, kernel: Kernel) -> list[tuple[Timing, float, str]]:
+        """The records that bear on the problem for `kernel`, the decisive ones first: the record, how far its problem is in
+        powers of two, and what it counts as (``measured``, ``near`` or ``sibling``)."""
+        codes, tools = ("", kernel.code_hash()), self.build.key()
+        found = []
+        for n in self._of(kernel):
+            fresh = n.far == 0 and not n.sibling and n.timing.code in codes and n.timing.toolchain == tools
+            found.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
+        order = ("measured", "near", "sibling")
+        return sorted(found, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config)))
+
     def _of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gristmill.kernel_registry.target import Target
+
 
 @dataclass(frozen=True)
 class AotCase:
@@ -23,3 +25,16 @@ class AotCase:
     options: Mapping[str, int] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     promises: tuple[str, ...] = ()
+
+
+def matrix_product(target: Target, rows: int) -> tuple[str, ...]:
+    """The instruction that a half-precision `tl.dot` over tiles of `rows` rows promises on a target; () where it has none.
+
+    From 64 rows on, the one that is particular to Hopper and to data-centre Blackwell; below, and everywhere else, any matrix
+    instruction. Triton has used none on NVIDIA before sm_80 since it dropped Volta's.
+    """
+    features = target.features
+    large = next((name for name in ("wgmma", "tcgen05") if name in features), None)
+    if rows >= 64 and large is not None:
+        return (large,)
+    return tuple(name for name, feature in (("mma", "mma.bf16"), ("mfma", "mfma"), ("wmma", "wmma")) if feature in features)

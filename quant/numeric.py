@@ -36,8 +36,9 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """float32 values of E2M1 codes 0..15."""
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int32)]
+    # The same bits as a float16 whose exponent is too small by 14; a table would have to be copied to the device.
+    wide = codes.to(torch.int16)
+    return (((wide & 7) << 9) | ((wide & 8) << 12)).view(torch.float16).to(torch.float32) * 16384.0
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
@@ -48,6 +49,26 @@ def e4m3_encode(x: Tensor) -> Tensor:
 def e4m3_decode(codes: Tensor) -> Tensor:
     """float32 values of E4M3 bytes."""
     return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def e4m3fn_to_fnuz(codes: Tensor) -> Tensor:
+    """E4M3 bytes -> bytes of e4m3fnuz (gfx94x), each of half the value: the same bits under a bias larger by one.
+
+    -0 (byte 0x80), NaN there, becomes 0. Whoever multiplies with them doubles the scale. NaN has no counterpart: reject it
+    before.
+    """
+    return torch.where(codes == 0x80, torch.zeros_like(codes), codes)
+
+
+def e4m3fnuz_to_fn(codes: Tensor) -> Tensor:
+    """e4m3fnuz bytes -> E4M3 bytes of twice the value: whoever reads them halves the scale.
+
+    Raises:
+        ValueError: NaN (0x80), or 240 and -240 (0x7F, 0xFF), whose doubles E4M3 does not have.
+    """
+    if bool(((codes == 0x80) | ((codes & 0x7F) == 0x7F)).any()):
+        raise ValueError("e4m3fnuz codes 0x7F, 0xFF (240 of either sign) and 0x80 (NaN) have no E4M3 code of twice the value")
+    return codes.clone()
 
 
 def floor_log2(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 int, symmetric  scale = bf16(amax / (2**(b-1) - 1)); code = clamp(round(w / scale), -2**(b-1), 2**(b-1) - 1) + 2**(b-1)
 int, _zp        lo = min(0, min w), hi = max(0, max w); scale = bf16((hi - lo) / (2**b - 1));
                 zero = clamp(round(-lo / scale), 0, 2**b - 1); code = clamp(round(w / scale) + zero, 0, 2**b - 1)
+int, _min       lo, hi, scale as for _zp; offset = bf16(-lo); code = clamp(round((w + offset) / scale), 0, 2**b - 1)
 fp8             scale = amax / 448 in float32, per tensor (or segment), per row, or per 128 x 128 block
 mxfp8, mxfp4    scale = 2**(floor(log2 amax) - 8), respectively - 2 (OCP MX 1.0, 6.3); values beyond saturate
 nvfp4           global = amax / (6 * 448); scale = E4M3(amax_group / (6 * global)) clamped to [2**-9, 448];
@@ -41,6 +42,7 @@ def quantize(
     *,
     g_idx: Tensor | None = None,
     segments: Sequence[int] | None = None,
+    global_scale: Tensor | None = None,
 ) -> QuantTensor:
     """Rounds a weight to the nearest values of a scheme.
 
@@ -50,6 +52,7 @@ def quantize(
         g_idx: int [K], the group of each column (act-order), integer group schemes only.
         segments: first rows of the parts of a fused matrix, (0, ...): each is quantized as if it were alone, with its
             own global multiplier and its own 128-blocks.
+        global_scale: float32 [1], positive, to use instead of the rule's (nvfp4, fp8; one segment, no experts).
 
     Raises:
         ValueError: K is not a multiple of the group; NaN or infinity in the weight; bad g_idx or segments.
@@ -60,6 +63,8 @@ def quantize(
     if g_idx is not None:
         g_idx = _check_g_idx(g_idx, weight, scheme)
     starts = _check_segments(segments, weight.shape[-2])
+    if global_scale is not None and (not scheme.has_global or len(starts) > 1 or weight.dim() != 2):
+        raise ValueError(f"a global scale is given to one [N, K] matrix of nvfp4 or fp8, not to {scheme} {list(weight.shape)}")
     if len(starts) > 1:
         parts = [
             quantize(weight[..., a:b, :], scheme, g_idx=g_idx)
@@ -70,7 +75,7 @@ def quantize(
         dense = QuantTensor.from_dense(_cast(weight, DENSE_DTYPES[scheme.weight]))
         return QuantTensor(dense.codes, None, dense.shape, scheme)
     shape, lead = tuple(weight.shape), tuple(weight.shape[:-2])
-    experts = [_quantize_matrix(w, scheme, g_idx) for w in weight.reshape(-1, *shape[-2:])]
+    experts = [_quantize_matrix(w, scheme, g_idx, global_scale) for w in weight.reshape(-1, *shape[-2:])]
     fields = {
         name: torch.stack([e[name] for e in experts]).reshape(*lead, *experts[0][name].shape)
         if lead
@@ -85,12 +90,14 @@ def quantize(
     )  # fmt: skip
 
 
-def _quantize_matrix(weight: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[str, Tensor]:
+def _quantize_matrix(
+    weight: Tensor, scheme: QuantScheme, g_idx: Tensor | None, given: Tensor | None
+) -> dict[str, Tensor]:
     """Tensors of one [N, K] matrix, by field; E4M3 scales as bytes."""
     n, k = weight.shape
     shared: dict[str, Tensor] = {}
     if scheme.has_global:
-        shared["global_scale"] = _global_scale(weight, scheme)
+        shared["global_scale"] = _global_scale(weight, scheme) if given is None else given
     step = max(1, _CHUNK // k)
     if scheme.granularity == "block":
         step = -(-step // BLOCK) * BLOCK
@@ -141,6 +148,12 @@ def _integer_rows(w: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[
         zero = (-low / scales.float()).round().clamp(0, top)
         codes = ((w / scales.float()[:, column]).round() + zero[:, column]).clamp(0, top)
         fields = {"scales": scales, "zero": zero.to(torch.uint8)}
+    elif scheme.minimums:
+        low, high = reduce(w, "amin"), reduce(w, "amax")
+        offset = (-low).to(torch.bfloat16)
+        scales = _bf16_scale(high / top - low / top)
+        codes = ((w + offset.float()[:, column]) / scales.float()[:, column]).round().clamp(0, top)
+        fields = {"scales": scales, "zero": offset}
     else:
         half = 1 << (scheme.bits - 1)
         scales = _bf16_scale(reduce(w.abs(), "amax") / max(1, half - 1))

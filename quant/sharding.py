@@ -51,6 +51,25 @@ def narrow(q: QuantTensor, dim: int, start: int, length: int) -> QuantTensor:
     return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), cut)
 
 
+def take_rows(q: QuantTensor, index: Tensor) -> QuantTensor:
+    """The rows named by ``index``, integer [N'], in that order, as an own copy.
+
+    Raises:
+        ValueError: an index outside 0..N-1, none at all, or rows of several global multipliers.
+    """
+    rows = index.to(device=q.device, dtype=torch.int64)
+    if rows.dim() != 1 or not rows.numel() or int(rows.min()) < 0 or int(rows.max()) >= q.n:
+        raise ValueError(f"rows: an index of {list(index.shape)} entries in 0..{q.n - 1} is expected of {q}")
+    if len(q.segments) > 1:
+        raise ValueError(f"rows: {q} has several global multipliers; take rows before parts are joined")
+    new: dict[str, Tensor | None] = {"codes": q.codes.index_select(-2, rows)}
+    if q.scheme.granularity == "block":
+        new["n_idx"] = q.row_blocks().index_select(0, rows)
+    elif q.scales is not None:
+        new["scales"], new["zero"] = select(q.scales, -2, rows), select(q.zero, -2, rows)
+    return _rebuild(q, (*q.shape[:-2], rows.numel(), q.k), new)
+
+
 def concat(tensors: Sequence[QuantTensor], dim: int) -> QuantTensor:
     """Joins QuantTensors of one scheme along ``dim`` of the logical shape.
 

@@ -3,7 +3,8 @@
     W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] * global_scale[segment of n]      in float32, in that order
 
 with g = k // group_size, or g_idx[k] where the groups are not consecutive runs of group_size (act-order, or a shard cut
-inside a group). Integer codes without stored zero points are offset binary: zero = 2**(bits - 1), implicit. Codes of
+inside a group). Integer codes without stored zero points are offset binary: zero = 2**(bits - 1), implicit. Schemes
+with minimums (``_min``: GGUF's K-quants) subtract an offset after the product instead: W = code * scale - zero. Codes of
 floating point formats are the format's own bits and have no zero.
 """
 
@@ -38,7 +39,7 @@ class QuantTensor:
         shape: logical shape (..., N, K).
         scheme: a QuantScheme or its name.
         zero: None; or integer codes, uint8 [..., N, groups], 0..2**bits (2**bits happens in GPTQ files); or float
-            offsets in code units, of the same shape.
+            offsets in code units, of the same shape; of schemes with minimums float offsets in units of the weight.
         global_scale: float32 multipliers [..., segments], or None.
         segments: first row of each run of rows with its own global_scale; the first is 0.
         g_idx: int32 [K], scale column of each k, or None for k // group_size.
@@ -200,6 +201,13 @@ class QuantTensor:
         """
         return sharding.shard(self, dim, rank, world)
 
+    def rows(self, index: Tensor) -> QuantTensor:
+        """The rows named by an integer tensor [N'], in that order (interleaved gate/up, GGUF's rotary order).
+
+        ValueError when the rows have several global multipliers, or an index is outside 0..N-1.
+        """
+        return sharding.take_rows(self, index)
+
     def _with(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantTensor:
         return QuantTensor(
             tensors["codes"], tensors.get("scales"), shape, self.scheme, tensors.get("zero"),
@@ -216,13 +224,16 @@ class QuantTensor:
             value = numeric.e2m1_decode(codes) if scheme.bits == 4 else numeric.e4m3_decode(codes)
         columns = self.column_groups().to(torch.int64)
         rows = self.row_blocks()[start:stop].to(torch.int64)
-        if self.zero is not None:
-            value -= self.zero[rows].to(torch.float32)[:, columns]
+        offset = None if self.zero is None else self.zero[rows].to(torch.float32)[:, columns]
+        if offset is not None and not scheme.minimums:
+            value -= offset
         elif scheme.implicit_zero:
             value -= scheme.implicit_zero
         scales = sharding.select(self.scales, -2, rows)
         if scales is not None:
             value *= scales_to_float32(scales)[:, columns]
+        if offset is not None and scheme.minimums:
+            value -= offset
         row_scale = self.row_scale()
         return value if row_scale is None else value * row_scale[start:stop, None]
 
@@ -294,13 +305,15 @@ class QuantTensor:
 
     def _check_zero(self) -> None:
         if self.zero is None:
-            if self.scheme.zero_points:
-                self._fail("zero", "zero points", None)
+            if not self.scheme.symmetric:
+                self._fail("zero", "zero points" if self.scheme.zero_points else "minimums", None)
             return
-        if not self.scheme.zero_points or self.scales is None:
+        if self.scheme.symmetric or self.scales is None:
             self._fail("zero", "none, the scheme is symmetric", "a tensor")
-        if self.zero.dtype not in (torch.uint8, *_FLOAT_DTYPES):
-            self._fail("zero", "uint8 codes or float offsets", self.zero.dtype, TypeError)
+        allowed = _FLOAT_DTYPES if self.scheme.minimums else (torch.uint8, *_FLOAT_DTYPES)
+        if self.zero.dtype not in allowed:
+            what = "float offsets" if self.scheme.minimums else "uint8 codes or float offsets"
+            self._fail("zero", what, self.zero.dtype, TypeError)
         if self.zero.shape != self.scales.shape:
             self._fail("zero", f"shape {list(self.scales.shape)} of the scales", list(self.zero.shape))
         self._check_device("zero", self.zero)

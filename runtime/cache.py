@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ class PagedCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.storage = torch.zeros(_shape(config, num_blocks, block_size), dtype=dtype, device=device)
+        self.storage = _zeros(_shape(config, num_blocks, block_size), dtype, device)
         self.layers: list[tuple[Tensor, ...]] = [tuple(layer.unbind(0)) for layer in self.storage.unbind(0)]
 
     @property
@@ -29,12 +32,16 @@ class PagedCache:
         return self.storage.nbytes
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in pages that the system makes when they are first written, so that unused blocks cost nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers."""
-    elements = 1
-    for size in _shape(config, 1, 1):
-        elements *= size
-    return elements * dtype.itemsize
+    return math.prod(_shape(config, 1, 1)) * dtype.itemsize
 
 
 def _shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -23,8 +23,9 @@ F = Callable[..., None]
 def cli() -> None:
     """Run language models through kernels that are chosen by measurement and verified on this machine.
 
-    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json. Llama and DeepSeek-V3
-    architectures are supported.
+    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. Llama, Qwen2, Qwen3,
+    Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 architectures are supported, quantized by GPTQ, AWQ, compressed-tensors,
+    ModelOpt, as DeepSeek's FP8 or gpt-oss' MXFP4, or not.
 
     \b
     gristmill generate --model examples/models/docs-llama --prompt "The index"
@@ -42,7 +43,8 @@ def model_options(function: F) -> F:
     for option in reversed([
         click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."),
         click.option("--quant", metavar="SCHEME", help="Round linear and expert weights to this format while loading: "
-                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored."),
+                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. Of a quantized checkpoint: bf16 "
+                     "dequantizes it, fp8_block.fp8_g128 and the like quantize activations too."),
         click.option("--dtype", default="auto", show_default=True, metavar="D",
                      help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's)."),
         click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."),
@@ -70,6 +72,8 @@ def generate(
     explain: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Continue a text. It is written to stdout as it comes; timings go to stderr.
+
+    Sampling is as the options say: what the model's generation_config.json recommends is not used, but its end tokens.
 
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
@@ -139,15 +143,18 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 @click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized.")
 @click.option("--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ...")
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
+@click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
+              help="gristmill, compressed-tensors, modelopt, gptq or fp8 (DeepSeek's blocks).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
+def quantize(model: str, quant: str, out: str, form: str, as_json: bool) -> None:
     """Round a model's linear and expert weights to nearest and write it as a model directory.
 
-    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand NAME.codes, NAME.scales, NAME.zero and
-    NAME.global_scale as the format has them; "generate" and "eval" read the directory back, to the same results as --quant.
+    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
+    are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
+    results as --quant; transformers reads compressed-tensors, gptq and fp8 directories.
 
     \b
-    With --json, one object: {"out", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
+    With --json, one object: {"out", "format", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
     """
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
@@ -159,10 +166,10 @@ def quantize(model: str, quant: str, out: str, as_json: bool) -> None:
         raise click.UsageError("--quant names no scheme")
     begin = time.perf_counter()
     with _bar("quantizing", as_json) as advance:
-        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance)
+        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form)
     seconds = time.perf_counter() - begin
     if as_json:
-        console.emit({"out": out, "scheme": str(scheme), **report, "seconds": seconds})
+        console.emit({"out": out, "format": form, "scheme": str(scheme), **report, "seconds": seconds})
         return
     console.out().print(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.runtime.layers.plans import Plans
 
 
@@ -30,7 +31,8 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of `explain_plans` by operation, weight format and kernel: {"op", "w", "kernel", "reason", "plans"}."""
     found: dict[tuple[str, str, str, str], int] = {}
     for row in rows:
-        scheme = next((part[2:] for part in row["problem"].split(",") if part.startswith("w=")), "")
+        problem = default_registry().op(row["op"]).problem(row["problem"])
+        scheme = next((str(value) for name, value in problem.values if name == "w"), "")
         key = (row["op"], scheme, row["kernel"], row["reason"])
         found[key] = found.get(key, 0) + 1
     return [dict(zip(("op", "w", "kernel", "reason", "plans"), (*key, count), strict=True)) for key, count in found.items()]

@@ -19,6 +19,7 @@ from gristmill.runtime.cache import PagedCache, token_bytes
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import ConfigError, UsageError
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.loader.gguf import is_gguf
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner
@@ -57,8 +58,8 @@ class Chunk:
 class LLM:
     """A model with its scheduler, cache and tokenizer.
 
-    model: a Hugging Face directory. dtype: ``auto``, ``fp32``, ``fp16`` or ``bf16``. quant: a scheme to round linear
-    weights to at load. device: ``cpu`` or ``cuda[:i]``. policy: a Policy or the path of a policy file.
+    model: a Hugging Face directory, or a GGUF file. dtype: ``auto``, ``fp32``, ``fp16`` or ``bf16``. quant: a scheme to
+    round linear weights to at load. device: ``cpu`` or ``cuda[:i]``. policy: a Policy or the path of a policy file.
     num_blocks: blocks of the cache; or memory: its bytes (an int), or a part (a float up to 1) of the device's free
     memory; the default is 85 % of a GPU's free memory, on a CPU what max_seqs full sequences need but 1 GiB at most.
     max_batch_tokens, max_seqs: tokens and requests a step. max_model_len: prompt and output of one request at most, None =
@@ -87,7 +88,7 @@ class LLM:
         seed: int = 0,
     ) -> None:
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
-        self.directory = Path(model)
+        self.directory = Path(model).parent if is_gguf(model) else Path(model)
         self.model: Model = load_model(model, dtype, quant, device, policy)
         self.config = self.model.config
         limit = min(max_model_len or self.config.max_position, self.config.max_position)
@@ -117,7 +118,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt, batched as the scheduler sees fit; results in the order of the prompts.
 
-        prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each.
+        prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each; None =
+        greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
         Without a tokenizer.json prompts must be ids, and `text` is empty.
         """
         ids = self._prompts(prompts)

@@ -12,7 +12,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's wishes.
+    """One request's wishes. The defaults are these for every model: generation_config.json does not change them.
 
     max_tokens      output tokens at most
     temperature     0 = greedy: the token with the largest logit, ties to the smallest id

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
 from gristmill.bench.place import Place, place
+from gristmill.bench.result_file import write
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -40,6 +37,7 @@ def bench(
     us                  median microseconds a call       spread   interquartile range over the median
     gbs, tflops         fewest bytes, and operations, of the problem, over that time
     fraction_of_floor   measured floor over measured time: 1 = nothing can be faster
+    bound               what the floor consists of: memory, compute or launch (kernelbench doctor --measure)
     error               the operation's error figure against the reference
     """
     op, here = default_registry().op(op_name), place(target)
@@ -57,11 +55,7 @@ def bench(
     if save:
         _save(op, rows, here)
     if results:
-        from gristmill.autotune.environment import environment
-
-        command = "kernelbench " + shlex.join(sys.argv[1:])
-        record = {"environment": environment(here.target, command), "ceilings": _ceilings(here), "rows": rows}
-        Path(results).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(results, here, rows, ceilings=_ceilings(here))
     for row in rows:
         row.pop("samples")
     if as_json:
@@ -69,9 +63,9 @@ def bench(
         return
     console.table(
         f"{op.name} on {here.target.name} {here.target.device}",
-        ["problem", "kernel", "µs", "spread", "GB/s", "TFLOP/s", "of floor", "error", ""],
+        ["problem", "kernel", "µs", "spread", "GB/s", "TFLOP/s", "of floor", "bound", "error", ""],
         [[r["problem"], r["kernel"], console.number(r["us"]), _percent(r["spread"]), console.number(r["gbs"]),
-          console.number(r["tflops"]), _percent(r["fraction_of_floor"]), console.number(r["error"]), r["reason"]]
+          console.number(r["tflops"]), _percent(r["fraction_of_floor"]), r["bound"], console.number(r["error"]), r["reason"]]
          for r in rows],
         right=("µs", "spread", "GB/s", "TFLOP/s", "of floor", "error"),
     )  # fmt: skip
@@ -93,7 +87,7 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, seconds: float) 
 
     row: dict[str, Any] = {
         "op": op.name, "problem": str(problem), "kernel": kernel.name, "us": None, "spread": None, "gbs": None,
-        "tflops": None, "fraction_of_floor": None, "error": None, "tolerance": op.tolerance(problem).limit, "reason": "",
+        "tflops": None, "fraction_of_floor": None, "bound": None, "error": None, "tolerance": op.tolerance(problem).limit, "reason": "",
         "config": None, "samples": (),
     }  # fmt: skip
     against = [*kernel.requires.check_hardware(here.target, here.build), *kernel.requires.check_build(here.target, here.build)]
@@ -109,6 +103,7 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, seconds: float) 
     return row | {
         "us": measured.us, "spread": measured.spread, "samples": measured.samples,
         "gbs": cost.bytes / measured.us / 1e3, "tflops": cost.flops / measured.us / 1e6,
+        "bound": ceilings(device).bound(cost),
         "fraction_of_floor": ceilings(device).floor_us(cost) / measured.us if measured.us else None,
     }  # fmt: skip
 
@@ -117,25 +112,27 @@ def _ceilings(here: Place) -> dict[str, Any]:
     from gristmill.autotune.floor import ceilings
 
     limits = ceilings(here.device or "cpu")
-    return {"read_gbs": limits.read_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
+    return {"read_gbs": limits.read_gbs, "copy_gbs": limits.copy_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
 
 
 def _save(op: Op, rows: list[dict[str, Any]], here: Place) -> None:
     from gristmill.autotune.store import save
+    from gristmill.autotune.timing import timing_policy
     from gristmill.kernel_registry.store import Timing, Verification, config_key, target_key
 
     registry, records = default_registry(), []
     for row in rows:
         if row["us"] is None:
             continue
-        code = registry.kernel(op.name, row["kernel"]).code_hash()
+        kernel = registry.kernel(op.name, row["kernel"])
+        code = kernel.code_hash()
         where = {"target": target_key(here.target), "toolchain": here.build.key()}
         records.append(Verification(op=op.name, kernel=row["kernel"], code=code, config=config_key(row["config"]),
                                     problem=str(op.verification(op.problem(row["problem"]))), ok=True,
                                     error=row["error"], **where))  # fmt: skip
         records.append(Timing(op=op.name, kernel=row["kernel"], code=code, config=row["config"], problem=row["problem"],
                               us=row["us"], samples=tuple(row["samples"]), **where,
-                              timing="eager,cold" if here.device == "cpu" else "graph,cold"))  # fmt: skip
+                              timing=timing_policy(kernel, here.device or "cpu")))  # fmt: skip
     save(here.policy.store_path, records)
 
 

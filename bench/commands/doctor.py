@@ -16,10 +16,16 @@ from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 
 
 @click.command()
-@click.option("--measure", is_flag=True, help="Also measure read bandwidth, matrix rates and launch cost (a few seconds).")
+@click.option("--measure", is_flag=True,
+              help="Measure the ceilings anew: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds a device).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def doctor(measure: bool, as_json: bool) -> None:
-    """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing."""
+    """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing.
+
+    On a CPU also its cores, to how many of them this process is held, and torch's threads; on an NVIDIA GPU its clocks,
+    power, temperature, and whether it is being throttled. --measure keeps the ceilings beside the store; every roofline
+    figure uses them.
+    """
     found = probe_devices()
     build, policy, registry = Build.probe(), Policy.current(), default_registry()
     devices = [*found.targets, probe_cpu()]
@@ -38,12 +44,13 @@ def doctor(measure: bool, as_json: bool) -> None:
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
     }  # fmt: skip
     if measure:
-        from gristmill.autotune.floor import ceilings
+        from gristmill.autotune.floor import remeasure
 
         names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
         for name, device in zip(names, report["devices"], strict=True):
-            limits = ceilings(name)
-            device["measured"] = {"read_gbs": limits.read_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
+            limits = remeasure(name)
+            device["measured"] = {"read_gbs": limits.read_gbs, "copy_gbs": limits.copy_gbs, "tflops": dict(limits.tflops),
+                                  "launch_us": limits.launch_us}  # fmt: skip
     if as_json:
         console.emit(report)
         return
@@ -55,8 +62,21 @@ def _device(target: Target) -> dict[str, Any]:
         "target": target.name, "device": target.device or None, "vendor": target.vendor,
         "features": sorted(target.features), "multiprocessors": target.multiprocessors,
         "memory_gib": None if target.memory_bytes is None else round(target.memory_bytes / 2**30, 1),
-        "levels": [*target.levels], "measured": None,
+        "levels": [*target.levels], "state": _state(target), "measured": None,
     }  # fmt: skip
+
+
+def _state(target: Target) -> dict[str, Any] | None:
+    """What may change from one moment to the next."""
+    if target.vendor == "cpu":
+        from gristmill.autotune.environment import cpu_state
+
+        return cpu_state()
+    if target.vendor == "nvidia":
+        from gristmill.autotune.environment import gpu_state
+
+        return gpu_state()
+    return None
 
 
 def _wrapped() -> list[str]:
@@ -78,9 +98,14 @@ def _print(report: dict[str, Any]) -> None:
         memory = f", {device['memory_gib']} GiB" if device["memory_gib"] else ""
         rows.append([device["target"], f"{device['device'] or device['vendor']}, {device['multiprocessors']} processors{memory}"])
         rows.append(["", ", ".join(device["features"])])
+        if device["state"]:
+            rows.append(["  now", ", ".join(f"{name} {value}" for name, value in device["state"].items())])
         if device["measured"]:
             rates = ", ".join(f"{name} {console.number(rate)} TFLOP/s" for name, rate in device["measured"]["tflops"].items())
-            rows.append(["  measured", f"read {console.number(device['measured']['read_gbs'])} GB/s, {rates}"])
+            measured = device["measured"]
+            speeds = ", ".join(f"{what} {console.number(measured[f'{what}_gbs'])} GB/s" for what in ("read", "copy"))
+            launch = f", launch {console.number(measured['launch_us'])} µs" if measured["launch_us"] else ""
+            rows.append(["  measured", f"{speeds}, {rates}{launch}"])
     rows += [["no accelerator", reason] for reason in report["no_device"]]
     rows.append(["C++ levels", ", ".join(build["cpu_levels"]) or "none: run make build, or install with a C++20 compiler"])
     rows.append(["CUDA code", ", ".join(build["cuda"]) or "none: built without nvcc"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from gristmill import console
-from gristmill.bench.place import place
+from gristmill.bench.place import Place, place
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
 
@@ -15,13 +18,17 @@ from gristmill.kernel_registry.registry import UnknownError, default_registry
 @click.option("--op", "op_name", metavar="OP", help="Only this operation.")
 @click.option("--kernel", "kernel_name", metavar="K", help="Only this kernel.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--properties", "tried", is_flag=True,
+              help="Also try what is declared: equal bits from run to run, and whatever the rest of the batch is.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
-def verify(context: click.Context, op_name: str | None, kernel_name: str | None, target: str | None, as_json: bool) -> None:
+def verify(context: click.Context, op_name: str | None, kernel_name: str | None, target: str | None, tried: bool,
+           as_json: bool) -> None:  # fmt: skip
     """Run every kernel that can run here on every example of its operation, and compare with the torch reference.
 
     Outputs start poisoned and stand between guard bands; inputs must come back unchanged. Each kernel runs in a child
-    process, so that a crash is a result. Exit status 1 if any kernel is wrong.
+    process, so that a crash is a result. With --properties each kernel that matched is run again and again, and on parts
+    of a batch; what cannot be tried (ragged batches) is null. Exit status 1 if any kernel is wrong.
     """
     from gristmill.autotune.worker import Worker
 
@@ -37,7 +44,7 @@ def verify(context: click.Context, op_name: str | None, kernel_name: str | None,
         if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build):
             continue
         op = registry.op(kernel.op)
-        work += [(op, kernel, text) for text in op.examples if kernel.accepts(op.problem(text)) is None]
+        work += [(op, kernel, text) for text in kernel.proofs(op)]
     known = {kernel.name for kernel in registry.all_kernels() if not op_name or kernel.op == op_name}
     if kernel_name and kernel_name not in known:
         raise UnknownError(f"no kernel called {kernel_name!r}" + (f" of {op_name}" if op_name else ""))
@@ -47,18 +54,36 @@ def verify(context: click.Context, op_name: str | None, kernel_name: str | None,
     for op, kernel, text in console.progress(work, lambda item: f"{item[1].name} {item[2]}", quiet=as_json):
         problem = op.problem(text)
         outcome = worker.verify(op, kernel, kernel.config(problem, here.target), problem, here.device)
-        rows.append({
+        row = {
             "op": op.name, "kernel": kernel.name, "problem": str(problem), "ok": outcome["ok"],
             "error": outcome["error"], "tolerance": op.tolerance(problem).limit, "reason": outcome["reason"],
-        })  # fmt: skip
+        }  # fmt: skip
+        if tried:
+            row |= _properties(op, kernel, problem, here) if row["ok"] else {"deterministic": None, "batch_invariant": None}
+        rows.append(row)
     worker.close()
     if as_json:
         console.emit(rows)
     else:
+        columns = ["operation", "kernel", "problem", "", "error", "tolerance", *(("deterministic", "batch invariant") if tried else ()),
+                   "reason"]  # fmt: skip
         console.table(
-            f"Verification on {here.target.name}", ["operation", "kernel", "problem", "", "error", "tolerance", "reason"],
+            f"Verification on {here.target.name}", columns,
             [[r["op"], r["kernel"], r["problem"], "ok" if r["ok"] else "WRONG", console.number(r["error"]),
-              console.number(r["tolerance"]), r["reason"]] for r in rows], right=("error", "tolerance"),
+              console.number(r["tolerance"]), *((_seen(r["deterministic"]), _seen(r["batch_invariant"])) if tried else ()),
+              r["reason"]] for r in rows], right=("error", "tolerance"),
         )  # fmt: skip
     if not all(row["ok"] for row in rows):
         context.exit(1)
+
+
+def _properties(op: Op, kernel: Kernel, problem: Problem, here: Place) -> dict[str, Any]:
+    from gristmill.autotune.properties import properties
+
+    seen = properties(op, kernel, lambda p: kernel.config(p, here.target), problem, here.device or "cpu")
+    fields: dict[str, Any] = {"deterministic": seen.deterministic, "batch_invariant": seen.batch_invariant}
+    return fields | ({"ok": False, "reason": "; ".join(seen.broken)} if seen.broken else {})
+
+
+def _seen(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "no"

@@ -178,7 +178,7 @@ typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 
-inline vf splat(float v) { return vf{} + v; }
+inline vf splat(float v) { return v - vf{}; }  // v - 0 is v whatever v is; 0 + v is not
 inline vf zero() { return vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
@@ -203,7 +203,22 @@ inline vf sqrt(vf a) {
 }
 
 // Widening and narrowing.
-inline vf widen(vh h, bf16) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+// 16-bit lanes to 32 bits, zeros above; and back, the low halves. (GCC 12 splits a __builtin_convertvector of 512 bits in two.)
+inline vu extend(vh h) {
+#if GM_X86_AVX512
+  return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#else
+  return __builtin_convertvector(h, vu);
+#endif
+}
+inline vh low_halves(vu v) {
+#if GM_X86_AVX512
+  return (vh)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+  return __builtin_convertvector(v, vh);
+#endif
+}
+inline vf widen(vh h, bf16) { return (vf)(extend(h) << 16); }
 inline vf widen(vh h, f16) {
 #if GM_X86_AVX512
   return (vf)_mm512_cvtph_ps((__m256i)h);
@@ -221,7 +236,7 @@ inline vh narrow(vf v, bf16) {
   const vu u = (vu)v;
   const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const vu nan = (u >> 16) | 0x40u;
-  return __builtin_convertvector((vu)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded), vh);
+  return low_halves((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 inline vh narrow(vf v, f16) {
 #if GM_X86_AVX512
@@ -254,18 +269,33 @@ template <class T> inline void store(T* p, vf v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
+// Lane i of the result is lane i + half of v (i < half); the other lanes do not matter.
+inline vf upper(vf v, int half) {
+#if GM_X86_AVX512
+  if (half == 8) return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+  if (half == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
+  if (half == 2) return __builtin_shufflevector(v, v, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
+  return __builtin_shufflevector(v, v, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1);
+#elif GM_X86_AVX2
+  if (half == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 4, 5, 6, 7);
+  if (half == 2) return __builtin_shufflevector(v, v, 2, 3, 2, 3, 2, 3, 2, 3);
+  return __builtin_shufflevector(v, v, 1, 1, 1, 1, 1, 1, 1, 1);
+#else
+  if (half == 2) return __builtin_shufflevector(v, v, 2, 3, 2, 3);
+  return __builtin_shufflevector(v, v, 1, 1, 1, 1);
+#endif
+}
+
 // Lanes are added as a fixed binary tree: the result depends on the level, never on threads, alignment or timing.
 inline float sum(vf v) {
-  float lane[kLanes];
-  std::memcpy(lane, &v, sizeof v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) v = v + upper(v, half);
+  return v[0];
 }
 inline float max(vf v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) v = max(v, upper(v, half));
+  return v[0];
 }
 
 // e^x, within 2 ulp for every float: x = n ln2 + r, |r| <= ln2/2, Taylor polynomial of degree 7 in r, scaled by 2^n in two steps

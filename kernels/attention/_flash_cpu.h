@@ -9,12 +9,13 @@
 #pragma once
 #include <cstdlib>
 
-#include "gm_cpu.h"
+#include "_flash_rows_cpu.h"
 
 namespace gm {
 namespace {
 
-constexpr int64_t kTile = 32, kChunk = 512, kRows = 32;
+constexpr int64_t kChunk = 512, kRows = 32;
+constexpr int64_t kFewRows = 8;  // at most so many rows read keys and values where they lie
 constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
 
 struct Attention {
@@ -32,77 +33,6 @@ struct Attention {
   int64_t seqs, heads, kv_heads, dk, dv, block_size, window;
   float scale;
 };
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
-inline float minus_infinity() { return -__builtin_inff(); }
-
-// Neighbouring lanes of a, then of b, added: log2(kLanes) rounds of it over kLanes vectors give each vector's sum in its own lane.
-inline vf fold(vf a, vf b) {
-#if GM_X86_AVX512
-  const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const vf y = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif GM_X86_AVX2
-  const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-  const vf y = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-  const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6);
-  const vf y = __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#endif
-  return x + y;
-}
-inline vf sums(vf (&v)[kLanes]) {
-#pragma GCC unroll 8
-  for (int n = kLanes / 2; n > 0; n /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < n; ++i) v[i] = fold(v[2 * i], v[2 * i + 1]);
-  return v[0];
-}
-
-// Scores of one query row against kLanes key rows (padded to whole vectors by zeros).
-inline vf dot_rows(const float* q, const float* keys, int64_t width) {
-  vf acc[kLanes] = {};
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const vf x = load(q + d);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) acc[i] = fma(x, load(keys + i * width + d), acc[i]);
-  }
-  return sums(acc);
-}
-
-// acc[R rows][N vectors] = acc * alpha + p * values, tokens in order.
-template <int R, int N>
-inline void accumulate(float* acc, const float* alpha, const float* p, const float* values, int64_t tokens, int64_t width) {
-  vf sum[R][N];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * kLanes) * alpha[r];
-  for (int64_t t = 0; t < tokens; ++t) {
-    vf value[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) value[n] = load(values + t * width + n * kLanes);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vf weight = splat(p[r * kTile + t]);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[r][n] = fma(weight, value[n], sum[r][n]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(acc + r * width + n * kLanes, sum[r][n]);
-}
-
-template <int R>
-inline void accumulate_rows(float* acc, const float* alpha, const float* p, const float* values, int64_t tokens, int64_t width) {
-  constexpr int N = kLanes == 16 ? 4 : 2;
-  int64_t d = 0;
-  for (; d + N * kLanes <= width; d += N * kLanes) accumulate<R, N>(acc + d, alpha, p, values + d, tokens, width);
-  for (; d < width; d += kLanes) accumulate<R, 1>(acc + d, alpha, p, values + d, tokens, width);
-}
 
 // One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r % heads`.
 struct Tile {
@@ -210,48 +140,93 @@ struct Core {
     clear(t, states);
     const int64_t last = t.first + t.queries - 1;
     const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
-    const int64_t end = least(least((chunk + 1) * kChunk, t.context), last + 1);
+    const int64_t reach = least(t.context, last + 1), end = least((chunk + 1) * kChunk, reach);
     Places here, next;
     int64_t at = most(chunk * kChunk, low / kTile * kTile);
-    find_places(t, at, low, end, here);
+    find_places(t, at, low, reach, here);
     for (; at < end; at += kTile) {
-      find_places(t, at + kTile, low, end, next);
+      find_places(t, at + kTile, low, reach, next);
       for (int64_t n = 0; n < t.kv_heads; ++n)
-        run_tile(head_of(t, n), at, end, low, here, next, q + n * kRows * dk, state(states + n * head_floats()), scratch);
+        run_tile(t, n, at, end, reach, low, here, next, q + n * kRows * dk, state(states + n * head_floats()), scratch);
       here = next;
     }
   }
 
-  // Keys at .. min(at + kTile, end) of one KV head; those under `low` no row sees, and they are not read.
-  void run_tile(const Tile& t, int64_t at, int64_t end, int64_t low, const Places& here, const Places& next, const float* q, State s,
-                float* scratch) const {
-    const T *k = static_cast<const T*>(a.k) + t.kv_head * a.k_head, *v = static_cast<const T*>(a.v) + t.kv_head * a.v_head;
-    float *p = scratch, *alpha = p + kRows * kTile, *keys = alpha + kRows, *values = keys + kTile * dk;
+  // Keys at .. min(at + kTile, end) of KV head number n; those under `low` no row sees, and they are not read. The task goes on to `reach`.
+  void run_tile(const Tile& all, int64_t n, int64_t at, int64_t end, int64_t reach, int64_t low, const Places& here, const Places& next,
+                const float* q, State s, float* scratch) const {
+    const Tile t = head_of(all, n);
+    const T *first_k = static_cast<const T*>(a.k) + all.kv_head * a.k_head, *k = first_k + n * a.k_head;
+    const T *first_v = static_cast<const T*>(a.v) + all.kv_head * a.v_head, *v = first_v + n * a.v_head;
+    float* buffer = scratch + kRows * (kTile + 1);
     const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens), skip = most(0, low - at);
+    if (rows <= kFewRows && dk == a.dk && dv == a.dv) {
+      // Few rows: each key and value is used so seldom that a buffer costs more than it saves.
+      InPlace<T> keys, values;
+      const T* nothing = reinterpret_cast<const T*>(buffer);
+      std::memset(buffer, 0, sizeof(T) * size_t(most(dk, dv)));
+      for (int64_t i = 0; i < whole; ++i) {
+        const bool there = i >= skip && i < tokens;
+        keys.rows[i] = there ? k + here.k[i] : nothing;
+        values.rows[i] = there ? v + here.v[i] : nothing;
+        // Each KV head fetches its share of the following tile, in the order of the addresses.
+        const int64_t piece = n * kTile + i, token = piece / all.kv_heads, head = piece % all.kv_heads;
+        const bool follows = at + kTile + token < reach;
+        keys.next[i] = follows ? first_k + next.k[token] + head * a.k_head : nothing;
+        values.next[i] = follows && !shared ? first_v + next.v[token] + head * a.v_head : nothing;
+      }
+      attend(t, at, tokens, whole, q, keys, values, s, scratch);
+      return;
+    }
+    float *keys = buffer, *values = keys + kTile * dk;
     std::memset(keys, 0, sizeof(float) * size_t(skip * dk));
     std::memset(keys + tokens * dk, 0, sizeof(float) * size_t((whole - tokens) * dk));
+    std::memset(values, 0, sizeof(float) * size_t(skip * dv));
     for (int64_t i = skip; i < tokens; ++i) {
       if (!shared) prefetch(v + here.v[i], a.dv);
       widen_row(k + here.k[i], keys + i * dk, a.dk, 1.0f);
     }
-    for (int64_t r = 0; r < rows; ++r) softmax_row(t, r, at, whole, q + r * dk, keys, s, p + r * kTile, alpha + r);
-    std::memset(values, 0, sizeof(float) * size_t(skip * dv));
     for (int64_t i = skip; i < tokens; ++i) {
-      if (at + kTile + i < end) prefetch(k + next.k[i], a.dk);
-      if (shared)
-        std::memcpy(values + i * dv, keys + i * dk, sizeof(float) * size_t(a.dv));
-      else
-        widen_row(v + here.v[i], values + i * dv, a.dv, 1.0f);
+      if (at + kTile + i < reach) prefetch(k + next.k[i], a.dk);
+      if (!shared) widen_row(v + here.v[i], values + i * dv, a.dv, 1.0f);
     }
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) accumulate_rows<4>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
-    for (; r + 2 <= rows; r += 2) accumulate_rows<2>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
-    if (r < rows) accumulate_rows<1>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+    if (shared) attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{keys, dk}, s, scratch);
+    else attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{values, dv}, s, scratch);
   }
 
-  // Weights of one row for a tile of keys; keys that the row does not see weigh exactly 0, and a tile without any changes nothing.
-  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, const float* q, const float* keys, State s, float* p,
-                   float* alpha) const {
+  // All rows of a tile: the arithmetic of a row is the same whatever rows it is computed with.
+  template <class Rows>
+  void attend(const Tile& t, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys, const Rows& values, State s,
+              float* scratch) const {
+    float *p = scratch, *alpha = p + kRows * kTile;
+    const int64_t rows = t.rows();
+    int64_t r = 0;
+    if (rows >= 4) attend_rows<4, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 4;
+    else if (rows >= 2) attend_rows<2, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 2;
+    else attend_rows<1, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 1;
+    for (; r + 4 <= rows; r += 4) attend_rows<4, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+    for (; r + 2 <= rows; r += 2) attend_rows<2, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+    if (r < rows) attend_rows<1, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+  }
+  template <int R, bool Ahead, class Rows>  // Ahead: fetch the following tile on the way
+  void attend_rows(const Tile& t, int64_t r, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys,
+                   const Rows& values, State s, float* p, float* alpha) const {
+    constexpr int B = kLanes / R;
+    for (int64_t i = 0; i < whole; i += B) {
+      if constexpr (Ahead)
+        for (int64_t b = 0; b < B; ++b) keys.fetch(i + b, 0, dk);
+      const vf score = dot_rows<R>(q + r * dk, keys, i, dk);
+      float lanes[kLanes];
+      store(lanes, score);
+      for (int n = 0; n < R; ++n) std::memcpy(p + (r + n) * kTile + i, lanes + n * B, sizeof(float) * B);
+    }
+    for (int n = 0; n < R; ++n) softmax_row(t, r + n, at, whole, s, p + (r + n) * kTile, alpha + r + n);
+    accumulate_rows<R, Ahead>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
+  }
+
+  // Scores of one row for a tile of keys become weights; keys that the row does not see weigh exactly 0, and a tile without any
+  // changes nothing.
+  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, State s, float* p, float* alpha) const {
     const int64_t own = t.first + r / t.heads;
     const int32_t high = int32_t(most(-1, least(own - at, kTile)));
     const int32_t low = a.window > 0 ? int32_t(most(0, least(own - a.window + 1 - at, kTile))) : 0;
@@ -261,8 +236,7 @@ struct Core {
     for (int64_t i = 0; i < whole; i += kLanes) {
       const vi place = lane + int32_t(i);
       const vi seen = (place <= high) & (place >= low);
-      const vf found = dot_rows(q, keys + i * dk, dk);
-      score[i / kLanes] = seen ? found : splat(minus_infinity());
+      score[i / kLanes] = seen ? load(p + i) : splat(minus_infinity());
       best = max(best, score[i / kLanes]);
     }
     const float top = s.top[r], tile_top = gm::max(best), now = top > tile_top ? top : tile_top;

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase
+from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.attention._flash_triton import LN2, LOG2E, find_sequence, merge_kernel
 from gristmill.kernels.attention._paged_attention_triton import MERGE_SIGNATURE, scratch
 from gristmill.kernels.attention.tiles import (
@@ -150,7 +150,7 @@ def _case(name: str, target: Target, rows: int, split: bool) -> AotCase:
         "BLOCK_N": config["n"], "LSE": True, "SPLIT": split,
     }  # fmt: skip
     options = {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
-    return AotCase(name, mla_kernel, SIGNATURE, constants, options, ALIGNED)
+    return AotCase(name, mla_kernel, SIGNATURE, constants, options, ALIGNED, matrix_product(target, rows))
 
 
 def aot(target: Target) -> list[AotCase]:

@@ -8,7 +8,7 @@ import torch
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase
+from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.attention._flash_triton import flash_kernel, merge_kernel
 from gristmill.kernels.attention.tiles import packing, part_length, power_of_two, split_count, tile_bound, tile_config
 
@@ -120,7 +120,8 @@ def flash_case(
     }  # fmt: skip
     signature = SIGNATURE | dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     options = {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
-    return AotCase(name, flash_kernel, signature, constants, options, ALIGNED)
+    promises = () if dtype == "fp32" else matrix_product(target, rows)
+    return AotCase(name, flash_kernel, signature, constants, options, ALIGNED, promises)
 
 
 def aot(target: Target) -> list[AotCase]:

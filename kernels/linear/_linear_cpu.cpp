@@ -46,12 +46,14 @@ __attribute__((always_inline)) inline void close_group(const Job& j, int64_t blo
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
       const gm::vf x = gm::splat(-j.sums[(row0 + r) * j.groups + g]);
+#pragma GCC unroll 4
       for (int i = 0; i < kParts; ++i) sum[r * sum_stride].p[i] = gm::fma(zero.p[i], x, sum[r * sum_stride].p[i]);
     }
   }
   const V scale = type == kNone ? V{} : load16(j.scales, type, at);
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
       float* to = totals + r * stride + i * gm::kLanes;
       const gm::vf v = sum[r * sum_stride].p[i];
@@ -170,6 +172,7 @@ void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int
             int64_t width) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t b = 0; b < count && block0 + b < j.blocks; ++b)
+#pragma GCC unroll 4
       for (int i = 0; i < kParts; ++i) {
         const int64_t lane = (block0 + b) * kRows + i * gm::kLanes, left = smaller(j.n - lane, gm::kLanes);
         if (left <= 0) continue;

@@ -12,7 +12,12 @@ constexpr int kParts = kRows / gm::kLanes;  // registers a block's row vector ta
 struct V { gm::vf p[kParts]; };
 struct W { gm::vu p[kParts]; };
 
-inline W load_line(const uint8_t* line) { W w; std::memcpy(&w, line, sizeof w); return w; }
+inline W load_line(const uint8_t* line) {
+  W w;  // register by register: a copy of the whole goes through the stack in pieces too small to be forwarded
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) std::memcpy(&w.p[i], line + i * int(sizeof w.p[i]), sizeof w.p[i]);
+  return w;
+}
 
 enum class Format { int4, e2m1, int8, e4m3, f32, f16, bf16 };
 
@@ -78,12 +83,14 @@ struct F32 {
   template <Format F> static constexpr int kSteps = 32 / kBits<F>;
   static inline void mac(V& acc, const V& w, const float* x) {
     const gm::vf v = gm::splat(*x);
+#pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) acc.p[i] = gm::fma(w.p[i], v, acc.p[i]);
   }
 
   // Step s of a line is column s.
   template <Format F> static inline V decode(const W& w, int s, const Table& t, float bias) {
     V v;
+#pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
       const gm::vu u = w.p[i];
       if constexpr (kBits<F> == 4) v.p[i] = lookup<F>(u >> (8 * (s & 3) + (s >> 2) * 4), t, bias);
@@ -156,6 +163,7 @@ enum : int { kNone = -1, kE8M0 = 20, kE4M3 = GM_F8E4M3 };
 inline V load16(const void* base, int type, int64_t index) {
   V v;
   const int64_t at = index * kRows;
+#pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) {
     const int64_t o = at + i * gm::kLanes;
     if (type == GM_BF16) v.p[i] = gm::load(static_cast<const gm::bf16*>(base) + o);

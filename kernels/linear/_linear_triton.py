@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase
+from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.linear.linear_triton import config
 
 DENSE, INT4, E2M1, INT8, E4M3 = range(5)
 FORMATS = {"int4": INT4, "mxfp4": E2M1, "nvfp4": E2M1, "int8": INT8, "fp8": E4M3, "mxfp8": E4M3}
@@ -37,7 +39,10 @@ def e2m1_to_half(code):
 @triton.jit
 def load_codes(weight, row_offsets, row_mask, k0, columns, row_bytes, dtype: tl.constexpr, FORMAT: tl.constexpr,
                ZERO: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Values of codes [BN, BK] from column k0 on, in `dtype`; whatever lies past the end meets x = 0 there."""
+    """Values of codes [BN, BK] from column k0 on, in `dtype`; whatever lies past the end meets x = 0 there.
+
+    From float16 by way of float32: Triton's direct step to bf16 needs an instruction that is not there before sm_80.
+    """
     if FORMAT == 1 or FORMAT == 2:
         at = k0 // 2 + tl.arange(0, BK // 2)
         byte = tl.load(weight + row_offsets[:, None] + at[None, :], mask=row_mask[:, None] & (at < row_bytes)[None, :],
@@ -45,14 +50,14 @@ def load_codes(weight, row_offsets, row_mask, k0, columns, row_bytes, dtype: tl.
         code = tl.interleave(byte & 15, byte >> 4)
         if FORMAT == 1:
             return (code.to(tl.int32) - ZERO).to(dtype)
-        return e2m1_to_half(code).to(dtype)
+        return e2m1_to_half(code).to(tl.float32).to(dtype)
     at = k0 + tl.arange(0, BK)
     inside = row_mask[:, None] & (at < columns)[None, :]
     value = tl.load(weight + row_offsets[:, None] + at[None, :], mask=inside, other=0)
     if FORMAT == 3:
         return (value.to(tl.int32) - ZERO).to(dtype)
     if FORMAT == 4:
-        return e4m3_to_half(value).to(dtype)
+        return e4m3_to_half(value).to(tl.float32).to(dtype)
     return value.to(dtype)
 
 
@@ -196,30 +201,32 @@ def aot_quantized(target: Target) -> list[AotCase]:
 
 
 def aot(target: Target) -> list[AotCase]:
-    """Dense, and one scheme of every code and scale format, small and large tiles."""
+    """Dense, and one scheme of every code and scale format, with the tiles that the default configuration has for them."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
     plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
     off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False)
-    cases = []
+    op, cases = default_registry().op("linear"), []
 
-    def case(
-        name: str, x: str, weight: str, tile: tuple[int, int, int], types: dict[str, str], **constants: Any
-    ) -> None:
+    def case(name: str, problem: str, weight: str, types: dict[str, str], **constants: Any) -> None:
+        described = op.problem(f"n=4096,k=4096,{problem}")
+        chosen, x = config(described, target), f"*{described.text('x')}"
         pointers = {"x": x, "weight": weight, **plain, **types, "bias": x, "residual": x, "out": x}
-        shape = dict(zip(("BM", "BN", "BK"), tile, strict=True))
-        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"}
-        cases.append(AotCase(name, linear_kernel, pointers | ints, base | off | constants | shape,
-                             {"num_warps": 4, "num_stages": 3}, ("k", "columns", "x_stride", "row_bytes")))  # fmt: skip
+        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
+        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"} | off | constants | shape
+        cases.append(AotCase(name, linear_kernel, pointers | ints, base,
+                             {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                             ("k", "columns", "x_stride", "row_bytes"),
+                             () if base["WIDE"] else matrix_product(target, int(chosen["bm"]))))  # fmt: skip
 
-    case("dense_bf16", "*bf16", "*bf16", (128, 64, 64), {})
-    case("dense_fp32", "*fp32", "*fp32", (32, 32, 32), {}, WIDE=True)
-    case("int4_g128", "*bf16", "*u8", (16, 64, 128), {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8, BIAS=True)
-    case("int4_g32_zp_act_order", "*fp16", "*u8", (64, 64, 32), {"scales": "*fp16"}, FORMAT=INT4, SCALE=SCALE_FLOAT,
+    case("dense_bf16", "m=1024,x=bf16", "*bf16", {})
+    case("dense_fp32", "m=32,x=fp32,w=fp32", "*fp32", {}, WIDE=True)
+    case("int4_g128", "m=16,x=bf16,w=int4_g128", "*u8", {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8, BIAS=True)
+    case("int4_g32_zp_act_order", "m=512,x=fp16,w=int4_g32_zp", "*u8", {"scales": "*fp16"}, FORMAT=INT4, SCALE=SCALE_FLOAT,
          GROUP=32, HAS_ZERO=True, PERM=True)  # fmt: skip
-    case("int8_ch_silu", "*bf16", "*u8", (16, 64, 64), {}, FORMAT=INT8, SCALE=SCALE_FLOAT, ZERO=128, SILU=True)
-    case("fp8_block", "*bf16", "*u8", (64, 64, 64), {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128,
+    case("int8_ch_silu", "m=16,x=bf16,w=int8_ch", "*u8", {}, FORMAT=INT8, SCALE=SCALE_FLOAT, ZERO=128, SILU=True)
+    case("fp8_block", "m=512,x=bf16,w=fp8_block", "*u8", {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128,
          ROW_BLOCK=True, RESIDUAL=True)  # fmt: skip
-    case("mxfp4", "*bf16", "*u8", (16, 64, 32), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32)
-    case("nvfp4", "*bf16", "*u8", (16, 64, 64), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16,
+    case("mxfp4", "m=16,x=bf16,w=mxfp4", "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32)
+    case("nvfp4", "m=16,x=bf16,w=nvfp4", "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16,
          ROW_SCALE=True)  # fmt: skip
     return cases

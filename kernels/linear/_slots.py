@@ -62,11 +62,13 @@ def dequantize_rows(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start
             return per_group
         return per_group.repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
 
-    if rows.zero is not None:
+    if rows.zero is not None and not scheme.minimums:
         value -= spread(rows.zero.float())
     elif scheme.implicit_zero:
         value -= scheme.implicit_zero
     value *= spread(scales_to_float32(rows.scales))
+    if rows.zero is not None and scheme.minimums:
+        value -= spread(rows.zero.float())
     return value if rows.multiplier is None else value * rows.multiplier[:, None]
 
 

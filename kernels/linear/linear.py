@@ -290,10 +290,11 @@ def cost(problem: Problem) -> Cost:
 def tolerance(problem: Problem) -> Tolerance:
     """Rounding of the output and, in half precision, of the weight to the dtype of x.
 
-    The base is for many rows. Over few, the worst column of an RMS is further out, and over one it is the rounding of a
-    single output that may be several times as large as the sum is on average.
+    The base is for many rows: 6e-3 over 257 in bf16, which a kernel that rounds dequantized weights to bf16 keeps (humming
+    reads 5.8e-3 in int4_g128, ours 3e-3). Over few rows the worst column of an RMS is further out, and over one it is the
+    rounding of a single output that may be several times as large as the sum is on average.
     """
-    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4e-3}[problem.text("x")]
+    base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4.74e-3}[problem.text("x")]
     rows = max(1, problem.integer("m"))
     return Tolerance("columns", base * (1 + 4 / rows**0.5 + 4 / rows))
 

@@ -20,8 +20,9 @@ def as_fnuz(values: Any) -> Any:
     """e4m3fn values [...] -> e4m3fnuz of half the value, bit for bit but for -0."""
     import torch
 
-    raw = values.view(torch.uint8)
-    return torch.where(raw == 0x80, torch.zeros_like(raw), raw).view(torch.float8_e4m3fnuz)
+    from gristmill.quant.numeric import e4m3fn_to_fnuz
+
+    return e4m3fn_to_fnuz(values.view(torch.uint8)).view(torch.float8_e4m3fnuz)
 
 
 def launch(
@@ -69,6 +70,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("plain_v1",),
+    examples=("m=7,n=48,k=256,w=fp8_ch.fp8_token",),
     sources=("_epilogue.py",),
     auto=False,
     priority=60,

@@ -50,8 +50,10 @@ def launch(
 
 
 def accepts(problem: Problem) -> str | None:
-    """Weight-only and dense schemes."""
+    """Weight-only and dense schemes that have a name of their own."""
     scheme = QuantScheme.parse(problem.text("w"))
+    if not scheme.is_named:
+        return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
     return None if scheme.activation is None else f"takes activations in their own dtype, not {scheme.activation}"
 
 

@@ -60,6 +60,7 @@ KERNEL = Kernel(
     summary="DeepGEMM fp8_gemm_nt",
     accepts=accepts,
     layouts=("plain_v1",),
+    examples=("m=7,n=192,k=256,w=fp8_block.fp8_g128",),
     sources=("_epilogue.py",),
     auto=False,
     priority=60,

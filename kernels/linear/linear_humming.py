@@ -114,9 +114,7 @@ def accepts(problem: Problem) -> str | None:
         return "takes no act-order"
     n, k = problem.integer("n"), problem.integer("k")
     step = max(128, scheme.group_size or 0)
-    if n % 64 or k % step:
-        return f"needs N a multiple of 64 and K of {step}, got N={n}, K={k}"
-    return "fp8_block needs N a multiple of 128" if scheme.weights == "fp8_block" and n % 128 else None
+    return f"needs N a multiple of 128 and K of {step}, got N={n}, K={k}" if n % 128 or k % step else None
 
 
 KERNEL = Kernel(
@@ -133,6 +131,9 @@ KERNEL = Kernel(
     ),
     summary="humming's run-time compiled GEMM for quantized weights",
     accepts=accepts,
+    examples=("m=5,n=256,k=512,w=int4_g128", "m=33,n=128,k=256,w=int4_g64_zp", "m=64,n=384,k=256,w=fp8",
+              "m=17,n=256,k=384,w=fp8_block,epilogue=bias", "m=9,n=128,k=256,w=mxfp4,epilogue=bias+silu_mul",
+              "m=257,n=256,k=256,w=nvfp4,epilogue=residual"),
     sources=("_epilogue.py",),
     deterministic=False,
     auto=False,

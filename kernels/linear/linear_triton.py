@@ -18,10 +18,12 @@ def accepts_dense(problem: Problem) -> str | None:
 
 
 def accepts_quantized(problem: Problem) -> str | None:
-    """Weight-only schemes."""
+    """Weight-only schemes that have a name of their own."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.is_dense:
         return "multiplies quantized weights, not dense ones"
+    if not scheme.is_named:
+        return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
     return None if scheme.activation is None else f"takes activations in their own dtype, not {scheme.activation}"
 
 
@@ -30,8 +32,19 @@ def config(problem: Problem, target: Target) -> Config:
     scheme = QuantScheme.parse(problem.text("w"))
     m, wide = problem.integer("m"), problem.text("x") == "fp32"
     rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 or wide else 128
-    widest = 32 if wide else 64 if m > 16 else 128
-    return {"scheme": scheme.name, "bm": rows, "bn": 64, "bk": step_along_k(scheme, widest), "warps": 4, "stages": 3}
+    return {"scheme": scheme.name, **tile(scheme, rows, 32 if wide else 64 if m > 16 else 128, target)}
+
+
+def tile(scheme: QuantScheme, rows: int, widest: int, target: Target) -> dict[str, int]:
+    """Rows, columns and step of a tile, and its warps, such that the default tile of no target spills registers.
+
+    Without matrix instructions (before sm_80 Triton uses none) each thread multiplies its own part of a tile, which has
+    to be small. RDNA and consumer Blackwell hold a tile of 64 rows in the registers of 8 warps.
+    """
+    if not target.features & {"mma.bf16", "mfma", "wmma"}:
+        return {"bm": min(rows, 32), "bn": 32, "bk": step_along_k(scheme, 32), "warps": 4, "stages": 2}
+    warps = 8 if rows >= 64 and target.features & {"wmma", "mma.sync.block_scale"} else 4
+    return {"bm": rows, "bn": 64, "bk": step_along_k(scheme, widest), "warps": warps, "stages": 3}
 
 
 def step_along_k(scheme: QuantScheme, widest: int) -> int:

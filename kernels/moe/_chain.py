@@ -55,6 +55,16 @@ def carve(space: Any, like: Any, sizes: Sequence[int]) -> list[Any]:
     return found
 
 
+def sizes_of(w13: Any, inter: int) -> tuple[int, int]:
+    """Inner size and experts of packed weights: every layout keeps the experts in front, dense and plain ones the rows next.
+
+    ValueError for tiled weights without `inter`.
+    """
+    if not inter and w13[0].dim() != 3:
+        raise ValueError(f"moe: weights in tiles {tuple(w13[0].shape)} do not tell their inner size; pass inter=")
+    return inter or w13[0].shape[1] // 2, w13[0].shape[0]
+
+
 def run(parts: Parts, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inner: int, experts: int, space: Any, out: Any) -> None:
     """x [T, H] -> out [T, H] through the parts."""
     import torch

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase
+from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.linear._linear_triton import (
     DENSE,
     E2M1,
@@ -26,6 +27,7 @@ from gristmill.kernels.linear._linear_triton import (
     SCALE_FLOAT,
     product,
 )
+from gristmill.kernels.moe.grouped_linear_triton import config
 
 
 @triton.jit
@@ -108,29 +110,42 @@ def launch(
         out, m, experts, columns_out, codes.shape[1], k, columns, codes.shape[2], groups, scale_rows, top_k,
         FORMAT=kind, SCALE=code, GROUP=scheme.group_size or 0, ZERO=0 if flags[0] else scheme.implicit_zero,
         HAS_ZERO=flags[0], ROW_SCALE=flags[1], ROW_BLOCK=flags[2], PERM=flags[3], GATHER=permutation is not None,
-        SILU=silu_mul, WIDE=wide, PRECISION="ieee" if wide else "tf32", BE=triton.next_power_of_2(experts), BM=bm, BN=bn,
+        SILU=silu_mul, WIDE=wide, PRECISION="ieee", BE=triton.next_power_of_2(experts), BM=bm, BN=bn,
         BK=config["bk"], num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
 
+def aot_dense(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the dense kernel."""
+    return [case for case in aot(target) if case.name.startswith("dense")]
+
+
+def aot_quantized(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the weight-only kernel."""
+    return [case for case in aot(target) if not case.name.startswith("dense")]
+
+
 def aot(target: Target) -> list[AotCase]:
-    """What the compile matrix builds: dense, and schemes of every code format."""
+    """Dense, and schemes of every code format, with the tiles that the default configuration has for them."""
     ints = dict.fromkeys(("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
                          "i32")  # fmt: skip
     plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
     off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "WIDE"), False)
-    cases = []
+    op, cases = default_registry().op("grouped_linear"), []
 
-    def case(name: str, weight: str, tile: tuple[int, int, int], types: dict[str, str], **constants: Any) -> None:
+    def case(name: str, scheme: str, m: int, weight: str, types: dict[str, str], **constants: Any) -> None:
+        chosen = config(op.problem(f"m={m},e=128,n=2048,k=4096,x=bf16,w={scheme}"), target)
         pointers = {"x": "*bf16", "weight": weight, **plain, **types, "offsets": "*i32", "permutation": "*i32", "out": "*bf16"}
-        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "tf32", "BE": 128}
-        shape = dict(zip(("BM", "BN", "BK"), tile, strict=True))
+        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee", "BE": 128}
+        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
         cases.append(AotCase(name, grouped_linear_kernel, pointers | ints, base | off | constants | shape,
-                             {"num_warps": 4, "num_stages": 3}, ("k", "columns", "row_bytes")))  # fmt: skip
+                             {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                             ("k", "columns", "row_bytes"), matrix_product(target, int(chosen["bm"]))))  # fmt: skip
 
-    case("dense_silu", "*bf16", (16, 64, 64), {}, SILU=True, GATHER=True)
-    case("int4_g128", "*u8", (16, 64, 64), {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8)
-    case("fp8_block", "*u8", (64, 64, 64), {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128, ROW_BLOCK=True)
-    case("mxfp4_silu", "*u8", (16, 64, 32), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32, SILU=True)
-    case("nvfp4", "*u8", (16, 64, 16), {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16, ROW_SCALE=True)
+    few, many = 256, 16384
+    case("dense_silu", "bf16", few, "*bf16", {}, SILU=True, GATHER=True)
+    case("int4_g128", "int4_g128", few, "*u8", {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8)
+    case("fp8_block", "fp8_block", many, "*u8", {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128, ROW_BLOCK=True)
+    case("mxfp4_silu", "mxfp4", few, "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32, SILU=True)
+    case("nvfp4", "nvfp4", few, "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16, ROW_SCALE=True)
     return cases

@@ -8,9 +8,14 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
 
-def config(problem: Problem, target: Target) -> Config:
+def block_config(hidden: int) -> Config:
     """Up to 1024 columns a program."""
-    return {"block": min(1024, max(16, 1 << (problem.integer("h") - 1).bit_length())), "warps": 4}
+    return {"block": min(1024, max(16, 1 << (hidden - 1).bit_length())), "warps": 4}
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The default for the problem's width."""
+    return block_config(problem.integer("h"))
 
 
 KERNEL = Kernel(

@@ -13,7 +13,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.linear.linear_cpu import E8M0, NONE, TYPES
 from gristmill.kernels.linear.linear_cpu import config as linear_config
-from gristmill.kernels.moe.grouped_linear_torch import accepts
+from gristmill.kernels.moe.grouped_linear_torch import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
 
 _LEVEL = best_config("gm_grouped_linear")
@@ -77,7 +77,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="linear's core over the experts that have rows",
-    accepts=accepts,
+    accepts=accepts_named,
     config=config,
     layouts=("cpu_rows16_v1",),
     sources=("_grouped_linear_cpu.cpp", "_moe_cpu.h", "../linear/_linear_cpu.cpp", "../linear/_linear_decode.h"),

@@ -48,6 +48,12 @@ def accepts(problem: Problem) -> str | None:
     return None if activation is None else f"takes activations in their own dtype, not {activation}"
 
 
+def accepts_named(problem: Problem) -> str | None:
+    """Of those, the schemes that have a name of their own: what compiled kernels decode."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    return accepts(problem) if scheme.is_named else f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
+
+
 def config(problem: Problem, target: Target) -> Config:
     """The scheme, which packed tensors do not tell."""
     return {"scheme": problem.text("w")}

@@ -9,7 +9,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, step_along_k
+from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, tile
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -17,8 +17,7 @@ def config(problem: Problem, target: Target) -> Config:
     scheme = QuantScheme.parse(problem.text("w"))
     share, wide = problem.integer("m") // problem.integer("e"), problem.text("x") == "fp32"
     rows = 16 if share <= 16 else 32 if share <= 64 else 64
-    step = step_along_k(scheme, 32 if wide else 64)
-    return {"scheme": scheme.name, "bm": rows, "bn": 64, "bk": step, "warps": 4, "stages": 3}
+    return {"scheme": scheme.name, **tile(scheme, rows, 32 if wide else 64, target)}
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
@@ -40,7 +39,7 @@ KERNELS = tuple(
         provider="gristmill",
         language="triton",
         target="gristmill.kernels.moe._grouped_linear_triton:launch",
-        aot="gristmill.kernels.moe._grouped_linear_triton:aot",
+        aot=f"gristmill.kernels.moe._grouped_linear_triton:aot_{'dense' if layout == 'dense_v1' else 'quantized'}",
         requires=Requirement(code="triton"),
         summary=summary,
         accepts=accepts,

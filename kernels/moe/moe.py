@@ -72,10 +72,11 @@ def guard(
     if (x.dim() != 2 or x.shape[1] != hidden or dtype_name(x.dtype) != kind or out.dtype != x.dtype or out.shape != x.shape
             or ids.shape != (tokens, top_k) or weights.shape != ids.shape or dtype_name(ids.dtype) != "int32"
             or dtype_name(weights.dtype) != "fp32" or not x.is_contiguous() or not out.is_contiguous()
-            or not ids.is_contiguous() or not weights.is_contiguous()):  # fmt: skip
+            or not ids.is_contiguous() or not weights.is_contiguous() or inter not in (0, inner)
+            or w13[0].shape[0] != experts or w2[0].shape[0] != experts):  # fmt: skip
         raise ValueError(f"moe planned for {problem}: got x {tuple(x.shape)} {x.dtype}, ids {tuple(ids.shape)} {ids.dtype}, "
-                         f"weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)} {out.dtype}; all "
-                         "contiguous")  # fmt: skip
+                         f"weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)} {out.dtype}, inter {inter}, "
+                         f"{w13[0].shape[0]} and {w2[0].shape[0]} experts; all contiguous")  # fmt: skip
     need_bytes(problem, w13, scheme, experts * 2 * inner, hidden, x)
     need_bytes(problem, w2, scheme, experts * hidden, inner, x)
     return int(tokens)

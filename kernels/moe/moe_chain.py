@@ -22,19 +22,19 @@ def launch_torch(
 
     grouped = partial(grouped_linear_torch.launch, config)
     parts = _chain.Parts(partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {}))
-    _chain.run(parts, x, weights, ids, w13, w2, config["i"], config["e"], workspace, out)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
 
 
 def launch_triton(
     config: Config, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
 ) -> None:
     """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
-    from gristmill.kernels.moe import _combine_triton, _grouped_linear_triton, _permute_triton
+    from gristmill.kernels.moe import _combine_triton, _grouped_linear_triton, _permute_triton, combine_triton
 
     grouped = partial(_grouped_linear_triton.launch, config)
-    combine = partial(_combine_triton.launch, {"block": config["combine"], "warps": 4})
+    combine = partial(_combine_triton.launch, combine_triton.block_config(x.shape[1]))
     parts = _chain.Parts(partial(_permute_triton.launch, {}), grouped, grouped, combine)
-    _chain.run(parts, x, weights, ids, w13, w2, config["i"], config["e"], workspace, out)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
 
 
 def accepts(problem: Problem) -> str | None:
@@ -43,9 +43,15 @@ def accepts(problem: Problem) -> str | None:
     return None if activation is None else f"takes activations in their own dtype, not {activation}"
 
 
+def accepts_named(problem: Problem) -> str | None:
+    """Of those, the schemes that have a name of their own: what compiled kernels decode."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    return accepts(problem) if scheme.is_named else f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
+
+
 def config(problem: Problem, target: Target) -> Config:
-    """The scheme and the sizes, which packed tensors do not tell."""
-    return {"scheme": problem.text("w"), "e": problem.integer("e"), "i": problem.integer("i")}
+    """The scheme, which packed tensors do not tell."""
+    return {"scheme": problem.text("w")}
 
 
 def config_triton(problem: Problem, target: Target) -> Config:
@@ -59,7 +65,6 @@ def config_triton(problem: Problem, target: Target) -> Config:
         "bk": step_along_k(scheme, 32 if wide else 64),
         "warps": 4,
         "stages": 3,
-        "combine": min(1024, max(16, 1 << (problem.integer("h") - 1).bit_length())),
     }
 
 

@@ -14,7 +14,7 @@ from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.linear.linear_cpu import config as linear_config
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.grouped_linear_cpu import Weights, weights
-from gristmill.kernels.moe.moe_chain import accepts
+from gristmill.kernels.moe.moe_chain import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
 
 _LEVEL = best_config("gm_moe")
@@ -26,7 +26,7 @@ def launch(
 ) -> None:
     """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
-    experts, inner = config["e"], config["i"]
+    inner, experts = _chain.sizes_of(w13, inter)
     space = _chain.carve(workspace, x, _chain.pieces(ids.numel(), experts, hidden, inner, x.element_size()))
     code = cpu_function("gm_moe", config["level"], ARGUMENTS)(
         ctypes.byref(weights(config, w13, experts, 2 * inner, hidden)),
@@ -37,8 +37,8 @@ def launch(
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The code level, the sizes, and what the scheme says of packed weights (as for linear)."""
-    return {**linear_config(problem, target), **_LEVEL(problem, target), "e": problem.integer("e"), "i": problem.integer("i")}
+    """The code level, and what the scheme says of packed weights (as for linear)."""
+    return {**linear_config(problem, target), **_LEVEL(problem, target)}
 
 
 KERNEL = Kernel(
@@ -49,7 +49,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="counting sort, linear's core expert by expert, ordered float32 sum, in one call",
-    accepts=accepts,
+    accepts=accepts_named,
     config=config,
     workspace=_chain.workspace,
     layouts=("cpu_rows16_v1",),

@@ -28,22 +28,27 @@ def rotary_embedding_kernel(
     sin = tl.load(entry + HALF, mask=known, other=float("nan"))[None, :]
     if tile < q_tiles:
         head = (tile * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        inside = (head < q_heads) & (pair < HALF)[None, :]
+        here = head < q_heads
         base = q + token * q_token + head * q_head
     else:
         head = ((tile - q_tiles) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        inside = (head < k_heads) & (pair < HALF)[None, :]
+        here = head < k_heads
         base = k + token * k_token + head * k_head
     if INTERLEAVED:
-        first = base + 2 * pair[None, :]
-        second = first + 1
+        # Pairs are loaded side by side and parted in registers: a load of every other element fills half of what it moves.
+        at = tl.arange(0, 2 * BLOCK)[None, :]
+        inside = here & (at < 2 * HALF)
+        both = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, [HEADS, BLOCK, 2]))
+        turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [HEADS, 2 * BLOCK])
+        tl.store(base + at, turned.to(q.dtype.element_ty), mask=inside)
     else:
+        inside = here & (pair < HALF)[None, :]
         first = base + pair[None, :]
-        second = first + HALF
-    a = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(second, mask=inside, other=0.0).to(tl.float32)
-    tl.store(first, (a * cos - b * sin).to(q.dtype.element_ty), mask=inside)
-    tl.store(second, (b * cos + a * sin).to(q.dtype.element_ty), mask=inside)
+        a = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(first + HALF, mask=inside, other=0.0).to(tl.float32)
+        tl.store(first, (a * cos - b * sin).to(q.dtype.element_ty), mask=inside)
+        tl.store(first + HALF, (b * cos + a * sin).to(q.dtype.element_ty), mask=inside)
 
 
 def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:

@@ -238,7 +238,8 @@ def bisect(
     return low
 
 
-@triton.jit
+# A vocabulary of one token would become a constant, on which Triton 3.6 fails to compile.
+@triton.jit(do_not_specialize=["v"])
 def search_kernel(
     logits, temperatures, top_ks, top_ps, maxima, faults, brackets, masses, keys, tokens, weights, pivots, stride, v, splits,
     listed, unit, SPLITS: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,7 +6,8 @@ Slots, for a weight [..., N, K] (K' = K unless the columns were sorted, see perm
 - ``scales`` [..., N, G]; fp8_block: float32 [..., block rows, block columns]. fp8 per tensor: float32 [..., N, 1], the
   multiplier of each row's segment, so that fp8 and fp8_ch are one kernel. E8M0 as uint8 bytes, E4M3 as float8_e4m3fn;
   integer and fp8 scales in the QuantTensor's dtype (bfloat16 after round to nearest, float16 in many checkpoints).
-- ``zeros`` uint8 or float [..., N, G], like the scales; empty for symmetric schemes, whose zero is 2**(bits - 1).
+- ``zeros`` uint8 or float [..., N, G], like the scales; empty for symmetric schemes, whose zero is 2**(bits - 1). Of
+  schemes with minimums the offsets in units of the weight: W = code * scale - offset.
 - ``row_scale`` float32 [..., N]: nvfp4's global multiplier of each row, to be applied to the accumulated output; else
   empty.
 - ``row_block`` int32 [N]: fp8_block's scale row of each n (n // 128 unless blocks were cut or fused); else empty.
@@ -40,4 +41,5 @@ LAYOUT = Layout(
     pack="gristmill.quant.layouts._plain:pack",
     unpack="gristmill.quant.layouts._plain:unpack",
     size=size,
+    any_integer=True,
 )

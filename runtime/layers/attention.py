@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.linear import load_linear
+from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import ModelConfig
@@ -14,32 +15,47 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class Attention:
-    """q, k and v as one product; rotation; k and v into the cache; attention; the output product."""
+    """q, k and v as one product; in Qwen3 a norm of each head; rotation; k and v into the cache; attention; the output product.
 
-    def __init__(self, c: ModelConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
+    window: keys a query sees, itself included; 0 = all. Sinks are taken where the table has them.
+    """
+
+    def __init__(
+        self, c: ModelConfig, plans: Plans, weights: Weights, name: str, rope: Rope, window: int = 0
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.scale = c.head_dim**-0.5
         self.plans = plans
         self.rope = rope
-        self.qkv = Linear(plans, weights.linear(f"{name}.qkv"), weights.optional(f"{name}.qkv.bias"))
-        self.out = Linear(plans, weights.linear(f"{name}.out"), weights.optional(f"{name}.out.bias"))
+        self.window = window
+        self.sinks = weights.optional(f"{name}.sinks")
+        plans.own(self.sinks)
+        self.qkv = load_linear(plans, weights, f"{name}.qkv")
+        self.q_norm = self.k_norm = None
+        if c.qk_norm:
+            self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), c.rms_eps)
+            self.k_norm = RMSNorm(plans, weights.tensor(f"{name}.k_norm"), c.rms_eps)
+        self.out = load_linear(plans, weights, f"{name}.out")
 
     def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
         """x [tokens, hidden], cache (K, V) -> [tokens, hidden]."""
         k_cache, v_cache = cache
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
+            k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
         self.rope(q, k, batch.positions)
         shape = f"h={self.kv_heads},d={self.head_dim},dv={self.head_dim},block_size={k_cache.shape[1]},x={self.plans.x}"
         self.plans.bind("reshape_and_cache", shape)(k, v, k_cache, v_cache, batch.slots)
         out = q.new_empty(q.shape)
         problem = (
             f"heads={self.heads},kv_heads={self.kv_heads},head_dim={self.head_dim},"
-            f"block_size={k_cache.shape[1]},x={self.plans.x}"
+            f"block_size={k_cache.shape[1]},x={self.plans.x},window={self.window},sinks={str(self.sinks is not None).lower()}"
         )
         plan = self.plans.bind("paged_attention", problem)
         plan(
             q, k_cache, v_cache, batch.block_table, batch.query_start, batch.seq_lens, batch.max_q, batch.max_ctx,
-            self.scale, 0, None, None, self.plans.scratch(plan, x.shape[0]), out,
+            self.scale, self.window, self.sinks, None, self.plans.scratch(plan, x.shape[0]), out,
         )  # fmt: skip
         return self.out(out.view(x.shape[0], -1))

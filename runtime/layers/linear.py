@@ -1,4 +1,4 @@
-"""Linear layers: a QuantTensor packed for the layouts of its plan."""
+"""Linear layers: a QuantTensor packed for the layouts of its plan, or several that no one matrix holds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gristmill.kernels.common import dtype_name
 from gristmill.kernels.linear.weight import LinearWeight, problem_of
 from gristmill.quant import QuantTensor
 from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.loader.weights import Part, Weights
 
 
 class Linear:
@@ -48,3 +49,45 @@ class Linear:
             scratch = self.plans.scratch(self.plan, rows)
             self.plan(x, tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
         return out
+
+
+class SplitLinear:
+    """A fused matrix in parts: each multiplied on its own, x first by the part's pre_scale where it has one.
+
+    Checkpoints store the parts of q/k/v or gate/up in different schemes, or scale the input of a layer.
+    """
+
+    def __init__(
+        self, plans: Plans, parts: list[Part], bias: Tensor | None = None, *, silu_mul: bool = False
+    ) -> None:
+        rows = [part.weight.n for part in parts]
+        biases = [None] * len(parts) if bias is None else [b.contiguous() for b in bias.split(rows)]
+        self.plans = plans
+        self.scales = [part.pre_scale for part in parts]
+        plans.own(*self.scales)
+        gated = silu_mul and len(parts) == 1
+        self.parts = [Linear(plans, p.weight, b, silu_mul=gated) for p, b in zip(parts, biases, strict=True)]
+        self.gating = None
+        if silu_mul and not gated:
+            self.gating = plans.bind("silu_and_mul", f"n={sum(rows) // 2},x={plans.x}")
+        self.columns = sum(part.columns for part in self.parts) // (2 if self.gating is not None else 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
+        found = [
+            part(x if scale is None else x * scale) for part, scale in zip(self.parts, self.scales, strict=True)
+        ]
+        joined = found[0] if len(found) == 1 else torch.cat(found, -1)
+        if self.gating is None or not x.shape[0]:
+            return joined[:, : self.columns]
+        out = x.new_empty(x.shape[0], self.columns)
+        self.gating(joined, out)
+        return out
+
+
+def load_linear(plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False) -> Linear | SplitLinear:
+    """The linear layer of a parameter, with its bias when the table has ``TARGET.bias``."""
+    parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
+    if len(parts) == 1 and parts[0].pre_scale is None:
+        return Linear(plans, parts[0].weight, bias, silu_mul=silu_mul)
+    return SplitLinear(plans, parts, bias, silu_mul=silu_mul)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.linear import Linear, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -29,12 +29,12 @@ class LatentAttention:
     def __init__(self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
         self.mla, self.heads, self.plans, self.rope = mla, c.num_heads, plans, rope
         self.scale = mla.qk_dim**-0.5 * c.rope.softmax_factor
-        self.latents = Linear(plans, weights.linear(f"{name}.latents"), weights.optional(f"{name}.latents.bias"))
+        self.latents = load_linear(plans, weights, f"{name}.latents")
         self.q_norm = None
         if mla.q_lora_rank:
             # transformers gives the latents' norms their default epsilon, not the configuration's.
             self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), LATENT_EPS)
-        self.q = Linear(plans, weights.linear(f"{name}.q"))
+        self.q = load_linear(plans, weights, f"{name}.q")
         self.kv_norm = RMSNorm(plans, weights.tensor(f"{name}.kv_norm"), LATENT_EPS)
         kv = weights.linear(f"{name}.kv")
         self.kv = Linear(plans, kv)
@@ -42,7 +42,7 @@ class LatentAttention:
         self.w_k = per_head[:, : mla.nope_dim].contiguous()
         self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()
         plans.own(self.w_k, self.w_v)
-        self.out = Linear(plans, weights.linear(f"{name}.out"), weights.optional(f"{name}.out.bias"))
+        self.out = load_linear(plans, weights, f"{name}.out")
 
     def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""

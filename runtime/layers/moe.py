@@ -1,4 +1,7 @@
-"""A mixture of experts (DeepSeek-V3, arXiv:2412.19437, 2.1.2): routed ones by grouped top-k, and shared ones for every token."""
+"""A mixture of experts (DeepSeek-V3, arXiv:2412.19437, 2.1.2): routed ones by grouped top-k, and shared ones for every token.
+
+Mixtral (arXiv:2401.04088) and Qwen3-MoE are the same with one group, softmax scores and no shared experts.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ class MixtureOfExperts:
         self.plans = plans
         router = QuantTensor.from_dense(weights.tensor(f"{name}.router"))
         self.router = Linear(plans, router, dtype=torch.float32)
-        self.bias = weights.tensor(f"{name}.router.bias")
+        self.bias = weights.optional(f"{name}.router.bias")
         plans.own(self.bias)
         self.topk = plans.bind(
             "grouped_topk",
             f"e={moe.num_experts},top_k={moe.top_k},n_group={moe.num_groups},topk_group={moe.top_groups},x=fp32,"
-            f"scoring=sigmoid,bias=true,renormalize={str(moe.norm_topk_prob).lower()}",
+            f"scoring={moe.scoring},bias={str(moe.choice_bias).lower()},renormalize={str(moe.norm_topk_prob).lower()}",
         )
         gate_up, down = weights.linear(f"{name}.experts.gate_up"), weights.linear(f"{name}.experts.down")
         problem = f"top_k={moe.top_k},e={moe.num_experts},h={down.n},i={down.k},x={plans.x},w={down.scheme}"
@@ -43,7 +46,7 @@ class MixtureOfExperts:
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
         self.topk(
-            self.router(x.float()), moe.top_k, self.bias, moe.num_groups, moe.top_groups, "sigmoid", moe.norm_topk_prob,
+            self.router(x.float()), moe.top_k, self.bias, moe.num_groups, moe.top_groups, moe.scoring, moe.norm_topk_prob,
             moe.scale, scores, ids,
         )  # fmt: skip
         out = x.new_empty(x.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,14 @@ MAX_HEADER = 100 << 20
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What weights that are not quantized may be stored in."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,26 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
-    def read(self, name: str, shape: tuple[int, ...] | None = None, *, floating: bool = False) -> Tensor:
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Stored dtype and shape; CheckpointError when there is none of that name."""
+        entry = self._entry(name)
+        return entry.dtype, entry.shape
+
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+    ) -> Tensor:
         """A tensor, in its stored dtype, on the CPU; its memory is the file's mapping: copy what is to be kept.
 
         Raises:
-            CheckpointError: there is none of that name, its shape is not `shape`, it is no float though `floating`.
+            CheckpointError: there is none of that name, its shape is not `shape`, its dtype none of `dtypes`.
         """
-        entry = self.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.directory} has no tensor {name}")
+        entry = self._entry(name)
+        if dtypes is not None and entry.dtype not in dtypes:
+            *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+            expected = f"{', '.join(others)} or {last}" if others else last
+            raise CheckpointError(f"{entry.file}: tensor {name} must be {expected}, got {entry.dtype}")
         if shape is not None and entry.shape != shape:
             raise CheckpointError(f"{entry.file}: tensor {name} must have shape {list(shape)}, got {list(entry.shape)}")
-        if floating and entry.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise CheckpointError(f"{entry.file}: tensor {name} must be float32, float16 or bfloat16, got {entry.dtype}")
         if self._open is None or self._open[0] != entry.file:
             try:
                 self._open = (entry.file, safe_open(entry.file, framework="pt"))
@@ -90,6 +102,12 @@ class Checkpoint:
                 raise CheckpointError(f"{entry.file} cannot be opened: {error}") from error
         tensor: Tensor = self._open[1].get_tensor(name)
         return tensor
+
+    def _entry(self, name: str) -> Entry:
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.directory} has no tensor {name}")
+        return entry
 
     def _index(self) -> dict[str, str]:
         """Tensor -> file; of a single file, "" -> file."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.loader.gguf import gguf_config, is_gguf
 
-ARCHITECTURES = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM", "GptOssForCausalLM",
+)  # fmt: skip
 """What `gristmill.runtime.models` has a file for."""
+
 
 @dataclass(frozen=True)
 class MlaConfig:
@@ -37,7 +42,11 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts: routed experts in groups, shared experts, and how scores become weights."""
+    """Mixture of experts: routed experts in groups, shared experts, and how scores become weights.
+
+    scoring: ``sigmoid`` or ``softmax`` of the router's logits. choice_bias: the checkpoint has a bias that is added to
+    scores for choosing only. first_dense: layers before it have no experts, nor have dense_layers.
+    """
 
     num_experts: int
     top_k: int
@@ -47,12 +56,25 @@ class MoeConfig:
     top_groups: int
     norm_topk_prob: bool
     scale: float
-    first_dense: int
+    first_dense: int = 0
+    scoring: str = "sigmoid"
+    choice_bias: bool = True
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Sizes are in elements; `eos_ids` come from generation_config.json, else config.json."""
+    """One model. Sizes are in elements.
+
+    `eos_ids` come from generation_config.json, else config.json; nothing else of generation_config.json is used: what
+    it recommends for sampling (temperature, top_k, top_p) does not change the defaults of `SamplingParams`.
+
+    attention_bias: q, k, v and the output have biases; qkv_bias: q, k and v have. qk_norm: heads of q and k are normalised.
+    windows: keys that a query of each layer sees, 0 = all; empty where no layer has a window. sinks: attention has one more
+    logit a head. swiglu_limit: where gpt-oss clamps its gating.
+
+    quantization: how the checkpoint's weights are quantized, for `gristmill.quant.formats`; None = not.
+    """
 
     architecture: str
     vocab_size: int
@@ -76,11 +98,17 @@ class ModelConfig:
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     num_nextn_layers: int = 0
-    stored_scheme: str | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
+    swiglu_limit: float = 0.0
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        moe = self.moe
+        return moe is not None and layer >= moe.first_dense and layer not in moe.dense_layers
 
 
 class _Fields:
@@ -132,20 +160,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The configuration of a model directory.
+    """The configuration of a model directory, or of a GGUF file.
 
     Raises:
         ConfigError: no such directory, no config.json, an architecture or feature we do not have, an entry that is
             missing or of the wrong kind.
     """
     folder = Path(directory)
+    if is_gguf(folder) and not folder.is_dir():
+        return parse_config(gguf_config(folder), origin=str(folder))
     if not folder.is_dir():
         raise ConfigError(f"no model directory {folder}: expected a folder with config.json and safetensors files")
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: not a Hugging Face model directory")
     generation = folder / "generation_config.json"
-    return parse_config(read_json(path), read_json(generation) if generation.is_file() else {}, str(path))
+    data = {**read_json(path), "quantization_config": _quantization(folder)}
+    return parse_config(data, read_json(generation) if generation.is_file() else {}, str(path))
 
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json") -> ModelConfig:
@@ -164,7 +195,8 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-    deepseek = found == "DeepseekV3ForCausalLM"
+    _no_window(fields, found)
+    deepseek, gpt_oss = found == "DeepseekV3ForCausalLM", found == "GptOssForCausalLM"
     mla = _mla(fields) if deepseek else None
     head_dim = mla.qk_dim if mla else fields.size("head_dim", None) or hidden // heads
     return ModelConfig(
@@ -182,16 +214,35 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         rope_dim=mla.rope_dim if mla else head_dim,
         rope_interleaved=deepseek and fields.flag("rope_interleave", True),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
+        attention_bias=fields.flag("attention_bias", gpt_oss),
         mlp_bias=fields.flag("mlp_bias", False),
         dtype=_dtype(fields),
         bos_id=fields.get("bos_token_id", int, None),
         eos_ids=_eos(generation or {}, data, origin),
         mla=mla,
-        moe=_moe(fields) if deepseek else None,
+        moe=_moe(fields) if deepseek else _plain_moe(fields, found),
         num_nextn_layers=fields.get("num_nextn_predict_layers", int, 0),
-        stored_scheme=_stored_scheme(fields),
+        qkv_bias=found == "Qwen2ForCausalLM",
+        qk_norm=found in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        windows=_windows(fields) if gpt_oss else (),
+        sinks=gpt_oss,
+        swiglu_limit=fields.number("swiglu_limit", 7.0) if gpt_oss else 0.0,
+        quantization=_checked_quantization(fields),
     )
+
+
+def _no_window(fields: _Fields, architecture: str) -> None:
+    """gpt-oss alone has windowed attention; a window as long as the model's positions cuts nothing off."""
+    window, positions = fields.size("sliding_window", None), fields.size("max_position_embeddings")
+    if architecture == "GptOssForCausalLM" or (
+        architecture.startswith("Qwen") and not fields.flag("use_sliding_window", False)
+    ):
+        return
+    if window is not None and window < positions:
+        raise ConfigError(
+            f"{fields.origin}: {architecture} has no sliding window, got sliding_window = {window} with {positions} positions; "
+            "remove the entry to attend to the whole context"
+        )
 
 
 def _dtype(fields: _Fields) -> str:
@@ -265,15 +316,64 @@ def _moe(fields: _Fields) -> MoeConfig:
     return moe
 
 
-def _stored_scheme(fields: _Fields) -> str | None:
-    given = fields.get("quantization_config", dict, None)
-    if given is None:
+def _windows(fields: _Fields) -> tuple[int, ...]:
+    """The window of each layer, 0 for those that see everything; every second layer where nothing is said."""
+    window, layers = fields.size("sliding_window", 128), fields.size("num_hidden_layers")
+    types = fields.get("layer_types", list, None) or ["sliding_attention", "full_attention"] * layers
+    known = {"sliding_attention": window, "full_attention": 0}
+    if len(types) < layers or any(kind not in known for kind in types):
+        raise ConfigError(f"{fields.origin}: layer_types must give each of {layers} layers one of {', '.join(known)}, got {types!r}")
+    return tuple(known[kind] for kind in types[:layers])
+
+
+def _plain_moe(fields: _Fields, architecture: str) -> MoeConfig | None:
+    """Experts chosen by the largest probabilities, without groups or shared experts: Mixtral, Qwen3-MoE, gpt-oss."""
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
+        experts, inner, normed = fields.size("num_local_experts"), fields.size("intermediate_size"), True
+        dense: tuple[int, ...] = ()
+    elif architecture == "Qwen3MoeForCausalLM":
+        # transformers 5 writes num_local_experts
+        experts = fields.size("num_local_experts", None) or fields.size("num_experts")
+        inner = fields.size("moe_intermediate_size")
+        normed, step = fields.flag("norm_topk_prob", False), fields.size("decoder_sparse_step", 1)
+        only = fields.get("mlp_only_layers", list, [])
+        dense = tuple(i for i in range(fields.size("num_hidden_layers")) if i in only or (i + 1) % step)
+    else:
         return None
-    quantization = _Fields(given, f"{fields.origin}: quantization_config")
-    method = quantization.get("quant_method", str)
-    if method != "gristmill":
-        raise ConfigError(f"{quantization.origin}: quant_method {method!r} is not supported; known: gristmill")
-    version = quantization.get("version", int, 1)
-    if version != 1:
-        raise ConfigError(f"{quantization.origin}: version {version} was written by a newer gristmill; this one reads 1")
-    return str(quantization.get("scheme", str))
+    top_k = fields.size("num_experts_per_tok")
+    if top_k > experts:
+        raise ConfigError(f"{fields.origin}: num_experts_per_tok = {top_k} is more than the {experts} experts")
+    return MoeConfig(experts, top_k, inner, 0, 1, 1, normed, 1.0, 0, "softmax", False, dense)
+
+
+SIDECARS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+"""Files that say how weights are quantized where config.json does not, and the method each belongs to."""
+
+
+def _quantization(folder: Path) -> Mapping[str, Any] | None:
+    """What config.json or a file beside it says of quantization."""
+    path = folder / "config.json"
+    data = read_json(path)
+    for name in ("quantization_config", "compression_config"):
+        if data.get(name):
+            given = data[name]
+            if not isinstance(given, dict):
+                raise ConfigError(f"{path}: entry {name!r} must be an object, got {given!r}")
+            return given if name == "quantization_config" else {"quant_method": "compressed-tensors", **given}
+    for name, method in SIDECARS:
+        if (folder / name).is_file():
+            return {"quant_method": method, **read_json(folder / name)}
+    return None
+
+
+def _checked_quantization(fields: _Fields) -> Mapping[str, Any] | None:
+    """The entry, once its format has read it."""
+    given: Mapping[str, Any] | None = fields.get("quantization_config", dict, None)
+    if given is not None:
+        from gristmill.quant.formats import FormatError, open_format
+
+        try:
+            open_format(given, f"{fields.origin}: quantization_config")
+        except FormatError as error:
+            raise ConfigError(str(error)) from error
+    return given

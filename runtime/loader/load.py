@@ -8,10 +8,13 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats import open_format
+from gristmill.quant.formats.gguf import Gguf
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import ModelConfig, load_config
+from gristmill.runtime.loader.gguf import GgufCheckpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 
@@ -28,20 +31,22 @@ def load_model(
     device: str = "cpu",
     policy: Policy | None = None,
 ) -> Model:
-    """Load LlamaForCausalLM or DeepseekV3ForCausalLM from a Hugging Face directory.
+    """Load a model from a Hugging Face directory or a GGUF file, quantized or not; config.ARCHITECTURES are known.
 
     dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
-    linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept.
+    linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
+    quantized checkpoint it can name the stored scheme, with an activation format to multiply with
+    (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized.
 
     Raises:
         ConfigError, CheckpointError: the directory's faults. UsageError: an unknown dtype, scheme or device.
     """
     config = load_config(directory)
-    scheme, stored = parse_scheme(quant), parse_scheme(config.stored_scheme)
-    if stored is not None and scheme is not None and stored != scheme:
-        raise UsageError(f"{directory} is quantized to {stored} already: it cannot be quantized to {scheme} at load")
+    scheme = parse_scheme(quant)
+    stored = None if config.quantization is None else open_format(config.quantization)
     plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
-    weights = Weights(Checkpoint(directory), model_table(config), plans.dtype, plans.device, scheme, stored)
+    checkpoint = GgufCheckpoint(directory) if isinstance(stored, Gguf) else Checkpoint(directory)
+    weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored)
     return build_model(config, weights, plans)
 
 

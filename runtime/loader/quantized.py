@@ -1,17 +1,16 @@
-"""Checkpoints that gristmill quantized: a Hugging Face directory whose linear weights are QuantTensor fields.
-
-In place of ``NAME.weight`` stand ``NAME.codes`` (uint8 [N, ceil(K*bits/8)], a dense little-endian bit stream along K),
-and, where the scheme has them, ``NAME.scales``, ``NAME.zero`` and ``NAME.global_scale``, as `gristmill.quant.tensor` describes
-them; E8M0 scales are U8, E4M3 scales F8_E4M3. Every other tensor is as it was, and config.json gains
-
-    "quantization_config": {"quant_method": "gristmill", "version": 1, "scheme": "int4_g128"}
+"""Writing quantized checkpoints: a Hugging Face directory whose linear weights are in one of the formats of
+`gristmill.quant.formats.writers`, gristmill's own unless another is named. Every other tensor is as it was, and config.json
+gains the format's ``quantization_config``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,38 +18,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import QuantTensor
+from gristmill.quant.formats import FormatError
+from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import INDEX, SINGLE, Checkpoint
+from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint
 from gristmill.runtime.loader.config import read_json
 
 if TYPE_CHECKING:
     from gristmill.runtime.loader.weights import WeightTable
 
-FIELDS = ("codes", "scales", "zero", "global_scale")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Files of a source that are not copied: its weights, in any format."""
 SHARD_BYTES = 2 << 30
 """Bytes after which a new file is begun: what writing holds in memory at most."""
-
-
-def read_quantized(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, int], scheme: QuantScheme
-) -> tuple[QuantTensor, list[str]]:
-    """The weight `name` [N, K] of a checkpoint that gristmill quantized, and the tensors it is made of.
-
-    Raises:
-        CheckpointError: a field is missing, or does not have the shape or dtype of the scheme.
-    """
-    names = [f"{name}.{field}" for field in FIELDS if f"{name}.{field}" in checkpoint]
-    if f"{name}.codes" not in names:
-        raise CheckpointError(f"{checkpoint.directory} says {scheme}, but has no tensor {name}.codes")
-    tensors = {full.rpartition(".")[2]: checkpoint.read(full).clone() for full in names}
-    try:
-        found = QuantTensor(
-            tensors["codes"], tensors.get("scales"), shape, scheme, tensors.get("zero"), tensors.get("global_scale")
-        )
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.directory}: {name}: {error}") from error
-    return found, names
 
 
 def write_quantized(
@@ -59,18 +39,26 @@ def write_quantized(
     table: WeightTable,
     scheme: QuantScheme,
     progress: Callable[[int, int], None] | None = None,
+    form: str = "gristmill",
 ) -> dict[str, int]:
     """Quantize the linear weights of a model directory to nearest and write it, one tensor at a time, to `out`.
 
-    progress: called with (tensors done, tensors in all). Returns {"tensors": quantized ones, "bytes_before", "bytes_after"}.
+    `out` appears whole or not at all: everything is written to a hidden folder beside it, which then takes its name.
+    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. Returns {"tensors":
+    quantized ones, "bytes_before", "bytes_after"}.
 
     Raises:
-        UsageError: `out` exists and is not empty, or the scheme is dense; CheckpointError: the source's faults.
+        UsageError: `out` exists and is not empty, or cannot be written, the scheme is dense, the format does not hold it, or
+            the model has experts in one tensor; CheckpointError: the source's faults.
     """
-    from gristmill.runtime.loader.weights import quantize_part
-
     if scheme.is_dense:
         raise UsageError(f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4")
+    if any(weight.stacked for weight in table.weights):
+        raise UsageError(f"{source} has its experts in one tensor, which is not written quantized: quantize at load")
+    try:
+        target = open_writer(form, scheme)
+    except FormatError as error:
+        raise UsageError(str(error)) from error
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder: name a new one")
     checkpoint = Checkpoint(source)
@@ -85,28 +73,65 @@ def write_quantized(
     missing = [name for name in shapes if name not in checkpoint]
     if missing:
         raise CheckpointError(f"{source} has no tensor {missing[0]}")
-    out.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(out)
-    before = 0
-    for done, name in enumerate(sorted(checkpoint)):
-        tensor = checkpoint.read(name)
-        before += tensor.numel() * tensor.element_size()
-        if name in shapes:
-            base = name.removesuffix(".weight")
-            tensor = checkpoint.read(name, shapes[name], floating=True)  # type: ignore[arg-type]
-            for field, value in quantize_part(base, tensor, scheme).tensors().items():
-                writer.add(f"{base}.{field}", value)
-        else:
-            writer.add(name, tensor.clone())
-        if progress is not None:
-            progress(done + 1, len(checkpoint.entries))
-    after = writer.close()
-    config["quantization_config"] = {"quant_method": "gristmill", "version": 1, "scheme": str(scheme)}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for extra in sorted(source.iterdir()):
-        if extra.is_file() and extra.suffix != ".safetensors" and extra.name not in ("config.json", INDEX):
-            shutil.copyfile(extra, out / extra.name)
+    with _whole(out) as folder:
+        writer = _Writer(folder)
+        before = 0
+        for done, name in enumerate(sorted(checkpoint)):
+            tensor = checkpoint.read(name)
+            before += tensor.numel() * tensor.element_size()
+            if name in shapes:
+                base = name.removesuffix(".weight")
+                tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
+                try:
+                    stored = target.tensors(target.quantize(tensor))
+                except ValueError as error:  # FormatError among them
+                    raise CheckpointError(f"{name}: {error}") from error
+                for field, value in stored.items():
+                    writer.add(f"{base}.{field}", value)
+            else:
+                writer.add(name, tensor.clone())
+            if progress is not None:
+                progress(done + 1, len(checkpoint.entries))
+        after = writer.close()
+        config["quantization_config"] = target.config(_kept(checkpoint, shapes))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for extra in sorted(source.iterdir()):
+            weights = extra.suffix in WEIGHT_SUFFIXES or extra.name.endswith(".index.json")
+            if extra.is_file() and not weights and extra.name != "config.json":
+                shutil.copyfile(extra, folder / extra.name)
     return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after}
+
+
+def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
+    """Modules whose matrices stay in floats; embeddings are no linear layers to anyone."""
+    matrices = (n for n, e in checkpoint.entries.items() if n.endswith(".weight") and len(e.shape) == 2 and n not in quantized)
+    return [n.removesuffix(".weight") for n in matrices if not n.endswith("embed_tokens.weight")]
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` in the end, or is gone when writing fails."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    except OSError as error:
+        raise UsageError(f"cannot write to {out.parent}: {error.strerror or error}") from error
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
+        try:
+            folder.rename(out)
+        except OSError as error:
+            raise UsageError(f"{out} came to be while it was written, or cannot be made: {error.strerror or error}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class _Writer:

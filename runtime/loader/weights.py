@@ -7,7 +7,7 @@ once each, and in the end tells what was never asked for and what nobody read.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, concat, quantize, stack
-from gristmill.runtime.errors import CheckpointError
-from gristmill.runtime.loader.checkpoint import Checkpoint
-from gristmill.runtime.loader.quantized import read_quantized
+from gristmill.quant.formats import Format, FormatError
+from gristmill.quant.formats.kv_scales import kv_scale_names
+from gristmill.runtime.errors import CheckpointError, UsageError
+from gristmill.runtime.loader.checkpoint import FLOATS, Checkpoint
+from gristmill.runtime.loader.gguf import GgufCheckpoint
 
 Kind = Literal["linear", "kept", "fp32"]
 
@@ -30,7 +32,8 @@ class Weight:
     target: its name in the model. sources: checkpoint names of the parts, joined along rows in this order (fused q/k/v,
     gate/up); with `experts`, each has ``{expert}`` in it and the experts are stacked in front. rows: of each part.
     columns: None for a vector. kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
-    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has ``.codes`` and its other fields.
+    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format. stacked: the
+    one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N].
     """
 
     target: str
@@ -39,10 +42,11 @@ class Weight:
     columns: int | None = None
     kind: Kind = "kept"
     experts: int = 0
+    stacked: bool = False
 
     def part_names(self) -> list[str]:
         """Names of the parts in the checkpoint, expert after expert."""
-        if not self.experts:
+        if not self.experts or self.stacked:
             return list(self.sources)
         return [source.format(expert=expert) for expert in range(self.experts) for source in self.sources]
 
@@ -59,21 +63,33 @@ class WeightTable:
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A linear weight [N, K], on the device, and what x is multiplied by before it, [K] in the model's dtype, or None."""
+
+    weight: QuantTensor
+    pre_scale: Tensor | None = None
+
+
 class Weights:
     """Hands out the parameters of a table from a checkpoint.
 
-    dtype: what kept and unquantized weights become. scheme: quantize linear weights so at load; None = not.
-    stored: scheme of a checkpoint that gristmill quantized; None = a plain one. device: where parameters go.
+    dtype: what kept and unquantized weights become. scheme: quantize linear weights so at load; None = as they are stored.
+    stored: the format of a quantized checkpoint; None = a plain one. device: where parameters go.
+
+    Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
+    are dequantized. What the model keeps in floats (embedding, logits head, router) is dequantized wherever it is stored
+    quantized, to the dtype the model keeps it in.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | GgufCheckpoint,
         table: WeightTable,
         dtype: torch.dtype,
         device: torch.device,
         scheme: QuantScheme | None = None,
-        stored: QuantScheme | None = None,
+        stored: Format | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.table = table
@@ -87,10 +103,11 @@ class Weights:
     def tensor(self, target: str) -> Tensor:
         """A kept parameter, on the device."""
         weight = self._take(target)
+        dtype = torch.float32 if weight.kind == "fp32" else self.dtype
         parts = []
         for name, rows in zip(weight.sources, weight.rows, strict=True):
             shape = (rows,) if weight.columns is None else (rows, weight.columns)
-            parts.append(self._source(name, shape, weight).to(torch.float32 if weight.kind == "fp32" else self.dtype))
+            parts.append(self._kept(name, shape, weight).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined.to(self.device, copy=True)
 
@@ -99,22 +116,77 @@ class Weights:
         return self.tensor(target) if target in self._pending else None
 
     def linear(self, target: str) -> QuantTensor:
-        """A linear parameter [N, K], or [experts, N, K], on the device: quantized, or dense in the model's dtype."""
+        """A linear parameter [N, K], or [experts, N, K], on the device: quantized, or dense in the model's dtype.
+
+        Raises:
+            CheckpointError: its parts, or its experts, are stored in ways that one tensor cannot hold.
+        """
         weight = self._take(target)
-        names, parts = weight.part_names(), len(weight.sources)
-        made = [self._part(name, weight.rows[index % parts], weight) for index, name in enumerate(names)]
-        fused = [concat(made[start : start + parts], -2) for start in range(0, len(made), parts)]
-        return (stack(fused) if weight.experts else fused[0]).to(self.device)
+        if weight.stacked:
+            return self._stacked(weight).to(self.device)
+        names, count = weight.part_names(), len(weight.sources)
+        made = [self._part(name, weight.rows[index % count], weight) for index, name in enumerate(names)]
+        scaled = next((name for name, part in zip(names, made, strict=True) if part.pre_scale is not None), None)
+        if scaled is not None:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {scaled} multiplies its input by pre_quant_scale, which is not supported in "
+                f"{target}; ask for float weights (quant bf16)"
+            )
+        fused = [self._join(names[i : i + count], made[i : i + count]) for i in range(0, len(made), count)]
+        if not weight.experts:
+            return fused[0].to(self.device)
+        try:
+            return stack(fused).to(self.device)
+        except ValueError as error:
+            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {target} differ: {error}") from error
+
+    def parts(self, target: str) -> list[Part]:
+        """A linear parameter as one part, or as several where its parts are stored in ways that one tensor cannot hold.
+
+        They may differ in scheme (rules that name layers), in act-order, or in what x is multiplied by before. Parts with
+        different global scales are one: each keeps its own.
+        """
+        weight = self._take(target)
+        made = [self._part(name, rows, weight) for name, rows in zip(weight.sources, weight.rows, strict=True)]
+        first = made[0].pre_scale
+        alike = all(
+            (p.pre_scale is None) == (first is None) and (first is None or torch.equal(first, p.pre_scale)) for p in made
+        )
+        if alike:
+            try:
+                return [self._placed(Part(concat([p.weight for p in made], -2), first))]
+            except ValueError:
+                pass  # concat says that it cannot be exact: parts stay apart, which always is
+        return [self._placed(part) for part in made]
 
     def finish(self) -> None:
         """CheckpointError if a parameter was left unwritten, or if a tensor was read by nobody."""
         if self._pending:
             raise CheckpointError(f"parameters left unwritten: {_some(self._pending)}")
-        unread = [n for n in self.checkpoint if n not in self._read and not self.table.ignores(n)]
+        known = self._read | self._side_tensors()
+        unread = [n for n in self.checkpoint if n not in known and not self.table.ignores(n)]
         if unread:
             raise CheckpointError(
                 f"{self.checkpoint.directory} holds tensors that no parameter of the model takes: {_some(unread)}"
             )
+
+    def _side_tensors(self) -> set[str]:
+        """What quantized checkpoints hold beside weights: scales of a KV cache, which here is not quantized; biases of 0
+        that GPTQ's packers write for layers without one.
+        """
+        if self.stored is None:
+            return set()
+        try:
+            found = set(kv_scale_names(self.checkpoint).values())
+        except FormatError as error:
+            raise CheckpointError(f"{self.checkpoint.directory}: {error}") from error
+        for name in self.checkpoint:
+            module = name.removesuffix(".bias")
+            if name not in self._read and f"{module}.qweight" in self._read and module != name:
+                if bool(self.checkpoint.read(name, dtypes=FLOATS).count_nonzero()):
+                    raise CheckpointError(f"{self.checkpoint.directory}: {name} is not 0, and the model has no such bias")
+                found.add(name)
+        return found
 
     def _take(self, target: str) -> Weight:
         weight = self._pending.pop(target, None)
@@ -122,26 +194,90 @@ class Weights:
             raise KeyError(f"no weight {target!r} in the model's table, or it was taken before")
         return weight
 
+    def _kept(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
+        """A tensor of floats; dequantized where a quantized checkpoint has it otherwise."""
+        module = name.removesuffix(".weight")
+        if self.stored is not None and len(shape) == 2 and module != name:
+            plain = name in self.checkpoint and self.checkpoint.spec(name)[0] in FLOATS
+            found = None if plain else self._stored(module, shape)
+            if found is not None:
+                return found.weight.dequantize()
+        return self._source(name, shape, weight)
+
     def _source(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
         if name not in self.checkpoint:
             raise CheckpointError(
                 f"parameter {weight.target} is left unwritten: {self.checkpoint.directory} has no tensor {name}"
             )
         self._read.add(name)
-        return self.checkpoint.read(name, shape, floating=True)
+        return self.checkpoint.read(name, shape, dtypes=FLOATS)
 
-    def _part(self, name: str, rows: int, weight: Weight) -> QuantTensor:
+    def _stored(self, module: str, shape: tuple[int, ...]) -> Part | None:
+        """What the checkpoint's format says of a module; None when it is stored in floats."""
+        if self.stored is None:
+            return None
+        try:
+            found = self.stored.read(self.checkpoint, module, shape)
+        except FormatError as error:
+            raise CheckpointError(f"{self.checkpoint.directory}: {error}") from error
+        if found is None:
+            return None
+        self._read.update(found.names)
+        return Part(found.weight, None if found.pre_scale is None else found.pre_scale.to(self.dtype))
+
+    def _part(self, name: str, rows: int, weight: Weight) -> Part:
         columns = weight.columns
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        if self.stored is not None:
-            found, read = read_quantized(self.checkpoint, name, (rows, columns), self.stored)
-            self._read.update(read)
-            return found
+        found = self._stored(name, (rows, columns))
+        if found is not None:
+            return self._wanted(name, found)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
-        if self.scheme is None or self.scheme.is_dense:
-            return QuantTensor.from_dense(tensor.to(self.dtype, copy=True))
+        if self.stored is not None or self.scheme is None or self.scheme.is_dense:
+            return Part(QuantTensor.from_dense(tensor.to(self.dtype, copy=True)))
+        return Part(quantize_part(name, tensor, self.scheme))
+
+    def _stacked(self, weight: Weight) -> QuantTensor:
+        """All experts of a parameter from one tensor."""
+        (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
+        if columns is None:
+            raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
+        found = self._stored(name, (weight.experts, rows, columns))
+        if found is not None:
+            return self._wanted(name, found).weight
+        tensor = self._source(name, (weight.experts, columns, rows), weight).transpose(1, 2)
+        if self.stored is not None or self.scheme is None or self.scheme.is_dense:
+            return QuantTensor.from_dense(tensor.to(self.dtype).clone(memory_format=torch.contiguous_format))
         return quantize_part(name, tensor, self.scheme)
+
+    def _wanted(self, name: str, part: Part) -> Part:
+        """A stored part as the scheme asks for it."""
+        scheme, weight = self.scheme, part.weight
+        if scheme is None:
+            return part
+        if scheme.is_dense:
+            wide = weight.dequantize()
+            if part.pre_scale is not None:
+                wide *= part.pre_scale.float()
+            return Part(QuantTensor.from_dense(wide.to(self.dtype)))
+        if scheme.without_activation != weight.scheme:
+            raise UsageError(
+                f"{self.checkpoint.directory} is quantized to {weight.scheme} already ({name}): it cannot be quantized to "
+                f"{scheme} at load"
+            )
+        return replace(part, weight=replace(weight, scheme=scheme))
+
+    def _join(self, names: list[str], parts: list[Part]) -> QuantTensor:
+        try:
+            return concat([part.weight for part in parts], -2)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {', '.join(names)} are one matrix, and cannot be joined: {error}"
+            ) from error
+
+    def _placed(self, part: Part) -> Part:
+        scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
+        return Part(part.weight.to(self.device), scale)
 
 
 def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor:

@@ -56,4 +56,26 @@ def _deepseek_v3() -> _Maker:
     return deepseek_v3.table, deepseek_v3.DeepseekV3
 
 
-_MODELS = {"LlamaForCausalLM": _llama, "DeepseekV3ForCausalLM": _deepseek_v3}
+def _qwen() -> _Maker:
+    from gristmill.runtime.models import llama, qwen
+
+    return qwen.table, llama.Llama
+
+
+def _mixtral() -> _Maker:
+    from gristmill.runtime.models import llama, mixtral
+
+    return mixtral.table, llama.Llama
+
+
+def _gpt_oss() -> _Maker:
+    from gristmill.runtime.models import gpt_oss
+
+    return gpt_oss.table, gpt_oss.GptOss
+
+
+_MODELS = {
+    "LlamaForCausalLM": _llama, "DeepseekV3ForCausalLM": _deepseek_v3, "Qwen2ForCausalLM": _qwen, "Qwen3ForCausalLM": _qwen,
+    "Qwen3MoeForCausalLM": _qwen, "MixtralForCausalLM": _mixtral,
+    "GptOssForCausalLM": _gpt_oss,
+}  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
@@ -9,6 +12,7 @@ from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import Embedding, LogitsHead
 from gristmill.runtime.layers.mlp import MLP
+from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -18,8 +22,12 @@ from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
 
 def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. q, k and v are one matrix, gate and up another."""
-    hidden, ffn = c.hidden_size, c.intermediate_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    return decoder_table(c, lambda name, source, layer: mlp(c, name, f"{source}.mlp"))
+
+
+def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterable[Weight]]) -> WeightTable:
+    """The table of a decoder of this kind; feed_forward(name, source, layer) gives what stands behind attention."""
+    hidden = c.hidden_size
     found = [
         Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
         Weight("norm", ("model.norm.weight",), (hidden,)),
@@ -28,35 +36,55 @@ def table(c: ModelConfig) -> WeightTable:
         found.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
-        qkv = tuple(f"{source}.self_attn.{part}_proj" for part in "qkv")
-        gate_up = (f"{source}.mlp.gate_proj", f"{source}.mlp.up_proj")
-        out, down = f"{source}.self_attn.o_proj", f"{source}.mlp.down_proj"
         found += [
             Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,)),
-            Weight(f"{name}.qkv", qkv, (q, kv, kv), hidden, "linear"),
-            Weight(f"{name}.out", (out,), (hidden,), q, "linear"),
+            *attention(c, name, f"{source}.self_attn"),
             Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
-            Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear"),
-            Weight(f"{name}.down", (down,), (hidden,), ffn, "linear"),
+            *feed_forward(name, source, i),
         ]
-        if c.attention_bias:
-            found.append(Weight(f"{name}.qkv.bias", tuple(f"{part}.bias" for part in qkv), (q, kv, kv)))
-            found.append(Weight(f"{name}.out.bias", (f"{out}.bias",), (hidden,)))
-        if c.mlp_bias:
-            found.append(Weight(f"{name}.gate_up.bias", tuple(f"{part}.bias" for part in gate_up), (ffn, ffn)))
-            found.append(Weight(f"{name}.down.bias", (f"{down}.bias",), (hidden,)))
     ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq", *(("lm_head.weight",) if c.tie_embeddings else ()))
     return WeightTable(tuple(found), ignored)
+
+
+def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
+    """Projections, their biases, and the norms of heads, where the configuration says so."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = tuple(f"{source}.{part}_proj" for part in "qkv")
+    yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear")
+    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), q, "linear")
+    if c.attention_bias or c.qkv_bias:
+        yield Weight(f"{name}.qkv.bias", tuple(f"{part}.bias" for part in qkv), (q, kv, kv))
+    if c.attention_bias:
+        yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
+    if c.qk_norm:
+        yield Weight(f"{name}.q_norm", (f"{source}.q_norm.weight",), (c.head_dim,))
+        yield Weight(f"{name}.k_norm", (f"{source}.k_norm.weight",), (c.head_dim,))
+
+
+def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
+    """Gate, up and down, with biases where the configuration says so."""
+    hidden, ffn = c.hidden_size, c.intermediate_size
+    gate_up, down = (f"{source}.gate_proj", f"{source}.up_proj"), f"{source}.down_proj"
+    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear")
+    yield Weight(f"{name}.down", (down,), (hidden,), ffn, "linear")
+    if c.mlp_bias:
+        yield Weight(f"{name}.gate_up.bias", tuple(f"{part}.bias" for part in gate_up), (ffn, ffn))
+        yield Weight(f"{name}.down.bias", (f"{down}.bias",), (hidden,))
 
 
 class Layer:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, name: str, rope: Rope) -> None:
+    def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
+        name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
         self.attention = Attention(c, plans, weights, name, rope)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
-        self.mlp = MLP(plans, weights, name)
+        self.mlp: MLP | MixtureOfExperts
+        if c.moe is not None and c.is_moe_layer(index):
+            self.mlp = MixtureOfExperts(c.moe, plans, weights, name)
+        else:
+            self.mlp = MLP(plans, weights, name)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
         """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
@@ -67,14 +95,16 @@ class Layer:
 
 
 class Llama:
-    """LlamaForCausalLM."""
+    """LlamaForCausalLM, and its relatives with another table: Qwen2, Qwen3, Qwen3-MoE, Mixtral. `make_layer` makes a layer."""
+
+    make_layer: Callable[..., Any] = Layer
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
         self.plans = plans
         rope = Rope(plans, config)
         self.embedding = Embedding(plans, weights.tensor("embedding"))
-        self.layers = [Layer(config, weights, plans, f"layers.{i}", rope) for i in range(config.num_layers)]
+        self.layers = [type(self).make_layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
         self.head = LogitsHead(plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head"))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -99,3 +100,13 @@ def progress(items: Sequence[Any], describe: Callable[[Any], str], *, quiet: boo
             bar.update(task, description=describe(item))
             yield item
             bar.advance(task)
+
+
+@contextlib.contextmanager
+def status(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is going on; calling the value changes it. Nothing when `quiet` or piped."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with err().status("") as line:
+        yield lambda text: line.update(text)

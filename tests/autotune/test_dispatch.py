@@ -79,15 +79,16 @@ def test_an_empty_call_launches_nothing(monkeypatch) -> None:
     plan(*arguments(0), torch.empty(0, 256))
 
 
-def cost(call: Callable[[], object], calls: int = 3000) -> float:
-    """Least microseconds a call in several rounds: what the call costs when nothing disturbs it."""
-    best = float("inf")
-    for _ in range(9):
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, time.perf_counter() - start)
-    return best / calls * 1e6
+def costs(*calls: Callable[[], object], rounds: int = 80, repeats: int = 250) -> list[float]:
+    """Least microseconds of each call over many short rounds in turn: what a call costs when nothing disturbs it."""
+    best = [float("inf")] * len(calls)
+    for _ in range(rounds):
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            best[index] = min(best[index], time.perf_counter() - start)
+    return [seconds / repeats * 1e6 for seconds in best]
 
 
 def test_dispatch_costs_a_few_python_calls() -> None:
@@ -101,10 +102,12 @@ def test_dispatch_costs_a_few_python_calls() -> None:
     library = torch.library.Library("gristmill_test", "DEF")
     library.define("empty(Tensor x, Tensor w, float eps, int plan, Tensor(a!) out) -> ()")
     library.impl("empty", lambda *arguments: None, "CompositeExplicitAutograd")
-    bare = cost(lambda: torch.ops.gristmill_test.empty.default(x, w, eps, 1, out))
-    multiply = cost(lambda: torch.mul(x, x, out=out))
-    through_plan = cost(lambda: plan(x, w, eps, out))
-    through_torch = cost(lambda: torch.ops.gristmill.rms_norm.out(x, w, eps, plan.handle, out))
+    bare, multiply, through_plan, through_torch = costs(
+        lambda: torch.ops.gristmill_test.empty.default(x, w, eps, 1, out),
+        lambda: torch.mul(x, x, out=out),
+        lambda: plan(x, w, eps, out),
+        lambda: torch.ops.gristmill.rms_norm.out(x, w, eps, plan.handle, out),
+    )
     print(f"plan {through_plan:.2f} us, torch.ops {through_torch:.2f} us, empty operator {bare:.2f} us, mul {multiply:.2f} us")
     # On a quiet core of 2025: plan 0.8, torch.ops 2.7, empty operator 1.9, mul 1.0 microseconds.
     assert through_plan < 0.8 * bare

@@ -268,7 +268,7 @@ def test_bad_arguments_say_what_is_wrong() -> None:
         with pytest.raises(kind, match=message):
             OP.describe(*arguments)
     with pytest.raises(AxisError, match="w"):
-        OP.problem("m=1,n=8,k=8,w=int3_g128")
+        OP.problem("m=1,n=8,k=8,w=int9_g128")
     with pytest.raises(ValueError, match="multiple"):
         OP.inputs(OP.problem("m=1,n=8,k=100,w=int4_g128"), 0, "cpu")
 

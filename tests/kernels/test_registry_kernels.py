@@ -35,10 +35,7 @@ def _rows() -> list[object]:
         for target in _targets(kernel):
             if kernel.requires.check_hardware(target, BUILD) or kernel.requires.check_build(target, BUILD):
                 continue
-            for text in op.examples:
-                problem = op.problem(text)
-                if kernel.accepts(problem) is None:
-                    rows.append(pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}"))
+            rows += [pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}") for text in kernel.proofs(op)]
     return rows
 
 
@@ -48,6 +45,29 @@ def test_kernel_matches_reference(op: Op, kernel: Kernel, target: Target, text: 
         pytest.skip("with a GPU here Triton kernels run on it, in the gpu tests")
     problem = op.problem(text)
     outcome = verify(op, kernel, kernel.config(problem, target), problem, "cpu")
+    assert outcome.ok, outcome.reason
+
+
+def _cut_rows() -> list[object]:
+    """Problems whose static sizes are cut for verification, at the best level; the interpreter takes a kernel's smallest."""
+    rows = []
+    for kernel in REGISTRY.all_kernels():
+        op = REGISTRY.op(kernel.op)
+        if op.shrink is None or kernel.requires.check_hardware(CPU, BUILD) or kernel.requires.check_build(CPU, BUILD):
+            continue
+        cut = [text for text in op.bench if op.verification(op.problem(text)) != op.problem(text)
+               and kernel.accepts(op.problem(text)) is None]  # fmt: skip
+        if kernel.language == "triton":
+            cut = sorted(cut, key=lambda text: op.cost(op.verification(op.problem(text))).flops)[: 0 if HAS_GPU else 1]
+        rows += [pytest.param(op, kernel, text, id=f"{kernel.name}-{text}") for text in cut]
+    return rows
+
+
+@pytest.mark.parametrize(("op", "kernel", "text"), _cut_rows())
+def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(op: Op, kernel: Kernel, text: str) -> None:
+    """What resolution does. A configuration must not hold sizes that `shrink` changes."""
+    problem = op.problem(text)
+    outcome = verify(op, kernel, kernel.config(problem, CPU), op.verification(problem), "cpu")
     assert outcome.ok, outcome.reason
 
 
@@ -66,6 +86,13 @@ def test_operation_is_consistent(op: Op) -> None:
         assert len(arguments) == len(op.parameters)
     assert op.examples and op.bench, "an operation has examples to test and problems to measure"
     assert op.bucket is None or any(axis.name == op.bucket and axis.dynamic for axis in op.axes)
+
+
+@pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda kernel: kernel.name)
+def test_every_kernel_has_problems_to_prove_it_on(kernel: Kernel) -> None:
+    """A kernel that takes none of its operation's examples brings its own; those it brings, it takes."""
+    op = REGISTRY.op(kernel.op)
+    assert kernel.proofs(op) and {*kernel.examples} <= {*kernel.proofs(op)}
 
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)

@@ -2,7 +2,8 @@
 // byte on either side; rows of a matrix are separated by poisoned padding when the stride is wider than the row.
 //
 //   GM_LEVELS(gm_my_op, (const float*, int64_t))            declares gm_my_op__base ... and the table gm_my_op_levels[]
-//   for (auto& level : gm_my_op_levels) if (runs_here(level.name)) level.call(xxx once
+//   for (auto& level : gm_my_op_levels) if (runs_here(level.name)) level.call(...);
+#pragma once
 #include <sanitizer/asan_interface.h>
 
 #include <cstdint>
@@ -10,6 +11,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 template <class T>
 class Buffer {
@@ -36,7 +40,8 @@ class Buffer {
   T* data_;
 };
 
-inline bool runs_here(const char* level) {
+// Whether this processor runs an entry, gm_<op>__<level>. Says so on standard output: ci/sanitize.sh compares with what was built.
+inline bool can_run(const char* level) {
 #if defined(__x86_64__)
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
@@ -48,25 +53,34 @@ inline bool runs_here(const char* level) {
   if (!std::strcmp(level, "avx512_bf16")) return bf16;
   return false;
 #else
+#if defined(__aarch64__)
+  const bool i8mm = getauxval(AT_HWCAP2) & 1 << 13;
+  if (!std::strcmp(level, "neon_dotprod")) return getauxval(AT_HWCAP) & 1 << 20;
+  if (!std::strcmp(level, "neon_i8mm")) return i8mm;
+  if (!std::strcmp(level, "sve")) return i8mm && getauxval(AT_HWCAP) & 1 << 22;
+#endif
   return !std::strcmp(level, "base") || !std::strcmp(level, "neon");
 #endif
 }
+inline bool runs_here(const char* entry) {
+  const bool runs = can_run(std::strstr(entry, "__") + 2);
+  std::printf("%s %s\n", runs ? "runs" : "cannot run", entry);
+  return runs;
+}
 
 // Levels are weak: one that was not built is null.
-#define GM_DECLARE(op, isa, args) extern "C" __attribute__((weak)) int op##__##isa args
-#define GM_LEVELS(op, args)                                                       \
-  GM_DECLARE(op, base, args);                                                     \
-  GM_DECLARE(op, avx2, args);                                                     \
-  GM_DECLARE(op, avx512, args);                                                   \
-  GM_DECLARE(op, avx512_vnni, args);                                              \
-  GM_DECLARE(op, avx512_bf16, args);                                              \
-  GM_DECLARE(op, neon, args);                                                     \
-  static const struct {                                                           \
-    const char* name;                                                             \
-    int(*call) args;                                                              \
-  } op##_levels[] = {{"base", op##__base},               {"avx2", op##__avx2},    \
-                     {"avx512", op##__avx512},           {"avx512_vnni", op##__avx512_vnni}, \
-                     {"avx512_bf16", op##__avx512_bf16}, {"neon", op##__neon}}
+#define GM_DECLARE(op, isa, args) extern "C" __attribute__((weak)) int op##__##isa args;
+#define GM_EVERY_LEVEL(use, op, args)                                                             \
+  use(op, base, args) use(op, avx2, args) use(op, avx512, args) use(op, avx512_vnni, args)        \
+  use(op, avx512_bf16, args) use(op, neon, args) use(op, neon_dotprod, args)                      \
+  use(op, neon_i8mm, args) use(op, sve, args)
+#define GM_ENTRY(op, isa, args) {#op "__" #isa, op##__##isa},
+#define GM_LEVELS(op, args)                                                                       \
+  GM_EVERY_LEVEL(GM_DECLARE, op, args)                                                            \
+  static const struct {                                                                           \
+    const char* name;                                                                             \
+    int(*call) args;                                                                              \
+  } op##_levels[] = {GM_EVERY_LEVEL(GM_ENTRY, op, args)}
 
 #define CHECK(condition)                                                            \
   do {                                                                              \

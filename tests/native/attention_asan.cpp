@@ -174,6 +174,8 @@ void all(Call call, int dtype) {
       run<D>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, sinks});
       run<D>(call, dtype, {decode, 3, 1, 40, 31, 7, window, true, true, sinks});
       run<D>(call, dtype, {decode, 2, 2, 8, 64, 1, window, false, false, sinks});
+      run<D>(call, dtype, {decode, 14, 2, 32, 48, 16, window, true, false, sinks});  // seven rows, read where they lie
+      run<D>(call, dtype, {decode, 6, 1, 48, 32, 7, window, true, true, sinks});
     }
   run<D>(call, dtype, {prefill, 2, 1, 24, 65, 16, 0, true, false, false});
   run<D>(call, dtype, {prefill, 2, 1, 1, 1, 3, 9, true, false, true});

@@ -312,7 +312,7 @@ linear | m=16,n=4096,k=4096,x=fp16,w=fp8_block.fp8_g128 | sm_90 | deepgemm | dee
 linear | m=16,n=4096,k=4000,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | K a multiple of 128
 linear | m=16,n=4096,k=4096,w=fp8_ch | sm_90 | humming | humming | linear_humming | problem | not fp8_ch
 linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_humming | problem | takes no act-order
-linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 64
+linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 128
 linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter | problem | writes bf16 or float16, not fp32
 paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
 paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks

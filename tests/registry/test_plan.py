@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.plan import BUCKETS, Plan, bucket_index, bucket_sizes, make_plan
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, select
 from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.target import Target
 from tests.registry.fakes import BUILD, H200, OP, kernel, layout, problem, timed, verified
 
 STATIC = OP.static(problem())
@@ -58,11 +60,23 @@ def test_the_best_layout_is_the_one_with_the_least_total_time():
     assert plan([a, b], [layout("one_v1", 1.0), layout("two_v1", 1.0)], store).layouts == ("two_v1",)
 
 
+def test_a_pinned_kernel_decides_the_layout_however_fast_another_one_is():
+    a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("two_v1",))
+    store = times(times(verified(a, b), "a", lambda m: 1.0), "b", lambda m: 100.0)
+    both = [layout("one_v1", 1.0), layout("two_v1", 1.0)]
+    assert plan([a, b], both, store).layouts == ("one_v1",)
+    assert plan([a, b], both, store, Policy(pins={"mix": ("b",)})).layouts == ("two_v1",)
+    assert plan([a, b], both, store, Policy(pins={"*": ("b", "a")})).layouts == ("two_v1",)
+    assert plan([a, b], both, store, Policy(pins={"mix": ("absent",)})).layouts == ("one_v1",)
+
+
 def test_a_layout_past_the_memory_bound_is_no_choice_unless_nothing_else_is_there():
     a, b = kernel("a", layouts=("one_v1",), priority=1), kernel("wide", layouts=("wide_v1",), priority=9)
     found = plan([a, b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(a, b))
     assert found.layouts == ("one_v1",)
     assert plan([b], [layout("wide_v1", 4.0)], verified(b)).layouts == ("wide_v1",)
+    with pytest.raises(NoKernelError, match=r"layout wide_v1 takes \d+ bytes; the policy's weight_memory 1.05 allows"):
+        plan([b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(b))
 
 
 def test_a_plan_that_no_kernel_can_fill_lists_the_reasons():
@@ -108,3 +122,17 @@ def test_every_operation_can_be_planned(op):
         found = make_plan(op, static, registry.layouts, Policy(), lambda p, chosen: select(
             op, p, registry.kernels_of(op.name), H200, BUILD, Store(), Policy(), layouts=chosen, foreign=True))  # fmt: skip
         assert len(found.entries) == len(bucket_sizes()) and found.entries[-1].m_max is None
+
+
+@pytest.mark.parametrize("n", [1, 8, 15, 17, 257])
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g128", "fp8_block", "mxfp4", "nvfp4"])
+def test_padding_of_few_rows_does_not_rule_a_layout_out(scheme: str, n: int):
+    """A weight of fewer rows than a block of cpu_rows16_v1 is still served from it, and by our C++ kernel."""
+    registry = default_registry()
+    cpu, policy = Target.parse("cpu:avx2"), Policy()
+    build = Build.of({"torch": "2.13.0"}, cpu_levels=("base", "avx2"))
+    op = registry.op("linear")
+    found = make_plan(op, op.problem(f"n={n},k=4096,w={scheme}"), registry.layouts, policy,
+                      lambda p, chosen: select(op, p, registry.kernels_of("linear"), cpu, build, Store(), policy,
+                                               layouts=chosen))  # fmt: skip
+    assert {entry.kernel for entry in found.entries} == {"linear_cpu"}

@@ -10,6 +10,7 @@ import pytest
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.llm import LLM
+from tests.runtime import ways
 from tests.runtime.oracle import MODELS
 
 
@@ -42,3 +43,13 @@ def shared(make: Callable[..., LLM]) -> Callable[..., LLM]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def make_strict(make: Callable[..., LLM], policy: Policy) -> Callable[..., LLM]:
+    """Like `make`, held to one of the ways of `tests.runtime.ways`."""
+
+    def build(name: str | Path, way: str, **options: Any) -> LLM:
+        return make(name, policy=ways.strict(way, policy), **options)
+
+    return build

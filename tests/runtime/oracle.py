@@ -29,9 +29,10 @@ def window(index: int, size: int = 512) -> list[int]:
     return eval_tokens()[index * size : (index + 1) * size]
 
 
-def prompts(count: int = 20) -> list[list[int]]:
-    """Prompts of 3 to 98 ids from places all over the held-out text."""
-    return [eval_tokens()[1000 + 977 * i :][: 3 + 5 * i] for i in range(count)]
+def prompts() -> list[list[int]]:
+    """Twenty prompts from places all over the held-out text: 18 of 3 to 88 ids, two longer than any chunk."""
+    lengths = [*range(3, 93, 5), 521, 650]
+    return [eval_tokens()[1000 + 977 * i :][:length] for i, length in enumerate(lengths)]
 
 
 def load(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -55,10 +56,20 @@ def logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([list(ids)])).logits[0].float()
 
 
+@cache
+def window_logits(name: str, index: int) -> torch.Tensor:
+    """float32 logits of an example model on one window of 512 ids; asked once."""
+    return logits(oracle(name), window(index))
+
+
+def losses(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """Negative log-likelihood of each id but the first, nats, float64 [len(ids) - 1]."""
+    return torch.nn.functional.cross_entropy(logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none").double()
+
+
 def loss(model: Any, ids: Sequence[int]) -> float:
-    """Mean negative log-likelihood of all ids but the first, nats."""
-    found = torch.nn.functional.cross_entropy(logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none")
-    return float(found.double().mean())
+    """Mean of `losses`."""
+    return float(losses(model, ids).mean())
 
 
 @contextmanager
@@ -97,8 +108,13 @@ class Answer:
 
 @cache
 def answer(name: str, prompt: tuple[int, ...], count: int = 64) -> Answer:
-    """The oracle's greedy answer, `count` ids or up to its end token."""
-    model = oracle(name)
+    """What an example model says greedily by transformers, `count` ids or up to its end token; asked once."""
+    return answer_of(oracle(name), prompt, count)
+
+
+def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:
+    """A model's greedy answer by transformers, `count` ids or up to its end token."""
+    prompt = tuple(prompt)
     with torch.no_grad():
         out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=2)
     ids = tuple(out[0, len(prompt) :].tolist())

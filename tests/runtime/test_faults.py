@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gristmill.runtime import runner
+from gristmill.runtime.batch import Batch
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.moe import MixtureOfExperts
@@ -16,8 +17,8 @@ from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.weights import Weights
 from tests.runtime import oracle
-from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES, Answer, Comparison, answer
-from tests.runtime.test_greedy import PARAMS
+from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES, Answer, Comparison
+from tests.runtime.test_greedy import compare
 from tests.runtime.test_logits import LIMIT
 
 
@@ -26,20 +27,67 @@ def worst(llm: LLM, name: str) -> float:
     return float((window_logits(llm.engine, ids) - oracle.logits(oracle.oracle(name), ids)).abs().max())
 
 
+def changed_batch(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], dict[str, object]]) -> None:
+    """Every step's batch is changed before the layers see it."""
+    make_batch = runner.make_batch
+
+    def changed(*args: object, **options: object) -> Batch:
+        batch = make_batch(*args, **options)  # type: ignore[arg-type]
+        return dataclasses.replace(batch, **change(batch))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "make_batch", changed)
+
+
+def differs(llm: LLM, name: str, prompts: list[list[int]]) -> None:
+    """The comparison that the tests of greedy ids make must fail."""
+    with pytest.raises(AssertionError):
+        compare("planted fault", llm, name, prompts)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slot_off_by_one(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt's KV lands one slot late: greedy ids differ while the oracle is sure."""
-    make_batch = runner.make_batch
+    changed_batch(monkeypatch, lambda batch: {"slots": batch.slots + 1})
+    differs(make(name), name, oracle.prompts()[14:15])
 
-    def shifted(*args: object, **options: object) -> object:
-        batch = make_batch(*args, **options)  # type: ignore[arg-type]
-        return dataclasses.replace(batch, slots=batch.slots + 1)
 
-    monkeypatch.setattr(runner, "make_batch", shifted)
-    prompt = tuple(oracle.prompts()[14])
-    result = make(name).generate([list(prompt)], PARAMS)[0]
-    with pytest.raises(AssertionError):
-        Comparison("slot off by one").add(result.token_ids, answer(name, prompt))
+@pytest.mark.parametrize("name", NAMES)
+def test_swapped_block_tables(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests read each other's cache: seen by batch compositions, not by a prompt alone."""
+    changed_batch(monkeypatch, lambda batch: {"block_table": batch.block_table.flip(0)})
+    compare("alone", make(name), name, oracle.prompts()[8:9])
+    differs(make(name), name, oracle.prompts()[8:10])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_that_begin_anew_in_each_chunk(
+    name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anew(batch: Batch) -> dict[str, object]:
+        starts = batch.query_start[:-1].repeat_interleave(batch.query_start.diff())
+        return {"positions": torch.arange(len(batch.tokens)) - starts} if batch.max_q > 1 else {}
+
+    changed_batch(monkeypatch, anew)
+    compare("whole", make(name), name, oracle.prompts()[14:15])
+    differs(make(name, max_chunk=7), name, oracle.prompts()[14:15])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefix_cache_that_believes_hashes(name: str, make: Callable[..., LLM]) -> None:
+    """Every block has one hash and hits are not compared: another prompt's beginning is served."""
+    llm = make(name)
+    cache = llm.engine.scheduler.cache
+    cache._hash = lambda content: 7
+    compare("collisions are compared", llm, name, oracle.prompts()[13:15])
+    cache.match = lambda hashes, tokens, extra=None: list(cache._table.values())[: (len(tokens) - 1) // 16]
+    differs(llm, name, oracle.prompts()[14:15])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_of_another_block_size(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 are written as if they were of 16."""
+    changed_batch(monkeypatch, lambda batch: {"slots": batch.slots // 64 * 16 + batch.slots % 64})
+    differs(make(name, block_size=64, num_blocks=64), name, oracle.prompts()[14:15])
 
 
 @pytest.mark.parametrize(("name", "target"), [(LLAMA, "layers.2.gate_up"), (DEEPSEEK, "layers.1.experts.gate_up")])

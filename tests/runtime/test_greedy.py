@@ -8,7 +8,7 @@ import pytest
 
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime import oracle
+from tests.runtime import oracle, ways
 from tests.runtime.oracle import NAMES, Answer, Comparison, answer
 
 COUNT = 64
@@ -34,8 +34,39 @@ def test_greedy_ids(name: str, shared: Callable[..., LLM]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_ids_of_twenty_prompts(name: str, make: Callable[..., LLM]) -> None:
-    compare("twenty prompts", make(name, num_blocks=1024), name, oracle.prompts())
+@pytest.mark.parametrize("way", ways.FAST)
+def test_greedy_ids_of_twenty_prompts(name: str, way: str, make_strict: Callable[..., LLM]) -> None:
+    """Every way; blocks and chunks that cut prompts in the middle."""
+    llm = make_strict(name, way, num_blocks=256, block_size=64, max_chunk=7)
+    compare(f"twenty prompts, {way}", llm, name, oracle.prompts())
+    ways.check(llm, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_twenty_prompts_in_chunks_and_blocks(name: str, chunk: int, block_size: int, make: Callable[..., LLM]) -> None:
+    """From an empty prefix cache, from one that has them all, and without one."""
+    options = {"max_chunk": chunk, "block_size": block_size, "num_blocks": 16384 // block_size}
+    llm, what = make(name, **options), f"chunks of {chunk}, blocks of {block_size}"
+    compare(f"{what}, empty cache", llm, name, oracle.prompts())
+    assert llm.engine.scheduler.pool.num_cached > 0
+    compare(f"{what}, everything cached", llm, name, oracle.prompts())
+    compare(f"{what}, no cache", make(name, enable_prefix_cache=False, **options), name, oracle.prompts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_prompts_in_every_company(name: str, make: Callable[..., LLM]) -> None:
+    prompts = oracle.prompts()
+    llm = make(name, num_blocks=1024, enable_prefix_cache=False)
+    for prompt in prompts:
+        compare("alone", llm, name, [prompt])
+    compare("reversed", llm, name, prompts[::-1])
+    compare("each twice", llm, name, [prompt for prompt in prompts for _ in range(2)])
+    compare("three at a time", make(name, num_blocks=1024, max_seqs=3), name, prompts)
+    compare("80 tokens a step", make(name, num_blocks=1024, max_batch_tokens=80), name, prompts)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,8 +90,7 @@ def test_prefix_cache_states(name: str, make: Callable[..., LLM]) -> None:
     llm = make(name)
     prompts = oracle.prompts()[13:15]
     compare("empty cache", llm, name, prompts)
-    before = llm.engine.scheduler.pool.num_cached
-    assert before > 0
+    assert llm.engine.scheduler.pool.num_cached > 0
     compare("everything cached", llm, name, prompts)
     longer = [prompts[0] + oracle.eval_tokens()[500:540]]
     compare("a cached beginning", llm, name, longer)

@@ -18,6 +18,7 @@ from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.checkpoint import INDEX, SINGLE, Checkpoint, read_header
 from gristmill.runtime.loader.config import load_config, parse_config
+from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
@@ -103,7 +104,7 @@ def test_wrong_shape_and_dtype(llama: Path, make: Callable[..., LLM]) -> None:
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight must have shape \[256\], got \[255\]"):
         make(llama)
     change(llama, lambda t: t.update({"model.norm.weight": torch.ones(256, dtype=torch.int32)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must be float32, float16 or bfloat16"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must be float64, float32, float16 or bfloat16"):
         make(llama)
 
 
@@ -173,6 +174,7 @@ def edited(**changes: Any) -> dict[str, Any]:
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3 .*needs"),
         ({"dtype": "int8"}, "dtype must be one of float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an id"),
+        ({"sliding_window": 512}, "has no sliding window, got sliding_window = 512 with 4096 positions"),
     ],
 )
 def test_config_mistakes(changes: dict[str, Any], message: str) -> None:
@@ -188,9 +190,22 @@ def test_rope_of_both_generations_of_files() -> None:
     assert new.rope.theta == 5e5
 
 
-def test_end_ids_come_from_generation_config() -> None:
+def test_a_window_that_cuts_nothing_off() -> None:
+    assert parse_config(edited(sliding_window=4096)) == parse_config(edited(sliding_window=None)) == parse_config(edited())
+
+
+def test_end_ids_come_from_generation_config_and_nothing_else() -> None:
     assert parse_config(edited(), {"eos_token_id": [1, 7]}).eos_ids == (1, 7)
     assert parse_config(edited()).eos_ids == (1,)
+    assert parse_config(edited(), {"do_sample": True, "temperature": 0.6, "top_p": 0.9}) == parse_config(edited())
+
+
+def test_recommended_sampling_is_left_to_the_caller(llama: Path, make: Callable[..., LLM]) -> None:
+    """generation_config.json may ask for sampling; without SamplingParams the answer stays greedy, as documented."""
+    path = llama / "generation_config.json"
+    wanted = make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, "temperature": 1.5, "top_k": 500}))
+    assert make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids == wanted
 
 
 def test_not_a_model_directory(tmp_path: Path) -> None:

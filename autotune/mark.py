@@ -1,0 +1,74 @@
+"""The mark that stands while a kernel is tried on an accelerator, so that a crash of the machine is blamed on it.
+
+The file is locked by the process that verifies, and holds the record of what it tries. A lock goes with its process,
+a file's content does not: a mark that is found unlocked was left by a process that died with it. So processes verify
+one after another, and none takes another's trial for a failure.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from gristmill.kernel_registry.store import Verification
+
+POLL = 0.05
+"""Seconds between two looks at a lock that another process holds."""
+
+
+@contextmanager
+def mark(path: Path, record: Verification, patience: float) -> Iterator[Verification | None]:
+    """Hold the mark at `path` for a trial; yields the mark of a process that died, None where there was none.
+
+    record: what the store is to hold should this process die. patience: seconds to wait for other processes' trials.
+
+    Raises:
+        OSError: the file cannot be made. TimeoutError: another process holds it for longer than `patience`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        _lock(file.fileno(), path, patience)
+        left = _parse(_read(file.fileno()))
+        _write(file.fileno(), json.dumps(asdict(record)))
+        try:
+            yield left
+        finally:
+            # An exception is no crash: what it says of the kernel, its caller knows.
+            _write(file.fileno(), "")
+
+
+def _lock(descriptor: int, path: Path, patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"another process has been verifying kernels for {patience:.0f} s: {_read(descriptor) or 'no mark'} in {path}"
+                ) from None
+        time.sleep(POLL)
+
+
+def _read(descriptor: int) -> str:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
+
+
+def _parse(text: str) -> Verification | None:
+    """The record in a mark; None for an empty one, and for one that was cut off as it was written: nothing ran then."""
+    try:
+        return Verification(**json.loads(text)) if text else None
+    except (ValueError, TypeError):
+        return None
+
+
+def _write(descriptor: int, text: str) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
+    os.fsync(descriptor)

@@ -1,0 +1,193 @@
+"""Argument lists for timing: cold, rotated, with fresh content at the same addresses, and checked after they were used.
+
+The calls that are timed are the calls that are checked. `refresh` gives every argument list other content in place and
+poisons what is to be written; after any calls, `check` says whether those lists hold what the reference makes of that
+content. A kernel that answers from a cache keyed by address, skips writes, changes its inputs or has not finished gives
+itself away, and it cannot tell a checked round from any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter as _now
+from typing import Any
+
+import torch
+
+from gristmill.autotune.guard import Guarded, same_bits, tensors, written
+from gristmill.autotune.metrics import error_of
+from gristmill.autotune.timing import CPU_COLD, GPU_COLD, MAX_SETS
+from gristmill.autotune.verify import kernel_arguments, run_reference
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+CONTENTS = 2
+"""Different contents among the argument lists: enough to tell a stale answer from a right one."""
+
+PATIENCE = 0.25
+"""Seconds that making new contents may take; where it takes longer, those of the beginning are dealt out anew, and only
+answers kept by address are told apart, not those kept by a fingerprint of the content too."""
+
+
+@dataclass
+class _Set:
+    """One argument list. content: which seed it holds. guards: of everything that a call may write."""
+
+    arguments: list[Any]
+    outputs: list[torch.Tensor]
+    guards: list[Guarded]
+    content: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found. wrong: "" or a sentence. error: the operation's figure, None when nothing was compared.
+    repeatable: equal contents gave equal bits."""
+
+    wrong: str
+    error: float | None
+    repeatable: bool
+
+
+class Rotation:
+    """Argument lists of `problem` as `kernel` takes them, outputs included.
+
+    hot: one list only, so that calls find their arguments in the cache. Otherwise lists amount to several times the
+    last cache, and calls that go around them find their arguments in memory.
+    """
+
+    def __init__(self, op: Op, kernel: Kernel, problem: Problem, device: str, *, hot: bool = False) -> None:
+        self.op, self.problem, self.device = op, problem, device
+        self._kernel, self._seed = kernel, 0
+        begin = _now()
+        self._base = op.inputs(problem, 0, device)
+        self._fill()
+        self._quick = _now() - begin < PATIENCE
+        budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
+        count = 1 if hot else max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
+        self.sets = [self._set(index % CONTENTS) for index in range(count)]
+        self.turn = 0
+
+    def next(self) -> list[Any]:
+        """The next argument list, outputs after arguments."""
+        here = self.sets[self.turn]
+        self.turn = (self.turn + 1) % len(self.sets)
+        return [*here.arguments, *here.outputs]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a call changes its own arguments, so that a second one starts from something else."""
+        return any(p.mutable and p.name != "workspace" for p in self.op.parameters)
+
+    def refresh(self) -> None:
+        """Other content at the same addresses, everything that is to be written poisoned, and the turn at its start."""
+        if self._quick:
+            self._fill()
+        for here in self.sets:
+            here.content = (here.content + 1) % CONTENTS
+            for guard in here.guards:
+                guard.renew()
+            for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
+                for to, source in zip(tensors(mine), tensors(master), strict=True):
+                    to.copy_(source)
+        self.turn = 0
+
+    def snapshot(self, count: int) -> list[list[torch.Tensor]]:
+        """Copies of what the first `count` lists hold now, the last one first: it had least time to be finished late."""
+        taken = [[t.clone() for t in self._results(here)] for here in reversed(self.sets[:count])]
+        return taken[::-1]
+
+    def check(self, results: Sequence[Sequence[torch.Tensor]]) -> Finding:
+        """Compare snapshots of the first lists with the reference, and look after bands and inputs."""
+        error, repeatable = 0.0, True
+        seen: dict[int, Sequence[torch.Tensor]] = {}
+        limit = self.op.tolerance(self.problem).limit
+        for here, result in zip(self.sets, results, strict=False):
+            if wrong := self._trespass(here):
+                return Finding(wrong, None, repeatable)
+            if not all(map(same_bits, self._results(here), result)):
+                return Finding("its results changed after the call had returned", None, repeatable)
+            first = seen.setdefault(here.content, result)
+            if first is not result and all(map(same_bits, first, result)):
+                continue  # compared already
+            repeatable = repeatable and first is result
+            figure = error_of(self.op, self.problem, self._neutral[here.content], result, self.references[here.content])
+            error = max(error, figure)
+            if not figure <= limit:
+                return Finding(f"error {figure:.3g} is over the tolerance {limit:.3g}", figure, repeatable)
+        return Finding("", error, repeatable)
+
+    def _fill(self) -> None:
+        """New contents, and what the reference makes of them."""
+        seeds = range(self._seed, self._seed + CONTENTS)
+        self._seed += CONTENTS
+        self._neutral = [self._content(seed) for seed in seeds]
+        self.references = [run_reference(self.op, arguments) for arguments in self._neutral]
+        self._masters = [kernel_arguments(self.op, self._kernel, arguments) for arguments in self._neutral]
+
+    def _content(self, seed: int) -> list[Any]:
+        """Arguments of the same work: where a seed decides more than numbers (lengths, block tables, experts), those of
+        the first seed with their numbers moved along the rows."""
+        base = self._base
+        if seed == 0:
+            return base
+        other = self.op.inputs(self.problem, seed, self.device)
+        if all(_same_work(mine, theirs) for mine, theirs in zip(base, other, strict=True)):
+            return other
+        return [_rolled(argument, seed) for argument in base]
+
+    def _results(self, here: _Set) -> list[torch.Tensor]:
+        return [*here.outputs, *written(self.op, here.arguments)]
+
+    def _trespass(self, here: _Set) -> str:
+        for guard in here.guards:
+            if not guard.intact():
+                return f"wrote outside {guard.name}"
+        for parameter, mine, master in zip(self.op.parameters, here.arguments, self._masters[here.content], strict=True):
+            if not parameter.mutable and not all(map(same_bits, tensors(mine), tensors(master))):
+                return f"changed its input {parameter.name}"
+        return ""
+
+    def _set(self, content: int) -> _Set:
+        arguments: list[Any] = []
+        guards: list[Guarded] = []
+        for parameter, master in zip(self.op.parameters, self._masters[content], strict=True):
+            if parameter.mutable and isinstance(master, torch.Tensor):
+                guards.append(Guarded.make(parameter.name, master.shape, master.dtype, master.device))
+                guards[-1].tensor.copy_(master)
+                arguments.append(guards[-1].tensor)
+            else:
+                arguments.append(_copy(master))
+        outputs = []
+        if self.op.outputs:
+            for name, (shape, dtype) in zip(self.op.outputs, self.op.like(*arguments), strict=True):
+                guards.append(Guarded.make(name, shape, dtype, self.device))
+                outputs.append(guards[-1].tensor)
+        return _Set(arguments, outputs, guards, content)
+
+
+def _same_work(a: Any, b: Any) -> bool:
+    """Whether two arguments differ in numbers alone. Anything but a tensor of integers is up to its operation."""
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same_work, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and (a.dtype.is_floating_point or torch.equal(a, b))
+    return True
+
+
+def _rolled(argument: Any, by: int) -> Any:
+    """Floating point numbers moved along the last dimension; bands of poison between rows stay where they are."""
+    if isinstance(argument, list | tuple):
+        return [_rolled(item, by) for item in argument]
+    if isinstance(argument, torch.Tensor) and argument.dtype.is_floating_point and argument.dim() and argument.shape[-1] > 1:
+        wide = argument.float() if argument.dtype.itemsize == 1 else argument
+        return torch.roll(wide, 1 + by % (argument.shape[-1] - 1), -1).to(argument.dtype)
+    return argument
+
+
+def _copy(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.clone()
+    return [_copy(item) for item in argument] if isinstance(argument, list | tuple) else argument

@@ -1,0 +1,148 @@
+"""Looking after a store: merge several, say how two differ, find records that are of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import AxisError
+from gristmill.kernel_registry.registry import Registry
+from gristmill.kernel_registry.store import Store, Timing, Verification, config_key
+from gristmill.kernel_registry.target import Target
+
+Record = Verification | Timing
+
+
+def records(store: Store) -> list[Record]:
+    """Every record of a store."""
+    return [*store.verifications.values(), *store.timings]
+
+
+def better(one: Record, other: Record) -> Record:
+    """Which of two records of the same key a merge keeps: the failed verification, the time with more samples."""
+    if isinstance(one, Verification) and isinstance(other, Verification):
+        return other if one.ok and not other.ok else one
+    if isinstance(one, Timing) and isinstance(other, Timing):
+        return other if len(other.samples) > len(one.samples) else one
+    raise TypeError("a verification and a time have no key in common")
+
+
+def merge(stores: Iterable[Store]) -> Store:
+    """One store with every record of all; where two have the same key, the `better` one."""
+    found: dict[tuple[str, ...], Record] = {}
+    for store in stores:
+        for record in records(store):
+            key = (type(record).__name__, *record.key)
+            found[key] = better(found[key], record) if key in found else record
+    merged = Store()
+    for record in found.values():
+        merged.add(record)
+    return merged
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two stores say of one key; None = nothing."""
+
+    before: Record | None
+    after: Record | None
+
+    @property
+    def kind(self) -> str:
+        """``added``, ``removed`` or ``changed``."""
+        return "added" if self.before is None else "removed" if self.after is None else "changed"
+
+    @property
+    def what(self) -> str:
+        """What changed, in words."""
+        if isinstance(self.before, Timing) and isinstance(self.after, Timing):
+            return f"{self.before.us:.3g} us, then {self.after.us:.3g} us ({self.after.us / self.before.us - 1:+.1%})"
+        one = self.after or self.before
+        if isinstance(one, Timing):
+            return f"{one.us:.3g} us"
+        texts = [_outcome(v) for v in (self.before, self.after) if isinstance(v, Verification)]
+        return ", then ".join(texts)
+
+
+def diff(before: Store, after: Store) -> list[Difference]:
+    """Records that only one store has, and those whose time or outcome differs."""
+    old, new = ({(type(r).__name__, *r.key): r for r in records(store)} for store in (before, after))
+    return [Difference(old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about one record. kind: ``never`` (nothing can look it up), ``stale`` (code or toolchain of another day),
+    ``slower`` (a tuned configuration that is slower than the default one), ``failed`` (it keeps a kernel out)."""
+
+    kind: str
+    record: Record
+    reason: str
+
+
+def lint(store: Store, registry: Registry, target: Target, own: str, build: Build) -> list[Finding]:
+    """Records that do not earn their place. own: the `target_key` of this device: only its records can be called stale."""
+    found = []
+    for record in records(store):
+        if reason := _never(record, registry):
+            found.append(Finding("never", record, reason))
+            continue
+        kernel = registry.kernel(record.op, record.kernel)
+        if record.code and record.code != kernel.code_hash():
+            found.append(Finding("stale", record, "the kernel's code has changed since"))
+        elif record.target == own and record.toolchain != build.key():
+            found.append(Finding("stale", record, f"made with {record.toolchain}; this installation is {build.key()}"))
+        elif isinstance(record, Verification) and not record.ok:
+            found.append(Finding("failed", record, record.reason or "did not match the reference"))
+        elif isinstance(record, Timing) and record.target == own and (reason := _slower(record, store, registry, target)):
+            found.append(Finding("slower", record, reason))
+    return found
+
+
+def _never(record: Record, registry: Registry) -> str:
+    op, kernel = registry.ops.get(record.op), _kernel(registry, record)
+    if op is None:
+        return f"there is no operation {record.op}"
+    if kernel is None:
+        return f"{record.op} has no kernel {record.kernel}"
+    try:
+        problem = op.problem(record.problem)
+    except AxisError as error:
+        return str(error)
+    if problem.open_axes:
+        return f"leaves {', '.join(problem.open_axes)} open"
+    if str(problem) != record.problem:
+        return f"the problem is written {problem}"
+    if isinstance(record, Verification) and str(op.verification(problem)) != record.problem:
+        return f"verification looks for {op.verification(problem)} instead"
+    if reason := kernel.accepts(problem):
+        return f"{kernel.name} no longer takes it: {reason}"
+    try:
+        Target.parse(record.target.partition("|")[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _kernel(registry: Registry, record: Record) -> Kernel | None:
+    return next((k for k in registry.kernels.get(record.op, ()) if k.name == record.kernel), None)
+
+
+def _slower(record: Timing, store: Store, registry: Registry, target: Target) -> str:
+    op: Op = registry.op(record.op)
+    kernel = registry.kernel(record.op, record.kernel)
+    default = config_key(kernel.config(op.problem(record.problem), target))
+    if config_key(record.config) == default:
+        return ""
+    for other in store.times(record.op, record.target):
+        if (other.kernel == record.kernel and other.problem == record.problem and other.toolchain == record.toolchain
+                and other.timing == record.timing and config_key(other.config) == default and other.us < record.us):  # fmt: skip
+            return f"{record.us:.3g} us; the default configuration takes {other.us:.3g} us"
+    return ""
+
+
+def _outcome(record: Verification) -> str:
+    return "matched" if record.ok else f"failed: {record.reason}"

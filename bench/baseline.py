@@ -1,0 +1,181 @@
+"""Baseline files: how long kernels may take, as ratios to another kernel timed in turn with them.
+
+A ratio of two kernels that run the same problem in the same rounds hardly depends on how busy a machine is, and less on
+which machine it is than a time does. A file holds one part for every environment that it was written on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.compare import GAP, WRONG, Case, Row
+from gristmill.bench.place import Place
+from gristmill.bench.problems import named
+from gristmill.bench.result_file import ResultError, replace
+from gristmill.bench.statistics.verdict import SLOWER, UNCLEAR, Rule, judge
+from gristmill.kernel_registry.registry import default_registry
+
+SCHEMA = 1
+OK, SLOW, BAD, NOISY, ELSEWHERE, ABSENT = 0, 1, 2, 3, 4, 5
+"""Exit codes of `kernelbench check`: fine, slower, wrong result, too noisy to say, environment differs, no baseline."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a baseline: `kernel` took `ratio` times as long as `yardstick`, with the interval that was measured."""
+
+    op: str
+    problem: str
+    kernel: str
+    yardstick: str
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A line held against now. verdict: that of the comparison of both ratios. change: present ratio over the stored one."""
+
+    entry: Entry
+    verdict: str
+    reason: str
+    change: float | None
+    row: Row
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row of JSON."""
+        return {
+            "op": self.entry.op, "problem": self.entry.problem, "kernel": self.entry.kernel, "yardstick": self.entry.yardstick,
+            "verdict": self.verdict, "change": self.change, "ratio": self.row.found.ratio if self.row.found else None,
+            "baseline_ratio": self.entry.ratio, "us": self.row.us, "noise": self.row.noise, "error": self.row.error,
+            "reason": self.reason,
+        }  # fmt: skip
+
+
+def environment(here: Place, portable: bool) -> dict[str, Any]:
+    """What has to be the same for ratios to mean the same. portable: any device of the same target name."""
+    import torch
+
+    version = ".".join(here.build.torch.split("+")[0].split(".")[:2]) if here.build.torch else None
+    fields: dict[str, Any] = {"target": here.target.name, "torch": version, "threads": torch.get_num_threads()}
+    return fields if portable else fields | {"device": here.target.device, "triton": here.build.triton}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The parts of a baseline file; ResultError names what is wrong with it, FileNotFoundError that there is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected a baseline file") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("parts"), list):
+        raise ResultError(f"{path}: expected a baseline file of schema {SCHEMA}; kernelbench check --update writes one")
+    for place, part in enumerate(data["parts"]):
+        try:
+            part["entries"] = [Entry(**entry) for entry in part["entries"]]
+            dict(part["environment"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResultError(f"{path}: parts[{place}]: {error}") from error
+    return list(data["parts"])
+
+
+def find(parts: Sequence[dict[str, Any]], here: Place) -> tuple[dict[str, Any] | None, str]:
+    """The part for this environment, or None and what differs from the nearest part."""
+    nearest: list[str] | None = None
+    for part in parts:
+        wanted = part["environment"]
+        mine = environment(here, portable="device" not in wanted)
+        differs = [f"{name} is {mine.get(name)}, the baseline's is {value}" for name, value in wanted.items()
+                   if mine.get(name) != value]  # fmt: skip
+        if not differs:
+            return part, ""
+        nearest = differs if nearest is None or len(differs) < len(nearest) else nearest
+    return None, "; ".join(nearest or ["the file holds no part"])
+
+
+def update(path: Path, here: Place, rows: Sequence[Row], portable: bool) -> list[Entry]:
+    """Put the ratios of `rows` into the part for this environment; other parts, and other lines of it, stay."""
+    own = environment(here, portable)
+    parts = read(path) if path.exists() else []
+    part = next((p for p in parts if p["environment"] == own), None)
+    if part is None:
+        part = {"environment": own, "entries": []}
+        parts.append(part)
+    kept = {(e.op, e.problem, e.kernel): e for e in part["entries"]}
+    written = []
+    for row in rows:
+        if row.found is not None:
+            entry = Entry(row.op, row.problem, row.kernel, row.baseline,
+                          *(round(value, 5) for value in (row.found.ratio, row.found.low, row.found.high)))  # fmt: skip
+            kept[entry.op, entry.problem, entry.kernel] = entry
+            written.append(entry)
+    part["entries"] = [kept[key] for key in sorted(kept)]
+    text = ",\n".join(_part_text(p) for p in parts)
+    replace(path, f'{{"schema": {SCHEMA}, "parts": [\n{text}\n]}}\n')
+    return written
+
+
+def _part_text(part: dict[str, Any]) -> str:
+    lines = ",\n".join(json.dumps(vars(entry)) for entry in part["entries"])
+    return f'{{"environment": {json.dumps(part["environment"])}, "entries": [\n{lines}\n]}}'
+
+
+def cases(entries: Sequence[Entry]) -> list[Case]:
+    """What has to be raced for `entries`: a case for each problem and yardstick."""
+    registry = default_registry()
+    grouped: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        grouped.setdefault((entry.op, entry.problem, entry.yardstick), []).append(entry)
+    found = []
+    for (op_name, problem, yardstick), members in grouped.items():
+        op = registry.op(op_name)
+        others = tuple(named(op, entry.kernel)[0] for entry in members)
+        found.append(Case(op, op.problem(problem), registry.kernel(op_name, yardstick), others))
+    return found
+
+
+def against(entries: Sequence[Entry], rows: Sequence[Row], rule: Rule) -> list[Checked]:
+    """Hold rows just measured against their entries, all judged together.
+
+    The end of the stored interval that is nearer to the present ratio stands for the baseline, so that what was uncertain
+    when it was written is not counted against the kernel now.
+    """
+    by_key = {(row.op, row.problem, row.kernel): row for row in rows}
+    logs, timed = [], []
+    for entry in entries:
+        row = by_key[entry.op, entry.problem, entry.kernel]
+        if row.found is None:
+            continue
+        stored = math.log(min(max(row.found.ratio, entry.low), entry.high))
+        logs.append([math.log(us / base) - stored for us, base in zip(row.samples, row.baseline_samples, strict=True)])
+        timed.append(entry)
+    verdicts = dict(zip(timed, judge(logs, rule), strict=True))
+    found = []
+    for entry in entries:
+        row = by_key[entry.op, entry.problem, entry.kernel]
+        if entry not in verdicts:
+            found.append(Checked(entry, row.verdict, row.reason, None, row))
+            continue
+        verdict = verdicts[entry]
+        noisy = row.noise is not None and row.noise > rule.min_effect
+        reason = f"the yardstick differs from itself by {row.noise:.1%}" if noisy else verdict.reason
+        assert row.found is not None
+        found.append(Checked(entry, UNCLEAR if noisy else verdict.verdict, reason, row.found.ratio / entry.ratio, row))
+    return found
+
+
+def exit_code(checked: Sequence[Checked]) -> int:
+    """The worst that was found; a wrong result before a slow one, a slow one before one that is unclear."""
+    verdicts = {one.verdict for one in checked}
+    if WRONG in verdicts:
+        return BAD
+    if SLOWER in verdicts:
+        return SLOW
+    if GAP in verdicts:
+        return ELSEWHERE
+    return NOISY if UNCLEAR in verdicts else OK

@@ -1,0 +1,125 @@
+"""kernelbench check: have kernels become slower or wrong since the baseline was written?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from gristmill import console
+from gristmill.bench.place import place
+from gristmill.bench.problems import concrete, here_or_refuse, named
+from gristmill.kernel_registry.registry import default_registry
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--update", is_flag=True, help="Measure and write the baseline: the lines that FILE has, or those of --op.")
+@click.option("--op", "op_name", metavar="OP", help="With --update: add lines for this operation.")
+@click.option("--kernels", metavar="A,B", help="With --op: for these kernels.")
+@click.option("--yardstick", metavar="K", help="With --op: the kernel they are held against, timed in turn with them.")
+@click.option("--problem", "problem_texts", metavar="P", multiple=True, help="With --op: for this problem; repeatable.")
+@click.option("--portable", is_flag=True,
+              help="With --op: the lines hold on any device of this target, not on this one alone.")  # fmt: skip
+@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
+              help="The least relative slow-down that counts.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
+              help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write JUnit XML.")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write a Markdown summary, for a pull request.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def check(
+    context: click.Context, file: Path, update: bool, op_name: str | None, kernels: str | None, yardstick: str | None,
+    problem_texts: tuple[str, ...], portable: bool, min_effect: float, seconds: float, target: str | None, junit: Path | None,
+    markdown: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Hold kernels against the baseline in FILE: ratios to a yardstick kernel timed in turn with them, which hold on busy
+    machines. Results are checked before, while and after timing.
+
+    \b
+    kernelbench check base.json --update --op rms_norm --kernels rms_norm_cpu --yardstick rms_norm_torch
+    kernelbench check base.json --junit report.xml --markdown summary.md
+
+    \b
+    Exit status
+      0  nothing is slower         1  something is slower        2  a wrong result, or a mistaken command
+      3  too noisy to say          4  the environment differs    5  there is no baseline
+    """
+    from gristmill.bench import baseline, report_ci
+    from gristmill.bench.compare import Case, compare
+    from gristmill.bench.statistics.verdict import Rule
+
+    here = place(target)
+    here_or_refuse(here)
+    rule = Rule(min_effect=min_effect)
+    if update:
+        wanted: list[Case] = []
+        if op_name is None:
+            part, _ = baseline.find(baseline.read(file), here) if file.exists() else (None, "")
+            if part is None:
+                raise click.UsageError(f"{file} has no lines for this environment; name some with --op, --kernels and --yardstick")
+            wanted, portable = baseline.cases(part["entries"]), "device" not in part["environment"]
+        else:
+            if not kernels or not yardstick:
+                raise click.UsageError("--op needs --kernels and --yardstick")
+            op = default_registry().op(op_name)
+            against = default_registry().kernel(op.name, yardstick)
+            others = tuple(k for k in named(op, kernels) if k.name != against.name)
+            wanted = [Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)]
+        with console.status(quiet=as_json) as tell:
+            rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
+        written = baseline.update(file, here, rows, portable)
+        lost = [row for row in rows if row.found is None]
+        if as_json:
+            console.emit([vars(entry) for entry in written])
+        else:
+            console.table(f"Baseline {file}", ["operation", "problem", "kernel", "yardstick", "ratio"],
+                          [[e.op, e.problem, e.kernel, e.yardstick, f"{e.ratio:.4f}"] for e in written], right=("ratio",))  # fmt: skip
+            for row in lost:
+                console.out().print(f"not written: {row.kernel} {row.problem}: {row.verdict}: {row.reason}")
+        context.exit(baseline.BAD if lost else baseline.OK)
+    if op_name or kernels or yardstick or problem_texts or portable:
+        raise click.UsageError("--op, --kernels, --yardstick, --problem and --portable go with --update")
+    if not file.exists():
+        _stop(context, baseline.ABSENT, f"{file} does not exist; kernelbench check {file} --update --op OP ... writes it", as_json)
+    part, differs = baseline.find(baseline.read(file), here)
+    entries = part["entries"] if part else []
+    if part is None:
+        _stop(context, baseline.ELSEWHERE, f"{file} was not written in this environment: {differs}", as_json)
+    if not entries:
+        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", as_json)
+    begin = time.perf_counter()
+    with console.status(quiet=as_json) as tell:
+        rows = compare(baseline.cases(entries), here, rule, seconds=seconds, tell=tell)
+    checked = baseline.against(entries, rows, rule)
+    code = baseline.exit_code(checked)
+    for path, text in ((junit, report_ci.junit(checked, time.perf_counter() - begin)),
+                       (markdown, report_ci.markdown(checked, f"kernelbench check on {here.target.name}: {_MEANS[code]}"))):  # fmt: skip
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    if as_json:
+        console.emit({"exit": code, "meaning": _MEANS[code], "rows": [one.as_dict() for one in checked]})
+    else:
+        console.table(
+            f"{file} on {here.target.name}: {_MEANS[code]}", ["operation", "problem", "kernel", "verdict", "change", "reason"],
+            [[c.entry.op, c.entry.problem, c.entry.kernel, c.verdict, "-" if c.change is None else f"{c.change - 1:+.1%}", c.reason]
+             for c in checked], right=("change",),
+        )  # fmt: skip
+    context.exit(code)
+
+
+_MEANS = {0: "nothing is slower", 1: "something is slower", 2: "a wrong result", 3: "too noisy to say",
+          4: "the environment differs", 5: "there is no baseline"}  # fmt: skip
+
+
+def _stop(context: click.Context, code: int, why: str, as_json: bool) -> None:
+    if as_json:
+        console.emit({"exit": code, "meaning": _MEANS[code], "reason": why, "rows": []})
+    else:
+        console.err().print(f"kernelbench: {why}", soft_wrap=True)
+    context.exit(code)

@@ -1,0 +1,99 @@
+"""kernelbench compare: which kernel is faster, said only where the samples allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gristmill import console
+from gristmill.bench.place import Place, place
+from gristmill.bench.problems import able, concrete, here_or_refuse, named
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.registry import default_registry
+
+
+@click.command()
+@click.argument("op_name", metavar="OP")
+@click.option("--baseline", metavar="K", help="The kernel that others are held against. Default: the one that selection would run.")
+@click.option("--kernels", metavar="A,B", help="The others; patterns such as *_cpu are allowed. Default: all that can run here.")
+@click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem; may be given several times.")
+@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.03, show_default=True,
+              help="The least relative change worth a verdict.")  # fmt: skip
+@click.option("--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory.")
+@click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
+              help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file with raw samples.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def compare(
+    context: click.Context, op_name: str, baseline: str | None, kernels: str | None, problem_texts: tuple[str, ...],
+    min_effect: float, seconds: float, hot: bool, target: str | None, results: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare kernels of OP with a baseline: timed in turn over the same data, round by round, in an order drawn anew.
+
+    \b
+    FASTER, SLOWER   by more than the minimum effect, with false discoveries held to 5 % over all rows
+    SAME             the interval lies within the minimum effect
+    UNCLEAR          neither, after up to eight times the rounds; or the machine is too noisy for the minimum effect
+    WRONG            a wrong result, or a cheat: every kernel is checked before, while and after it is timed
+    GAP              it cannot run here, and why
+
+    \b
+    ratio        kernel over baseline, with its interval: 0.8 = a fifth less time
+    noise        by how much the baseline seemed to differ from itself, timed twice in the same rounds
+
+    Exit status 0; 1 if a kernel was WRONG.
+    """
+    from gristmill.bench.compare import GAP, WRONG, Case
+    from gristmill.bench.compare import compare as run
+    from gristmill.bench.result_file import write
+    from gristmill.bench.statistics.verdict import Rule
+
+    op, here = default_registry().op(op_name), place(target)
+    here_or_refuse(here)
+    problems = concrete(op, problem_texts or op.bench)
+    base = default_registry().kernel(op.name, baseline) if baseline else None
+    others = named(op, kernels) if kernels else able(op, here)
+    cases = []
+    for problem in problems:
+        first = base or _selected(op, problem, here)
+        cases.append(Case(op, problem, first, tuple(k for k in others if k.name != first.name)))
+    if not any(case.others for case in cases):
+        raise click.UsageError(f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels")
+    with console.status(quiet=as_json) as tell:
+        rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, tell=tell)
+    if results:
+        write(results, here, [row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples} for row in rows])
+    if as_json:
+        console.emit([row.as_dict() for row in rows])
+    else:
+        console.table(
+            f"{op.name} on {here.target.name} {here.target.device}",
+            ["problem", "kernel", "baseline", "verdict", "µs", "baseline µs", "ratio", "interval", "noise", "error", "reason"],
+            [[r.problem, r.kernel, r.baseline, r.verdict, console.number(r.us), console.number(r.baseline_us),
+              *_ratio(r.found), _percent(r.noise), console.number(r.error), r.reason] for r in rows],
+            right=("µs", "baseline µs", "ratio", "noise", "error"),
+        )  # fmt: skip
+        gaps = sum(row.verdict == GAP for row in rows)
+        if gaps:
+            console.out().print(f"\n{gaps} row(s) are gaps: a kernel that cannot run here is named, never left out.")
+    if any(row.verdict == WRONG for row in rows):
+        context.exit(1)
+
+
+def _selected(op: Op, problem: Any, here: Place) -> Kernel:
+    """What runs here by default."""
+    from gristmill.autotune.resolve import Resolver
+
+    return Resolver(here.device or "cpu", here.policy).resolve(op, problem).require().kernel
+
+
+def _ratio(found: Any) -> list[str]:
+    return ["-", "-"] if found is None else [f"{found.ratio:.3f}", f"{found.low:.3f} to {found.high:.3f}"]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:.1f} %"

@@ -1,0 +1,117 @@
+"""kernelbench rerun, repro, history: what result files say, again and over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gristmill import console
+from gristmill.bench import result_file
+from gristmill.bench.place import place
+from gristmill.bench.problems import here_or_refuse
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.argument("file", type=_FILE, metavar="FILE")
+@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.1, show_default=True,
+              help="The least relative difference worth a verdict.")  # fmt: skip
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--results", type=_FILE, metavar="OUT", help="Write a result file of the present times.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def rerun(context: click.Context, file: Path, min_effect: float, target: str | None, results: Path | None, as_json: bool) -> None:
+    """Measure every row of a result file again, here, and say where it differs: times, results, and environment.
+
+    Then and now were not timed in turn: on another machine, or a busy one, SLOWER means that this one is slower.
+    Exit status 1 if a row is WRONG.
+    """
+    from gristmill.bench.rerun import differences
+    from gristmill.bench.rerun import rerun as run
+    from gristmill.bench.statistics.verdict import Rule
+
+    here = place(target)
+    here_or_refuse(here)
+    data = result_file.read(file)
+    if not result_file.timed(data):
+        raise result_file.ResultError(f"{file}: no row has a time; there is nothing to repeat")
+    with console.status(quiet=as_json) as tell:
+        found = run(data, here, Rule(min_effect=min_effect, looks=1), tell=tell)
+    rows, differs = [one.as_dict() for one in found], differences(data, here)
+    if results:
+        result_file.write(results, here, [row | {"us": row["now_us"]} for row in rows])
+    if as_json:
+        console.emit({"environment": differs, "rows": rows})
+    else:
+        console.table(
+            f"{file} again on {here.target.name} {here.target.device}",
+            ["operation", "problem", "kernel", "verdict", "then µs", "now µs", "ratio", "error", "reason"],
+            [[r["op"], r["problem"], r["kernel"], r["verdict"], console.number(r["then_us"]), console.number(r["now_us"]),
+              console.number(r["ratio"]), console.number(r["error"]), r["reason"]] for r in rows],
+            right=("then µs", "now µs", "ratio", "error"),
+        )  # fmt: skip
+        for line in differs:
+            console.out().print(f"differs: {line}")
+    if any(row["verdict"] == "WRONG" for row in rows):
+        context.exit(1)
+
+
+@click.command()
+@click.argument("file", type=_FILE, metavar="FILE")
+@click.argument("row", type=click.IntRange(0), metavar="ROW")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def repro(file: Path, row: int, as_json: bool) -> None:
+    """The command, and a short script, that measure row ROW of a result file again (the first row is 0)."""
+    data = result_file.read(file)
+    if row >= len(data["rows"]):
+        raise click.UsageError(f"{file} has {len(data['rows'])} rows, counted from 0; there is no row {row}")
+    wanted = data["rows"][row]
+    line = result_file.command(wanted, data.get("environment", {}).get("target"))
+    script = _SCRIPT.format(op=wanted["op"], kernel=wanted["kernel"], problem=wanted["problem"],
+                            device="cpu" if str(data.get("environment", {}).get("target")).startswith("cpu") else "cuda:0")  # fmt: skip
+    if as_json:
+        console.emit({"command": line, "script": script})
+    else:
+        console.out().print(line, soft_wrap=True, highlight=False)
+        console.out().print(f"\n{script}", soft_wrap=True, markup=False)
+
+
+_SCRIPT = '''from gristmill.autotune.device import device_target
+from gristmill.autotune.timing import measure
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+
+op = default_registry().op("{op}")
+kernel = default_registry().kernel("{op}", "{kernel}")
+problem = op.problem("{problem}")
+config = kernel.config(problem, device_target("{device}", Policy()))
+print(measure(op, kernel, config, problem, "{device}").us, "us")
+'''
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
+              help="The least relative change that counts.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
+    """Rows that several result files have in common, in order of their dates, and where they changed.
+
+    A change is larger than the minimum effect and than what the spread of the samples on both sides allows.
+    """
+    from gristmill.bench.history import history as series
+
+    found = series([(str(path), result_file.read(path)) for path in files], min_effect)
+    if as_json:
+        console.emit([{"op": s.key[0], "problem": s.key[1], "kernel": s.key[2], "device": s.key[3],
+                       "points": [vars(p) for p in s.points]} for s in found])  # fmt: skip
+        return
+    rows = []
+    for one in found:
+        changes = [f"{p.change - 1:+.0%} in {p.file}" for p in one.points if p.change is not None]
+        rows.append([one.key[0], one.key[1], one.key[2], len(one.points), console.number(one.points[0].us),
+                     console.number(one.points[-1].us), "; ".join(changes) or "no change"])  # fmt: skip
+    console.table(f"{len(files)} result files", ["operation", "problem", "kernel", "points", "first µs", "last µs", "changes"], rows,
+                  right=("points", "first µs", "last µs"))  # fmt: skip

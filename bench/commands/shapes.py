@@ -1,0 +1,88 @@
+"""kernelbench shapes and coverage: what a model calls, and how well the store knows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gristmill import console
+from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.place import place
+from gristmill.bench.shapes import load_config, model_names
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store
+
+
+@click.command()
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def shapes(model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...], as_json: bool) -> None:
+    """Every problem that a model calls in a step, on one rank. Without --model: the models whose shapes are shipped.
+
+    \b
+    kernelbench shapes --model llama-3-70b --tp 8 --weights int4_g128 --decode 64x4096 --prefill 1x2048
+    """
+    found = model_calls(model, tp, weights, decode, prefill)
+    if model is None:
+        rows = [{"model": name, "type": load_config(name)["model_type"], "layers": load_config(name)["num_hidden_layers"]}
+                for name in model_names()]  # fmt: skip
+        if as_json:
+            console.emit(rows)
+        else:
+            console.table("Models", ["model", "type", "layers"], [list(row.values()) for row in rows], right=("layers",))
+        return
+    registry = default_registry()
+    rows = []
+    for call in found:
+        op = registry.op(call.op)
+        cost = op.cost(op.problem(call.problem))
+        rows.append({"step": str(call.step), "part": call.part, "op": call.op, "problem": call.problem, "count": call.count,
+                     "bytes": cost.bytes, "flops": cost.flops})  # fmt: skip
+    if as_json:
+        console.emit(rows)
+        return
+    console.table(
+        f"{model} on {tp} rank(s)", ["step", "part", "operation", "problem", "calls", "MB each", "GFLOP each"],
+        [[r["step"], r["part"], r["op"], r["problem"], r["count"], console.number(r["bytes"] / 1e6), console.number(r["flops"] / 1e9)]
+         for r in rows], right=("calls", "MB each", "GFLOP each"),
+    )  # fmt: skip
+
+
+@click.command()
+@model_options
+@click.option("--target", metavar="T", help="A device: h200, sm_90, gfx942, cpu:avx2 ... Default: this machine.")
+@click.option("--store", "store_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="The store to ask. Default: the one in use.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def coverage(
+    model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...], target: str | None,
+    store_path: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Before serving: the share of a model's calls that the store knows exactly, nearly, or not at all.
+
+    \b
+    exact     a time of this very problem         near      one of a problem within a factor of two
+    sibling   one of another device of the target default   none: by cost model or declared priority
+    none      no kernel can run it
+    """
+    from gristmill.bench.coverage import coverage as covered_calls
+    from gristmill.bench.coverage import shares
+
+    if model is None:
+        raise click.UsageError("--model is missing; kernelbench shapes lists those that are shipped")
+    here = place(target)
+    path = store_path or here.policy.store_path
+    if store_path is not None and not store_path.exists():
+        raise FileNotFoundError(f"{store_path} does not exist; expected a store")
+    found = covered_calls(model_calls(model, tp, weights, decode, prefill), here, Store.read(path))
+    share = shares(found)
+    if as_json:
+        console.emit({"model": model, "tp": tp, "target": here.target.name, "shares": share, "calls": [c.as_dict() for c in found]})
+        return
+    console.table(
+        f"{model} on {tp} x {here.target.name}", ["step", "part", "operation", "problem", "known", "kernel", "expected µs"],
+        [[str(c.call.step), c.call.part, c.call.op, c.call.problem, c.level, c.kernel, console.number(c.expected_us)] for c in found],
+        right=("expected µs",),
+    )  # fmt: skip
+    console.out().print("\nCalls: " + ", ".join(f"{level} {value:.0%}" for level, value in share.items() if value))

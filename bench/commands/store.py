@@ -1,0 +1,175 @@
+"""kernelbench store: what selection knows, and looking after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gristmill import console
+from gristmill.bench.place import place
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.group()
+def store() -> None:
+    """Look into stores of verifications and measured times, which selection reads, and look after them.
+
+    A store is JSON with one record a line. The one in use is named by `kernelbench doctor`.
+
+    \b
+    kernelbench store why linear "m=1,n=4096,k=4096,w=int4_g128"    which record decides, and by which rule
+    kernelbench store lint                                          records that are of no use
+    kernelbench store merge --into all.json a.json b.json
+    kernelbench store diff a.json b.json
+    """
+
+
+def _existing(path: Path) -> Store:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a store")
+    return Store.read(path)
+
+
+@store.command()
+@click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@click.option("--into", required=True, type=_FILE, metavar="FILE", help="The store to write; its own records are merged too.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
+    """Merge stores into one. Of two records of the same key a failed verification is kept, and the time with more samples.
+
+    Safe while others write to the same store: nothing is lost.
+    """
+    from gristmill.autotune import store as writing
+    from gristmill.autotune.store_tools import merge as merged
+    from gristmill.autotune.store_tools import records
+
+    parts = [_existing(path) for path in files]
+    result = writing.update(into, lambda present: merged([present, *parts]))
+    answer = {"into": str(into), "records": len(records(result)), "verifications": len(result.verifications),
+              "timings": len(result.timings)}  # fmt: skip
+    if as_json:
+        console.emit(answer)
+    else:
+        console.out().print(f"{into}: {answer['verifications']} verifications, {answer['timings']} times")
+
+
+@store.command()
+@click.argument("before", type=_FILE, metavar="A")
+@click.argument("after", type=_FILE, metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def diff(context: click.Context, before: Path, after: Path, as_json: bool) -> None:
+    """How store B differs from store A: records added, removed, and changed. Exit status 1 if they differ."""
+    from gristmill.autotune.store_tools import diff as differences
+
+    rows = []
+    for one in differences(_existing(before), _existing(after)):
+        record: Any = one.after or one.before
+        rows.append(_row(record) | {"change": one.kind, "what": one.what})
+    _show(rows, f"{before} to {after}", ("change", "op", "kernel", "problem", "target", "what"), as_json)
+    if rows:
+        context.exit(1)
+
+
+@store.command()
+@click.argument("file", type=_FILE, metavar="[FILE]", required=False)
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def lint(context: click.Context, file: Path | None, target: str | None, as_json: bool) -> None:
+    """Records of FILE (default: the store in use) that do not earn their place.
+
+    \b
+    never     nothing can look it up: the operation, kernel or problem is gone, or it is written in another form
+    stale     made with other code or another toolchain: a time counts as near only, a verification not at all
+    slower    a tuned configuration that is slower than the default one
+    failed    a kernel that did not match the reference here, and is kept out
+
+    Exit status 1 if there are any but failed ones.
+    """
+    from gristmill.autotune.store_tools import lint as findings
+
+    here = place(target)
+    path = file or here.policy.store_path
+    held = _existing(path) if file else Store.read(path)
+    found = findings(held, default_registry(), here.target, target_key(here.target), here.build)
+    rows = [_row(one.record) | {"finding": one.kind, "reason": one.reason} for one in found]
+    _show(rows, f"Lint of {path}", ("finding", "op", "kernel", "problem", "target", "reason"), as_json)
+    if any(one.kind != "failed" for one in found):
+        context.exit(1)
+
+
+@store.command()
+@click.argument("op_name", metavar="OP")
+@click.argument("problem_text", metavar="PROBLEM")
+@click.option("--target", metavar="T", help="A device: sm_90, h200, cpu:avx2 ... Default: this machine.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> None:
+    """Which kernel a problem gets, which record of the store decides it, and by which rule. Verifies and times nothing.
+
+    \b
+    measured   a time of this very problem, with the present code and toolchain
+    near       a time of a problem within a factor of two, or of other code; scaled by the device's ceilings
+    sibling    a time of another device of the same target
+    model      the kernel's cost model        priority   nothing is known: the declared order
+    """
+    from gristmill.kernel_registry.select import select
+    from gristmill.kernel_registry.times import Times
+
+    registry, here = default_registry(), place(target)
+    op = registry.op(op_name)
+    problem = op.problem(problem_text)
+    if problem.open_axes:
+        raise click.UsageError(f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value")
+    held = Store.read(here.policy.store_path)
+    selection = select(op, problem, registry.kernels_of(op.name), here.target, here.build, held, here.policy,
+                       foreign=here.device is None)  # fmt: skip
+    times = Times(op, problem, here.target, here.build, held)
+    rows = []
+    for candidate in selection.candidates:
+        if candidate.verdict not in ("selected", "eligible", "unverified"):
+            continue
+        evidence = times.evidence(candidate.kernel)
+        record, far, _ = evidence[0] if evidence else (None, None, None)
+        rows.append({
+            "kernel": candidate.kernel.name, "verdict": candidate.verdict, "rule": candidate.source,
+            "expected_us": candidate.expected_us, "config": dict(candidate.config or {}),
+            "record": None if record is None else _row(record), "distance": far, "records": len(evidence),
+        })  # fmt: skip
+    if as_json:
+        console.emit({"op": op.name, "problem": str(problem), "store": str(here.policy.store_path), "candidates": rows})
+        return
+    console.table(
+        f"{op.name} {problem} by {here.policy.store_path}",
+        ["kernel", "verdict", "rule", "expected µs", "decided by", "distance", "configuration"],
+        [[r["kernel"], r["verdict"], r["rule"], console.number(r["expected_us"]), _decided(r["record"]),
+          "" if r["distance"] is None else f"{r['distance']:.2f}", config_key(r["config"])] for r in rows],
+        right=("expected µs", "distance"),
+    )  # fmt: skip
+
+
+def _decided(record: dict[str, Any] | None) -> str:
+    return "no record" if record is None else f"{record['problem']} on {record['target']}: {console.number(record['us'])} µs"
+
+
+def _row(record: Any) -> dict[str, Any]:
+    timing = isinstance(record, Timing)
+    return {
+        "kind": "timing" if timing else "verification", "op": record.op, "kernel": record.kernel, "problem": record.problem,
+        "target": record.target, "toolchain": record.toolchain, "config": config_key(record.config) if timing else record.config,
+        "us": record.us if timing else None, "ok": None if timing else record.ok,
+    }  # fmt: skip
+
+
+def _show(rows: list[dict[str, Any]], title: str, columns: tuple[str, ...], as_json: bool) -> None:
+    if as_json:
+        console.emit(rows)
+    elif not rows:
+        console.out().print(f"{title}: nothing")
+    else:
+        console.table(title, columns, [[row[name] for name in columns] for row in rows])

@@ -1,0 +1,88 @@
+"""kernelbench tune: find the fastest verified kernel and configuration of each problem, and write it to the store."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+from gristmill import console
+from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.place import place
+from gristmill.bench.problems import concrete, here_or_refuse
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store
+
+
+@click.command()
+@click.argument("op_name", metavar="[OP]", required=False)
+@model_options
+@click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem of OP; may be given several times.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, help="The budget. Kept within a tenth.")
+@click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def tune(
+    op_name: str | None, model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...],
+    problem_texts: tuple[str, ...], minutes: float, redo: bool, workers: int, target: str | None, results: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Tune the problems of OP (its benchmark problems by default), or of a model, on this machine.
+
+    \b
+    kernelbench tune linear --problem "m=1,n=4096,k=4096,w=int4_g128" --minutes 2
+    kernelbench tune --model llama-3-8b --weights int4_g128 --decode 1x1024 --prefill 1x2048
+
+    Candidates are what can run, less what cost models rule out. They are verified in child processes, thinned out by
+    successive halving, and the last three raced against the default in turn. Every problem is written to the store
+    when it is done: a run that was stopped goes on where it was, since problems that the store knows are skipped.
+    """
+    from gristmill.autotune.store import save
+    from gristmill.bench.result_file import write
+    from gristmill.bench.tune import Job, jobs_of
+    from gristmill.bench.tune import tune as run
+
+    if (op_name is None) == (model is None):
+        raise click.UsageError("name an operation, or a model with --model, and not both")
+    here = place(target)
+    here_or_refuse(here)
+    calls = model_calls(model, tp, weights, decode, prefill)
+    if op_name is None:
+        if problem_texts:
+            raise click.UsageError("--problem goes with an operation, not with --model")
+        jobs = jobs_of(calls)
+    else:
+        op = default_registry().op(op_name)
+        jobs = [Job(op, problem) for problem in concrete(op, problem_texts or op.bench)]
+    path = here.policy.store_path
+    with console.status(quiet=as_json) as tell:
+        found = run(jobs, here, lambda records: save(path, records), seconds=60 * minutes, store=Store.read(path), redo=redo,
+                    workers=workers, tell=tell)  # fmt: skip
+    rows = [one.as_dict() for one in found]
+    if results:
+        write(results, here, [row | {"kernel": row["kernel"] or ""} for row in rows])
+    summary = _summary(rows) | {"store": str(path)}
+    if as_json:
+        console.emit(summary | {"problems": rows})
+        return
+    console.table(
+        f"Tuned for {here.target.name} {here.target.device}",
+        ["operation", "problem", "", "tried", "wrong", "kernel", "µs", "default µs", "gain"],
+        [[r["op"], r["problem"], r["state"], r["options"] or "", len(r["wrong"]) or "", r["kernel"], console.number(r["us"]),
+          console.number(r["default_us"]), "-" if r["gain"] is None else f"{r['gain']:.2f}x"] for r in rows],
+        right=("tried", "wrong", "µs", "default µs", "gain"),
+    )  # fmt: skip
+    states = ", ".join(f"{count} {state}" for state, count in summary["states"].items())
+    gain = "" if summary["gain"] is None else f"; {summary['gain']:.3f}x the default, geometric mean"
+    console.out().print(f"\n{states}{gain}. Written to {path}")
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    states: dict[str, int] = {}
+    for row in rows:
+        states[row["state"]] = states.get(row["state"], 0) + 1
+    gains = [math.log(row["gain"]) for row in rows if row["gain"]]
+    return {"states": states, "gain": math.exp(sum(gains) / len(gains)) if gains else None}

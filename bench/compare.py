@@ -1,0 +1,246 @@
+"""Comparing kernels on problems: arms in turn, audited, judged together. What `kernelbench compare` and `check` do."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from gristmill.bench.place import Place
+from gristmill.bench.statistics.rounds import ROUNDS, SECONDS, Heat, race
+from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict, judge
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+WRONG, GAP = "WRONG", "GAP"
+"""Further verdicts of a row: the kernel gave a wrong result or cheated; it could not run here, and the reason says why."""
+
+CPU_COLD, GPU_COLD = 128 << 20, 256 << 20
+CPU_MEMORY, GPU_MEMORY = 1 << 30, 32 << 30
+"""Bytes of argument lists: what one problem's amount to (as in `gristmill.autotune.timing`), and what may be held at a time."""
+
+TWIN = "(again)"
+"""Name suffix of the baseline's second arm: what it seems to differ by from the first is noise."""
+
+
+@dataclass
+class Row:
+    """One kernel against the baseline on one problem. us: median microseconds. noise: how far the baseline is from itself."""
+
+    op: str
+    problem: str
+    kernel: str
+    baseline: str
+    verdict: str
+    reason: str = ""
+    us: float | None = None
+    baseline_us: float | None = None
+    found: Verdict | None = None
+    noise: float | None = None
+    error: float | None = None
+    tolerance: float | None = None
+    timing: str | None = None
+    config: Config | None = None
+    samples: Sequence[float] = field(default_factory=tuple)
+    baseline_samples: Sequence[float] = field(default_factory=tuple)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row of JSON and result files."""
+        found = self.found
+        return {
+            "op": self.op, "problem": self.problem, "kernel": self.kernel, "baseline": self.baseline,
+            "verdict": self.verdict, "ratio": found.ratio if found else None, "low": found.low if found else None,
+            "high": found.high if found else None, "p": found.p if found else None, "rounds": found.rounds if found else None,
+            "us": self.us, "baseline_us": self.baseline_us, "noise": self.noise, "error": self.error,
+            "tolerance": self.tolerance, "timing": self.timing, "config": dict(self.config) if self.config is not None else None,
+            "reason": self.reason,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, the kernel that others are held against, and the others."""
+
+    op: Op
+    problem: Problem
+    baseline: Kernel
+    others: tuple[Kernel, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.op.name} {self.problem}"
+
+
+def compare(
+    cases: Sequence[Case], here: Place, rule: Rule, *, hot: bool = False, rounds: int = ROUNDS, seconds: float = SECONDS,
+    seed: int = 0, tell: Callable[[str], None] = lambda text: None,
+) -> list[Row]:  # fmt: skip
+    """Race every case's kernels against its baseline, and the baseline against itself.
+
+    Every kernel is audited before, at random moments during, and after its timing; one that fails is WRONG. A problem
+    whose baseline does not agree with itself within the minimum effect stays UNCLEAR: the machine is too noisy for it.
+    Cases are raced in groups that fit in memory together, and judged all together.
+    """
+    rows: list[Row] = []
+    raced: list[_Raced] = []
+    chance = random.Random(seed)
+    for group in _groups(cases, here):
+        heats: dict[str, Heat] = {}
+        for case in group:
+            tell(f"{case.key}: preparing")
+            arms, failed = _arms(case, here, hot)
+            rows += failed
+            if arms:
+                heats[case.key] = Heat(arms, between=_auditor(arms, chance))
+        race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, tell=tell)
+        raced += [found for case in group if case.key in heats for found in _finish(case, heats[case.key])]
+    verdicts = judge([one.logs for one in raced], rule, seed=seed)
+    again = {one.case.key: verdict for one, verdict in zip(raced, verdicts, strict=True) if one.twin}
+    rows += [_settle(one, verdict, again[one.case.key], rule)
+             for one, verdict in zip(raced, verdicts, strict=True) if not one.twin]  # fmt: skip
+    place = {case.key: number for number, case in enumerate(cases)}
+    return sorted(rows, key=lambda row: (row.verdict == GAP, place[f"{row.op} {row.problem}"]))
+
+
+def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
+    """Cases in order, split so that the argument lists of a group stay within MEMORY."""
+    cpu = here.device == "cpu"
+    groups: list[list[Case]] = []
+    room = 0
+    for case in cases:
+        # Lists amount to the cold budget or, where one call moves more, to two of them; each weight layout has its own.
+        least, limit = (CPU_COLD, CPU_MEMORY) if cpu else (GPU_COLD, GPU_MEMORY)
+        need = max(least, 4 * case.op.cost(case.problem).bytes) * (2 if case.op.pack is None else 1 + len(case.others))
+        if not groups or need > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(case)
+        room -= need
+    return groups
+
+
+def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
+    """The arms that can run, the baseline and its twin first; and rows for those that cannot or must not."""
+    from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
+
+    device = here.device or "cpu"
+    rows, arms = [], []
+    kernels = [case.baseline, *case.others]
+    gaps = {kernel.name: why_not(kernel, case.problem, here) for kernel in kernels}
+    able = [kernel for kernel in kernels if not gaps[kernel.name]]
+    rows += [_failed(case, kernel, GAP, gaps[kernel.name]) for kernel in case.others if gaps[kernel.name]]
+    if gaps[case.baseline.name]:
+        reason = f"the baseline cannot run: {gaps[case.baseline.name]}"
+        return [], rows + [_failed(case, kernel, GAP, reason) for kernel in case.others if not gaps[kernel.name]]
+    rotations = shared_rotations(case.op, case.problem, device, able, hot=hot)
+    for kernel in able:
+        config = kernel.config(case.problem, here.target)
+        names = (kernel.name, kernel.name + TWIN) if kernel is case.baseline else (kernel.name,)
+        try:
+            if wrong := verified(case.op, kernel, config, case.problem, device):
+                raise WrongResultError(wrong)
+            arms += [_Watched(KernelArm(kernel, config, rotations[kernel.name], name=name)) for name in names]
+        except WrongResultError as error:
+            rows.append(_failed(case, kernel, WRONG, str(error)))
+            if kernel is case.baseline:
+                why = f"the baseline is wrong: {error}"
+                return [], rows + [_failed(case, other, GAP, why) for other in able if other is not kernel]
+    return arms, rows
+
+
+def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
+    """Why `kernel` cannot run `problem` here; "" if it can."""
+    against = kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build)
+    return "; ".join(against) or kernel.accepts(problem) or ""
+
+
+def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
+    """Verify in a child process, where a fault harms nobody; "" or what was wrong."""
+    from gristmill.autotune.worker import shared_worker
+    from gristmill.kernel_registry.registry import default_registry
+
+    if kernel not in default_registry().kernels_of(op.name):
+        return ""  # made by hand, so no other process can find it; its audits still hold
+    outcome = shared_worker().verify(op, kernel, config, op.verification(problem), device)
+    return "" if outcome["ok"] else str(outcome["reason"])
+
+
+class _Watched:
+    """An arm that stops being timed when an audit finds it wrong. The others race on; its time is that of its last sample."""
+
+    def __init__(self, arm: Any) -> None:
+        self.arm, self.name, self.wrong = arm, arm.name, ""
+
+    def sample(self) -> float:
+        return float(self.arm.samples[-1] if self.wrong and self.arm.samples else self.arm.sample())
+
+    def audit(self, last: bool = False) -> None:
+        from gristmill.bench.arms import WrongResultError
+
+        if self.wrong:
+            return
+        try:
+            (self.arm.conclude if last else self.arm.audit)()
+        except WrongResultError as error:
+            self.wrong = str(error)
+
+
+def _auditor(arms: Sequence[_Watched], chance: random.Random) -> Callable[[], None]:
+    """Between rounds, now and then, one arm is audited: about twice each in the first sixteen rounds."""
+
+    def between() -> None:
+        if chance.random() < len(arms) / 8:
+            chance.choice(arms).audit()
+
+    return between
+
+
+@dataclass
+class _Raced:
+    """An arm after its race: its samples, and what audits made of it. twin: it is the baseline's second arm."""
+
+    case: Case
+    row: Row
+    logs: list[float]
+    twin: bool
+    wrong: str
+
+
+def _finish(case: Case, heat: Heat) -> list[_Raced]:
+    arms = cast(list[_Watched], heat.arms)
+    for arm in arms:
+        arm.audit(last=True)
+    first, twin, *_ = arms
+    base = tuple(heat.times[first.name])
+    spoilt = next((f"the baseline is wrong: {a.wrong}" for a in (first, twin) if a.wrong), "")
+    found = []
+    for arm in arms[1:]:
+        times, kernel = tuple(heat.times[arm.name]), arm.arm.kernel
+        row = Row(
+            case.op.name, str(case.problem), kernel.name, case.baseline.name, UNCLEAR, us=statistics.median(times),
+            baseline_us=statistics.median(base), error=arm.arm.error, tolerance=case.op.tolerance(case.problem).limit,
+            timing=arm.arm.timing, config=arm.arm.config, samples=times, baseline_samples=base,
+        )  # fmt: skip
+        found.append(_Raced(case, row, heat.logs(arm.name), arm is twin, arm.wrong or spoilt))
+    return found
+
+
+def _settle(one: _Raced, found: Verdict, again: Verdict, rule: Rule) -> Row:
+    row = one.row
+    row.noise = max(again.ratio, 1 / again.ratio) - 1
+    if one.wrong:
+        row.verdict, row.reason, row.us = WRONG, one.wrong, None
+        return row
+    row.found, row.verdict, row.reason = found, found.verdict, found.reason
+    if again.verdict not in (SAME, UNCLEAR) or row.noise > rule.min_effect:
+        row.verdict = UNCLEAR
+        row.reason = f"the baseline differs from itself by {row.noise:.1%}, and {rule.min_effect:.1%} was to be told apart"
+    return row
+
+
+def _failed(case: Case, kernel: Kernel, verdict: str, reason: str) -> Row:
+    return Row(case.op.name, str(case.problem), kernel.name, case.baseline.name, verdict, reason,
+               tolerance=case.op.tolerance(case.problem).limit)  # fmt: skip

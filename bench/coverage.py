@@ -1,0 +1,59 @@
+"""How well the store knows a model's calls on a device: exactly, nearly, from a sibling, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.bench.place import Place
+from gristmill.bench.shapes import Call
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.select import select
+from gristmill.kernel_registry.store import Store
+
+LEVELS = ("exact", "near", "sibling", "default", "none")
+"""A measured time of this very problem; of one like it; of another device of the target; the default; nothing can run it."""
+
+_LEVEL = {"measured": "exact", "near": "near", "sibling": "sibling", "model": "default", "priority": "default"}
+
+
+@dataclass(frozen=True)
+class Covered:
+    """One call, how it is known, the kernel that would run, and what it is expected to take."""
+
+    call: Call
+    level: str
+    kernel: str | None
+    expected_us: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row of JSON."""
+        call = self.call
+        return {"op": call.op, "problem": call.problem, "part": call.part, "step": str(call.step), "count": call.count,
+                "level": self.level, "kernel": self.kernel, "expected_us": self.expected_us}  # fmt: skip
+
+
+def coverage(calls: Iterable[Call], here: Place, store: Store) -> list[Covered]:
+    """How each call would be served on `here`. Verifies and times nothing, and works for devices that are not here."""
+    registry, found = default_registry(), []
+    seen: dict[tuple[str, str], tuple[str, str | None, float | None]] = {}
+    for call in calls:
+        key = (call.op, call.problem)
+        if key not in seen:
+            op = registry.op(call.op)
+            chosen = select(op, op.problem(call.problem), registry.kernels_of(op.name), here.target, here.build, store,
+                            here.policy, foreign=here.device is None).best  # fmt: skip
+            seen[key] = ("none", None, None) if chosen is None else (
+                _LEVEL[chosen.source or "priority"], chosen.kernel.name, chosen.expected_us)  # fmt: skip
+        found.append(Covered(call, *seen[key]))
+    return found
+
+
+def shares(covered: Iterable[Covered]) -> dict[str, float]:
+    """The share of calls at each level, weighted by how often they are made."""
+    totals = dict.fromkeys(LEVELS, 0.0)
+    for one in covered:
+        totals[one.level] += one.call.weight
+    whole = sum(totals.values())
+    return {level: total / whole if whole else 0.0 for level, total in totals.items()}

@@ -1,0 +1,64 @@
+"""Successive halving: many candidates get a little time, the better half twice as much, until few are left to be raced.
+
+Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016). Every stage
+times its candidates in turn, so that load that comes and goes hits all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gristmill.bench.clock import now
+from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat
+
+FINALISTS = 3
+KEEP_WITHIN = 1.5
+"""A candidate this many times slower than the best so far is dropped whatever the half."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A finalist. us: median microseconds of its rounds in the final."""
+
+    arm: Arm
+    us: float
+    samples: tuple[float, ...]
+
+
+def halve(
+    arms: Sequence[Arm], *, keep: Sequence[Arm] = (), deadline: float = math.inf, rounds: int = ROUNDS, seed: int = 0,
+    clock: Callable[[], float] = now,
+) -> list[Placed]:  # fmt: skip
+    """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
+
+    deadline: on `clock`. Past it no further stage begins, and the final has as few rounds as it takes to rank.
+    """
+    if not arms:
+        return []
+    chance = random.Random(seed)
+    left, take = list(arms), 1
+    seen: dict[str, list[float]] = {arm.name: [] for arm in left}
+    while len(left) > FINALISTS and clock() < deadline:
+        heat = Heat(left)
+        heat.run(take, chance)
+        for arm in left:
+            seen[arm.name] += heat.times[arm.name]
+        # The least of a few rounds ranks better than their median: what disturbs a run only makes it longer.
+        left.sort(key=lambda arm: min(seen[arm.name]))
+        best = min(seen[left[0].name])
+        count = max(FINALISTS, len(left) // 2)
+        left = [arm for arm in left[:count] if min(seen[arm.name]) <= KEEP_WITHIN * best]
+        take *= 2
+        if len(left) <= FINALISTS:
+            break
+    finalists = left[:FINALISTS] + [arm for arm in keep if arm not in left[:FINALISTS]]
+    final = Heat(finalists)
+    final.run(2, chance)
+    while final.rounds < rounds and clock() < deadline:
+        final.run(2, chance)
+    placed = [Placed(arm, statistics.median(final.times[arm.name]), tuple(final.times[arm.name])) for arm in finalists]
+    return sorted(placed, key=lambda one: one.us)

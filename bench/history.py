@@ -1,0 +1,69 @@
+"""Result files over time: one series a row, and where it changed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gristmill.bench.result_file import samples, timed
+
+Key = tuple[str, str, str, str]
+"""Operation, problem, kernel, device."""
+
+FEW = 5
+"""Samples below which a file's spread says nothing, and a change is called by size alone."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One file's word on one row. change: its ratio to the stretch before it, where that changed; None elsewhere."""
+
+    when: str
+    file: str
+    us: float
+    change: float | None
+
+
+@dataclass
+class Series:
+    """The points of one row, in order of time."""
+
+    key: Key
+    points: list[Point] = field(default_factory=list)
+
+
+def history(files: Sequence[tuple[str, dict[str, Any]]], min_effect: float = 0.05) -> list[Series]:
+    """Series of (name, content) pairs. A point is a change if its median differs from that of all samples since the last
+    change by more than the minimum effect, and by more than both spreads allow.
+    """
+    found: dict[Key, Series] = {}
+    stretch: dict[Key, list[float]] = {}
+    for name, data in sorted(files, key=lambda pair: str(pair[1].get("when", ""))):
+        device = str(data.get("environment", {}).get("device") or data.get("environment", {}).get("target"))
+        for row in timed(data):
+            key = (row["op"], row["problem"], row["kernel"], device)
+            series, before, taken = found.setdefault(key, Series(key)), stretch.setdefault(key, []), samples(row)
+            change = _change(before, taken, min_effect)
+            stretch[key] = taken if change is not None else [*before, *taken]
+            series.points.append(Point(str(data.get("when", "")), name, statistics.median(taken), change))
+    return list(found.values())
+
+
+def _change(before: Sequence[float], after: Sequence[float], min_effect: float) -> float | None:
+    if not before:
+        return None
+    old, new = statistics.median(before), statistics.median(after)
+    if max(old, new) / min(old, new) <= 1 + min_effect:
+        return None
+    return new / old if abs(new - old) > _error(before) + _error(after) else None
+
+
+def _error(values: Sequence[float]) -> float:
+    """About two standard errors of a median, from the interquartile range (McGill, Tukey and Larsen, 1978)."""
+    if len(values) < FEW:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.57 * (high - low) / math.sqrt(len(values))

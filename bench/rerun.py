@@ -1,0 +1,104 @@
+"""Repeating a result file on this machine: every row again, and where it differs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.bench.compare import why_not
+from gristmill.bench.place import Place
+from gristmill.bench.result_file import samples, timed
+from gristmill.bench.statistics.verdict import Rule, Verdict, judge
+from gristmill.kernel_registry.registry import UnknownError, default_registry
+
+
+@dataclass(frozen=True)
+class Again:
+    """One row, then and now. ratio: now over then. verdict: of that ratio; GAP or WRONG where it could not be measured."""
+
+    row: dict[str, Any]
+    verdict: str
+    then_us: float
+    now_us: float | None = None
+    found: Verdict | None = None
+    error: float | None = None
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row of JSON."""
+        found = self.found
+        return {
+            "op": self.row["op"], "problem": self.row["problem"], "kernel": self.row["kernel"], "verdict": self.verdict,
+            "then_us": self.then_us, "now_us": self.now_us, "ratio": found.ratio if found else None,
+            "low": found.low if found else None, "high": found.high if found else None, "error": self.error,
+            "then_error": self.row.get("error"), "reason": self.reason,
+        }  # fmt: skip
+
+
+def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, tell: Callable[[str], None] = lambda text: None) -> list[Again]:
+    """Measure every timed row of a result file, at the configuration that it names, audited; and compare with what it says.
+
+    Then and now were not timed in turn, so on another machine, or a busy one, a difference is only that.
+    """
+    from gristmill.bench.arms import WrongResultError
+
+    found: list[Again] = []
+    logs: list[list[float]] = []
+    taken: list[int] = []
+    for row in timed(data):
+        then = statistics.median(samples(row))
+        tell(f"{row['kernel']} {row['problem']}")
+        try:
+            now, error = _measure(row, here, rounds)
+        except _Gap as gap:
+            found.append(Again(row, "GAP", then, reason=str(gap)))
+        except WrongResultError as wrong:
+            found.append(Again(row, "WRONG", then, reason=str(wrong)))
+        else:
+            taken.append(len(found))
+            logs.append([math.log(us / then) for us in now])
+            found.append(Again(row, "", then, statistics.median(now), error=error))
+    for place, verdict in zip(taken, judge(logs, rule), strict=True):
+        one = found[place]
+        found[place] = Again(one.row, verdict.verdict, one.then_us, one.now_us, verdict, one.error, verdict.reason)
+    return found
+
+
+class _Gap(Exception):
+    """A row that cannot be measured here."""
+
+
+def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
+    from gristmill.autotune.rotation import Rotation
+    from gristmill.bench.arms import KernelArm, WrongResultError
+    from gristmill.bench.compare import verified
+
+    try:
+        op = default_registry().op(row["op"])
+        kernel, problem = default_registry().kernel(op.name, row["kernel"]), op.problem(row["problem"])
+    except (UnknownError, ValueError) as error:
+        raise _Gap(str(error)) from error
+    if reason := why_not(kernel, problem, here):
+        raise _Gap(reason)
+    # A configuration of another device's code level would not run here.
+    same = row.get("config") is not None and here.device != "cpu"
+    config = row["config"] if same else kernel.config(problem, here.target)
+    device = here.device or "cpu"
+    if wrong := verified(op, kernel, config, problem, device):
+        raise WrongResultError(f"{kernel.name}: {wrong}")
+    arm = KernelArm(kernel, config, Rotation(op, kernel, problem, device))
+    times = [min(arm.sample() for _ in range(3)) for _ in range(rounds)]
+    arm.conclude()
+    return times, arm.error
+
+
+def differences(data: dict[str, Any], here: Place) -> list[str]:
+    """How this environment differs from the one of a result file, in words."""
+    from gristmill.autotune.environment import environment
+
+    then, now = data.get("environment", {}), environment(here.target, "")
+    names = ("target", "device", "torch", "triton", "toolchain", "gristmill", "python")
+    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names if then.get(name) != now.get(name)]

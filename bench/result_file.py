@@ -1,0 +1,72 @@
+"""Result files: what was measured, on what, by which command, with raw samples. JSON, written in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.place import Place
+
+SCHEMA = 1
+
+
+class ResultError(ValueError):
+    """A file that is no result file; the message says what was expected and what came."""
+
+
+def record(here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The content of a result file. Clocks are those of this moment: call it right after measuring."""
+    from gristmill.autotune.environment import environment
+
+    command = "kernelbench " + shlex.join(sys.argv[1:])
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"schema": SCHEMA, "when": when, "environment": environment(here.target, command), **more, "rows": [*rows]}
+
+
+def write(path: str | Path, here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write a result file; readers see the old one or the new one."""
+    replace(Path(path), json.dumps(record(here, rows, **more), indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A result file; ResultError names what is wrong with it, FileNotFoundError that there is none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected a result file of kernelbench") from error
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise ResultError(f"{path}: expected a result file of kernelbench, an object with rows; found {type(data).__name__}")
+    for place, row in enumerate(data["rows"]):
+        if not isinstance(row, dict) or not {"op", "problem", "kernel"} <= row.keys():
+            raise ResultError(f"{path}: rows[{place}]: expected op, problem and kernel")
+    return data
+
+
+def timed(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result file that have a time."""
+    return [row for row in data["rows"] if row.get("us")]
+
+
+def command(row: dict[str, Any], target: str | None = None) -> str:
+    """The command that measures a row again."""
+    words = ["kernelbench", "bench", row["op"], "--kernels", row["kernel"], "--problem", row["problem"]]
+    return shlex.join(words + (["--target", target] if target and target.startswith("cpu") else []))
+
+
+def samples(row: dict[str, Any]) -> list[float]:
+    """Microseconds, one a round; the median alone where a file kept no more."""
+    return [float(us) for us in row.get("samples") or [row["us"]]]

@@ -1,0 +1,219 @@
+"""What a model calls: every operation of a step, from a checkpoint's config.json, tensor-parallel size and a mix of steps.
+
+Layers are as the runtime builds them: q, k and v fused, gate and up fused with silu_mul in the epilogue, MLA's two
+down-projections fused. Shapes are those of one rank. What no registered operation does (embedding, the absorbed products
+of MLA, communication) is not listed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gristmill.kernel_registry.registry import default_registry
+
+MODELS = Path(__file__).parent / "models"
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+class ShapeError(ValueError):
+    """A model or a mix that no shapes can be made of; the message says what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step: `seqs` sequences with `new` new tokens each and contexts of `ctx`; `weight`: how often, relatively."""
+
+    seqs: int
+    new: int
+    ctx: int
+    weight: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.seqs * self.new
+
+    def __str__(self) -> str:
+        return f"decode {self.seqs}x{self.ctx}" if self.new == 1 else f"prefill {self.seqs}x{self.new}"
+
+    @staticmethod
+    def decode(text: str) -> Step:
+        """``32x2048`` or ``32x2048*9``: 32 sequences that have 2048 tokens each, nine times as often as a weight of 1."""
+        seqs, ctx, weight = _numbers(text)
+        return Step(seqs, 1, ctx, weight)
+
+    @staticmethod
+    def prefill(text: str) -> Step:
+        """``2x1024`` or ``2x1024*0.5``: two prompts of 1024 tokens."""
+        seqs, new, weight = _numbers(text)
+        return Step(seqs, new, new, weight)
+
+
+MIX = (Step(1, 1, 1024), Step(32, 1, 2048), Step(1, 2048, 2048))
+"""The mix when none is given: one user, thirty-two users, one prompt."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One problem of one step. count: calls of it a step; part: what it is in the model; step: which step."""
+
+    op: str
+    problem: str
+    count: int
+    part: str
+    step: Step
+
+    @property
+    def weight(self) -> float:
+        """How often it is called, relatively, over the mix."""
+        return self.count * self.step.weight
+
+
+def _numbers(text: str) -> tuple[int, int, float]:
+    found = re.fullmatch(r"(\d+)x(\d+)(?:\*(\d+(?:\.\d+)?))?", text.strip())
+    if found is None or not int(found[1]) or not int(found[2]):
+        raise ShapeError(f"step {text!r}: expected SEQUENCESxTOKENS, such as 32x2048, or 32x2048*9 for nine times the weight")
+    return int(found[1]), int(found[2]), float(found[3] or 1)
+
+
+def model_names() -> list[str]:
+    """Models whose configurations are shipped."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
+
+
+def load_config(name: str) -> dict[str, Any]:
+    """The configuration of a shipped model, of a config.json, or of the directory of a checkpoint."""
+    path = MODELS / f"{name}.json"
+    if not path.is_file():
+        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ShapeError(f"model {name!r}: expected a config.json, a directory with one, or one of {', '.join(model_names())}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ShapeError(f"{path}: line {error.lineno}: {error.msg}") from error
+    if not isinstance(config, dict) or config.get("model_type") not in KINDS:
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise ShapeError(f"{path}: model_type {found!r}; known are {', '.join(KINDS)}")
+    return config
+
+
+def calls(config: Mapping[str, Any], tp: int = 1, mix: Sequence[Step] = MIX, weights: str | None = None) -> list[Call]:
+    """Every call of every step of `mix`, problems checked against their operations. weights: the scheme of linear layers,
+    instead of the checkpoint's. ShapeError if `tp` does not divide what it has to.
+    """
+    shape = _Shape(config, tp, weights)
+    registry = default_registry()
+    found = []
+    for step in mix:
+        merged: dict[tuple[str, str, str], int] = {}
+        for op, text, count, part in shape.step(step):
+            problem = str(registry.op(op).problem(text))
+            merged[op, problem, part] = merged.get((op, problem, part), 0) + count
+        found += [Call(op, problem, count, part, step) for (op, problem, part), count in merged.items()]
+    return found
+
+
+class _Shape:
+    """Sizes of one rank."""
+
+    def __init__(self, config: Mapping[str, Any], tp: int, weights: str | None) -> None:
+        if tp < 1:
+            raise ShapeError(f"tensor-parallel size {tp}; expected at least 1")
+        self.kind, self.tp, self.config = str(config["model_type"]), tp, config
+        self.h, self.layers, self.vocab = self._int("hidden_size"), self._int("num_hidden_layers"), self._int("vocab_size")
+        heads, kv_heads = self._int("num_attention_heads"), int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        self.head_dim = int(config.get("head_dim") or self.h // heads)
+        self.heads = self._share(heads, "num_attention_heads")
+        # Fewer KV heads than ranks: each rank holds a copy of one.
+        self.kv_heads = 1 if kv_heads < tp and tp % kv_heads == 0 else self._share(kv_heads, "num_key_value_heads")
+        quant = config.get("quantization_config") or {}
+        own = {"fp8": "fp8_block" if quant.get("weight_block_size") else "fp8"}.get(quant.get("quant_method", ""), "bf16")
+        self.w = weights or own
+        self.expert_w = weights or ("mxfp4" if quant.get("quant_method") == "mxfp4" else self.w)
+
+    def step(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
+        """(operation, problem, calls, part) of one step."""
+        m, layers = step.tokens, self.layers
+        yield "rms_norm", f"m={m},n={self.h}", 1, "norm"
+        yield "fused_add_rms_norm", f"m={m},n={self.h}", 2 * layers, "norm"
+        yield from self._mla(step) if self.kind == "deepseek_v3" else self._attention(step)
+        experts = int(self.config.get("num_experts") or self.config.get("n_routed_experts") or self.config.get("num_local_experts") or 0)
+        dense = int(self.config.get("first_k_dense_replace", 0)) if experts else layers
+        if dense:
+            yield from self._mlp(m, self._int("intermediate_size"), dense, "mlp")
+        if experts:
+            yield from self._experts(m, experts, layers - dense)
+        yield "linear", f"m={step.seqs},n={self._share(self.vocab, 'vocab_size')},k={self.h},w=bf16", 1, "lm_head"
+        yield "sample", f"m={step.seqs},v={self.vocab}", 1, "sample"
+
+    def _attention(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
+        m, d, layers = step.tokens, self.head_dim, self.layers
+        bias = ",epilogue=bias" if self.config.get("attention_bias") or self.kind == "qwen2" else ""
+        yield "linear", f"m={m},n={(self.heads + 2 * self.kv_heads) * d},k={self.h},w={self.w}{bias}", layers, "qkv"
+        if self.kind in ("qwen3", "qwen3_moe"):
+            yield "rms_norm", f"m={m * self.heads},n={d}", layers, "q_norm"
+            yield "rms_norm", f"m={m * self.kv_heads},n={d}", layers, "k_norm"
+        yield "rotary_embedding", f"t={m},hq={self.heads},hk={self.kv_heads},d={d},rot={d}", layers, "rope"
+        yield "reshape_and_cache", f"t={m},h={self.kv_heads},d={d},dv={d}", layers, "cache"
+        window = int(self.config.get("sliding_window") or 0) if self.kind == "gpt_oss" else 0
+        base = f"{_ragged(step)},heads={self.heads},kv_heads={self.kv_heads},head_dim={d}" + (",sinks=true" if window else "")
+        if window:
+            yield "paged_attention", f"{base},window={window}", layers - layers // 2, "attention, window"
+            layers //= 2
+        yield "paged_attention", base, layers, "attention"
+        yield "linear", f"m={m},n={self.h},k={self.heads * d},w={self.w}{bias}", self.layers, "out"
+
+    def _mla(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
+        m, layers, rank = step.tokens, self.layers, self._int("q_lora_rank")
+        latent, rope, nope, v = (self._int(n) for n in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        yield "linear", f"m={m},n={rank + latent + rope},k={self.h},w={self.w}", layers, "latents"
+        yield "rms_norm", f"m={m},n={rank}", layers, "q_norm"
+        yield "rms_norm", f"m={m},n={latent}", layers, "kv_norm"
+        yield "linear", f"m={m},n={self.heads * (nope + rope)},k={rank},w={self.w}", layers, "q"
+        yield "rotary_embedding", f"t={m},hq={self.heads},hk=1,d={rope},rot={rope},style=gptj", layers, "rope"
+        yield "reshape_and_cache_mla", f"t={m},d={latent + rope}", layers, "cache"
+        if step.new == 1:
+            yield "mla_attention", f"{_ragged(step)},heads={self.heads},latent_dim={latent},rope_dim={rope}", layers, "attention"
+        else:
+            yield "linear", f"m={m},n={self.heads * (nope + v)},k={latent},w={self.w}", layers, "kv"
+            text = f"{_ragged(step)},heads={self.heads},kv_heads={self.heads},qk_dim={nope + rope},v_dim={v}"
+            yield "varlen_attention", text, layers, "attention"
+        yield "linear", f"m={m},n={self.h},k={self.heads * v},w={self.w}", layers, "out"
+
+    def _mlp(self, m: int, inner: int, layers: int, part: str) -> Iterator[tuple[str, str, int, str]]:
+        i = self._share(inner, "intermediate_size")
+        yield "linear", f"m={m},n={2 * i},k={self.h},w={self.w},epilogue=silu_mul", layers, f"{part} gate_up"
+        yield "linear", f"m={m},n={self.h},k={i},w={self.w}", layers, f"{part} down"
+
+    def _experts(self, m: int, e: int, layers: int) -> Iterator[tuple[str, str, int, str]]:
+        top_k = self._int("num_experts_per_tok")
+        inner = int(self.config.get("moe_intermediate_size") or self._int("intermediate_size"))
+        yield "linear", f"m={m},n={e},k={self.h},x=fp32,w=bf16", layers, "router"
+        groups = ""
+        if self.kind == "deepseek_v3":
+            groups = f",n_group={self._int('n_group')},topk_group={self._int('topk_group')},scoring=sigmoid,bias=true"
+        yield "grouped_topk", f"m={m},e={e},top_k={top_k}{groups}", layers, "choice of experts"
+        share = self._share(inner, "the experts' intermediate size")
+        yield "moe", f"m={m},top_k={top_k},e={e},h={self.h},i={share},w={self.expert_w}", layers, "experts"
+        if shared := int(self.config.get("n_shared_experts") or 0):
+            yield from self._mlp(m, shared * inner, layers, "shared experts")
+
+    def _int(self, name: str) -> int:
+        value = self.config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ShapeError(f"config of a {self.kind}: {name} is {value!r}; expected a positive integer")
+        return value
+
+    def _share(self, value: int, name: str) -> int:
+        if value % self.tp:
+            raise ShapeError(f"{name} is {value}, which {self.tp} ranks cannot share evenly")
+        return value // self.tp
+
+
+def _ragged(step: Step) -> str:
+    return f"q_tokens={step.tokens},seqs={step.seqs},max_q={step.new},max_ctx={step.ctx},total_ctx={step.seqs * step.ctx}"

@@ -1,0 +1,59 @@
+"""The noise floor of a machine: how far apart a thing seems to be from itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat, race
+from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict
+
+
+class NoiseError(ValueError):
+    """A threshold that this machine cannot resolve."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What A/A comparisons gave. floor: the largest |ratio - 1| but for the worst twentieth of them. false: verdicts that
+    were neither SAME nor UNCLEAR; undecided: those that were UNCLEAR.
+    """
+
+    floor: float
+    worst: float
+    comparisons: int
+    false: int
+    undecided: int
+
+    def refuse(self, min_effect: float) -> None:
+        """NoiseError if `min_effect` is below the floor."""
+        if min_effect < self.floor:
+            raise NoiseError(
+                f"a minimum effect of {min_effect:.2%} is below this machine's noise floor of {self.floor:.2%} "
+                f"({self.comparisons} comparisons of a thing with itself); ask for more, or use a quieter machine"
+            )
+
+
+def self_test(
+    make: Callable[[str], Arm], rule: Rule, *, comparisons: int = 20, rounds: int = ROUNDS, seed: int = 0
+) -> Noise:
+    """Compare `make("a")` with `make("b")`, the same thing twice, `comparisons` times, each judged on its own."""
+    verdicts = []
+    for number in range(comparisons):
+        heat = Heat([make("a"), make("b")])
+        verdicts.append(race({"": heat}, rule, rounds=rounds, seed=seed + number)["", "b"])
+    return summarize(verdicts)
+
+
+def summarize(verdicts: Sequence[Verdict]) -> Noise:
+    """The noise that some A/A verdicts show."""
+    if not verdicts:
+        raise ValueError("no A/A comparison was made, so nothing is known of the noise")
+    off = sorted(max(v.ratio, 1 / v.ratio) - 1 for v in verdicts)
+    place = max(math.ceil(0.95 * len(off)) - 1, 0)
+    return Noise(
+        floor=off[place], worst=off[-1], comparisons=len(off),
+        false=sum(v.verdict not in (SAME, UNCLEAR) for v in verdicts), undecided=sum(v.verdict == UNCLEAR for v in verdicts),
+    )  # fmt: skip
+

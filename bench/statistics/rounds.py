@@ -1,0 +1,99 @@
+"""Rounds taken in turn: every arm is timed in every round, and rows that stay UNCLEAR get more rounds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gristmill.bench.clock import now
+from gristmill.bench.statistics.verdict import UNCLEAR, Rule, Verdict, judge
+
+REPEATS = 3
+"""Samples of each arm within a round; the least counts, because what disturbs a run only ever makes it longer."""
+
+LONG_US = 50_000.0
+"""Microseconds over which a thing is timed once a round only: a disturbance is short next to it."""
+
+SECONDS = 30.0
+"""How long a heat may have taken and still be given more rounds."""
+
+ROUNDS = 16
+"""Rounds before rows are first judged. Each further look doubles what an UNCLEAR row has."""
+
+
+class Arm(Protocol):
+    """Something to be timed: `sample` runs it once over and says microseconds a call."""
+
+    name: str
+
+    def sample(self) -> float: ...
+
+
+@dataclass
+class Heat:
+    """The arms of one problem, the first being the baseline, and what each measured in each round (microseconds)."""
+
+    arms: Sequence[Arm]
+    times: dict[str, list[float]] = field(default_factory=dict)
+    between: Callable[[], None] | None = None
+    seconds: float = 0.0
+
+    def run(self, rounds: int, chance: random.Random) -> None:
+        """Time every arm in `rounds` more rounds.
+
+        The order is drawn anew each round and turned around within it, so that neither place nor drift favours an arm.
+        """
+        begin = now()
+        for _ in range(rounds):
+            order = list(self.arms)
+            chance.shuffle(order)
+            best = dict.fromkeys((arm.name for arm in order), math.inf)
+            for repeat in range(REPEATS):
+                for arm in order if repeat % 2 == 0 else reversed(order):
+                    if repeat and best[arm.name] > LONG_US:
+                        continue
+                    best[arm.name] = min(best[arm.name], arm.sample())
+            for name, us in best.items():
+                self.times.setdefault(name, []).append(us)
+            if self.between is not None:
+                self.between()
+        self.seconds += now() - begin
+
+    @property
+    def rounds(self) -> int:
+        """Rounds taken so far."""
+        return len(self.times.get(self.arms[0].name, ()))
+
+    def logs(self, name: str) -> list[float]:
+        """log(arm / baseline), one a round."""
+        base = self.times.get(self.arms[0].name, [])
+        return [math.log(us / at) for us, at in zip(self.times.get(name, []), base, strict=True)]
+
+
+def race(
+    heats: Mapping[str, Heat], rule: Rule, *, rounds: int = ROUNDS, seconds: float = SECONDS, seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[tuple[str, str], Verdict]:  # fmt: skip
+    """Run every heat, judge all their rows together, give heats with UNCLEAR rows as many rounds again, and so on.
+
+    Returns the verdict of every (heat, arm) but the baselines'. At most `rule.looks` looks are taken, and none of a heat
+    that has taken `seconds`, so it has at most rounds · 2^(looks - 1) rounds; what is UNCLEAR then stays so.
+    """
+    chance = random.Random(seed)
+    rows = [(key, arm.name) for key, heat in heats.items() for arm in heat.arms[1:]]
+    open_heats = list(heats)
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    for look in range(rule.looks):
+        for key in open_heats:
+            tell(f"{key}: look {look + 1} of {rule.looks}")
+            heats[key].run(heats[key].rounds or rounds, chance)
+        judged = judge([heats[key].logs(name) for key, name in rows], rule, seed=seed)
+        verdicts = dict(zip(rows, judged, strict=True))
+        unclear = {key for (key, _), verdict in verdicts.items() if verdict.verdict == UNCLEAR}
+        open_heats = [key for key, heat in heats.items() if key in unclear and heat.seconds < seconds]
+        if not open_heats:
+            break
+    return verdicts

@@ -1,0 +1,72 @@
+"""AWQ checkpoints of version "gemm" (AutoAWQ): 4 bits, groups along K, zero points.
+
+``NAME.qweight`` int32 [K, N/8] and ``NAME.qzeros`` int32 [K/G, N/8] are packed along N, nibble i of word c holding column
+8c + (0, 2, 4, 6, 1, 3, 5, 7)[i]; ``NAME.scales`` float16 [K/G, N]. W[n, k] = (q - z) * s with q and z unsigned: nothing is
+added to z. Where qzeros are absent (``zero_point: false``) z is 8. The other versions (gemv, gemv_fast, marlin, exllama, ipex ...) order their
+words otherwise and are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant import numeric
+from gristmill.quant.formats import words
+from gristmill.quant.formats.contract import FLOATS, Fields, FormatError, Source, StoredWeight, make, need
+
+COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column, within its eight, that nibble i of a word holds."""
+NIBBLE = tuple(COLUMN.index(j) for j in range(8))
+"""Nibble that holds column j."""
+
+
+class Awq:
+    """A checkpoint of ``quant_method: awq``."""
+
+    name = "awq"
+
+    def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
+        fields = Fields(config, where)
+        version = fields.get("version", str, "gemm").lower()
+        if version != "gemm":
+            raise FormatError(f"{where}: AWQ version {version!r} is not read; known: gemm (convert it with AutoAWQ)")
+        bits = fields.get("bits", int, None) or fields.get("w_bit", int, 4)
+        if bits != 4:
+            raise FormatError(f"{where}: AWQ has 4 bits, got {bits}")
+        self.group = fields.get("group_size", int, None) or fields.get("q_group_size", int, 128)
+        self.zero_point = fields.get("zero_point", bool, True)
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module, None where it is stored in floats."""
+        if f"{module}.qweight" not in source:
+            return None
+        if len(shape) != 2:
+            raise FormatError(f"{module}: AWQ stores matrices [N, K], not {list(shape)}")
+        n, k = shape
+        group = k if self.group in (-1, k) else self.group
+        if n % 8 or group < 1 or k % group:
+            raise FormatError(f"{module}: AWQ needs N a multiple of 8 and K of its groups of {group}, got [{n}, {k}]")
+        names = [f"{module}.qweight", f"{module}.scales"]
+        need(source, module, (".scales", ".qzeros") if self.zero_point else (".scales",), "AWQ")
+        codes = natural(source.read(names[0], (k, n // 8), dtypes=(torch.int32,)))
+        scales = source.read(names[1], (k // group, n), dtypes=FLOATS).t().clone(memory_format=torch.contiguous_format)
+        zeros = None
+        if f"{module}.qzeros" in source:
+            names.append(f"{module}.qzeros")
+            zeros = natural(source.read(names[2], (k // group, n // 8), dtypes=(torch.int32,))).t().contiguous()
+            if not self.zero_point and bool((zeros == 8).all()):
+                zeros = None
+        scheme = QuantScheme.integer(4, None if group == k else group, zero_points=zeros is not None)
+        packed = numeric.pack_bits(codes.t().contiguous(), 4)
+        return StoredWeight(make(module, packed, scales, shape, scheme, zeros), tuple(names))
+
+
+def natural(packed: Tensor) -> Tensor:
+    """int32 [R, N/8] in AWQ's order -> uint8 [R, N], columns in order."""
+    found = words.codes(packed, 4, packed.shape[-1] * 8)
+    return found.view(*packed.shape, 8)[..., list(NIBBLE)].flatten(-2)

@@ -1,0 +1,176 @@
+"""compressed-tensors checkpoints (llm-compressor): rules by target, and the formats that they name.
+
+==========================  ================================================================================================
+pack-quantized              ``weight_packed`` int32 [N, ceil(K*b/32)], b = 1 to 8, offset binary, dense along K;
+                            ``weight_scale`` [N, K/G] or [N, 1]; ``weight_shape`` int64 (N, K); asymmetric:
+                            ``weight_zero_point`` int32 [ceil(N*b/32), K/G] packed along N; act-order: ``weight_g_idx``
+int-quantized               ``weight`` int8 [N, K], ``weight_scale`` [N, 1], [N, K/G] or [1], ``weight_zero_point`` int8
+float-quantized             ``weight`` float8_e4m3fn [N, K], ``weight_scale`` [1], [N, 1], or of 128 x 128 blocks
+nvfp4-pack-quantized        ``weight_packed`` uint8 [N, K/2], ``weight_scale`` e4m3 [N, K/16], ``weight_global_scale``
+                            float32 [1], a *divisor*: W = e2m1 * scale / global
+mxfp4-pack-quantized        ``weight_packed`` uint8 [N, K/2], ``weight_scale`` uint8 E8M0 [N, K/32]
+mxfp8-quantized             ``weight`` float8_e4m3fn [N, K], ``weight_scale`` uint8 E8M0 [N, K/32]
+==========================  ================================================================================================
+
+``naive-quantized`` is int- or float-quantized by its type. Before 2026 widths that do not divide 32 were packed with
+padding, 32 // b codes a word: the number of columns of ``weight_packed`` tells which. Experts may be [E, N, ...].
+
+A rule is a config group: its ``targets`` are module names, regular expressions after ``re:`` matched from the start, or
+the class ``Linear``, which every weight is here; a name goes before an expression, and that before the class. What
+``ignore`` matches is not quantized. Sources: the package's ``quant_config`` and ``match``, and its compressors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.quant.formats import _compressed_tensors as stored
+from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight
+
+READERS = {
+    "pack-quantized": stored.packed,
+    "int-quantized": stored.plain,
+    "float-quantized": stored.plain,
+    "naive-quantized": stored.plain,
+    "nvfp4-pack-quantized": stored.nvfp4,
+    "mxfp4-pack-quantized": stored.mxfp4,
+    "mxfp8-quantized": stored.mxfp8,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One config group: what it matches, how that is stored, and the activations it declares."""
+
+    name: str
+    targets: tuple[str, ...]
+    form: str
+    scheme: QuantScheme | None
+    activation: str | None = None
+    static: bool = False
+
+
+class CompressedTensors:
+    """A checkpoint of ``quant_method: compressed-tensors``."""
+
+    name = "compressed-tensors"
+
+    def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
+        fields = Fields(config, where)
+        for part, what in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+            value = fields.get(part, Mapping, {}).get(what)
+            if value and value != "dense":
+                raise FormatError(f"{where}.{part}: {value!r} is not read")
+        self.form = fields.get("format", str, "dense")
+        self.ignore = fields.strings("ignore")
+        groups = fields.section("config_groups")
+        self.groups = tuple(self._group(name, groups) for name in groups.data)
+
+    def _group(self, name: str, groups: Fields) -> Group:
+        if isinstance(groups.data[name], Sequence):
+            raise FormatError(f"{groups.where}.{name}: preset schemes are not read; write the scheme out")
+        fields = groups.section(name)
+        form = fields.get("format", str, None) or self.form
+        targets = fields.strings("targets")
+        for target in targets:
+            if target.startswith("re:"):
+                _compiled(target, fields.where)
+        if form == "dense" or fields.data.get("weights") is None:
+            return Group(name, targets, form, None)
+        if form not in READERS:
+            raise FormatError(f"{fields.where}: format {form!r} is not read; known: {', '.join(READERS)}")
+        scheme = weight_scheme(fields.section("weights"), form)
+        given = fields.data.get("input_activations")
+        if given is None:
+            return Group(name, targets, form, scheme)
+        inputs = fields.section("input_activations")
+        static = inputs.data.get("dynamic") is False
+        return Group(name, targets, form, scheme, _activation(inputs, scheme), static)
+
+    def rule(self, module: str) -> Group | None:
+        """The config group of a module, None when there is none or it is ignored."""
+        if any(_matches(target, module) for target in self.ignore):
+            return None
+        for kind in (_is_name, _is_expression, _is_class):
+            found = [g for g in self.groups if any(kind(t) and _matches(t, module) for t in g.targets)]
+            if len({(g.form, g.scheme) for g in found}) > 1:
+                names = ", ".join(g.name for g in found)
+                raise FormatError(f"{module}: config groups {names} match it, and say different things")
+            if found:
+                return found[0]
+        return None
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module, None where it is stored in floats."""
+        group = self.rule(module)
+        if group is None or group.scheme is None:
+            return None
+        return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static)
+
+
+def weight_scheme(fields: Fields, form: str) -> QuantScheme:
+    """The scheme of a group's ``weights``; FormatError for one that has none here, or that its format does not store."""
+    bits, kind = fields.get("num_bits", int, 8), fields.one_of("type", ("int", "float"), "int")
+    size = fields.get("group_size", int, None)
+    strategy = fields.get("strategy", str, None) or ("tensor" if size is None else "channel" if size == -1 else "group")
+    symmetric = fields.get("symmetric", bool, True)
+    what = f"{bits}-bit {kind} weights, strategy {strategy}, group size {size}, format {form}"
+    name = None
+    if kind == "int" and form in ("pack-quantized", "int-quantized", "naive-quantized") and 1 <= bits <= 8:
+        if strategy in ("channel", "tensor"):
+            return QuantScheme.integer(bits, None, zero_points=not symmetric)
+        if strategy == "group" and size is not None and size > 0:
+            return QuantScheme.integer(bits, size, zero_points=not symmetric)
+    elif kind == "float" and symmetric:
+        block = strategy == "block" and list(fields.get("block_structure", (list, tuple), ())) == [BLOCK, BLOCK]
+        if form in ("float-quantized", "naive-quantized") and bits == 8:
+            name = {"tensor": "fp8", "channel": "fp8_ch"}.get(strategy, "fp8_block" if block else None)
+        elif form == "nvfp4-pack-quantized" and (bits, size) == (4, 16):
+            name = "nvfp4"
+        elif (form, bits, size) in (("mxfp4-pack-quantized", 4, 32), ("mxfp8-quantized", 8, 32)):
+            name = form[:5]
+    if name is None:
+        raise FormatError(f"{fields.where}: {what}{'' if symmetric else ', asymmetric'}: no scheme holds these")
+    return QuantScheme.parse(name)
+
+
+def _activation(fields: Fields, weights: QuantScheme) -> str | None:
+    """The declared activation format by our name, or in words when we have none for it."""
+    bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")
+    strategy, size = fields.get("strategy", str, "tensor"), fields.get("group_size", int, None)
+    if kind == "float" and bits == 8:
+        if strategy == "group" and size == 32:
+            return "mxfp8"
+        return {"tensor": "fp8", "token": "fp8_token", "group": "fp8_g128"}.get(strategy, f"float8 by {strategy}")
+    if kind == "float" and bits == 4:
+        return "nvfp4" if size == 16 else "mxfp4"
+    return "int8_token" if (kind, bits, strategy) == ("int", 8, "token") else f"{kind}{bits} by {strategy}"
+
+
+def _is_expression(target: str) -> bool:
+    return target.startswith("re:")
+
+
+def _is_class(target: str) -> bool:
+    return target == "Linear"
+
+
+def _is_name(target: str) -> bool:
+    return not _is_expression(target) and not _is_class(target)
+
+
+def _compiled(target: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise FormatError(f"{where}: {target!r} is no regular expression: {error}") from error
+
+
+def _matches(target: str, module: str) -> bool:
+    if _is_expression(target):
+        return _compiled(target, "quantization_config").match(module) is not None
+    return _is_class(target) or target == module

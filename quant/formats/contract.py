@@ -1,0 +1,217 @@
+"""What a checkpoint format is: rules from a configuration, and from the tensors of a module its QuantTensor.
+
+A format knows nothing of kernels, models or files. It reads from a `Source`, tensors by name, and answers for one module
+at a time: not quantized (its ``.weight`` is read as in any checkpoint), or a `StoredWeight`. Whatever it does not
+understand is a `FormatError` that names the module, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from gristmill.quant import numeric
+from gristmill.quant.tensor import QuantTensor, scales_to_float32
+
+FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of integer and fp8 scales, and of weights that are not quantized."""
+
+
+_LARGEST: Final = {
+    "fp8": numeric.E4M3_MAX, "mxfp8": numeric.E4M3_MAX, "mxfp4": numeric.E2M1_MAX, "nvfp4": numeric.E2M1_MAX,
+}  # fmt: skip
+"""Largest magnitude of a code."""
+
+
+class FormatError(ValueError):
+    """A configuration or tensors that contradict their format, or a variant of it that is not read."""
+
+
+class Source(Protocol):
+    """Tensors by name. `read` raises, naming file and tensor, when there is none of that name or it is another."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Stored dtype and shape, from the header alone."""
+        ...
+
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+    ) -> Tensor:
+        """The tensor as stored, which must have this shape and one of these dtypes. Copy what is to be kept."""
+        ...
+
+
+class Tensors:
+    """A Source of tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape; FormatError when there is none of that name."""
+        if name not in self.tensors:
+            raise FormatError(f"there is no tensor {name}")
+        return self.tensors[name].dtype, tuple(self.tensors[name].shape)
+
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+    ) -> Tensor:
+        """The tensor; FormatError when it is not there or not as expected."""
+        dtype, found = self.spec(name)
+        if shape is not None and found != shape:
+            raise FormatError(f"tensor {name} must have shape {list(shape)}, got {list(found)}")
+        if dtypes is not None and dtype not in dtypes:
+            raise FormatError(f"tensor {name} must be {' or '.join(map(str, dtypes))}, got {dtype}")
+        return self.tensors[name]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredWeight:
+    """One module's weight as a checkpoint stores it.
+
+    weight: [..., N, K], its scheme without activations. names: the tensors it is made of. activation: the activation format
+    that the checkpoint declares, for information: None = in their own dtype. input_scale: float32 [1], a static scale of
+    those activations as a multiplier (value = code * input_scale), or None. pre_scale: float32 [K] that x is to be
+    multiplied by before the product (AWQ-style scaling that was not folded into a layer before), or None.
+    """
+
+    weight: QuantTensor
+    names: tuple[str, ...]
+    activation: str | None = None
+    input_scale: Tensor | None = None
+    pre_scale: Tensor | None = None
+
+
+class Format(Protocol):
+    """A checkpoint format with its configuration read."""
+
+    name: str
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module, of logical shape (..., N, K); None when it is not quantized.
+
+        Raises:
+            FormatError: the module's tensors are missing, of the wrong shape or dtype, or a variant that is not read.
+        """
+        ...
+
+
+class Fields:
+    """A JSON object read with types; every mistake says where it is, what was expected and what came."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, Mapping):
+            raise FormatError(f"{where} must be an object, got {data!r}")
+        self.data = data
+        self.where = where
+
+    def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        """The entry; `default` when it is absent or null, FormatError when there is none or it is of another kind."""
+        value = self.data.get(name)
+        if value is None:
+            if default is ...:
+                raise FormatError(f"{self.where}: entry {name!r} is missing")
+            return default
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(k.__name__ for k in kinds)
+            raise FormatError(f"{self.where}: entry {name!r} must be {expected}, got {value!r}")
+        return value
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A list of strings, () when absent."""
+        values = self.get(name, (list, tuple), ())
+        if not all(isinstance(v, str) for v in values):
+            raise FormatError(f"{self.where}: entry {name!r} must be a list of strings, got {values!r}")
+        return tuple(values)
+
+    def section(self, name: str) -> Fields:
+        """An entry that is an object."""
+        return Fields(self.get(name, Mapping), f"{self.where}.{name}")
+
+    def one_of(self, name: str, choices: Collection[Any], default: Any = ...) -> Any:
+        """An entry that is one of the choices."""
+        value = self.data.get(name)
+        value = default if value is None and default is not ... else value
+        if value not in choices:
+            listed = ", ".join(repr(c) for c in choices)
+            raise FormatError(f"{self.where}: entry {name!r} must be one of {listed}, got {value!r}")
+        return value
+
+
+def listed(module: str, names: Collection[str]) -> bool:
+    """Whether a module is in a list of names as transformers writes them: itself, a parent, or the last parts of its name.
+
+    ``lm_head``, ``model.layers.0`` and ``mlp.gate`` list ``lm_head``, ``model.layers.0.mlp.up_proj`` and
+    ``model.layers.3.mlp.gate``, and not ``model.layers.3.mlp.gate_proj``.
+    """
+    whole = f".{module}."
+    return any(whole.startswith(f".{name}.") or whole.endswith(f".{name}.") for name in names)
+
+
+def one_number(source: Source, name: str) -> Tensor:
+    """A scale of one number, stored as [] or [1], as float32 [1]. FormatError when it is not finite and positive."""
+    shape = source.spec(name)[1]
+    if shape not in ((), (1,), (1, 1)):
+        raise FormatError(f"tensor {name} must be one number, got shape {list(shape)}")
+    value = source.read(name, shape, dtypes=FLOATS).reshape(1).to(torch.float32).clone()
+    if not bool(torch.isfinite(value).all()) or float(value) <= 0:
+        raise FormatError(f"tensor {name} must be finite and positive, got {float(value)}")
+    return value
+
+
+def need(source: Source, module: str, suffixes: Collection[str], form: str) -> None:
+    """FormatError unless the module has all these tensors."""
+    missing = [f"{module}{suffix}" for suffix in suffixes if f"{module}{suffix}" not in source]
+    if missing:
+        found = sorted(n for n in source if n.startswith((f"{module}.", f"{module}_")) and n.count(".") <= module.count(".") + 1)
+        raise FormatError(
+            f"{module} is stored as {form}, which needs tensor {missing[0]}; found {', '.join(found) or 'none of it'}"
+        )
+
+
+def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
+    """A QuantTensor; what it says of bad fields becomes a FormatError with the module's name.
+
+    Codes of float formats must be finite, and scales such that every value is finite in float32.
+    """
+    try:
+        weight = QuantTensor(*fields, **named)
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{module}: {error}") from error
+    if weight.scheme.weight in ("fp8", "mxfp8") and bool(((weight.codes & 0x7F) == 0x7F).any()):
+        raise FormatError(f"{module}: {weight.scheme} weights hold NaN")
+    largest = _LARGEST.get(weight.scheme.weight, float(1 << weight.scheme.bits))
+    if weight.scales is not None:
+        largest *= float(scales_to_float32(weight.scales).abs().max())
+    if weight.global_scale is not None:
+        largest *= float(weight.global_scale.abs().max())
+    if largest > torch.finfo(torch.float32).max:
+        raise FormatError(f"{module}: {weight.scheme} scales are so large that weights may pass float32: up to {largest:.2g}")
+    return weight
+
+
+def as_bytes(weight: Tensor) -> Tensor:
+    """An own contiguous uint8 copy of a tensor of bytes (fp8, int8, uint8)."""
+    return weight.contiguous().view(torch.uint8).clone()
+
+
+def wide(scales: Tensor) -> Tensor:
+    """Scales of a float or E8M0 dtype as an own float32 copy, exactly."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        return numeric.e8m0_decode(scales.contiguous().view(torch.uint8))
+    return scales.to(torch.float32, copy=True).contiguous()

@@ -1,0 +1,200 @@
+"""GGUF files (ggml) through the `gguf` package: tensors by the names that Hugging Face gives them, types by `gguf_blocks`.
+
+A file holds its configuration in key-value pairs and its tensors under names of its own; the package's tables say which is
+which. Converters of the architecture "llama" reorder the rows of q and k for a rotation of neighbouring pairs; here they
+get their order back. Big-endian files, split files (``-00001-of-00003.gguf``) and importance-matrix types (IQ*) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.quant.formats.contract import FormatError, Source, StoredWeight
+from gristmill.quant.formats.gguf_blocks import read_blocks
+from gristmill.quant.formats.gguf_check import check
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAGIC = b"GGUF"
+
+
+class GgufFile:
+    """The tensors of a GGUF file, a `Source`: floats as they are, quantized ones as their blocks, uint8.
+
+    metadata: the key-value pairs, arrays of tokenizers left out. names: Hugging Face's name -> the file's own. kinds:
+    Hugging Face's name -> ggml's type.
+
+    Raises:
+        FormatError: not a GGUF file, truncated or damaged; a byte order, a tensor or an architecture that is not read.
+        ImportError: the `gguf` package is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        reader, self.metadata = _open(self.path)
+        self.architecture = str(self.metadata.get("general.architecture"))
+        self._heads: dict[str, int] = {}
+        if self.architecture == "llama":
+            heads = self._count("attention.head_count")
+            self._heads = {"q_proj": heads, "k_proj": self._count("attention.head_count_kv", heads)}
+        translate = _translation(self.path, self.architecture, self._count("block_count"))
+        self.names: dict[str, str] = {}
+        self.kinds: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._data: dict[str, Any] = {}
+        for tensor in reader.tensors:
+            base, dot, suffix = tensor.name.rpartition(".")
+            known = translate.get(base)
+            if not dot or known is None:
+                raise FormatError(f"{self.path}: tensor {tensor.name} of architecture {self.architecture} is not read")
+            name = f"{known}.{suffix}"
+            self.names[name] = tensor.name
+            self.kinds[name] = tensor.tensor_type.name
+            self._shapes[name] = tuple(int(d) for d in reversed(tensor.shape))
+            self._data[name] = tensor.data
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape of a tensor."""
+        self._check(name)
+        return self._shapes[name]
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape as stored: of blocks, uint8 and rows of bytes."""
+        self._check(name)
+        dtype = DENSE.get(self.kinds[name])
+        return (torch.uint8, tuple(self._data[name].shape)) if dtype is None else (dtype, self._shapes[name])
+
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+    ) -> Tensor:
+        """The tensor as `spec` says, rows in the order of Hugging Face."""
+        dtype, found = self.spec(name)
+        if dtypes is not None and dtype not in dtypes:
+            raise FormatError(f"{self.path}: tensor {self.names[name]} must be {_listed(dtypes)}, got {self.kinds[name]}")
+        if shape is not None and found != shape:
+            raise FormatError(f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(found)}")
+        held = torch.from_numpy(self._data[name].copy())
+        if dtype == torch.bfloat16:
+            held = held.view(torch.uint8).view(torch.bfloat16)
+        return self._in_order(name, held.view(found))
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of q and k, weights and biases, as before the conversion: per head, halves instead of pairs."""
+        heads = self._heads.get(name.split(".")[-2])
+        if heads is None:
+            return rows
+        if rows.shape[0] % (2 * heads):
+            raise FormatError(f"{self.path}: {self.names[name]} has {rows.shape[0]} rows, not those of {heads} heads")
+        order = torch.arange(rows.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+        return rows.view(torch.uint8).view(rows.shape[0], -1)[order].view(rows.dtype).view(rows.shape)
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 20:
+            raise FormatError(f"{self.path}: {self.architecture}.{key} must be a positive number, got {value!r}")
+        return value
+
+    def _check(self, name: str) -> None:
+        if name not in self.names:
+            raise FormatError(f"{self.path} has no tensor {name}")
+
+
+class Gguf:
+    """The format of a `GgufFile`'s weights; reads from no other source."""
+
+    name = "gguf"
+
+    def __init__(self, config: Mapping[str, Any] | None = None, where: str = "") -> None:
+        """There is no configuration: a file says of each tensor what it is."""
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module, None where it is stored in floats or not at all."""
+        name = f"{module}.weight"
+        if not isinstance(source, GgufFile):
+            raise FormatError(f"{module}: GGUF blocks are read from a GGUF file, not from {type(source).__name__}")
+        if name not in source or source.kinds[name] in DENSE:
+            return None
+        if source.shape(name) != shape:
+            own = source.names[name]
+            raise FormatError(f"{source.path}: tensor {own} must have shape {list(shape)}, got {list(source.shape(name))}")
+        return StoredWeight(read_blocks(source.names[name], source.kinds[name], source.read(name), shape), (name,))
+
+
+def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
+    """The package's reader of a file whose structure is sound, and the key-value pairs."""
+    try:
+        with path.open("rb") as stream:
+            magic = stream.read(8)
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror or error}") from error
+    if magic[:4] != MAGIC:
+        raise FormatError(f"{path} is not a GGUF file: it begins with {magic[:4]!r}")
+    version = int.from_bytes(magic[4:8], "little")
+    if version not in (2, 3):
+        raise FormatError(f"{path}: GGUF version {version} is not read (or its byte order is big-endian); known: 2, 3")
+    check(path, lambda what: FormatError(f"{path} is truncated or corrupt: {what}"))
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("reading GGUF files needs the gguf package: pip install 'gristmill[gguf]'") from error
+    try:
+        reader = gguf.GGUFReader(path, "r")
+        return reader, _metadata(reader)
+    except FormatError:
+        raise
+    except Exception as error:
+        # The package raises whatever its arithmetic on damaged bytes runs into, from IndexError to UnicodeDecodeError.
+        raise FormatError(f"{path} is truncated or corrupt: {type(error).__name__}: {error}") from error
+
+
+def _metadata(reader: Any) -> Mapping[str, Any]:
+    """Key-value pairs as Python values."""
+    found: dict[str, Any] = {}
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or (key.startswith("tokenizer.") and not key.endswith("_token_id")):
+            continue
+        value = field.contents()
+        found[key] = value.item() if hasattr(value, "item") else value
+    if found.get("split.count", 0) > 1:
+        raise FormatError("a GGUF file in several parts is not read; join it with llama-gguf-split --merge")
+    return found
+
+
+def _translation(path: Path, architecture: str, layers: int) -> dict[str, str]:
+    """The file's name of a module -> Hugging Face's, by the package's tables."""
+    import gguf
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in MODULES:
+        raise FormatError(f"{path}: architecture {architecture!r} is not read; known: {', '.join(MODULES)}")
+    table = gguf.get_tensor_name_map(kinds[architecture], layers)
+    modules = ["model.embed_tokens", "model.norm", "lm_head"]
+    modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in MODULES[architecture]]
+    found = {}
+    for module in modules:
+        own = table.get_name(module)
+        if own is not None:
+            found[own] = module
+    return found
+
+
+_LLAMA = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+MODULES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": (*_LLAMA, "self_attn.q_norm", "self_attn.k_norm")}
+"""ggml's architectures -> the modules of a layer."""
+
+
+def _listed(dtypes: Collection[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

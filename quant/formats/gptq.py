@@ -1,0 +1,117 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel), versions 1 and 2; 2, 3, 4 and 8 bits; with and without act-order.
+
+Of a module NAME with K inputs, N outputs, b bits and groups of G:
+
+- ``NAME.qweight`` int32 [K*b/32, N], codes packed densely along K;
+- ``NAME.qzeros`` int32 [ceil(K/G), N*b/32], zero points packed densely along N. Version 1 (``checkpoint_format`` absent or
+  ``gptq``) stores them minus one, modulo 2^b; ``gptq_v2`` as they are;
+- ``NAME.scales`` float16 or bfloat16 [ceil(K/G), N];
+- ``NAME.g_idx`` int32 [K], the group of each input: k // G, or anything with ``desc_act``. Rows are not reordered on disk.
+
+W[n, k] = (q[k, n] - z[g, n]) * s[g, n], g = g_idx[k]. Zero points that are all 2^(b-1) are left implicit when the
+configuration says ``sym``. Which modules are quantized is said by their tensors: lists are often absent. ``dynamic``
+overrides bits and group size by regular expressions, ``-:`` ones name modules that are not quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats import words
+from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight, make, need
+
+BITS = (2, 3, 4, 8)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Gptq:
+    """A checkpoint of ``quant_method: gptq``."""
+
+    name = "gptq"
+
+    def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
+        fields = Fields(config, where)
+        self.where = where
+        self.bits = _bits(fields)
+        self.group = fields.get("group_size", int, 128)
+        self.symmetric = fields.get("sym", bool, True)
+        version = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        self.zero_offset = 1 if version == "gptq" else 0
+        self.dynamic: list[tuple[re.Pattern[str], tuple[int, int, bool] | None]] = []
+        for pattern, override in fields.get("dynamic", Mapping, {}).items():
+            sign, text = (pattern[:1], pattern[2:]) if pattern[:2] in ("+:", "-:") else ("+", pattern)
+            try:
+                compiled = re.compile(text)
+            except re.error as error:
+                raise FormatError(f"{where}.dynamic: {text!r} is no regular expression: {error}") from error
+            rule = None if sign == "-" else self._rule(Fields(override or {}, f"{where}.dynamic[{pattern!r}]"))
+            self.dynamic.append((compiled, rule))
+
+    def rule(self, module: str) -> tuple[int, int, bool] | None:
+        """(bits, group size, symmetric) of a module, None when a rule says that it is not quantized."""
+        for pattern, rule in self.dynamic:
+            if pattern.match(module):
+                return rule
+        return self.bits, self.group, self.symmetric
+
+    def _rule(self, override: Fields) -> tuple[int, int, bool]:
+        bits = _bits(override) if "bits" in override.data else self.bits
+        return bits, override.get("group_size", int, self.group), override.get("sym", bool, self.symmetric)
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module, None where it is stored in floats."""
+        rule = self.rule(module)
+        if f"{module}.qweight" not in source:
+            return None
+        if rule is None:
+            raise FormatError(f"{module}: {self.where}.dynamic says it is not quantized, but there is {module}.qweight")
+        if len(shape) != 2:
+            raise FormatError(f"{module}: GPTQ stores matrices [N, K], not {list(shape)}")
+        bits, group, symmetric = rule
+        n, k = shape
+        need(source, module, (".qzeros", ".scales"), "GPTQ")
+        size = k if group in (-1, k) else group
+        if size < 1 or k * bits % 32 or n * bits % 32:
+            raise FormatError(
+                f"{module}: {bits} bits in groups of {group} need N and K such that a row of codes fills int32 words, "
+                f"got [{n}, {k}]"
+            )
+        groups = -(-k // size)
+        codes = source.read(f"{module}.qweight", (k * bits // 32, n), dtypes=(torch.int32,))
+        packed = source.read(f"{module}.qzeros", (groups, n * bits // 32), dtypes=(torch.int32,))
+        scales = source.read(f"{module}.scales", (groups, n), dtypes=SCALES).t().clone(memory_format=torch.contiguous_format)
+        zeros = self._zeros(words.codes(packed, bits, n), bits).t().contiguous()
+        implicit = symmetric and bool((zeros == 1 << (bits - 1)).all())
+        g_idx, names = None, [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
+        if f"{module}.g_idx" in source:
+            names.append(f"{module}.g_idx")
+            g_idx = self._g_idx(source, names[-1], k, groups)
+        if groups == 1:
+            g_idx = None
+        scheme = QuantScheme.integer(bits, None if groups == 1 else size, zero_points=not implicit)
+        # a column of words is a row's bit stream
+        stream = words.stream(codes.t(), bits, k)
+        return StoredWeight(make(module, stream, scales, shape, scheme, None if implicit else zeros, g_idx=g_idx), tuple(names))
+
+    def _zeros(self, stored: Tensor, bits: int) -> Tensor:
+        return (stored + self.zero_offset) & ((1 << bits) - 1)
+
+    def _g_idx(self, source: Source, name: str, k: int, groups: int) -> Tensor:
+        g_idx = source.read(name, (k,), dtypes=(torch.int32, torch.int64))
+        low, high = (int(v) for v in g_idx.aminmax())
+        if low < 0 or high >= groups:
+            raise FormatError(f"tensor {name} must name groups 0..{groups - 1}, got {low}..{high}")
+        return g_idx.to(torch.int32, copy=True)
+
+
+def _bits(fields: Fields) -> int:
+    bits = fields.get("bits", int)
+    if bits not in BITS:
+        raise FormatError(f"{fields.where}: bits must be one of {', '.join(map(str, BITS))}, got {bits}")
+    return int(bits)

@@ -1,0 +1,42 @@
+"""gristmill's own directories: in place of ``NAME.weight`` the fields of a QuantTensor.
+
+``NAME.codes`` (uint8 [N, ceil(K*bits/8)], a dense little-endian bit stream along K), and, where the scheme has them,
+``NAME.scales``, ``NAME.zero`` and ``NAME.global_scale``, as `gristmill.quant.tensor` describes them; E8M0 scales are U8, E4M3
+scales F8_E4M3. config.json says {"quant_method": "gristmill", "version": 1, "scheme": "int4_g128"}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight, make, need
+
+FIELDS = ("codes", "scales", "zero", "global_scale")
+
+
+class Gristmill:
+    """A checkpoint of ``quant_method: gristmill``: every linear weight is in its one scheme."""
+
+    name = "gristmill"
+
+    def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
+        fields = Fields(config, where)
+        version = fields.get("version", int, 1)
+        if version != 1:
+            raise FormatError(f"{where}: version {version} was written by a newer gristmill; this one reads 1")
+        try:
+            self.scheme = QuantScheme.parse(fields.get("scheme", str))
+        except ValueError as error:
+            raise FormatError(f"{where}: {error}") from error
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module; only matrices are stored so, experts one by one."""
+        need(source, module, (".codes",), f"{self.scheme} by gristmill")
+        names = {field: f"{module}.{field}" for field in FIELDS if f"{module}.{field}" in source}
+        held = {field: source.read(name).clone() for field, name in names.items()}
+        weight = make(
+            module, held["codes"], held.get("scales"), shape, self.scheme, held.get("zero"), held.get("global_scale")
+        )
+        return StoredWeight(weight, tuple(names.values()))

@@ -1,0 +1,151 @@
+"""NVIDIA ModelOpt checkpoints, ``quant_method: modelopt`` or hf_quant_config.json.
+
+========================  ==================================================================================================
+NVFP4, W4A16_NVFP4,       ``weight`` uint8 [N, K/2], ``weight_scale`` e4m3 [N, K/16], ``weight_scale_2`` float32, a
+NVFP4_AWQ                 *multiplier*: W = e2m1 * scale * scale_2; ``input_scale`` float32, a multiplier too
+MXFP4, W4A8_MXFP4_FP8     ``weight`` uint8 [N, K/2], ``weight_scale`` uint8 E8M0 [N, K/32]; zeros are stored as -0
+MXFP8                     ``weight`` e4m3 [N, K], ``weight_scale`` uint8 E8M0 [N, K/32]
+FP8                       ``weight`` e4m3, ``weight_scale`` float32, ``input_scale`` float32
+FP8_PER_CHANNEL_PER_TOKEN ``weight`` e4m3, ``weight_scale`` float32 [N]
+FP8_PB_WO                 ``weight`` e4m3, ``weight_scale`` float32 [N/128, 1, K/128, 1]
+========================  ==================================================================================================
+
+``pre_quant_scale`` [K], where it was not folded into a layer before, multiplies x. MIXED_PRECISION lists its modules,
+each with an algorithm; modules it does not list, and those that ``exclude_modules`` or ``ignore`` match (names, parents,
+shell patterns), are stored in floats. Source: ModelOpt's export of unified Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.quant.formats.contract import (
+    FLOATS,
+    Fields,
+    FormatError,
+    Source,
+    StoredWeight,
+    as_bytes,
+    make,
+    need,
+    one_number,
+    wide,
+)
+
+ALGORITHMS: dict[str, tuple[str, str | None]] = {
+    "NVFP4": ("nvfp4", "nvfp4"),
+    "NVFP4_AWQ": ("nvfp4", "nvfp4"),
+    "W4A16_NVFP4": ("nvfp4", None),
+    "MXFP4": ("mxfp4", "mxfp4"),
+    "W4A8_MXFP4_FP8": ("mxfp4", "fp8"),
+    "MXFP8": ("mxfp8", "mxfp8"),
+    "FP8": ("fp8", "fp8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_ch", "fp8_token"),
+    "FP8_PB_WO": ("fp8_block", None),
+}
+"""Algorithm -> scheme of the weights, and the activation format it declares."""
+
+
+class ModelOpt:
+    """A checkpoint of ``quant_method: modelopt``."""
+
+    name = "modelopt"
+
+    def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
+        fields = Fields(config, where)
+        if isinstance(config.get("quantization"), Mapping):  # the contents of hf_quant_config.json
+            fields = fields.section("quantization")
+        self.where = fields.where
+        self.algorithm = fields.get("quant_algo", str).upper()
+        self.excluded = fields.strings("exclude_modules") + fields.strings("ignore")
+        self.layers: dict[str, str] = {}
+        if self.algorithm == "MIXED_PRECISION":
+            layers = fields.section("quantized_layers")
+            for module in layers.data:
+                layer = layers.section(module)
+                self.layers[module] = _known(layer, layer.get("quant_algo", str).upper())
+        else:
+            _known(fields, self.algorithm)
+
+    def rule(self, module: str) -> str | None:
+        """The algorithm of a module, None when it is not quantized."""
+        if any(_lists(pattern, module) for pattern in self.excluded):
+            return None
+        if self.algorithm != "MIXED_PRECISION":
+            return self.algorithm
+        found: set[str] = {algorithm for pattern, algorithm in self.layers.items() if _lists(pattern, module)}
+        if len(found) > 1:
+            raise FormatError(f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}")
+        return found.pop() if found else None
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module, None where it is stored in floats."""
+        algorithm = self.rule(module)
+        if algorithm is None:
+            return None
+        need(source, module, (".weight",), algorithm)
+        scheme = QuantScheme.parse(ALGORITHMS[algorithm][0])
+        names = [f"{module}.weight"]
+        scales, multiplier = None, None
+        if scheme.bits == 4:
+            codes = source.read(names[0], (*shape[:-1], shape[-1] // 2), dtypes=(torch.uint8,)).clone()
+        else:
+            codes = as_bytes(source.read(names[0], shape, dtypes=(torch.float8_e4m3fn,)))
+        need(source, module, (".weight_scale",), algorithm)
+        names.append(f"{module}.weight_scale")
+        if scheme.granularity == "tensor":
+            multiplier = one_number(source, names[1])
+        else:
+            scales = _scales(source, module, shape, scheme)
+        if scheme.weight == "nvfp4":
+            need(source, module, (".weight_scale_2",), algorithm)
+            names.append(f"{module}.weight_scale_2")
+            multiplier = one_number(source, names[2])
+        weight = make(module, codes, scales, shape, scheme, global_scale=multiplier)
+        given, before = None, None
+        if f"{module}.input_scale" in source:
+            names.append(f"{module}.input_scale")
+            given = one_number(source, names[-1])
+        if f"{module}.pre_quant_scale" in source:
+            names.append(f"{module}.pre_quant_scale")
+            before = wide(source.read(names[-1], (shape[-1],), dtypes=FLOATS))
+        return StoredWeight(weight, tuple(names), ALGORITHMS[algorithm][1], given, before)
+
+
+def _known(fields: Fields, algorithm: str) -> str:
+    if algorithm not in ALGORITHMS:
+        raise FormatError(
+            f"{fields.where}: quant_algo {algorithm} is not read; known: {', '.join(ALGORITHMS)}, MIXED_PRECISION"
+        )
+    fields.one_of("group_size", (None, 16 if ALGORITHMS[algorithm][0] == "nvfp4" else 32, 0, BLOCK), None)
+    return algorithm
+
+
+def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
+    name, (n, k) = f"{module}.weight_scale", shape[-2:]
+    expected = (*shape[:-2], *(scheme.scale_shape(n, k) or ()))
+    if scheme.granularity == "block":
+        if n % BLOCK or k % BLOCK:
+            raise FormatError(f"{module}: FP8_PB_WO needs N and K multiples of {BLOCK}, got [{n}, {k}]")
+        stored = (*expected[:-1], 1, expected[-1], 1)
+        came = source.spec(name)[1]
+        return wide(source.read(name, expected if came == expected else stored, dtypes=FLOATS)).reshape(expected)
+    if scheme.granularity == "channel":
+        came = source.spec(name)[1]
+        return wide(source.read(name, expected if came == expected else expected[:-1], dtypes=FLOATS)).reshape(expected)
+    size = scheme.group_size or k
+    if k % size:
+        raise FormatError(f"{module}: {scheme} has groups of {size} along K, and K is {k}")
+    dtype = torch.float8_e4m3fn if scheme.weight == "nvfp4" else torch.uint8
+    return source.read(name, expected, dtypes=(dtype,)).clone()
+
+
+def _lists(pattern: str, module: str) -> bool:
+    """A name, a parent's name, or a shell pattern."""
+    return fnmatchcase(module, pattern) or f"{module}.".startswith(f"{pattern}.")

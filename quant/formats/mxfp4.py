@@ -1,0 +1,46 @@
+"""gpt-oss checkpoints, ``quant_method: mxfp4``: expert weights in blocks of 32.
+
+``NAME_blocks`` uint8 [E, N, K/32, 16], low nibble = even k, and ``NAME_scales`` uint8 [E, N, K/32], E8M0: W = e2m1 *
+2^(scale - 127). Only experts are quantized, and NAME is the fused parameter ``...mlp.experts.gate_up_proj`` or
+``...down_proj``. Rows of gate_up_proj come interleaved, gate and up in turn, and are left so: `deinterleaved` parts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight, make, need
+from gristmill.quant.tensor import QuantTensor
+
+
+class Mxfp4:
+    """A checkpoint of ``quant_method: mxfp4``."""
+
+    name = "mxfp4"
+
+    def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
+        self.exceptions = Fields(config, where).strings("modules_to_not_convert")
+
+    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """The weight of a module [..., N, K], None where it is stored in floats."""
+        if f"{module}_blocks" not in source and f"{module}_scales" not in source:
+            return None
+        need(source, module, ("_blocks", "_scales"), "MXFP4 blocks and scales")
+        k = shape[-1]
+        if k % 32:
+            raise FormatError(f"{module}: MXFP4 has blocks of 32 along K, and K is {k}")
+        blocks = source.read(f"{module}_blocks", (*shape[:-1], k // 32, 16), dtypes=(torch.uint8,))
+        scales = source.read(f"{module}_scales", (*shape[:-1], k // 32), dtypes=(torch.uint8,))
+        weight = make(module, blocks.flatten(-2).clone(), scales.clone(), shape, QuantScheme.parse("mxfp4"))
+        return StoredWeight(weight, (f"{module}_blocks", f"{module}_scales"))
+
+
+def deinterleaved(weight: QuantTensor) -> QuantTensor:
+    """Rows g0 u0 g1 u1 ... -> g0 g1 ... u0 u1 ..., as every other model orders gate and up."""
+    if weight.n % 2:
+        raise FormatError(f"interleaved gate and up rows are even in number, got {weight}")
+    return weight.rows(torch.arange(weight.n).view(-1, 2).t().reshape(-1))

@@ -1,0 +1,95 @@
+"""A GGUF file in place of a model directory: its configuration as config.json would have it, its tensors as a checkpoint.
+
+The tokenizer is not taken from the file: ``tokenizer.json`` is looked for beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.quant.formats import FormatError
+from gristmill.quant.formats.gguf import GgufFile
+from gristmill.runtime.errors import CheckpointError, ConfigError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""ggml's architectures -> ours."""
+
+
+class GgufCheckpoint(GgufFile):
+    """The tensors of a GGUF file, with the errors of a checkpoint."""
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            super().__init__(path)
+        except (FormatError, ImportError) as error:
+            raise CheckpointError(str(error)) from error
+
+    @property
+    def directory(self) -> Path:
+        """What messages call the checkpoint: the file."""
+        return self.path
+
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+    ) -> Tensor:
+        """As `GgufFile.read`; CheckpointError when the tensor is not there or not as expected."""
+        try:
+            return super().read(name, shape, dtypes=dtypes)
+        except FormatError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return Path(path).suffix == ".gguf"
+
+
+def gguf_config(path: str | Path) -> dict[str, Any]:
+    """What config.json would say of the model in a file.
+
+    Raises:
+        CheckpointError: the file's faults. ConfigError: an architecture that is not supported, a scaling of positions that
+            the keys do not describe.
+    """
+    file = GgufCheckpoint(path)
+    own, known = file.architecture, ", ".join(ARCHITECTURES)
+    if own not in ARCHITECTURES:
+        raise ConfigError(f"{path}: architecture {own!r} is not supported in GGUF files; known: {known}")
+    values = {key.removeprefix(f"{own}."): value for key, value in file.metadata.items() if key.startswith(f"{own}.")}
+    heads = values.get("attention.head_count")
+    data: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[own]],
+        "vocab_size": file.shape("model.embed_tokens.weight")[0],
+        "hidden_size": values.get("embedding_length"),
+        "num_hidden_layers": values.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": values.get("attention.key_length"),
+        "intermediate_size": values.get("feed_forward_length"),
+        "rms_norm_eps": values.get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": values.get("context_length"),
+        "rope_theta": values.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "lm_head.weight" not in file,
+        "attention_bias": "model.layers.0.self_attn.o_proj.bias" in file,
+        "dtype": "bfloat16",
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "quantization_config": {"quant_method": "gguf"},
+    }
+    return {name: value for name, value in data.items() if value is not None} | _rope(path, values)
+
+
+def _rope(path: str | Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    kind = values.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise ConfigError(f"{path}: rope.scaling.type {kind!r} is not supported; known: none, linear, yarn")
+    table = {"rope_type": kind, "factor": values.get("rope.scaling.factor"), "rope_theta": values.get("rope.freq_base", 1e4)}
+    original = values.get("rope.scaling.original_context_length")
+    return {"rope_scaling": table | ({} if original is None else {"original_max_position_embeddings": original})}

@@ -1,0 +1,67 @@
+"""gpt-oss (OpenAI, 2025, arXiv:2508.10925): attention sinks, a sliding window in every second layer, experts in MXFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from gristmill.runtime.batch import Batch
+from gristmill.runtime.layers.attention import Attention
+from gristmill.runtime.layers.clamped_experts import ClampedExperts
+from gristmill.runtime.layers.norm import RMSNorm
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.loader.config import ModelConfig, MoeConfig
+from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.models.llama import Llama, decoder_table
+
+
+def table(c: ModelConfig) -> WeightTable:
+    """Checkpoint tensors -> parameters. Gate and up rows of an expert are interleaved, as they are stored."""
+    moe = _moe(c)
+    hidden, ffn, experts = c.hidden_size, moe.intermediate_size, moe.num_experts
+
+    def feed_forward(name: str, source: str, layer: int) -> Iterator[Weight]:
+        router, each = f"{source}.mlp.router", f"{source}.mlp.experts"
+        yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32")
+        yield Weight(f"{name}.router", (f"{router}.weight",), (experts,), hidden, "fp32")
+        yield Weight(f"{name}.router.bias", (f"{router}.bias",), (experts,), None, "fp32")
+        yield Weight(f"{name}.experts.gate_up", (f"{each}.gate_up_proj",), (2 * ffn,), hidden, "linear", experts, True)
+        yield Weight(f"{name}.experts.gate_up.bias", (f"{each}.gate_up_proj_bias",), (experts,), 2 * ffn)
+        yield Weight(f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True)
+        yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden)
+
+    found = decoder_table(c, feed_forward)
+    return replace(found, ignored=(*found.ignored, "model.layers.*.self_attn.rotary_emb.*"))
+
+
+def _moe(c: ModelConfig) -> MoeConfig:
+    if c.moe is None:
+        raise ValueError(f"{c.architecture} has experts, and the configuration none")
+    return c.moe
+
+
+class Layer:
+    """Attention with sinks, windowed or not, and experts, each behind a norm and added to the residual stream."""
+
+    def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
+        name = f"layers.{index}"
+        self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
+        self.attention = Attention(c, plans, weights, name, rope, c.windows[index])
+        self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
+        self.mlp = ClampedExperts(_moe(c), c.swiglu_limit, plans, weights, name)
+
+    def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
+        """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
+        x = self.attention_norm.add(x, residual)
+        x = self.attention(x, batch, cache)
+        x = self.mlp_norm.add(x, residual)
+        return self.mlp(x)
+
+
+class GptOss(Llama):
+    """GptOssForCausalLM."""
+
+    make_layer = Layer

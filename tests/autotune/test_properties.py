@@ -1,0 +1,55 @@
+"""Determinism and batch invariance are seen as they are: on real kernels, and on two that only declare them."""
+
+from __future__ import annotations
+
+import torch
+
+from gristmill.autotune.properties import properties
+from gristmill.bench.place import place
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.requirement import Requirement
+
+OP = default_registry().op("rms_norm")
+PROBLEM = OP.problem("m=7,n=257,x=bf16")
+STATE = {"calls": 0}
+
+
+def wobbles(config, x, weight, eps, out):
+    STATE["calls"] += 1
+    out.copy_(OP.reference(x, weight, eps))
+    out.view(torch.int16)[0, STATE["calls"] % 2] += 1
+
+
+def looks_around(config, x, weight, eps, out):
+    """One unit more in the last place of every row when there are many."""
+    out.copy_(OP.reference(x, weight, eps))
+    if len(x) > 16:
+        out.view(torch.int16)[:, 3] += 1
+
+
+def kernel(function) -> Kernel:
+    return Kernel(op="rms_norm", name=function.__name__, provider="test", language="python", batch_invariant=True,
+                  target=f"{__name__}:{function.__name__}", requires=Requirement())  # fmt: skip
+
+
+def seen(spec: Kernel, op=OP, problem=PROBLEM):
+    return properties(op, spec, lambda p: spec.config(p, place("cpu").target), problem, "cpu")
+
+
+def test_what_is_declared_and_not_kept_is_said() -> None:
+    found = seen(kernel(wobbles))
+    assert found.deterministic is False and "equal arguments gave different bits" in found.broken[0]
+    found = seen(kernel(looks_around))
+    assert found.deterministic and found.batch_invariant is False
+    assert found.broken == ("declared batch invariant, but a row's bits depend on the rows around it",)
+
+
+def test_what_real_kernels_declare_they_keep() -> None:
+    registry = default_registry()
+    for op_name in ("rms_norm", "linear", "combine", "grouped_linear", "paged_attention", "rotary_embedding", "grouped_topk"):
+        op = registry.op(op_name)
+        spec = registry.kernel(op_name, f"{op_name}_cpu")
+        found = seen(spec, op, op.problem(op.examples[2]))
+        cannot = op_name in ("combine", "grouped_linear", "paged_attention")
+        assert found.broken == () and found.deterministic and found.batch_invariant is (None if cannot else True), op_name

@@ -1,0 +1,140 @@
+"""The store: damage is named by line and left alone; merge, diff, lint and why on cases made by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gristmill.autotune.store import save
+from gristmill.autotune.store_tools import diff, lint, merge, records
+from gristmill.bench.place import place
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, StoreError, Timing, Verification, config_key, target_key
+
+OP = default_registry().op("rms_norm")
+KERNEL = default_registry().kernel("rms_norm", "rms_norm_cpu")
+HERE = place("cpu")
+WHERE = {"target": target_key(HERE.target), "toolchain": HERE.build.key()}
+
+
+def timing(problem: str = "m=4,n=64", us: float = 3.0, **changes) -> Timing:
+    config = dict(KERNEL.config(OP.problem(problem), HERE.target))
+    return Timing(**{"op": "rms_norm", "kernel": "rms_norm_cpu", "code": KERNEL.code_hash(), "config": config,
+                     "problem": problem, "us": us, "samples": (us,), **WHERE, **changes})  # fmt: skip
+
+
+def verification(problem: str = "m=4,n=64", ok: bool = True, **changes) -> Verification:
+    config = config_key(KERNEL.config(OP.problem(problem), HERE.target))
+    return Verification(**{"op": "rms_norm", "kernel": "rms_norm_cpu", "code": KERNEL.code_hash(), "config": config,
+                           "problem": problem, "ok": ok, **WHERE, **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda text: text[: len(text) * 2 // 3], r"store.json: line [67]: "),  # truncated within a record
+        (lambda text: text.replace('"us": 5.0', '"us": "fast"'), r"line 7: timed\[1\]: expected microseconds, found 'fast'"),
+        (lambda text: text.replace('"ok": true', '"ok": 1'), r"line 3: verified\[0\]: ok: expected true or false, found 1"),
+        (lambda text: text.replace('"us": 5.0', '"us": -5.0'), r"line 7: .*found -5.0"),
+        (lambda text: text.replace('"us": 5.0', '"us": 5.0, "colour": 3'), r"line 7: timed\[1\]: .*colour"),
+        (lambda text: text.replace('"schema": 1', '"schema": 7'), "expected a store of schema 1, found 7"),
+        (lambda text: "[]", "found 'list'"),
+    ],
+)
+def test_a_damaged_store_is_refused_by_line_and_left_alone(tmp_path: Path, change, complaint: str) -> None:
+    path = tmp_path / "store.json"
+    save(path, [verification(), timing(), timing("m=8,n=64", 5.0)])
+    damaged = change(path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    with pytest.raises(StoreError, match=complaint):
+        Store.read(path)
+    with pytest.raises(StoreError):
+        save(path, [timing("m=2,n=64")])
+    assert path.read_text() == damaged
+
+
+def test_a_merge_keeps_every_record_and_the_better_of_two() -> None:
+    one, other = Store(), Store()
+    one.add(verification())
+    one.add(timing(us=3.0, samples=(3.0,)))
+    other.add(verification(ok=False, reason="error 9"))
+    other.add(timing(us=3.2, samples=(3.1, 3.2, 3.3)))
+    other.add(timing("m=8,n=64"))
+    for merged in (merge([one, other]), merge([other, one])):
+        assert len(records(merged)) == 3
+        assert not next(iter(merged.verifications.values())).ok
+        assert {t.problem: t.us for t in merged.timings} == {"m=4,n=64": 3.2, "m=8,n=64": 3.0}
+
+
+def test_a_diff_says_what_changed() -> None:
+    one, other = Store(), Store()
+    one.add(verification())
+    one.add(timing(us=4.0))
+    other.add(verification(ok=False, reason="error 9"))
+    other.add(timing(us=5.0))
+    other.add(timing("m=8,n=64"))
+    found = {(d.kind, d.what) for d in diff(one, other)}
+    assert found == {("changed", "matched, then failed: error 9"), ("changed", "4 us, then 5 us (+25.0%)"), ("added", "3 us")}
+    assert diff(one, one) == [] and {d.kind for d in diff(other, one)} == {"changed", "removed"}
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "reason"),
+    [
+        (timing(op="rms_nrom"), "never", "no operation rms_nrom"),
+        (timing(kernel="rms_norm_gone"), "never", "no kernel rms_norm_gone"),
+        (timing(problem="m=4,n=64", config={}) and replace(timing(), problem="m=4,colour=red"), "never", "no axis colour"),
+        (replace(timing(), problem="n=64,m=4"), "never", "is written m=4,n=64"),
+        (replace(timing(), problem="n=64"), "never", "leaves m open"),
+        (replace(verification(), problem="m=1000,n=64"), "never", "looks for m=257,n=64"),
+        (timing(target="sm_999"), "never", "sm_999"),
+        (timing(code="0123"), "stale", "code has changed"),
+        (timing(toolchain="other"), "stale", "made with other"),
+        (verification(ok=False, reason="error 9"), "failed", "error 9"),
+        (timing(us=9.0, config={"level": "base", "x": 1}), "slower", "9 us; the default configuration takes 3 us"),
+    ],
+)
+def test_lint_finds(record, kind: str, reason: str) -> None:
+    held = Store()
+    held.add(timing())
+    held.add(verification("m=5,n=64"))
+    held.add(record)
+    found = lint(held, default_registry(), HERE.target, WHERE["target"], HERE.build)
+    assert [(f.kind, f.record) for f in found] == [(kind, record)] and reason in found[0].reason
+
+
+def test_lint_leaves_other_devices_records_alone() -> None:
+    held = Store()
+    held.add(timing(target="sm_90|NVIDIA H200", toolchain="another"))
+    assert lint(held, default_registry(), HERE.target, WHERE["target"], HERE.build) == []
+
+
+def test_the_command_line(tmp_path: Path, policy_file) -> None:
+    from click.testing import CliRunner
+
+    from gristmill.bench.cli import cli
+
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    policy_file(f'store = "{a}"\n')
+    save(a, [timing()])
+    save(b, [timing("m=8,n=64", us=5.0), replace(timing(), problem="m=1,n=1,x=red")])
+
+    def run(*arguments: str):
+        done = CliRunner().invoke(cli, ["store", *arguments, "--json"])
+        return done.exit_code, json.loads(done.stdout)
+
+    assert run("merge", "--into", str(a), str(b))[1]["timings"] == 3
+    code, rows = run("lint", "--target", "cpu")
+    assert code == 1 and [r["finding"] for r in rows] == ["never"]
+    code, rows = run("diff", str(b), str(a))
+    assert code == 1 and [r["change"] for r in rows] == ["added"]
+    assert run("diff", str(a), str(a)) == (0, [])
+    code, found = run("why", "rms_norm", "m=16,n=64", "--target", "cpu")
+    row = next(r for r in found["candidates"] if r["kernel"] == "rms_norm_cpu")
+    assert code == 0 and row["rule"] == "near" and row["record"]["problem"] == "m=8,n=64" and row["distance"] == 1.0
+    row = next(r for r in run("why", "rms_norm", "m=4,n=64", "--target", "cpu")[1]["candidates"] if r["kernel"] == "rms_norm_cpu")
+    assert row["rule"] == "measured" and row["expected_us"] == 3.0

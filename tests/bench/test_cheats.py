@@ -1,0 +1,77 @@
+"""Cheating kernels are caught while they are timed, each by the reason that fits; honest ones are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gristmill.autotune.rotation import Rotation
+from gristmill.autotune.verify import verify
+from gristmill.bench.arms import KernelArm, WrongResultError
+from gristmill.kernel_registry.registry import default_registry
+from tests.bench import cheats
+
+PROBLEM = cheats.OP.problem("m=64,n=2048,x=bf16")
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    cheats.leave()
+    yield
+    cheats.leave()
+
+
+def timed(function) -> KernelArm:
+    kernel = cheats.kernel(function)
+    arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu"))
+    for _ in range(6):
+        arm.sample()
+    arm.audit()
+    for _ in range(4 * len(arm.rotation.sets) // arm.calls):  # often enough around for a cache to pay
+        arm.sample()
+    arm.conclude()
+    return arm
+
+
+@pytest.mark.parametrize("function", cheats.CHEATS, ids=lambda f: f.__name__)
+def test_a_cheat_is_caught(function) -> None:
+    with pytest.raises(WrongResultError, match=cheats.CHEATS[function]):
+        timed(function)
+
+
+def test_an_honest_kernel_is_not() -> None:
+    arm = timed(cheats.honest)
+    assert arm.error == 0.0 and arm.repeatable and arm.timing == "eager,cold"
+
+
+PATIENT = [f for f in cheats.CHEATS if "thread" not in f.__name__ and "bits" not in f.__name__]
+
+
+@pytest.mark.parametrize("function", PATIENT, ids=lambda f: f.__name__)
+def test_verification_alone_would_not_have_caught_it(function) -> None:
+    """What makes these cheats worth a zoo of their own."""
+    assert verify(cheats.OP, cheats.kernel(function), {}, PROBLEM, "cpu").ok
+
+
+def test_equal_addresses_get_other_content_and_poison() -> None:
+    rotation = Rotation(cheats.OP, cheats.kernel(cheats.honest), PROBLEM, "cpu", hot=True)
+    arguments = rotation.next()
+    before = arguments[0].clone()
+    rotation.refresh()
+    again = rotation.next()
+    assert again[0].data_ptr() == arguments[0].data_ptr() and not torch.equal(again[0], before)
+    assert bool(again[-1].isnan().all()) and bool(rotation.sets[0].guards[0].flat.isnan().all())
+
+
+@pytest.mark.parametrize("op_name", sorted(default_registry().ops))
+def test_every_operation_can_be_audited(op_name: str) -> None:
+    """Each operation's C++ kernel, honest, passes: contents of two seeds fit the same memory, in-place arguments included."""
+    op = default_registry().op(op_name)
+    kernel = default_registry().kernel(op_name, f"{op_name}_cpu")
+    problem = next(p for p in map(op.problem, op.examples[1:]) if kernel.accepts(p) is None)
+    from gristmill.bench.place import place
+
+    arm = KernelArm(kernel, kernel.config(problem, place("cpu").target), Rotation(op, kernel, problem, "cpu"))
+    for _ in range(3):
+        arm.sample()
+    arm.conclude()

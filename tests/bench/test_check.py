@@ -1,0 +1,195 @@
+"""kernelbench compare and check: every exit code from a cause of its own, and planted faults that must give theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gristmill.bench import baseline
+from gristmill.bench.cli import cli
+from gristmill.bench.compare import GAP, WRONG, Case, compare
+from gristmill.bench.place import place
+from gristmill.bench.result_file import ResultError
+from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, Rule
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.registry import default_registry
+from tests.bench import cheats, slowed
+
+PROBLEM = "m=100,n=2048"
+LINEAR = default_registry().op("linear")
+
+
+def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+    """linear_cpu over a weight of which one block scale is doubled."""
+    wrong = [t.clone() for t in weight]
+    wrong[1].view(-1)[-1] *= 2
+    default_registry().kernel("linear", "linear_cpu").load()(
+        config, x, wrong, bias, residual, silu_mul, n, workspace, out
+    )
+
+
+def planted() -> Kernel:
+    honest = default_registry().kernel("linear", "linear_cpu")
+    return Kernel(op="linear", name="linear_cpu", provider="test", language="cpp", target=f"{__name__}:one_wrong_scale",
+                  requires=honest.requires, config=honest.config, accepts=honest.accepts, layouts=honest.layouts)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_store(policy_file) -> None:
+    policy_file()
+
+
+def run(*arguments: str) -> Result:
+    done = CliRunner().invoke(cli, list(arguments))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def written(path: Path, ratio: float = 1.0) -> Path:
+    """A baseline of rms_norm_cpu on this machine, its ratios multiplied."""
+    here = place("cpu")
+    rows = compare([Case(slowed.OP, slowed.OP.problem(PROBLEM), default_registry().kernel("rms_norm", "rms_norm_torch"),
+                         (slowed.HONEST,))], here, Rule(min_effect=0.3))  # fmt: skip
+    baseline.update(path, here, rows, portable=True)
+    if ratio != 1.0:
+        data = json.loads(path.read_text())
+        for entry in data["parts"][0]["entries"]:
+            for name in ("ratio", "low", "high"):
+                entry[name] *= ratio
+        path.write_text(json.dumps(data))
+    return path
+
+
+def test_nothing_is_slower(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.json")
+    done = run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--json", "--junit", str(tmp_path / "j.xml"),
+               "--markdown", str(tmp_path / "m.md"))  # fmt: skip
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["exit"] == 0, found
+    assert [row["verdict"] for row in found["rows"]] == [SAME] and abs(found["rows"][0]["change"] - 1) < 0.3
+    suite = ElementTree.parse(tmp_path / "j.xml").getroot().find("testsuite")
+    assert suite is not None and suite.get("failures") == "0" and suite.get("tests") == "1"
+    assert "| SAME | rms_norm_cpu | `m=100,n=2048` |" in (tmp_path / "m.md").read_text()
+
+
+def test_something_is_slower_is_1(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.json", ratio=0.5)  # it took half as long when the baseline was written
+    done = run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--junit", str(tmp_path / "j.xml"))
+    assert done.exit_code == 1 and "something is slower" in done.stdout and SLOWER in done.stdout
+    failure = ElementTree.parse(tmp_path / "j.xml").getroot().find(".//failure")
+    assert failure is not None and re.search(r"SLOWER: \+\d+\.\d% against the baseline", failure.get("message", ""))
+
+
+def test_faster_is_fine(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.json", ratio=2.0)
+    found = json.loads(run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--json").stdout)
+    assert found["exit"] == 0 and found["rows"][0]["verdict"] == FASTER
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_wrong_block_scale_is_2_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    path = tmp_path / "b.json"
+    entry = {"op": "linear", "problem": "m=33,n=256,k=512,w=int4_g128", "kernel": "linear_cpu",
+             "yardstick": "linear_dequant_torch", "ratio": 1.0, "low": 1.0, "high": 1.0}  # fmt: skip
+    part = {"environment": baseline.environment(place("cpu"), portable=True), "entries": [entry]}
+    path.write_text(json.dumps({"schema": 1, "parts": [part]}))
+    monkeypatch.setattr(baseline, "named", lambda op, pattern: [planted()])
+    found = json.loads(run("check", str(path), "--target", "cpu", "--json").stdout)
+    assert found["exit"] == 2 and found["rows"][0]["verdict"] == WRONG
+    assert "over the tolerance" in found["rows"][0]["reason"]
+
+
+def test_too_noisy_is_3() -> None:
+    rows = compare([_case()], place("cpu"), Rule(min_effect=0.3))
+    entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 0.5, 2.0)
+    rows[0].noise = 0.4  # the yardstick, timed twice, seemed to differ from itself
+    checked = baseline.against([entry], rows, Rule(min_effect=0.3))
+    assert baseline.exit_code(checked) == baseline.NOISY and "differs from itself by 40.0%" in checked[0].reason
+
+
+def test_another_environment_is_4_and_none_is_5(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    done = run("check", str(path), "--target", "cpu")
+    assert done.exit_code == 5 and done.stdout == "" and "--update" in done.stderr
+    part = {"environment": {"target": "sm_90", "torch": "2.13", "threads": 1}, "entries": []}
+    path.write_text(json.dumps({"schema": 1, "parts": [part]}))
+    done = run("check", str(path), "--target", "cpu", "--json")
+    assert done.exit_code == 4 and "the baseline's is sm_90" in json.loads(done.stdout)["reason"]
+    part["environment"] = baseline.environment(place("cpu"), portable=False)
+    path.write_text(json.dumps({"schema": 1, "parts": [part]}))
+    assert run("check", str(path), "--target", "cpu").exit_code == 5
+
+
+def test_a_wrong_result_outranks_a_slow_one(tmp_path: Path) -> None:
+    rows = compare([_case()], place("cpu"), Rule(min_effect=0.3))
+    entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 1.0, 1.0)
+    verdicts = [baseline.Checked(entry, v, "", None, rows[0]) for v in (SAME, SLOWER, GAP, WRONG)]
+    assert [baseline.exit_code(verdicts[:n]) for n in (1, 2, 3, 4)] == [0, 1, 1, 2]
+
+
+def test_an_update_keeps_what_it_does_not_touch(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.json")
+    other = {"environment": {"target": "sm_90"}, "entries": [{"op": "linear", "problem": "m=1,n=8,k=8", "kernel": "a",
+             "yardstick": "b", "ratio": 2.0, "low": 1.9, "high": 2.1}]}  # fmt: skip
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({"schema": 1, "parts": [other, *data["parts"]]}))
+    done = run("check", str(path), "--update", "--target", "cpu", "--json")
+    assert done.exit_code == 0 and [e["kernel"] for e in json.loads(done.stdout)] == ["rms_norm_cpu"]
+    parts = json.loads(path.read_text())["parts"]
+    assert parts[0] == other and len(parts) == 2 and len(parts[1]["entries"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"schema": 1, "parts": [\n{"x": ', "line 2"),
+        ('{"schema": 9}', "schema 1"),
+        ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a"}]}]}', r"parts\[0\].*missing"),
+    ],
+)
+def test_a_damaged_baseline_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(text)
+    with pytest.raises(ResultError, match=complaint):
+        baseline.read(path)
+
+
+def _case(*others: Kernel) -> Case:
+    return Case(slowed.OP, slowed.PROBLEM, slowed.HONEST, others or (default_registry().kernel("rms_norm", "rms_norm_torch"),))
+
+
+def test_compare_calls_slow_cheating_and_missing_kernels_what_they_are() -> None:
+    cheats.leave()
+    cheat = cheats.kernel(cheats.results_cached_by_pointer)
+    gpu = default_registry().kernel("rms_norm", "rms_norm_flashinfer")
+    rows = compare([_case(slowed.SLOWER, cheat, gpu)], place("cpu"), Rule())
+    found = {row.kernel: row for row in rows}
+    assert found["rms_norm_slower"].verdict == SLOWER and found["rms_norm_slower"].noise is not None
+    assert found[cheat.name].verdict == WRONG and found[cheat.name].us is None
+    assert found[gpu.name].verdict == GAP and "runs on" in found[gpu.name].reason
+    fields: Any = found["rms_norm_slower"].as_dict()
+    assert fields["low"] <= fields["ratio"] <= fields["high"] and fields["timing"] == "eager,cold"
+
+
+def test_a_wrong_baseline_spoils_its_rows() -> None:
+    cheats.leave()
+    wrong = cheats.kernel(cheats.results_cached_by_pointer)
+    rows = compare([Case(slowed.OP, slowed.PROBLEM, wrong, (slowed.HONEST,))], place("cpu"), Rule())
+    assert {row.kernel: row.verdict for row in rows} == {wrong.name: WRONG, slowed.HONEST.name: GAP}
+
+
+def test_compare_on_the_command_line(tmp_path: Path) -> None:
+    done = run("compare", "rms_norm", "--target", "cpu", "--baseline", "rms_norm_torch", "--kernels", "*_cpu",
+               "--problem", "m=16,n=512", "--min-effect", "0.2", "--results", str(tmp_path / "r.json"), "--json")  # fmt: skip
+    row = json.loads(done.stdout)[0]
+    assert done.exit_code == 0 and row["verdict"] in (FASTER, SAME, "UNCLEAR") and row["baseline"] == "rms_norm_torch"
+    stored = json.loads((tmp_path / "r.json").read_text())
+    assert len(stored["rows"][0]["samples"]) == row["rounds"] and stored["environment"]["command"].startswith("kernelbench")
+    done = run("compare", "rms_norm", "--target", "cpu", "--baseline", "rms_norm_cpu", "--kernels", "rms_norm_cpu")
+    assert done.exit_code != 0 and "nothing to compare" in done.output

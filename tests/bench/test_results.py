@@ -1,0 +1,77 @@
+"""Result files: measured again, reproduced by command, followed over time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gristmill.bench.cli import cli
+from gristmill.bench.history import history
+from gristmill.bench.result_file import ResultError, read
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def results(tmp_path: Path, policy_file) -> Path:
+    policy_file()
+    path = tmp_path / "r.json"
+    done = run("bench", "rms_norm", "--problem", "m=64,n=1024", "--kernels", "rms_norm_cpu,rms_norm_torch", "--seconds", "0.1",
+               "--target", "cpu", "--results", str(path), "--json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_rerun_says_where_it_differs(results: Path) -> None:
+    data = json.loads(results.read_text())
+    data["rows"][0]["us"] /= 50  # as if it had been measured on a far faster machine
+    data["rows"][0]["samples"] = [us / 50 for us in data["rows"][0]["samples"]]
+    data["rows"].append(data["rows"][1] | {"kernel": "rms_norm_gone"})
+    data["environment"]["device"] = "Abacus"
+    results.write_text(json.dumps(data))
+    done = run("rerun", str(results), "--target", "cpu", "--min-effect", "0.9", "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and [r["verdict"] for r in found["rows"]] == ["SLOWER", "SAME", "GAP"]
+    assert found["rows"][0]["ratio"] > 20 and "no kernel" in found["rows"][2]["reason"].lower() or "rms_norm_gone" in found["rows"][2]["reason"]
+    assert any(line.startswith("device: Abacus then") for line in found["environment"])
+
+
+def test_a_repro_runs(results: Path, tmp_path: Path) -> None:
+    found = json.loads(run("repro", str(results), "0", "--json").stdout)
+    assert found["command"].startswith("kernelbench bench rms_norm --kernels rms_norm_cpu --problem m=64,n=1024 --target cpu")
+    done = subprocess.run([sys.executable, "-c", found["script"]], capture_output=True, text=True, check=False,
+                          env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""})  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("us\n"), done.stderr
+    assert run("repro", str(results), "7").exit_code != 0
+
+
+def file(when: str, us: float, rng: np.random.Generator) -> dict:
+    samples = list(us * (1 + 0.02 * np.abs(rng.standard_normal(15))))
+    return {"when": when, "environment": {"device": "d"}, "rows": [{"op": "o", "problem": "m=1", "kernel": "k", "us": us, "samples": samples}]}
+
+
+def test_history_finds_the_change_and_no_other() -> None:
+    rng = np.random.default_rng(0)
+    truth = [10, 10, 10.1, 12, 12, 11.9, 8, 8]
+    files = [(f"f{n}", file(f"2026-01-{n + 1:02}", us, rng)) for n, us in enumerate(truth)]
+    rng.shuffle(files)
+    series = history(files)[0]
+    assert [p.file for p in series.points] == [f"f{n}" for n in range(8)]
+    changed = {p.file: p.change for p in series.points if p.change is not None}
+    assert changed.keys() == {"f3", "f6"} and abs(changed["f3"] - 1.2) < 0.03 and abs(changed["f6"] - 0.67) < 0.03
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for text, complaint in (("[1,\n", "line 2"), ("[]", "found list"), ('{"rows": [{}]}', r"rows\[0\]: expected op")):
+        path.write_text(text)
+        with pytest.raises(ResultError, match=complaint):
+            read(path)

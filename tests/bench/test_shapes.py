@@ -1,0 +1,89 @@
+"""A model's calls: sizes checked against the models' own arithmetic, sharing among ranks, mistakes, coverage."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gristmill.bench.cli import cli
+from gristmill.bench.coverage import coverage, shares
+from gristmill.bench.place import place
+from gristmill.bench.shapes import MIX, ShapeError, Step, calls, load_config, model_names
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, Timing, target_key
+
+DECODE = [Step.decode("1x1024")]
+PARAMETERS = {"llama-3-8b": 8.0, "llama-3-70b": 70.6, "qwen3-8b": 8.2, "qwen3-235b-a22b": 235, "deepseek-v3": 671,
+              "gpt-oss-20b": 20.9, "gpt-oss-120b": 117}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_weights_of_all_calls_are_the_model(name: str) -> None:
+    """Parameters counted from the problems, with the embedding, are those that the model's authors publish (1e9)."""
+    config, total = load_config(name), 0
+    step = DECODE if name != "deepseek-v3" else [Step.prefill("1x8")]  # only prefill multiplies by W_kv as a layer
+    for call in calls(config, 1, step):
+        problem = default_registry().op(call.op).problem(call.problem)
+        if call.op == "linear":
+            total += call.count * problem.integer("n") * problem.integer("k")
+        elif call.op == "moe":
+            total += call.count * 3 * problem.integer("e") * problem.integer("h") * problem.integer("i")
+    total += config["vocab_size"] * config["hidden_size"]
+    assert math.isclose(total / 1e9, PARAMETERS[name], rel_tol=0.015), total
+
+
+@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("tp", [2, 8])
+def test_ranks_share_the_work(name: str, tp: int) -> None:
+    def flops(ranks: int) -> float:
+        ops = default_registry()
+        return sum(c.count * ops.op(c.op).cost(ops.op(c.op).problem(c.problem)).flops
+                   for c in calls(load_config(name), ranks, MIX) if c.op == "linear" and c.part != "router" and c.part != "latents")  # fmt: skip
+
+    # k and v are copied where there are fewer KV heads than ranks, which adds a little.
+    assert 1 / tp <= flops(tp) / flops(1) < 1.12 / tp
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match="num_attention_heads is 32, which 3 ranks cannot share"):
+        calls(load_config("llama-3-8b"), 3)
+    with pytest.raises(ShapeError, match="one of deepseek-v3, gpt-oss-120b"):
+        load_config("llama-4")
+    with pytest.raises(ShapeError, match="expected SEQUENCESxTOKENS"):
+        Step.decode("32,2048")
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
+    with pytest.raises(ShapeError, match="model_type 'rwkv'; known are llama"):
+        load_config(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({**load_config("llama-3-8b"), "vocab_size": "many"}))
+    with pytest.raises(ShapeError, match="vocab_size is 'many'"):
+        calls(load_config(str(tmp_path)))
+
+
+def test_coverage_knows_exact_near_and_default(policy_file) -> None:
+    policy_file()
+    here = place("cpu")
+    known = {"exact": "m=1,n=4096,k=14336", "near": "m=1,n=8192,k=4096"}  # down exactly; qkv (n=6144) is near the latter
+    store = Store()
+    for problem in known.values():
+        store.add(Timing("linear", "linear_cpu", "", {}, problem, target_key(here.target), here.build.key(), 5.0))
+    found = {c.call.part: c.level for c in coverage(calls(load_config("llama-3-8b"), 1, DECODE), here, store)}
+    assert found["mlp down"] == "exact" and found["qkv"] == "near" and found["attention"] == "default"
+    share = shares(coverage(calls(load_config("llama-3-8b"), 1, DECODE), here, store))
+    assert math.isclose(sum(share.values()), 1) and share["exact"] > 0 and share["none"] == 0
+    assert shares(coverage(calls(load_config("llama-3-8b"), 1, DECODE), here, Store()))["default"] == 1
+
+
+def test_the_command_line(policy_file) -> None:
+    policy_file()
+    done = CliRunner().invoke(cli, ["shapes", "--json"])
+    assert [row["model"] for row in json.loads(done.stdout)] == model_names()
+    done = CliRunner().invoke(cli, ["shapes", "--model", "llama-3-8b", "--tp", "2", "--weights", "int4_g128", "--decode", "4x100", "--json"])
+    rows = {row["part"]: row for row in json.loads(done.stdout)}
+    assert rows["mlp gate_up"]["problem"] == "m=4,n=14336,k=4096,w=int4_g128,epilogue=silu_mul" and rows["qkv"]["count"] == 32
+    done = CliRunner().invoke(cli, ["coverage", "--model", "gpt-oss-20b", "--target", "h200", "--json"])
+    found = json.loads(done.stdout)
+    assert found["shares"]["default"] == 1 and {c["step"] for c in found["calls"]} == {str(step) for step in MIX}

@@ -1,0 +1,152 @@
+"""Verdicts: right on noise whose truth is known, and on real kernels on whatever machine this is."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from gristmill.bench.arms import KernelArm, shared_rotations
+from gristmill.bench.place import place
+from gristmill.bench.statistics.noise import Noise, NoiseError, self_test, summarize
+from gristmill.bench.statistics.rounds import Heat, race
+from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, UNCLEAR, Rule, judge, merge
+from tests.bench import slowed
+
+
+def noise(rng: np.random.Generator, rounds: int, shift: float = 0.0) -> list[float]:
+    """Log ratios as a shared machine gives them: a narrow core, and a tenth of the rounds disturbed on either side."""
+    core = rng.normal(shift, 0.01, rounds)
+    disturbed = rng.random(rounds) < 0.1
+    return list(core + disturbed * rng.normal(0, 0.4, rounds))
+
+
+def test_a_change_is_called_by_its_size() -> None:
+    rng = np.random.default_rng(0)
+    rows = [noise(rng, 64, math.log(factor)) for factor in (1.0, 1.08, 0.92, 1.03)]
+    assert [v.verdict for v in judge(rows)] == [SAME, SLOWER, FASTER, UNCLEAR]
+    slower = judge(rows)[1]
+    assert slower.low < 1.08 < slower.high and slower.low > 1.03 and slower.rounds == 64
+
+
+def test_false_discoveries_stay_rare_over_many_rows() -> None:
+    rng = np.random.default_rng(1)
+    nothing = [noise(rng, 16, math.log(1.02)) for _ in range(500)]  # a true change just under the minimum effect
+    real = [noise(rng, 64, math.log(1.1)) for _ in range(50)]
+    verdicts = [v.verdict for v in judge(nothing + real)]
+    assert sum(v in (FASTER, SLOWER) for v in verdicts[:500]) <= 2
+    assert verdicts[500:].count(SLOWER) >= 48
+
+
+def test_the_level_is_kept_at_the_very_edge() -> None:
+    """Rows whose true change is exactly the minimum effect, each judged alone: called in at most level / looks of cases."""
+    rng = np.random.default_rng(2)
+    called = sum(judge([noise(rng, 24, math.log1p(0.03))], seed=i)[0].verdict == SLOWER for i in range(400))
+    assert called <= 0.05 / 4 * 400 + 5
+
+
+def test_load_that_comes_and_goes_is_not_counted_as_evidence() -> None:
+    """Rounds that follow a slow walk say less than as many independent ones; taken for independent they would mislead."""
+    rng = np.random.default_rng(3)
+    walks = []
+    for _ in range(200):
+        walk = [0.0]
+        for _ in range(63):
+            walk.append(0.9 * walk[-1] + rng.normal(0, 0.03))
+        walks.append(walk)
+    assert np.mean([len(merge(w)) for w in walks]) < 20
+    assert sum(v.verdict in (FASTER, SLOWER) for w in walks for v in judge([w])) <= 10
+    independent = [list(rng.normal(0, 0.03, 64)) for _ in range(100)]
+    assert np.mean([len(merge(row)) for row in independent]) > 55
+
+
+def test_too_few_rounds_say_nothing() -> None:
+    found = judge([[0.5] * 4, []])
+    assert [v.verdict for v in found] == [UNCLEAR, UNCLEAR] and "8 are needed" in found[0].reason
+
+
+def test_a_time_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="no logarithm"):
+        judge([[0.0, math.inf, 0.0]])
+    with pytest.raises(ValueError, match="minimum effect is 0"):
+        Rule(min_effect=0.0)
+
+
+class Clockwork:
+    """An arm whose times are drawn, with drift that all arms share and a penalty for being first."""
+
+    drift = 0.0
+
+    def __init__(self, name: str, us: float, rng: np.random.Generator) -> None:
+        self.name, self.us, self.rng, self.taken = name, us, rng, 0
+
+    def sample(self) -> float:
+        self.taken += 1
+        Clockwork.drift += float(self.rng.normal(0, 0.002))
+        return self.us * math.exp(Clockwork.drift) * (1 + abs(float(self.rng.standard_t(2))) * 0.02)
+
+
+def test_unclear_rows_get_more_rounds_and_others_do_not() -> None:
+    rng = np.random.default_rng(4)
+    clear = Heat([Clockwork("base", 10, rng), Clockwork("slow", 13, rng)])
+    edge = Heat([Clockwork("base", 10, rng), Clockwork("edge", 10.3, rng)])
+    verdicts = race({"clear": clear, "edge": edge}, Rule())
+    assert verdicts["clear", "slow"].verdict == SLOWER and clear.rounds == 16
+    assert edge.rounds > 16 and verdicts["edge", "edge"].rounds == edge.rounds
+
+
+def test_every_arm_is_timed_in_every_round() -> None:
+    rng = np.random.default_rng(5)
+    arms = [Clockwork(name, 10, rng) for name in "abc"]
+    heat = Heat(arms)
+    race({"": heat}, Rule(min_effect=0.2))
+    assert {len(heat.times[arm.name]) for arm in arms} == {heat.rounds} and len({arm.taken for arm in arms}) == 1
+
+
+def test_a_threshold_below_the_noise_is_refused() -> None:
+    floor = Noise(floor=0.02, worst=0.03, comparisons=20, false=0, undecided=1)
+    floor.refuse(0.03)
+    with pytest.raises(NoiseError, match=r"1.00% is below this machine's noise floor of 2.00% \(20 comparisons"):
+        floor.refuse(0.01)
+    with pytest.raises(ValueError, match="no A/A comparison"):
+        summarize([])
+
+
+# Real kernels on this machine, noisy as it is.
+
+
+def arm(kernel, name: str = "") -> KernelArm:
+    here = place("cpu")
+    rotation = arm.shared.get(kernel.name) or shared_rotations(slowed.OP, slowed.PROBLEM, "cpu", [kernel])[kernel.name]
+    arm.shared[slowed.HONEST.name] = arm.shared[slowed.SLOWER.name] = rotation
+    return KernelArm(kernel, kernel.config(slowed.PROBLEM, here.target), rotation, name=name)
+
+
+arm.shared = {}
+
+
+def slower_called(times: int) -> int:
+    honest, slower = arm(slowed.HONEST), arm(slowed.SLOWER)
+    found = [race({"": Heat([honest, slower])}, Rule(), seed=seed)["", slower.name] for seed in range(times)]
+    return sum(v.verdict == SLOWER for v in found)
+
+
+def test_a_kernel_is_the_same_as_itself() -> None:
+    found = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=10)
+    assert found.false == 0, found
+
+
+def test_eight_percent_slower_is_called_slower() -> None:
+    assert slower_called(5) >= 4
+
+
+@pytest.mark.slow
+def test_200_comparisons_of_a_kernel_with_itself() -> None:
+    found = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=200)
+    assert found.false <= 2, found
+
+
+@pytest.mark.slow
+def test_100_comparisons_with_eight_percent_slower() -> None:
+    assert slower_called(100) >= 95

@@ -1,0 +1,100 @@
+"""Measuring on a GPU: audited arms, cheats on streams, comparisons, ceilings, tuning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gristmill.autotune.rotation import Rotation
+from gristmill.bench.arms import KernelArm, WrongResultError
+from gristmill.bench.compare import Case, compare
+from gristmill.bench.place import place
+from gristmill.bench.statistics.noise import self_test
+from gristmill.bench.statistics.verdict import FASTER, SLOWER, Rule
+from gristmill.bench.tune import Job, tune
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.store import Store
+
+pytestmark = pytest.mark.gpu
+OP = default_registry().op("rms_norm")
+PROBLEM = "m=4096,n=8192"
+STATE: dict = {}
+
+
+def honest(config, x, weight, eps, out):
+    out.copy_(OP.reference(x, weight, eps))
+
+
+def work_left_on_another_stream(config, x, weight, eps, out):
+    stream = STATE.setdefault("stream", torch.cuda.Stream())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out.copy_(OP.reference(x, weight, eps))
+
+
+def results_cached_by_pointer(config, x, weight, eps, out):
+    key = (x.data_ptr(), out.data_ptr())
+    if key not in STATE:
+        STATE[key] = OP.reference(x, weight, eps)
+    out.copy_(STATE[key])
+
+
+def kernel(function, **more) -> Kernel:
+    return Kernel(op="rms_norm", name=function.__name__, provider="test", language="python",
+                  target=f"{__name__}:{function.__name__}", requires=Requirement(), **more)  # fmt: skip
+
+
+def arm(spec: Kernel, problem: str = PROBLEM) -> KernelArm:
+    config = spec.config(OP.problem(problem), place(None).target)
+    made = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0"))
+    for _ in range(6):
+        made.sample()
+    made.conclude()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    STATE.clear()
+
+
+def test_an_honest_kernel_passes_captured_and_eager() -> None:
+    assert arm(kernel(honest)).timing == "graph,cold" and arm(kernel(honest, capturable=False)).error == 0.0
+    made = arm(default_registry().kernel("rms_norm", "rms_norm_triton"))
+    assert made.repeatable and made.samples[-1] > 10
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_work_left_on_another_stream_is_caught(capturable: bool) -> None:
+    with pytest.raises(WrongResultError, match="cannot be captured|error inf|changed after"):
+        arm(kernel(work_left_on_another_stream, capturable=capturable))
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_cached_results_are_caught(capturable: bool) -> None:
+    with pytest.raises(WrongResultError, match="over the tolerance"):
+        arm(kernel(results_cached_by_pointer, capturable=capturable))
+
+
+def test_comparisons_are_right_and_quiet(policy_file) -> None:
+    policy_file()
+    here, registry = place(None), default_registry()
+    ours, theirs = (registry.kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch"))
+    row = compare([Case(OP, OP.problem(PROBLEM), theirs, (ours,))], here, Rule(), seconds=10)[0]
+    assert row.verdict in (FASTER, SLOWER) and row.noise is not None and row.noise < 0.02, row
+    shared = Rotation(OP, ours, OP.problem(PROBLEM), "cuda:0")
+    found = self_test(lambda name: KernelArm(ours, ours.config(OP.problem(PROBLEM), here.target), shared, name=name), Rule(),
+                      comparisons=20)  # fmt: skip
+    assert found.false == 0 and found.floor < 0.02, found
+
+
+def test_tuning_finds_nothing_slower_than_the_default(policy_file) -> None:
+    policy_file()
+    op = default_registry().op("linear")
+    kept: list = []
+    job = Job(op, op.problem("m=16,n=4096,k=4096,w=int4_g128"))
+    found = tune([job], place(None), lambda r: kept.extend(r) or Store(), seconds=60, store=Store())[0]
+    assert found.state == "tuned" and found.us is not None and found.default_us is not None
+    assert found.us <= found.default_us * 1.001 and kept

@@ -1,0 +1,50 @@
+"""Two devices: a call runs where its tensors are, whatever device is current, and plans refuse another device's tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gristmill import ops
+from gristmill.autotune.metrics import error_of
+from gristmill.autotune.resolve import Resolver
+from gristmill.autotune.verify import kernel_arguments, run_reference
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+REGISTRY = default_registry()
+SECOND = "cuda:1"
+
+
+@pytest.mark.parametrize("op", [op for op in REGISTRY.ops.values() if op.outputs], ids=lambda op: op.name)
+def test_a_plan_of_the_second_device_runs_there(op: Op, tmp_path) -> None:
+    """The current device stays the first; the result is that of the reference on the second."""
+    resolver = Resolver(SECOND, Policy(cache=str(tmp_path)))
+    for text in op.examples[-3:]:
+        problem = op.problem(text)
+        torch.cuda.set_device(0)
+        selection = resolver.resolve(op, problem)
+        assert selection.best is not None, text
+        kernel = resolver.kernel(op, selection.best.kernel.name)
+        plan = ops.bind(op.name, op.static(problem), SECOND, resolver.policy, frozenset(kernel.layouts) or None)
+        arguments = op.inputs(problem, 7, SECOND)
+        packed = kernel_arguments(op, kernel, arguments)
+        outputs = [torch.empty(shape, dtype=dtype, device=SECOND) for shape, dtype in op.like(*packed)]
+        plan(*packed, *outputs)
+        assert torch.cuda.current_device() == 0
+        torch.cuda.synchronize(SECOND)
+        found = outputs + [a for a, p in zip(packed, op.parameters, strict=True)
+                           if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"]  # fmt: skip
+        assert error_of(op, problem, arguments, found, run_reference(op, arguments)) <= op.tolerance(problem).limit
+
+
+def test_a_plan_refuses_the_other_device() -> None:
+    plan = ops.bind("rms_norm", "n=256,x=bf16", SECOND)
+    x, w = torch.randn(4, 256, device="cuda:0", dtype=torch.bfloat16), torch.ones(256, device="cuda:0", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="planned for cuda:1, called with a tensor on cuda:0"):
+        plan(x, w, 1e-5, torch.empty_like(x))

@@ -1,0 +1,130 @@
+"""ci/compile_matrix.py fails on what it is there to catch: kernels planted by an entry point, each with one fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+import compile_matrix  # noqa: E402
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+PLANT = '''
+"""Kernels of rms_norm for the compile matrix: one good, one that promises what it does not contain, one that does not compile."""
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.requirement import Requirement
+
+KERNELS = tuple(
+    Kernel(op="rms_norm", name=name, provider="planted", language="triton", target="planted_code:launch",
+           aot=f"planted_code:{name}", requires=Requirement(code="triton"), summary=name)
+    for name in ("good", "liar", "broken")
+)
+'''
+CODE = '''
+import triton
+import triton.language as tl
+
+from gristmill.kernels.aot import AotCase
+
+
+@triton.jit
+def double(x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def shapes(x, n, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
+
+
+def case(function, promises=()):
+    return [AotCase("only", function, {"x": "*fp32", "n": "i32"}, {"BLOCK": 4096}, {"num_warps": 4}, (), promises)]
+
+
+def good(target): return case(double)
+def liar(target): return case(double, ("wgmma",))
+def broken(target): return case(shapes)
+'''
+
+
+@pytest.fixture
+def matrix(tmp_path: Path, policy_file):
+    """Runs the matrix on one planted kernel for sm_90 against a baseline; returns status, output and baseline."""
+    policy_file()
+    info = tmp_path / "planted-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[gristmill.kernels]\nplanted = planted\n")
+    (tmp_path / "planted.py").write_text(PLANT)
+    (tmp_path / "planted_code.py").write_text(CODE)
+    path = tmp_path / "baseline.json"
+
+    def run(kernel: str, baseline: dict[str, object] | None = None, *options: str) -> tuple[int, str, dict[str, object]]:
+        if baseline is not None:
+            path.write_text(json.dumps(baseline))
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT / 'src')}"}
+        done = subprocess.run([sys.executable, ROOT / "ci" / "compile_matrix.py", "--only", kernel, "--target", "sm_90",
+                               "--jobs", "1", "--baseline", path, *options], env=environment, capture_output=True,
+                              text=True, timeout=300, check=False)  # fmt: skip
+        return done.returncode, done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else {}
+
+    return run
+
+
+def test_more_registers_than_the_baseline_fail(matrix) -> None:
+    """A good kernel passes against its own baseline, and fails against one with fewer registers."""
+    status, said, baseline = matrix("good", {"gone/case@sm_90": {"registers": 1, "spills": 0}}, "--update")
+    assert status == 0, said
+    assert list(baseline) == ["good/only@sm_90"], "--update forgets kernels that are no more"
+    found = baseline["good/only@sm_90"]
+    assert matrix("good")[0] == 0
+    assert found["registers"] > 9
+    status, said, _ = matrix("good", {"good/only@sm_90": {**found, "registers": 0}})
+    assert status == 1 and f"registers rose from 0 to {found['registers']}" in said
+
+
+def test_a_missing_instruction_fails_even_an_update(matrix) -> None:
+    status, said, _ = matrix("liar", {}, "--update")
+    assert status == 1 and "promised instructions are missing: wgmma" in said
+
+
+def test_a_kernel_that_stops_compiling_fails(matrix) -> None:
+    status, said, _ = matrix("broken", {"broken/only@sm_90": {"registers": 10, "spills": 0, "shared": 0}})
+    assert status == 1 and "does not compile" in said
+
+
+def test_spills_are_judged() -> None:
+    """Spills beyond the baseline fail, and so do those of a kernel that is not in it."""
+    pair = next(iter(compile_matrix.pairs("rms_norm", "sm_90")))
+    found = {"registers": 40, "spills": 64, "shared": 0, "missing": []}
+    assert compile_matrix.judge(pair, found, {"registers": 40, "spills": 0}) == "spills rose from 0 to 64"
+    assert "not in the baseline" in str(compile_matrix.judge(pair, found, None))
+    assert compile_matrix.judge(pair, found, {"registers": 40, "spills": 64}) is None
+
+
+def test_baseline_is_of_kernels_that_exist_and_all_compile() -> None:
+    baseline = json.loads(compile_matrix.BASELINE.read_text())
+    known = {pair.key for pair in compile_matrix.pairs(None, None)}
+    assert set(baseline) == known, "run ci/compile_matrix.py --only <kernel> --update"
+    assert [key for key, found in baseline.items() if "cannot" in found] == []
+
+
+def test_products_promise_matrix_instructions() -> None:
+    """Every kernel whose half-precision tiles are multiplied says so on every target that has the instruction."""
+    for kernel in default_registry().all_kernels():
+        if kernel.aot is None or kernel.op not in ("linear", "grouped_linear", "paged_attention", "mla_attention"):
+            continue
+        for name in compile_matrix.TARGETS:
+            cases = compile_matrix.load_attribute(kernel.aot)(Target.parse(name))
+            assert any(case.promises for case in cases), f"{kernel.name} promises nothing on {name}"

@@ -1,0 +1,100 @@
+"""ci/sanitize.sh catches what it is there for: faults planted in a core, and a core that no sanitizer program calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernel_registry.registry import default_registry
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = "kernels/norm/_rms_norm_cpu.cpp"
+needs_tools = pytest.mark.skipif(
+    not all(map(shutil.which, ("g++", "cmake", "ninja"))), reason="g++, cmake or ninja is not installed"
+)
+
+
+def entries(source: Path) -> set[str]:
+    return set(re.findall(r"^GM_KERNEL\((\w+)\)", source.read_text(), re.MULTILINE))
+
+
+def test_every_core_has_a_program() -> None:
+    """Each entry of each C++ CPU source, and of each CPU kernel of the registry, is in some program's table of levels."""
+    called: set[str] = set()
+    for program in (ROOT / "tests" / "native").glob("*_asan.cpp"):
+        called |= set(re.findall(r"\bGM_LEVELS\((\w+)", program.read_text()))
+    built = set().union(*map(entries, (ROOT / "kernels").rglob("_*_cpu.cpp")))
+    assert built, "no cores found"
+    assert built - called == set(), "add tests/native/<op>_asan.cpp; rms_norm_asan.cpp is the example"
+    assert called - built == set(), "these programs call what is no more"
+    for kernel in default_registry().all_kernels():
+        if kernel.language != "cpp" or not kernel.module.startswith("gristmill."):
+            continue
+        spec = ROOT / (kernel.module.removeprefix("gristmill.").replace(".", "/") + ".py")
+        used = set(re.findall(r'"(gm_\w+)"', spec.read_text()))
+        assert used and used <= called, f"{kernel.name} calls {used}"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what ci/sanitize.sh reads, with one core at one level."""
+    place = tmp_path_factory.mktemp("tree")
+    for name in ("CMakeLists.txt", "cmake", "ci/sanitize.sh", "src/gristmill/__init__.py", "kernels/_native", CORE,
+                 "tests/native/rms_norm_asan.cpp", "tests/native/asan.h", "tests/native/asan_values.h",
+                 "tests/native/serial_threads.cpp"):  # fmt: skip
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place / name)
+        else:
+            shutil.copy(ROOT / name, place / name)
+    return place
+
+
+def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
+    """Status and output of ci/sanitize.sh with `old` in the core replaced."""
+    text = (ROOT / CORE).read_text()
+    assert text.count(old) >= 1, f"{CORE} has no {old!r} any more: plant the fault elsewhere"
+    (tree / CORE).write_text("// gm-levels: base neon\n" + (text.replace(old, new) if old else text))
+    done = subprocess.run(["bash", "ci/sanitize.sh"], cwd=tree, capture_output=True, text=True, timeout=300, check=False,
+                          env=os.environ | {"JOBS": "1"})  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@needs_tools
+def test_a_clean_core_passes(tree: Path) -> None:
+    status, said = sanitize(tree)
+    assert status == 0 and "sanitizers: 1 of 1 entries ran clean" in said, said
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("if (c < cols) gm::store(out + c, gm::load(x + c, cols - c)", "if (c < cols) gm::store(out + c, gm::load(x + c)",
+         "AddressSanitizer: heap-buffer-overflow"),
+        ("gm::load(w + c, cols - c), cols - c);", "gm::load(w + c, cols - c));", "AddressSanitizer:"),
+        ("r < end; ++r", "r <= end; ++r", "AddressSanitizer:"),
+        ("16384 / cols + 1;", "16384 / cols + (1 << (cols + 31));", "runtime error: shift exponent"),
+        ("1.0f / __builtin_sqrtf", "1.001f / __builtin_sqrtf", "does not hold"),
+    ],
+    ids=["tail read whole", "tail written whole", "a row too many", "undefined shift", "wrong value"],
+)  # fmt: skip
+def test_planted_faults_are_caught(tree: Path, old: str, new: str, complaint: str) -> None:
+    status, said = sanitize(tree, old, new)
+    assert status != 0 and complaint in said, said
+
+
+@needs_tools
+def test_a_core_without_a_program_fails(tree: Path) -> None:
+    orphan = tree / "kernels" / "norm" / "_orphan_cpu.cpp"
+    orphan.write_text('// gm-levels: base neon\n#include "gm_cpu.h"\nGM_KERNEL(gm_orphan)(int) { return GM_OK; }\n')
+    try:
+        status, said = sanitize(tree)
+        assert status != 0 and "no sanitizer program calls gm_orphan__" in said, said
+    finally:
+        orphan.unlink()

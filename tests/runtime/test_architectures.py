@@ -1,0 +1,161 @@
+"""What a configuration can ask of the two architectures: small random models, whole, against transformers.
+
+Neither architecture has a sliding window: transformers' generate and its own forward pass disagree about such an entry,
+and the loader refuses it (test_loader.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.select import NoKernelError
+from gristmill.runtime.errors import CheckpointError
+from gristmill.runtime.evaluate import window_logits
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime import oracle, ways
+from tests.runtime.oracle import Comparison
+
+LIMIT = 2e-4
+LENGTH = 96
+PARAMS = SamplingParams(max_tokens=16)
+
+LLAMA = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "tie_word_embeddings": True,
+}  # fmt: skip
+DEEPSEEK = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 16, "n_shared_experts": 1,
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 64,
+    "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 128, "eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+
+THETA = {"rope_theta": 1e4}
+LLAMA3 = {
+    **THETA, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"tie_word_embeddings": False},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "no_grouping": {"num_key_value_heads": 4},
+    "head_dim": {"head_dim": 32},
+    "theta_and_eps": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rms_norm_eps": 0.1},
+    "rope_linear": {"rope_parameters": {**THETA, "rope_type": "linear", "factor": 4.0}},
+    "rope_llama3": {"rope_parameters": LLAMA3},
+    "rope_yarn": {"rope_parameters": YARN},
+    "rope_yarn_factor": {"rope_parameters": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0}},
+}
+DEEPSEEKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "attention_bias": {"attention_bias": True},
+    "no_q_lora": {"q_lora_rank": None},
+    "no_q_lora_bias": {"q_lora_rank": None, "attention_bias": True},
+    "all_layers_sparse": {"first_k_dense_replace": 0},
+    "all_layers_dense": {"first_k_dense_replace": 2},
+    "one_group": {"n_group": 1, "topk_group": 1},
+    "every_group": {"topk_group": 4},
+    "weights_as_they_are": {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "two_shared_experts": {"n_shared_experts": 2},
+    "rope_by_halves": {"rope_interleave": False},
+    "rope_yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "rope_yarn_mscale": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "rope_llama3": {"rope_parameters": LLAMA3},
+}
+CASES = [("llama", name) for name in LLAMAS] + [("deepseek", name) for name in DEEPSEEKS]
+
+
+def write(folder: Path, family: str, changes: dict[str, Any]) -> Path:
+    """A random model of a configuration as a directory, float32, with weights large enough for every part to matter."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes}))
+    else:
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**DEEPSEEK, **changes}))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in name:
+            continue
+        if tensor.ndim == 1:
+            tensor.data.uniform_(-0.5, 0.5).add_(1.0 if "norm" in name else 0.0)
+        else:
+            tensor.data.normal_(0, tensor.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def ids(count: int) -> list[int]:
+    return torch.randint(2, 160, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def worst(llm: LLM, prompt: list[int], theirs: torch.Tensor) -> float:
+    return float((window_logits(llm.engine, prompt) - theirs).abs().max())
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+    plain, changes = (LLAMA, LLAMAS[name]) if family == "llama" else (DEEPSEEK, DEEPSEEKS[name])
+    folder = write(tmp_path / family, family, changes)
+    llm, model, prompt = make(folder, num_blocks=32), oracle.load(folder), ids(LENGTH)
+    theirs = oracle.logits(model, prompt)
+    assert worst(llm, prompt, theirs) <= LIMIT
+    # From the cache, one token after another: what one window does not show.
+    found = Comparison(f"{family}, {name}")
+    found.add(llm.generate([prompt[:21]], PARAMS)[0].token_ids, oracle.answer_of(model, prompt[:21], PARAMS.max_tokens))
+    if name == "plain":
+        return
+    # Planted fault: the same weights read by a configuration that lacks the entry.
+    config = json.loads((folder / "config.json").read_text())
+    for entry in changes:
+        config.pop(entry)
+        if entry in plain:
+            config[entry] = plain[entry]
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        fault = worst(make(folder, num_blocks=32), prompt, theirs)
+    except CheckpointError:
+        return  # other weights than the entry's: seen before anything ran
+    assert fault > LIMIT
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+@pytest.mark.parametrize(("family", "changes"), [("llama", {"attention_bias": True}), ("deepseek", {})])
+def test_every_way(
+    family: str, changes: dict[str, Any], way: str, make_strict: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Each strict policy serves whole models, and serves them right: a prompt at once, then token by token."""
+    folder = write(tmp_path / family, family, changes)
+    llm, model, prompt = make_strict(folder, way, num_blocks=8), oracle.load(folder), ids(5 if way == "triton" else 24)
+    assert worst(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
+    found = Comparison(f"{family}, {way}")
+    found.add(llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2))
+    ways.check(llm, way)
+
+
+def test_a_kernel_of_another_way_is_seen(make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
+    """Planted fault: a policy that is not strict, and one kernel missing."""
+    folder = write(tmp_path / "llama", "llama", {})
+    loose = dataclasses.replace(ways.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch"))
+    llm = make(folder, policy=loose, num_blocks=8)
+    llm.generate([ids(4)], SamplingParams(max_tokens=1))
+    with pytest.raises(AssertionError, match="torch: fused_add_rms_norm_cpu ran$"):
+        ways.check(llm, "torch")
+    with pytest.raises(NoKernelError, match="strict policy"):
+        make(folder, policy=dataclasses.replace(loose, strict=True), num_blocks=8).generate([ids(4)])

@@ -1,0 +1,38 @@
+"""The ways in which a line about whole models is shown: through torch, our C++ at each level, our Triton.
+
+Under a strict policy, so that nothing falls back; and `check` reads from the plans what really ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernels.native import LEVEL_CHAINS
+from gristmill.runtime.llm import LLM
+from tests.native.levels import runnable_levels
+
+LEVELS = tuple(runnable_levels())
+FAST = ("torch", *(f"cpu-{level}" for level in LEVELS))
+"""Ways that take whole texts. Triton's interpreter takes one short prompt."""
+WAYS = (*FAST, "triton")
+
+
+def strict(way: str, policy: Policy) -> Policy:
+    """`policy` held to one way."""
+    provider, _, level = way.partition("-")
+    return replace(policy, pins={"*": (f"*_{provider}",)}, strict=True, cpu_level=level or None)
+
+
+def check(llm: LLM, way: str) -> None:
+    """AssertionError if a kernel of another way ran, C++ of another level, or nothing at all."""
+    provider, _, level = way.partition("-")
+    entries = [entry for bound in llm.model.plans.bound.values() for entry in bound.entries if entry is not None]
+    assert entries
+    strangers = {entry.kernel for entry in entries if not entry.kernel.endswith(f"_{provider}")}
+    assert not strangers, f"{way}: {', '.join(sorted(strangers))} ran"
+    if level:
+        # A kernel that gains nothing from a level is built for the next one below.
+        levels = {str(entry.config["level"]) for entry in entries}
+        assert levels <= set(LEVEL_CHAINS[level]), f"{way}: code of {', '.join(sorted(levels))} ran"
+        assert level in levels, f"{way}: nothing of this level ran, only {', '.join(sorted(levels))}"
