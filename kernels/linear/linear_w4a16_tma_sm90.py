@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from ctypes import c_int, c_int64, c_void_p
 from functools import lru_cache
+from math import log2
 from typing import Any, NamedTuple
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
@@ -37,7 +38,9 @@ class Shape(NamedTuple):
     ws: int
 
 
-SHAPES = tuple(Shape(*v) for v in ((32, 2, 2, 8, 6), (64, 2, 2, 6, 5), (128, 2, 1, 8, 6), (128, 4, 1, 7, 5), (256, 2, 1, 5, 5)))
+SHAPES = tuple(
+    Shape(*v) for v in ((32, 2, 2, 8, 6), (64, 2, 2, 6, 5), (128, 2, 1, 8, 6), (128, 4, 1, 7, 5), (256, 2, 1, 5, 5))
+)
 """The instances in `_linear_w4a16_tma_sm90.cu` (GM_SHAPES)."""
 
 
@@ -122,37 +125,81 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def candidates(m: int, n: int, k: int) -> Iterator[tuple[Shape, int]]:
-    """(shape, split) that leave no CTA without work."""
+_COSTS = {
+    (32, 2): (0.314, 0.366, 3.65, 0.961, 0.0414, 0.374, 0.488, 3.18, 0.4),
+    (64, 2): (0.341, 0.412, 4.32, 1.28, 0.262, 0.127, 0.572, 3.81, 0.115),
+    (128, 2): (0.484, 0.48, 3.3, 1.27, 0.814, 1.01, 0.743, 4.98, 0.111),
+    (128, 4): (1.35, 0.366, 2, 0.625, 2.65, 3.64, 1.44, 6.91, 0.18),
+    (256, 2): (1.08, 0.408, 4.81, 3.17, 0.299, 3.2, 0.711, 8.1, 0.222),
+}
+"""Microseconds on an H200 by shape, fitted to 432 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
+sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the
+part by which long products are slower (power)."""
+
+
+class Work(NamedTuple):
+    """Groups of the busiest multiprocessor, groups of a CTA one after the other, waves of CTAs, CTAs that a tile is dealt to."""
+
+    busiest: float
+    chain: int
+    waves: int
+    dealt: float
+
+
+def _waves(shape: Shape, split: int, even: int, grid: int, tiles: int, groups: int, processors: int) -> Work:
+    """How the groups of `tiles` tiles fall to multiprocessors and CTAs."""
+    if even and tiles % grid:
+        dealt = tiles if tiles < 2 * grid else tiles % grid + grid
+        chain = _ceil(dealt * groups, grid) + (tiles - dealt) // grid * groups
+        return Work(chain * grid / processors, chain, 1, min(grid / tiles, groups) if tiles < grid else 1)
+    if split == 1:
+        chain = _ceil(tiles, grid) * groups
+        return Work(chain * _ceil(min(tiles, grid), processors), chain, 1, 0)
+    # Whole clusters of 4 and 8 do not fill every cluster of multiprocessors.
+    busiest = _ceil(tiles * split, processors if split == 2 else processors * 10 // 11)
+    waves = _ceil(busiest, shape.ctas)
+    return Work(busiest * _ceil(groups, split), waves * _ceil(groups, split), waves, 0)
+
+
+def microseconds(shape: Shape, split: int, even: int, grid: int, m: int, n: int, k: int, processors: int) -> float:
+    """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, and what launch and sums cost."""
+    group, late, start, cluster, doubling, deal, part, wave, hot = _COSTS[shape.mt, shape.c]
+    across, down = _ceil(n, shape.c * 64), _ceil(m, shape.mt)
+    work = _waves(shape, split, even, grid, across * down, k // 128, processors)
+    weight = n * k * 0.515625
+    memory = (weight + 2 * m * (n + k)) / 4.3e6
+    cache = (across * m * k * 2 + down * weight) / 7.5e6
+    time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
+    time *= 1 + hot * min(1.0, time / 300)
+    sums = cluster + doubling * log2(split) if split > 1 else deal + part * work.dealt if work.dealt else 0.0
+    return float(time + start + sums + wave * (work.waves - 1))
+
+
+def candidates(m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, int, int, int]]:
+    """(shape, split, even, grid) that leave no CTA without work."""
     for shape in SHAPES:
         if shape.mt > 32 and shape.mt // 2 >= m:
             continue  # half of it would do
-        for split in (1, 2, 4, 8):
-            if split == 1 or (k // 128 >= split and split <= shape.mt // 8):
-                yield shape, split
-
-
-def microseconds(shape: Shape, split: int, m: int, n: int, k: int, processors: int) -> float:
-    """Expected time: the busiest multiprocessor's products or decoding, or memory, and what each CTA costs."""
-    groups = _ceil(k // 128, split)
-    tiles = _ceil(n, shape.c * 64) * _ceil(m, shape.mt)
-    ctas = tiles * split
-    busiest = _ceil(ctas, processors)
-    cycles = max(shape.mt * 4.4, 256) * shape.c * groups
-    waves = _ceil(busiest, shape.ctas)
-    overhead = 3.0 + (1.5 if split > 1 else 0.0) + 0.9 * (waves - 1 if split > 1 else 0)
-    memory = n * k * 0.515625 / 4.2e6 + (m * n + m * k) * 2 / 4.2e6
-    return float(max(busiest * cycles / 1.75e3, memory)) + overhead
+        if shape.mt < 128 and shape.mt * 4 < m:
+            continue  # weights would be decoded too often
+        tiles, full = _ceil(n, shape.c * 64) * _ceil(m, shape.mt), processors * shape.ctas
+        yield shape, 1, 0, full
+        for grid in sorted({processors, full}):
+            if tiles % grid and tiles * (k // 128) >= grid:
+                yield shape, 1, 1, grid
+        for split in (2, 4, 8):
+            if m <= shape.mt * 2 and k // 128 >= split and split <= shape.mt // 8:
+                yield shape, split, 0, full
 
 
 @lru_cache(maxsize=4096)
-def _ranked(m: int, n: int, k: int, processors: int) -> tuple[tuple[float, Shape, int], ...]:
-    return tuple(sorted((microseconds(s, split, m, n, k, processors), s, split) for s, split in candidates(m, n, k)))
+def _ranked(m: int, n: int, k: int, processors: int) -> tuple[tuple[float, Shape, int, int, int], ...]:
+    return tuple(sorted((microseconds(*c, m, n, k, processors), *c) for c in candidates(m, n, k, processors)))
 
 
-def _config(shape: Shape, split: int, m: int, k: int, processors: int, even: int = 0) -> dict[str, int]:
+def _config(shape: Shape, split: int, even: int, grid: int, m: int, k: int) -> dict[str, int]:
     raster = max(1, min(_ceil(m, shape.mt), RASTER_BYTES // (k * 2 * shape.mt)))
-    return {"mt": shape.mt, "c": shape.c, "split": split, "grid": processors * shape.ctas, "raster": raster, "even": even}
+    return {"mt": shape.mt, "c": shape.c, "split": split, "grid": grid, "raster": raster, "even": even}
 
 
 def _axes(problem: Problem, target: Target) -> tuple[int, int, int, int]:
@@ -163,14 +210,13 @@ def _axes(problem: Problem, target: Target) -> tuple[int, int, int, int]:
 def config(problem: Problem, target: Target) -> Config:
     """The candidate that the cost model likes best."""
     m, n, k, processors = _axes(problem, target)
-    _, shape, split = _ranked(m, n, k, processors)[0]
-    return _config(shape, split, m, k, processors)
+    return _config(*_ranked(m, n, k, processors)[0][1:], m, k)
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """The candidates, in the order of the cost model."""
     m, n, k, processors = _axes(problem, target)
-    return [_config(shape, split, m, k, processors) for _, shape, split in _ranked(m, n, k, processors)]
+    return [_config(*found[1:], m, k) for found in _ranked(m, n, k, processors)]
 
 
 def estimate(problem: Problem, target: Target) -> float | None:
@@ -196,5 +242,5 @@ KERNEL = Kernel(
     waits=True,
     triggers=True,
     priority=108,
-    proven="",
+    proven="sm_90: H200",
 )

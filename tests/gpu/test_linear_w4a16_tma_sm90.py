@@ -34,9 +34,9 @@ def every_config(m: int, n: int, k: int, grid: int = 132) -> list[Config]:
     for shape in spec.SHAPES:
         for split in (1, 2, 4, 8):
             if split == 1 or (k // 128 >= split and split <= shape.mt // 8):
-                made.append(spec._config(shape, split, max(m, 1), k, 132) | {"grid": grid})
-        made += [spec._config(shape, 1, max(m, 1), k, 132, even=1) | {"grid": ctas} for ctas in (grid, grid + 1)]
-    return [dict(c) for c in made]
+                made.append(spec._config(shape, split, 0, grid, max(m, 1), k))
+        made += [spec._config(shape, 1, 1, ctas, max(m, 1), k) for ctas in (grid, grid + 1)]
+    return made
 
 
 def default(m: int, n: int, k: int) -> Config:
