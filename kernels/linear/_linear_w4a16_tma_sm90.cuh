@@ -11,31 +11,9 @@
 // in the order of ranks.
 #pragma once
 #include "_w4_frag16_sm90.cuh"
+#include "_w4_scales_sm90.cuh"
+#include "_w4_tiles_of_y_sm90.cuh"
 #include "_wgmma_rs_sm90.cuh"
-
-namespace gm {
-
-struct W4TmaParams {
-  const uint8_t* w;      // as in W4Params
-  void* y;               // [M, N], row stride N
-  const void* bias;      // [N] or null
-  const void* residual;  // [M, N], row stride N, or null
-  int m, n, groups, tiles16;          // groups of 128 along K, tiles of 16 rows along N
-  uint8_t* scratch;                   // kFlagBytes of flags, which are zero before and after; then partial sums of the CTAs
-  int n_tiles, m_tiles, raster;       // tiles of Y; how many along M are neighbours in time
-  int shared_tiles;                   // of the tiles, the first ones: their groups are dealt out evenly,
-  int part_groups, longer_parts;      // this many to each CTA, and one more to the first ones
-  int log_split, scales_half, vector; // CTAs of a cluster that share a tile; fp16 scales; rows of y and residual are 16-byte aligned
-};
-
-constexpr int kXSlotK = 64;
-constexpr int kFlagBytes = 1 << 16;
-
-constexpr int w4_tma_smem(int mt, int c, int xs, int ws) { 
-  return xs * mt * kXSlotK * 2 + ws * c * 4 * kTileBytes + c * 4 * 1024 + (xs + ws) * 16;
-}
-
-}  // namespace gm
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -47,95 +25,6 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map
                "l"(map), "r"(k), "r"(row), "r"(bar)
                : "memory");
 }
-
-__device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __nv_bfloat16) {
-  uint32_t out;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
-  uint32_t out;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b) {
-  uint32_t out;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
-// (code - 8) x scale, rounded once to T, for rows g and g + 8 of a tile: the A operand of a product, from the word of a lane. What it
-// gives is smaller by kFactor.
-//
-// bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a half are numbers as they lie,
-// c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and rounds once. 2^-32 keeps the factors in range.
-// WIDE: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3, and a code times 3 bits is exact).
-template <typename T, bool WIDE>
-struct Scales {
-  static constexpr float kFactor = 4294967296.f;  // 2^32
-  static constexpr uint32_t kTimes = 0x70007200u, kMinus = 0xB100B100u;  // (2^97, 2^101); -8 x 2^-32
-  uint32_t high[2], low[2];
-  __device__ __forceinline__ Scales(uint32_t raw, bool) {
-    uint32_t first = raw, second;
-    if constexpr (WIDE) {
-      const float2 s = __half22float2(*reinterpret_cast<const __half2*>(&raw));
-      const __nv_bfloat162 h = __floats2bfloat162_rn(s.x, s.y);
-      const __nv_bfloat162 l = __floats2bfloat162_rn(s.x - __low2float(h), s.y - __high2float(h));
-      first = *reinterpret_cast<const uint32_t*>(&h), second = *reinterpret_cast<const uint32_t*>(&l);
-    } else {
-      first = pair_mul(raw, kTimes, T()), second = pair_mul(raw, kMinus, T());
-    }
-    high[0] = __byte_perm(first, 0, 0x1010), high[1] = __byte_perm(first, 0, 0x3232);
-    low[0] = __byte_perm(second, 0, 0x1010), low[1] = __byte_perm(second, 0, 0x3232);
-  }
-  __device__ __forceinline__ uint32_t one(uint32_t code, int row) const {
-    if constexpr (!WIDE) return pair_fma(code, high[row], low[row]);
-    const uint32_t u = pair_fma(code, row == 0 ? 0x72007200u : 0x70007000u, kMinus);
-    return pair_fma(u, high[row], pair_mul(u, low[row], T()));
-  }
-  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
-    const uint32_t next = word >> 8;
-    a[0] = one(word & 0x000f000fu, 0), a[1] = one(word & 0x00f000f0u, 1);
-    a[2] = one(next & 0x000f000fu, 0), a[3] = one(next & 0x00f000f0u, 1);
-  }
-};
-
-// fp16: codes at bits 0 and 4 under the exponent of 1024 are 1024 + c and 1024 + 16 c.
-template <>
-struct Scales<__half, false> {
-  static constexpr float kFactor = 1.f;
-  uint32_t scale[2];
-  __device__ __forceinline__ Scales(uint32_t raw, bool half) {
-    if (!half) {  // bf16 scales
-      const __half2 h = __floats2half2_rn(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
-      raw = *reinterpret_cast<const uint32_t*>(&h);
-    }
-    scale[0] = __byte_perm(raw, 0, 0x1010), scale[1] = __byte_perm(raw, 0, 0x3232);
-  }
-  template <uint32_t MASK>
-  static __device__ __forceinline__ uint32_t number(uint32_t word) {
-    uint32_t out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "n"(MASK), "r"(0x64006400u));
-    return out;
-  }
-  static __device__ __forceinline__ uint32_t sixteenth(uint32_t pair) {  // (1024 + 16 c) / 16 - 72
-    uint32_t out;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x2C002C00u), "r"(0xD480D480u));
-    return out;
-  }
-  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
-    const uint32_t next = word >> 8;
-    a[0] = pair_mul(pair_sub(number<0x000f000fu>(word), 0x64086408u), scale[0], __half());
-    a[1] = pair_mul(sixteenth(number<0x00f000f0u>(word)), scale[1], __half());
-    a[2] = pair_mul(pair_sub(number<0x000f000fu>(next), 0x64086408u), scale[0], __half());
-    a[3] = pair_mul(sixteenth(number<0x00f000f0u>(next)), scale[1], __half());
-  }
-};
 
 // Place in a ring of N slots of SIZE bytes, SLOTS bytes into shared memory: the addresses of a slot and of its barrier "filled", which is
 // BARS bytes into it, N * 8 before the one "emptied"; and the parity of this pass over the ring.
@@ -149,103 +38,6 @@ struct Ring {
     if (full == base + BARS + N * 8) slot = base + SLOTS, full = base + BARS, parity ^= 1;
   }
 };
-
-struct Tile {
-  int n, m;
-};
-
-// Tiles in the order of time: `raster` tiles along M, then the next along N, so that what runs together shares rows of W and of x.
-__device__ __forceinline__ Tile tile_at(const W4TmaParams& p, int index) {
-  const int band = p.raster * p.n_tiles, first = index / band * p.raster, rest = index % band;
-  const int height = min(p.raster, p.m_tiles - first);
-  return {rest / height, first + rest % height};
-}
-
-// What a CTA does, in order: its equal part of the groups of the shared tiles, laid end to end, then whole tiles. (Stream-K: Osama et al.,
-// PPoPP 2023.) Parts are numbered against the order of launch, so that a CTA waits only for sums of CTAs launched before it.
-struct Walk {
-  int unit, tile;  // the next group of the shared tiles, the next whole tile
-  __device__ __forceinline__ static int part() { return gridDim.x - 1 - blockIdx.x; }
-  __device__ __forceinline__ static int begin(const W4TmaParams& p, int part) { return part * p.part_groups + min(part, p.longer_parts); }
-  __device__ __forceinline__ Walk(const W4TmaParams& p)
-      : unit(begin(p, part())), tile(p.log_split > 0 ? blockIdx.x >> p.log_split : p.shared_tiles + blockIdx.x) {}
-  // The next tile, and the groups k .. k + count of it; count = 0 at the end.
-  __device__ __forceinline__ int next(const W4TmaParams& p, int& index, int& k) {
-    const int left = begin(p, part() + 1) - unit;
-    if (left > 0) {
-      index = unit / p.groups, k = unit - index * p.groups;
-      const int count = min(p.groups - k, left);
-      unit += count;
-      return count;
-    }
-    const int tiles = p.n_tiles * p.m_tiles;
-    if (tile >= tiles) return 0;
-    index = tile, k = 0, tile += p.log_split > 0 ? tiles : gridDim.x;
-    if (p.log_split == 0) return p.groups;
-    const int rank = blockIdx.x & ((1 << p.log_split) - 1);  // the CTAs of a cluster take turns along K
-    k = (p.groups * rank) >> p.log_split;
-    return ((p.groups * (rank + 1)) >> p.log_split) - k;
-  }
-};
-
-// Writes 16 rows of W x 16 rows of x of Y^T, held as two accumulator fragments, to y[m0 .. m_end), n0 .. n0 + 16).
-template <typename T>
-__device__ __forceinline__ void store_fragments(const W4TmaParams& p, const float (&v)[8], float factor, const float (&bias)[2],
-                                                uint32_t staging, int n0, int m0, int m_end) {
-  const int lane = threadIdx.x & 31;
-  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high); a row of 16 n is 32 bytes, its halves
-  // swapped in every second four rows so that no bank is met twice.
-  const int row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
-  const uint32_t matrix_row = staging + row * 32 + ((half ^ (row >> 2 & 1)) << 4);
-  const int m = m0 + (lane >> 1), n = n0 + (lane & 1) * 8;
-  const uint32_t mine = staging + (lane >> 1) * 32 + (((lane & 1) ^ (lane >> 3 & 1)) << 4);
-  float add[8] = {bias[0], bias[0], bias[1], bias[1], bias[0], bias[0], bias[1], bias[1]};
-  const bool inside = m < m_end && n < p.n;
-  const int64_t at = static_cast<int64_t>(m) * p.n + n;
-  if (p.residual != nullptr) {
-    const T* from = static_cast<const T*>(p.residual) + at;
-    if (inside && p.vector) {
-      const uint4 r = *reinterpret_cast<const uint4*>(from);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w) : "memory");
-    } else if (inside) {
-#pragma unroll 1
-      for (int i = 0; i < 8 && n + i < p.n; ++i)
-        asm volatile("st.shared.b16 [%0], %1;" ::"r"(mine + i * 2), "h"(reinterpret_cast<const uint16_t*>(from)[i]) : "memory");
-    }
-    __syncwarp();
-    uint32_t got[4];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
-                 : "r"(matrix_row)
-                 : "memory");
-#pragma unroll
-    for (int i = 0; i < 8; ++i) add[i] += Num<T>::wide(reinterpret_cast<const T*>(&got[i >> 1])[i & 1]);
-    __syncwarp();
-  }
-  uint32_t packed[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const T low = Num<T>::round(fmaf(v[2 * i], factor, add[2 * i])), high = Num<T>::round(fmaf(v[2 * i + 1], factor, add[2 * i + 1]));
-    packed[i] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 | *reinterpret_cast<const uint16_t*>(&low);
-  }
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_row), "r"(packed[0]), "r"(packed[1]),
-               "r"(packed[2]), "r"(packed[3])
-               : "memory");
-  __syncwarp();
-  T* to = static_cast<T*>(p.y) + at;
-  if (inside && p.vector) {
-    uint4 out;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "r"(mine) : "memory");
-    *reinterpret_cast<uint4*>(to) = out;
-  } else if (inside) {
-#pragma unroll 1
-    for (int i = 0; i < 8 && n + i < p.n; ++i) {
-      uint16_t v;
-      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(mine + i * 2) : "memory");
-      reinterpret_cast<uint16_t*>(to)[i] = v;
-    }
-  }
-}
 
 template <int REGISTERS>
 __device__ __forceinline__ void registers_down() {
@@ -341,159 +133,159 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     }
   } else {
-  registers_up<REGISTERS>();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  Walk walk(p);
-  XRing x(base);
-  WRing w(base);
-  const uint32_t my_codes = warp * kTileBytes + lane * 16, my_scales = warp * kTileBytes + kCodeBytes + (lane >> 2) * 4;
-  const uint32_t staging = base + kStaging + warp * 1024;
-  const auto load_codes = [&](uint32_t slot, int half) {
-    uint4 q;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w)
-                 : "r"(my_codes + slot + half * 512)
-                 : "memory");
-    return q;
-  };
-  const auto load_scales = [&](uint32_t slot) {
-    uint32_t s;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(s) : "r"(my_scales + slot) : "memory");
-    return s;
-  };
+    registers_up<REGISTERS>();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    Walk walk(p);
+    XRing x(base);
+    WRing w(base);
+    const uint32_t my_codes = warp * kTileBytes + lane * 16, my_scales = warp * kTileBytes + kCodeBytes + (lane >> 2) * 4;
+    const uint32_t staging = base + kStaging + warp * 1024;
+    const auto load_codes = [&](uint32_t slot, int half) {
+      uint4 q;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w)
+                   : "r"(my_codes + slot + half * 512)
+                   : "memory");
+      return q;
+    };
+    const auto load_scales = [&](uint32_t slot) {
+      uint32_t s;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(s) : "r"(my_scales + slot) : "memory");
+      return s;
+    };
 
-  int index, k;
+    int index, k;
 #pragma unroll 1
-  for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) > 0;) {  // so that the compiler sees one value a warp
-    float acc[CHAINS][MT / 2];
-    uint32_t a[PENDING + 1][4];
-    mbar_wait(w.full, w.parity);
-    uint4 q[2];
-    q[0] = load_codes(w.slot, 0);
-    uint32_t raw = load_scales(w.slot), last_x = 0;
-    int add = 0;
+    for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) > 0;) {  // so that the compiler sees one value a warp
+      float acc[CHAINS][MT / 2];
+      uint32_t a[PENDING + 1][4];
+      mbar_wait(w.full, w.parity);
+      uint4 q[2];
+      q[0] = load_codes(w.slot, 0);
+      uint32_t raw = load_scales(w.slot), last_x = 0;
+      int add = 0;
 #pragma unroll 1
-    for (int left = groups; left > 0; --left) {
-      const Scales<T, WIDE> scales(raw, p.scales_half);
-      q[1] = load_codes(w.slot, 1);
-      scales.decode(q[0].x, a[0]);
-      uint64_t rows = 0;
+      for (int left = groups; left > 0; --left) {
+        const Scales<T, WIDE> scales(raw, p.scales_half);
+        q[1] = load_codes(w.slot, 1);
+        scales.decode(q[0].x, a[0]);
+        uint64_t rows = 0;
 #pragma unroll
-      for (int s = 0; s < 8; ++s) {
-        if (s % 4 == 0) {
-          mbar_wait(x.full, x.parity);
-          rows = swizzled_rows(x.slot);
+        for (int s = 0; s < 8; ++s) {
+          if (s % 4 == 0) {
+            mbar_wait(x.full, x.parity);
+            rows = swizzled_rows(x.slot);
+          }
+          wgmma_fence();
+          Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
+          wgmma_commit();
+          wgmma_wait<PENDING>();  // that many products at work: the operands of the one before them may change
+          if (s % 4 == PENDING - 1 && (s > 3 || add != 0) && lane == 0) mbar_arrive(last_x);  // and its slot of x is done with
+          if (s % 4 == 3) last_x = x.empty(), x.next(base);
+          if (s == 0) {
+            // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on them.
+            uint32_t zero;
+            asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+            if ((lane | ((q[0].x | q[1].x | raw) & zero)) == 0) mbar_arrive(w.empty());
+            w.next(base);
+          }
+          if (s == 3 && left > 1) {
+            mbar_wait(w.full, w.parity);
+            q[0] = load_codes(w.slot, 0);
+            raw = load_scales(w.slot);
+          }
+          if (s < 7) {
+            const uint4& from = q[(s + 1) >> 2];
+            const int i = (s + 1) & 3;
+            scales.decode(i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w, a[(s + 1) % kBuffers]);
+          }
         }
-        wgmma_fence();
-        Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
-        wgmma_commit();
-        wgmma_wait<PENDING>();  // that many products at work: the operands of the one before them may change
-        if (s % 4 == PENDING - 1 && (s > 3 || add != 0) && lane == 0) mbar_arrive(last_x);  // and its slot of x is done with
-        if (s % 4 == 3) last_x = x.empty(), x.next(base);
-        if (s == 0) {
-          // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on them.
-          uint32_t zero;
-          asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-          if ((lane | ((q[0].x | q[1].x | raw) & zero)) == 0) mbar_arrive(w.empty());
-          w.next(base);
+        add = 1;
+      }
+      wgmma_wait<0>();
+      if (lane == 0) mbar_arrive(last_x);
+      float (&sum)[MT / 2] = acc[0];
+      if constexpr (CHAINS == 2) {
+#pragma unroll
+        for (int i = 0; i < MT / 2; ++i) sum[i] += acc[1][i];
+      }
+
+      if (groups < p.groups && p.log_split == 0) {
+        // Sums lie as the threads hold them; a flag a warp. Whoever has a tile's first groups adds the others' sums, in the order of k.
+        constexpr int kPartBytes = MT * C * 256;
+        uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
+        uint8_t* parts = p.scratch + kFlagBytes;
+        int part = Walk::part();
+        if (k > 0) {
+          float4* to = reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+#pragma unroll
+          for (int f = 0; f < kFragments; ++f)
+            __stcg(to + f * kThreads, make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
+          __syncwarp();
+          if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + part * C * 4 + warp) : "memory");
+          continue;
         }
-        if (s == 3 && left > 1) {
-          mbar_wait(w.full, w.parity);
-          q[0] = load_codes(w.slot, 0);
-          raw = load_scales(w.slot);
-        }
-        if (s < 7) {
-          const uint4& from = q[(s + 1) >> 2];
-          const int i = (s + 1) & 3;
-          scales.decode(i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w, a[(s + 1) % kBuffers]);
+        for (const int end = (index + 1) * p.groups; Walk::begin(p, ++part) < end;) {
+          uint32_t* flag = flags + part * C * 4 + warp;
+          uint32_t set;
+          do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
+          while (__any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
+          const float4* from = reinterpret_cast<const float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+#pragma unroll
+          for (int f = 0; f < kFragments; ++f) {
+            const float4 v = __ldcg(from + f * kThreads);
+            sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
+          }
+          __syncwarp();
+          if (lane == 0) *flag = 0;
         }
       }
-      add = 1;
-    }
-    wgmma_wait<0>();
-    if (lane == 0) mbar_arrive(last_x);
-    float (&sum)[MT / 2] = acc[0];
-    if constexpr (CHAINS == 2) {
-#pragma unroll
-      for (int i = 0; i < MT / 2; ++i) sum[i] += acc[1][i];
-    }
 
-    if (groups < p.groups && p.log_split == 0) {
-      // Sums lie as the threads hold them; a flag a warp. Whoever has a tile's first groups adds the others' sums, in the order of k.
-      constexpr int kPartBytes = MT * C * 256;
-      uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
-      uint8_t* parts = p.scratch + kFlagBytes;
-      int part = Walk::part();
-      if (k > 0) {
-        float4* to = reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+      const Tile tile = tile_at(p, index);
+      const int n0 = (tile.n * C * 4 + warp) * kTileRows, m0 = tile.m * MT;
+      float bias[2] = {0.f, 0.f};
+      if (p.bias != nullptr) {
+        const int row = n0 + (lane >> 2);
+        if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
+        if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
+      }
+      if (p.log_split == 0) {
 #pragma unroll
-        for (int f = 0; f < kFragments; ++f)
-          __stcg(to + f * kThreads, make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
+        for (int f = 0; f < kFragments; f += 2) {
+          float v[8];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[i] = sum[f * 4 + i];
+          store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
+        }
+      } else {
+        // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the fragments.
         __syncwarp();
-        if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + part * C * 4 + warp) : "memory");
-        continue;
-      }
-      for (const int end = (index + 1) * p.groups; Walk::begin(p, ++part) < end;) {
-        uint32_t* flag = flags + part * C * 4 + warp;
-        uint32_t set;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
-        while (__any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
-        const float4* from = reinterpret_cast<const float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kFragments >> p.log_split;
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
-          const float4 v = __ldcg(from + f * kThreads);
-          sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
+          const int owner = f / share;
+          uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
+          asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
+          asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(sum[f * 4]), "f"(sum[f * 4 + 1]),
+                       "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
+                       : "memory");
         }
-        __syncwarp();
-        if (lane == 0) *flag = 0;
-      }
-    }
-
-    const Tile tile = tile_at(p, index);
-    const int n0 = (tile.n * C * 4 + warp) * kTileRows, m0 = tile.m * MT;
-    float bias[2] = {0.f, 0.f};
-    if (p.bias != nullptr) {
-      const int row = n0 + (lane >> 2);
-      if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
-      if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
-    }
-    if (p.log_split == 0) {
-#pragma unroll
-      for (int f = 0; f < kFragments; f += 2) {
-        float v[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = sum[f * 4 + i];
-        store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
-      }
-    } else {
-      // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the fragments.
-      __syncwarp();
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-      const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kFragments >> p.log_split;
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        const int owner = f / share;
-        uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
-        asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(sum[f * 4]), "f"(sum[f * 4 + 1]),
-                     "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
-                     : "memory");
-      }
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #pragma unroll 1
-      for (int f = 0; f < share; f += 2) {
-        float v[8] = {};
+        for (int f = 0; f < share; f += 2) {
+          float v[8] = {};
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          for (int r = 0; r < split && f + i < share; ++r) {
-            const float4 part = reinterpret_cast<const float4*>(smem)[(r * share + f + i) * kThreads + threadIdx.x];
-            v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
-          }
-        const int first = rank * share + f, end = first + min(2, share - f);
-        store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+          for (int i = 0; i < 2; ++i)
+            for (int r = 0; r < split && f + i < share; ++r) {
+              const float4 part = reinterpret_cast<const float4*>(smem)[(r * share + f + i) * kThreads + threadIdx.x];
+              v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
+            }
+          const int first = rank * share + f, end = first + min(2, share - f);
+          store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+        }
       }
     }
-  }
   }
 }
 
