@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,10 @@ class BoundPlan:
         if arguments[self._tensor].get_device() != self._index:
             raise ValueError(f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
                              f"{arguments[self._tensor].device}")  # fmt: skip
-        size = self._guard(self.static, *arguments)
+        try:
+            size = self._guard(self.static, *arguments)
+        except IndexError as error:
+            raise unfit(self.op, arguments, f"planned for {self.static}") from error
         if size:
             # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.
             runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
@@ -120,6 +123,26 @@ class BoundPlan:
         self.entries[index] = entry
         self._runners[index] = runner
         return runner
+
+
+def fitting(op: Op, question: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """The answer to a question about a call; ValueError where an argument has too few dimensions or tensors to be asked."""
+    try:
+        return question(*arguments)
+    except IndexError as error:
+        raise unfit(op, arguments, f"takes ({op.arguments})") from error
+
+
+def unfit(op: Op, arguments: Sequence[Any], expected: str) -> ValueError:
+    """The error for arguments with too few dimensions: what was expected, and everything that came."""
+
+    def shown(argument: Any) -> str:
+        if isinstance(argument, list | tuple):
+            return f"[{', '.join(map(shown, argument))}]"
+        return str([*argument.shape]) if hasattr(argument, "shape") else repr(argument)
+
+    given = ", ".join(f"{p.name} {shown(a)}" for p, a in zip(op.parameters, arguments, strict=False))
+    return ValueError(f"{op.name} {expected}: an argument has too few dimensions or tensors: {given}")
 
 
 def _described(op: Op, static: Problem, *arguments: Any) -> int:

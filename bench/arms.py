@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.device import on_device
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench import clock
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -53,7 +54,8 @@ class KernelArm:
         self._replay: _Graph | None = None
         self.calls = 1
         if rotation.device != "cpu":
-            self._replay = _Graph(self)
+            with on_device(rotation.device):
+                self._replay = _Graph(self)
         else:
             self._warm()
         self.audit()
@@ -77,7 +79,8 @@ class KernelArm:
         count = len(rotation.sets) if self._replay is not None else min(max(self.calls, 2 * LEAD), len(rotation.sets))
         threads = _threads()
         if self._replay is not None:
-            self.fresh.append(self._replay.sample())
+            with on_device(rotation.device):
+                self.fresh.append(self._replay.sample(once=True))
         else:
             lead = min(LEAD, count // 2)
             for _ in range(lead):
@@ -121,7 +124,8 @@ class KernelArm:
 
     def _sample(self, calls: int) -> float:
         if self._replay is not None:
-            return self._replay.sample()
+            with on_device(self.rotation.device):
+                return self._replay.sample()
         launch, config, following = self._launch, self.config, self.rotation.next
         begin = clock.now()
         for _ in range(calls):
@@ -162,8 +166,12 @@ class _Graph:
         for _ in range(calls):
             self._arm._launch(self._arm.config, *self._arm.rotation.next())
 
-    def sample(self) -> float:
-        """Microseconds a call; the copies that an audit takes next are ordered behind it, other streams are not."""
+    def sample(self, once: bool = False) -> float:
+        """Microseconds a call; the copies that an audit takes next are ordered behind it, other streams are not.
+
+        once: without a graph, once around the lists only: a second time would leave an unfinished call's work looking done.
+        """
+        calls = len(self._arm.rotation.sets) if once and self._graph is None else self.calls
         torch.cuda.synchronize()
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
@@ -171,10 +179,10 @@ class _Graph:
             if self._graph is not None:
                 self._graph.replay()
             else:
-                self._run(self.calls)
+                self._run(calls)
             after.record(self._stream)
             self._stream.synchronize()
-        return before.elapsed_time(after) * 1e3 / self.calls
+        return before.elapsed_time(after) * 1e3 / calls
 
 
 def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False) -> dict[str, Rotation]:

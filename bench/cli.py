@@ -6,6 +6,7 @@ import click
 
 from gristmill import __version__, console
 from gristmill.bench.commands.bench import bench
+from gristmill.bench.commands.bisect import bisect
 from gristmill.bench.commands.check import check
 from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
@@ -37,6 +38,7 @@ def cli() -> None:
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
     kernelbench rerun results.json              every row again, here, and where it differs; repro, history
+    kernelbench bisect --good v0.1 -- kernelbench check base.json      the commit since which it is slower
     kernelbench report results.json --html p    one page, no network: rooflines, winners, history
     kernelbench store lint                      what selection knows: merge, diff, lint, why
 
@@ -46,7 +48,7 @@ def cli() -> None:
 
 
 for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, rerun, repro,
-                 history, report):  # fmt: skip
+                 history, report, bisect):  # fmt: skip
     cli.add_command(_command)
 
 

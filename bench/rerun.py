@@ -11,6 +11,7 @@ from typing import Any
 from gristmill.bench.compare import why_not
 from gristmill.bench.place import Place
 from gristmill.bench.result_file import samples, timed
+from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.bench.statistics.verdict import Rule, Verdict, judge
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
@@ -73,6 +74,7 @@ class _Gap(Exception):
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
     from gristmill.autotune.rotation import Rotation
+    from gristmill.autotune.timing import measure
     from gristmill.bench.arms import KernelArm, WrongResultError
     from gristmill.bench.compare import verified
 
@@ -90,7 +92,11 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     if wrong := verified(op, kernel, config, problem, device):
         raise WrongResultError(f"{kernel.name}: {wrong}")
     arm = KernelArm(kernel, config, Rotation(op, kernel, problem, device))
-    times = [min(arm.sample() for _ in range(3)) for _ in range(rounds)]
+    if row.get("timing"):  # of a comparison, whose rounds are the least of a few samples
+        times: Sequence[float] = [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
+    else:
+        times = measure(op, kernel, config, problem, device, rounds=rounds).samples
+        arm.sample()
     arm.conclude()
     return times, arm.error
 

@@ -66,7 +66,8 @@ class Tuned:
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
         gain = None if self.us is None or self.default_us is None else self.default_us / self.us
-        return vars(self) | {"config": dict(self.config) if self.config is not None else None, "gain": gain}
+        saved = None if self.us is None or self.default_us is None else self.weight * (self.default_us - self.us)
+        return vars(self) | {"config": dict(self.config) if self.config is not None else None, "gain": gain, "saved_us": saved}
 
 
 def jobs_of(calls: Iterable[Call]) -> list[Job]:

@@ -36,16 +36,16 @@ def answer(name: str) -> None:
 
 
 def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[str, Any]]]:
-    """A row of the table, and the kernels that ran."""
+    """A row of the table of formats, and the kernels that ran."""
     llm = LLM(MODELS / name, dtype="bf16", quant=None if scheme == "bf16" else scheme)
     found = evaluate(llm.engine, read_tokens(MODELS / "eval_tokens.u16"), WINDOW, windows)
     prompts, params = [[1 + i] * 8 for i in range(4)], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    llm.generate(prompts, params)
+    llm.generate(prompts, params)  # the kernels of these sizes are verified and loaded
     start = time.perf_counter()
     count = sum(len(result.token_ids) for result in llm.generate(prompts, params))
     speed = count / (time.perf_counter() - start)
     row = [name, scheme, f"{found.perplexity:.3f}", f"{found.loss:.4f}", f"{llm.weight_bytes / 1e6:.2f}", f"{speed:.0f}"]
-    return row, summarize(llm.explain())
+    return row, llm.explain()
 
 
 def main() -> None:
@@ -54,27 +54,25 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16, help="windows of 1,024 held-out tokens (default 16)")
     parser.add_argument("--schemes", default=SCHEMES, help=f"comma-separated (default {SCHEMES})")
     options = parser.parse_args()
-    print("Kernels are checked against their reference here before they run: the first start takes longer.\n", flush=True)
+    print("Every kernel is compared with its reference here before it first runs: the first start takes longer.\n", flush=True)
     for name in NAMES:
         answer(name)
-    rows, kernels = [], {}
+    rows, ran = [], []
     work = [(name, scheme) for name in NAMES for scheme in options.schemes.split(",")]
     for name, scheme in console.progress(work, lambda item: f"{item[0]} in {item[1]}"):
-        row, ran = measure(name, scheme, options.windows)
+        row, kernels = measure(name, scheme, options.windows)
         rows.append(row)
-        for entry in ran:
-            key = (entry["op"], entry["w"], entry["kernel"])
-            kernels[key] = (entry["reason"], kernels.get(key, ("", 0))[1] + entry["plans"])
+        ran += kernels
+    numbers = ("perplexity", "loss (nats)", "weights (MB)", "tokens/s, 4 requests")
     console.table(
-        f"What number formats cost: perplexity on {options.windows} windows of {WINDOW} held-out tokens, round to nearest",
-        ["model", "format", "perplexity", "loss (nats)", "weights (MB)", "tokens/s, 4 requests"], rows,
-        right=("perplexity", "loss (nats)", "weights (MB)", "tokens/s, 4 requests"),
+        f"Number formats, rounded to nearest: perplexity on {options.windows} windows of {WINDOW:,} held-out tokens",
+        ["model", "format", *numbers], rows, right=numbers,
     )  # fmt: skip
     print()
     console.table(
-        "Kernels that ran", ["operation", "weights", "kernel", "sizes", "why"],
-        [[op, scheme, kernel, count, why] for (op, scheme, kernel), (why, count) in sorted(kernels.items())],
-        right=("sizes",),
+        "Which kernel each operation ran, and why", ["operation", "kernel", "weights", "why"],
+        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["reason"]]
+         for r in sorted(summarize(ran), key=lambda r: (r["op"], r["kernel"]))],
     )  # fmt: skip
     print('\nNext: gristmill generate --help, kernelbench explain linear --problem "n=768,k=256,w=int4_g128"')
 

@@ -81,6 +81,24 @@ def row_stride(x: Any) -> int:
     return int(x.shape[-1])
 
 
+def need_plain(op: str, dtype: str, **tensors: Any) -> None:
+    """ValueError unless every tensor that is given has `dtype` and is contiguous: what kernels read without asking for strides."""
+    for name, x in tensors.items():
+        if x is not None and (dtype_name(x.dtype) != dtype or not x.is_contiguous()):
+            raise ValueError(f"{op}: {name} must be a contiguous {dtype} tensor, got {x.dtype} {tuple(x.shape)} with strides "
+                             f"{tuple(x.stride())}")  # fmt: skip
+
+
+def need_vectors(op: str, **tensors: Any) -> None:
+    """ValueError unless the last dimension of every tensor is contiguous, and the rows of `out` do not overlap."""
+    for name, x in tensors.items():
+        if name == "out" and 0 in x.stride() and not x.is_contiguous():
+            raise ValueError(f"{op}: out is written, so its rows must not overlap; got {tuple(x.shape)} with strides {tuple(x.stride())}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{op}: the last dimension of {name} must be contiguous, got {tuple(x.shape)} with strides "
+                             f"{tuple(x.stride())}")  # fmt: skip
+
+
 def separate_rows(x: Any) -> bool:
     """Whether no two rows of x (see `rows_of`) overlap, as what is written must not."""
     return x.is_contiguous() or row_stride(x) >= x.shape[-1]

@@ -6,6 +6,7 @@ variant: no infinities, largest finite 448). Every function works on any device 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -49,6 +50,16 @@ def e4m3_encode(x: Tensor) -> Tensor:
 def e4m3_decode(codes: Tensor) -> Tensor:
     """float32 values of E4M3 bytes."""
     return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def e4m3_largest(codes: Tensor) -> float:
+    """The largest magnitude among E4M3 bytes, NaN if there is one: two reductions, nothing decoded."""
+    positive = int(codes.view(torch.int8).max())  # the sign bit makes others negative
+    top = int(codes.max())
+    if positive == 0x7F or top == 0xFF:
+        return math.nan
+    largest = max(positive, top & 0x7F if top & 0x80 else 0, 0)
+    return float(e4m3_decode(torch.tensor([largest], dtype=torch.uint8)))
 
 
 def e4m3fn_to_fnuz(codes: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ floating point formats are the format's own bits and have no zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -300,7 +301,7 @@ class QuantTensor:
         if came != [*self.lead, rows, columns]:
             self._fail("scales", f"shape {[*self.lead, rows, columns]}", came)
         self._check_device("scales", self.scales)
-        if not self.scales.is_meta and not bool(torch.isfinite(scales_to_float32(self.scales)).all()):
+        if not self.scales.is_meta and not math.isfinite(largest_scale(self.scales)):
             self._fail("scales", "finite values", "NaN or infinity")
 
     def _check_zero(self) -> None:
@@ -348,6 +349,16 @@ class QuantTensor:
 def scales_to_float32(scales: Tensor) -> Tensor:
     """Scales of any storage dtype as float32: uint8 is E8M0."""
     return numeric.e8m0_decode(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
+
+
+def largest_scale(scales: Tensor) -> float:
+    """The largest magnitude among scales of any storage dtype; NaN or infinity if there is one."""
+    if scales.dtype == torch.uint8:
+        return float(numeric.e8m0_decode(scales.max().view(1)))
+    if scales.dtype == torch.float8_e4m3fn:
+        return numeric.e4m3_largest(scales.contiguous().view(torch.uint8))
+    low, high = (float(v) for v in scales.aminmax())
+    return math.nan if math.isnan(low) or math.isnan(high) else max(-low, high)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -145,16 +145,23 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
 @click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
               help="gristmill, compressed-tensors, modelopt, gptq or fp8 (DeepSeek's blocks).")  # fmt: skip
+@click.option("--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True,
+              help="Round to nearest, or by GPTQ, which needs --calibration.")  # fmt: skip
+@click.option("--calibration", metavar="FILE", help="Token ids for GPTQ, little-endian uint16: text like that to be served.")
+@click.option("--window", type=int, default=512, show_default=True, metavar="N", help="Tokens of a calibration window.")
+@click.option("--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, from token 0.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def quantize(model: str, quant: str, out: str, form: str, as_json: bool) -> None:
-    """Round a model's linear and expert weights to nearest and write it as a model directory.
+def quantize(
+    model: str, quant: str, out: str, form: str, method: str, calibration: str | None, window: int, windows: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Round a model's linear and expert weights and write it as a model directory.
 
     Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
     are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
     results as --quant; transformers reads compressed-tensors, gptq and fp8 directories.
 
     \b
-    With --json, one object: {"out", "format", "scheme", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
+    With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
     """
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
@@ -164,12 +171,21 @@ def quantize(model: str, quant: str, out: str, form: str, as_json: bool) -> None
     scheme = parse_scheme(quant)
     if scheme is None:
         raise click.UsageError("--quant names no scheme")
+    if (method == "gptq") != (calibration is not None):
+        raise click.UsageError("--method gptq and --calibration FILE go together")
     begin = time.perf_counter()
+    rounding = None
+    if calibration is not None:
+        from gristmill.runtime.calibrate import calibrate
+        from gristmill.runtime.evaluate import read_tokens
+
+        with _bar("calibrating", as_json) as advance:
+            rounding = calibrate(model, read_tokens(calibration), window, windows, advance).round
     with _bar("quantizing", as_json) as advance:
-        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form)
+        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, rounding)
     seconds = time.perf_counter() - begin
     if as_json:
-        console.emit({"out": out, "format": form, "scheme": str(scheme), **report, "seconds": seconds})
+        console.emit({"out": out, "format": form, "scheme": str(scheme), "method": method, **report, "seconds": seconds})
         return
     console.out().print(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "
@@ -206,8 +222,8 @@ def _kernels(rows: list[dict[str, Any]]) -> None:
     from gristmill.runtime.explain import summarize
 
     console.table(
-        "Kernels that ran", ["operation", "weights", "kernel", "plans", "why"],
-        [[row["op"], row["w"], row["kernel"], row["plans"], row["reason"]] for row in summarize(rows)], right=("plans",),
+        "Kernels that ran", ["operation", "kernel", "weights", "plans", "why"],
+        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)], right=("plans",),
     )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ class Engine:
             raise UsageError(
                 f"the cache has {held[0]} blocks of {held[1]} tokens, the scheduler {config.num_blocks} of {config.block_size}"
             )
+        if type(seed) is not int:
+            raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner
         self.scheduler = Scheduler(config)
         self._active: dict[str, _Active] = {}
@@ -53,10 +55,16 @@ class Engine:
         """Queue a prompt, token ids taken as they are.
 
         Raises:
-            UsageError: an empty prompt, ids outside the vocabulary, an id in use.
+            UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of another type.
             RequestTooLarge: the prompt and one more token can never fit; it names need and capacity. QueueFull.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"request {request_id!r}: params must be a SamplingParams, got {type(params).__name__}")
+        if not isinstance(request_id, str) or type(priority) is not int:
+            raise UsageError(f"a request has a text as its id and an integer as its priority, got {request_id!r} and {priority!r}")
+        if not isinstance(prompt_ids, Sequence):
+            raise UsageError(f"request {request_id!r}: the prompt must be a list of token ids, got {type(prompt_ids).__name__}")
         ids = list(prompt_ids)
         if not ids:
             raise UsageError(f"request {request_id!r}: the prompt is empty, at least one token id is needed")

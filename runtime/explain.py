@@ -28,19 +28,24 @@ def explain_plans(plans: Plans) -> list[dict[str, Any]]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `explain_plans` by operation, weight format and kernel: {"op", "w", "kernel", "reason", "plans"}."""
-    found: dict[tuple[str, str, str, str], int] = {}
+    """The rows of `explain_plans` by operation, kernel and reason: {"op", "kernel", "formats", "reason", "plans"}.
+
+    formats: of the weights that the operation multiplies, [] where it has none. plans: how many problems and sizes.
+    """
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:
-        problem = default_registry().op(row["op"]).problem(row["problem"])
-        scheme = next((str(value) for name, value in problem.values if name == "w"), "")
-        key = (row["op"], scheme, row["kernel"], row["reason"])
-        found[key] = found.get(key, 0) + 1
-    return [dict(zip(("op", "w", "kernel", "reason", "plans"), (*key, count), strict=True)) for key, count in found.items()]
+        key = (row["op"], row["kernel"], row["reason"])
+        entry = found.setdefault(key, {"op": key[0], "kernel": key[1], "formats": [], "reason": key[2], "plans": 0})
+        entry["plans"] += 1
+        scheme = default_registry().op(row["op"]).problem(row["problem"]).as_dict().get("w")
+        if scheme is not None and str(scheme) not in entry["formats"]:
+            entry["formats"].append(str(scheme))
+    return list(found.values())
 
 
 def _reason(source: str, us: float | None, priority: int, pins: tuple[str, ...]) -> str:
     pinned = "pinned by the policy; " if pins else ""
     if source == "priority":
-        return f"{pinned}verified here; not timed yet, declared priority {priority} is the highest"
+        return f"{pinned}verified here; not timed: highest priority, {priority}"
     word = {"measured": "measured", "near": "measured on a near problem", "sibling": "measured on a sibling device"}
     return f"{pinned}verified here; {word.get(source, 'estimated by the cost model')}: {us:.1f} µs"

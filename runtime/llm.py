@@ -88,6 +88,9 @@ class LLM:
         seed: int = 0,
     ) -> None:
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
+        if policy is not None and not isinstance(policy, Policy):
+            raise UsageError(f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}")
+        _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
         self.directory = Path(model).parent if is_gguf(model) else Path(model)
         self.model: Model = load_model(model, dtype, quant, device, policy)
         self.config = self.model.config
@@ -101,7 +104,7 @@ class LLM:
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
-        cache = PagedCache(self.config, num_blocks, block_size, self.model.plans.dtype, self.model.plans.device)
+        cache = _cache(self.model, num_blocks, block_size)
         self.engine = Engine(Runner(self.model, cache), config, seed)
         self._tokenizer: Tokenizer | None = None
         self._requests = 0
@@ -186,12 +189,14 @@ class LLM:
             return None
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):
+            raise UsageError(f"prompts are text, a list of token ids, or a list of such, got {type(prompts).__name__}")
         alone = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
         found: list[list[int]] = []
         for prompt in [prompts] if alone else prompts:
             if isinstance(prompt, str):
                 found.append(self.tokenizer.encode(prompt))
-            elif isinstance(prompt, Sequence):
+            elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
                 found.append(list(prompt))  # type: ignore[arg-type]
             else:
                 raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
@@ -204,9 +209,30 @@ class LLM:
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        if not isinstance(params, Sequence) or not all(isinstance(wish, SamplingParams) for wish in params):
+            raise UsageError(f"params must be a SamplingParams, or a list of one for each prompt, got {params!r}")
         if len(params) != count:
             raise UsageError(f"{count} prompts and {len(params)} SamplingParams: give one for all, or one for each")
         return list(params)
+
+
+def _integers(**values: object) -> None:
+    """UsageError unless each is a positive integer or None."""
+    for name, value in values.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _cache(model: Model, num_blocks: int, block_size: int) -> PagedCache:
+    """The cache; UsageError says how large it would have been."""
+    try:
+        return PagedCache(model.config, num_blocks, block_size, model.plans.dtype, model.plans.device)
+    except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
+        size = num_blocks * block_size * token_bytes(model.config, model.plans.dtype)
+        raise UsageError(
+            f"a cache of {num_blocks} blocks of {block_size} tokens takes {size} bytes, more than {model.plans.device} gives: "
+            f"{error}; lower num_blocks, memory or max_seqs"
+        ) from error
 
 
 def _blocks(model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_len: int) -> int:

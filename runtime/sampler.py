@@ -38,7 +38,7 @@ class Sampler:
         shares = [w.temperature for w in wishes] + [w.top_p for w in wishes] + [w.min_p for w in wishes]
         temperature, top_p, min_p = send(shares, torch.float32, device).view(3, count)
         seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(2, count)
-        top_k = send([w.top_k for w in wishes], torch.int32, device)
+        top_k = send([min(w.top_k, self.vocab_size) for w in wishes], torch.int32, device)
         ids = torch.empty(count, dtype=torch.int64, device=device)
         x = "bf16" if logits.dtype is torch.bfloat16 else "fp32"
         plan = self.plans.bind("sample", f"v={self.vocab_size},x={x}")

@@ -63,7 +63,11 @@ def rerun(context: click.Context, file: Path, min_effect: float, target: str | N
 @click.argument("row", type=click.IntRange(0), metavar="ROW")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def repro(file: Path, row: int, as_json: bool) -> None:
-    """The command, and a short script, that measure row ROW of a result file again (the first row is 0)."""
+    """The command, and a short script, that measure row ROW of a result file again (the first row is 0).
+
+    \b
+    kernelbench repro results.json 12
+    """
     data = result_file.read(file)
     if row >= len(data["rows"]):
         raise click.UsageError(f"{file} has {len(data['rows'])} rows, counted from 0; there is no row {row}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -14,15 +17,22 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
-def shapes(model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...], as_json: bool) -> None:
+@click.pass_context
+def shapes(
+    context: click.Context, model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...],
+    as_json: bool,
+) -> None:  # fmt: skip
     """Every problem that a model calls in a step, on one rank. Without --model: the models whose shapes are shipped.
 
     \b
     kernelbench shapes --model llama-3-70b --tp 8 --weights int4_g128 --decode 64x4096 --prefill 1x2048
+    kernelbench shapes capture --out live.json -- generate --model DIR --prompt "Hello"
     """
+    if context.invoked_subcommand is not None:
+        return
     found = model_calls(model, tp, weights, decode, prefill)
     if model is None:
         rows = [{"model": name, "type": load_config(name)["model_type"], "layers": load_config(name)["num_hidden_layers"]}
@@ -47,6 +57,33 @@ def shapes(model: str | None, tp: int, weights: str | None, decode: tuple[str, .
         [[r["step"], r["part"], r["op"], r["problem"], r["count"], console.number(r["bytes"] / 1e6), console.number(r["flops"] / 1e9)]
          for r in rows], right=("calls", "MB each", "GFLOP each"),
     )  # fmt: skip
+
+
+@shapes.command(context_settings={"ignore_unknown_options": True})
+@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Where to write them.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout; what the program prints goes to stderr.")
+@click.argument("arguments", nargs=-1, required=True, metavar="ARGUMENTS...")
+def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
+    """Run `gristmill ARGUMENTS...` and record every problem that it calls, with how often: what to tune first.
+
+    \b
+    kernelbench shapes capture --out live.json -- generate --model DIR --prompt "Hello" --max-tokens 64
+    kernelbench tune --shapes live.json --minutes 5
+
+    Python programs use `with gristmill.bench.capture.capturing() as counts:`.
+    """
+    from gristmill.bench.capture import capturing, write
+    from gristmill.runtime.cli import cli as gristmill
+
+    with capturing() as counts, contextlib.redirect_stdout(sys.stderr):
+        gristmill.main(args=list(arguments), prog_name="gristmill", standalone_mode=False)
+    write(out, counts, "gristmill " + shlex.join(arguments))
+    rows = [{"op": op, "problem": problem, "count": count} for (op, problem), count in counts.most_common()]
+    if as_json:
+        console.emit(rows)
+        return
+    console.table(f"{sum(counts.values())} calls of {len(rows)} problems, in {out}", ["calls", "operation", "problem"],
+                  [[row["count"], row["op"], row["problem"]] for row in rows], right=("calls",))  # fmt: skip
 
 
 @click.command()

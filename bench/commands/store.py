@@ -64,7 +64,13 @@ def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def diff(context: click.Context, before: Path, after: Path, as_json: bool) -> None:
-    """How store B differs from store A: records added, removed, and changed. Exit status 1 if they differ."""
+    """How store B differs from store A: records added, removed, and changed (another time, another outcome).
+
+    \b
+    kernelbench store diff before.json after.json
+
+    Exit status 1 if they differ.
+    """
     from gristmill.autotune.store_tools import diff as differences
 
     rows = []

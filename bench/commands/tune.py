@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,8 @@ from gristmill.kernel_registry.store import Store
 @click.argument("op_name", metavar="[OP]", required=False)
 @model_options
 @click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem of OP; may be given several times.")
+@click.option("--shapes", "captured", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Tune what kernelbench shapes capture recorded, most frequent first.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, help="The budget. Kept within a tenth.")
 @click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
@@ -27,7 +30,7 @@ from gristmill.kernel_registry.store import Store
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def tune(
     op_name: str | None, model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...],
-    problem_texts: tuple[str, ...], minutes: float, redo: bool, workers: int, target: str | None, results: str | None,
+    problem_texts: tuple[str, ...], captured: Path | None, minutes: float, redo: bool, workers: int, target: str | None, results: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Tune the problems of OP (its benchmark problems by default), or of a model, on this machine.
@@ -39,21 +42,23 @@ def tune(
     Candidates are what can run, less what cost models rule out. They are verified in child processes, thinned out by
     successive halving, and the last three raced against the default in turn. Every problem is written to the store
     when it is done: a run that was stopped goes on where it was, since problems that the store knows are skipped.
+    JSON and result files say for each problem what its tuning saves, times how often it is called (saved_us).
     """
     from gristmill.autotune.store import save
+    from gristmill.bench.capture import read as read_shapes
     from gristmill.bench.result_file import write
     from gristmill.bench.tune import Job, jobs_of
     from gristmill.bench.tune import tune as run
 
-    if (op_name is None) == (model is None):
-        raise click.UsageError("name an operation, or a model with --model, and not both")
+    if sum(given is not None for given in (op_name, model, captured)) != 1:
+        raise click.UsageError("name an operation, or a model with --model, or a file with --shapes: one of them")
     here = place(target)
     here_or_refuse(here)
     calls = model_calls(model, tp, weights, decode, prefill)
     if op_name is None:
         if problem_texts:
-            raise click.UsageError("--problem goes with an operation, not with --model")
-        jobs = jobs_of(calls)
+            raise click.UsageError("--problem goes with an operation")
+        jobs = jobs_of(calls if captured is None else read_shapes(captured))
     else:
         op = default_registry().op(op_name)
         jobs = [Job(op, problem) for problem in concrete(op, problem_texts or op.bench)]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import need
+from gristmill.kernels.common import dtype_name, need, need_vectors
 
 UNUSED_BLOCK = 2**30
 """What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
@@ -105,6 +105,13 @@ def starts(counts: Sequence[int]) -> list[int]:
     for count in counts:
         found.append(found[-1] + count)
     return found
+
+
+def need_table(op: str, block_table: Any) -> None:
+    """ValueError unless a block table is int32 with contiguous rows."""
+    if dtype_name(block_table.dtype) != "int32":
+        raise ValueError(f"{op}: block_table must be int32, got {block_table.dtype}")
+    need_vectors(op, block_table=block_table)
 
 
 def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[list[list[int]], int]:

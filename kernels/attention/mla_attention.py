@@ -22,13 +22,14 @@ from gristmill.kernels.attention.lengths import (
     check_ragged,
     check_stated,
     lengths,
+    need_table,
     owned_slots,
     shrunk,
     starts,
     table_tensor,
     visible_keys,
 )
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_plain, need_vectors, torch_dtype
 
 
 def reference(
@@ -104,9 +105,13 @@ def guard(
                          f"{tuple(out.shape)}")  # fmt: skip
     if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
         raise ValueError(f"mla_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}")
-    if query_start.shape[0] != seqs + 1 or block_table.shape[0] != seqs:
-        raise ValueError(f"mla_attention: {seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of "
-                         "block_table")  # fmt: skip
+    need_vectors("mla_attention", q=q, cache=cache, out=out)
+    need_plain("mla_attention", "fp32", lse=lse)
+    need_plain("mla_attention", "int32", query_start=query_start, seq_lens=seq_lens)
+    need_table("mla_attention", block_table)
+    if query_start.shape != (seqs + 1,) or seq_lens.dim() != 1 or block_table.dim() != 2 or block_table.shape[0] != seqs:
+        raise ValueError(f"mla_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
+                         f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]")  # fmt: skip
     if max_ctx > block_table.shape[1] * block_size or tokens > seqs * max_q:
         raise ValueError(f"mla_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table "
                          f"{tuple(block_table.shape)}")  # fmt: skip
@@ -118,6 +123,7 @@ def like(
     latent_dim: int = 512, lse: Any = None, workspace: Any = None,
 ) -> tuple[tuple[Any, Any], ...]:  # fmt: skip
     """Shape and dtype of the output."""
+    need(1 <= latent_dim <= q.shape[2], f"mla_attention: latent_dim must be 1 to {q.shape[2]}, the width of q, got {latent_dim}")
     return (((*q.shape[:2], latent_dim), q.dtype),)
 
 

@@ -21,13 +21,14 @@ from gristmill.kernels.attention.lengths import (
     check_ragged,
     check_stated,
     lengths,
+    need_table,
     owned_slots,
     shrunk,
     starts,
     table_tensor,
     visible_keys,
 )
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_plain, need_vectors, torch_dtype
 
 
 def reference(
@@ -111,9 +112,16 @@ def guard(
         raise ValueError(f"paged_attention: planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise")
     if stated and lse.shape != q.shape[:2]:
         raise ValueError(f"paged_attention: lse must be {tuple(q.shape[:2])}, got {tuple(lse.shape)}")
+    if sunk and sinks.shape != (heads,):
+        raise ValueError(f"paged_attention: sinks must be [{heads}], got {tuple(sinks.shape)}")
+    need_vectors("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    need_plain("paged_attention", "fp32", sinks=sinks, lse=lse)
+    need_plain("paged_attention", "int32", query_start=query_start, seq_lens=seq_lens)
+    need_table("paged_attention", block_table)
     seqs = seq_lens.shape[0]
-    if query_start.shape[0] != seqs + 1 or block_table.shape[0] != seqs:
-        raise ValueError(f"paged_attention: {seqs} seq_lens, {query_start.shape[0]} query_start, {block_table.shape[0]} rows of block_table")
+    if query_start.shape != (seqs + 1,) or seq_lens.dim() != 1 or block_table.dim() != 2 or block_table.shape[0] != seqs:
+        raise ValueError(f"paged_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
+                         f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]")  # fmt: skip
     if max_ctx > block_table.shape[1] * block_size or q.shape[0] > seqs * max_q:
         raise ValueError(f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and "
                          f"block_table {tuple(block_table.shape)}")  # fmt: skip

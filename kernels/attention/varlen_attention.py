@@ -24,7 +24,7 @@ from gristmill.kernels.attention.lengths import (
     starts,
     visible_keys,
 )
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_plain, need_vectors, torch_dtype
 
 
 def reference(
@@ -97,6 +97,9 @@ def guard(
         raise ValueError(f"varlen_attention planned for {problem}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, out {out.dtype}")
     if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
         raise ValueError(f"varlen_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}")
+    need_vectors("varlen_attention", q=q, k=k, v=v, out=out)
+    need_plain("varlen_attention", "fp32", lse=lse)
+    need_plain("varlen_attention", "int32", query_start=query_start, context_start=context_start)
     if query_start.shape != context_start.shape or tokens > (query_start.shape[0] - 1) * max_q:
         raise ValueError(f"varlen_attention: query_start {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}, "
                          f"max_q {max_q} do not fit q {tuple(q.shape)}")  # fmt: skip

@@ -180,12 +180,13 @@ def like(
     workspace: Any = None,
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
-    rows = n
+    rows, listed = n, isinstance(weight, list | tuple)
     if not rows:
-        first = weight[0] if isinstance(weight, list | tuple) else weight
-        need(not isinstance(weight, list | tuple) or first.dim() == 2,
-             "linear: this packing does not tell the rows of W; pass n")  # fmt: skip
+        first = weight[0] if listed else weight
+        need(not listed or first.dim() == 2, "linear: this packing does not tell the rows of W; pass n")
         rows = first.shape[-2]
+    most = 2 * weight[0].nbytes if listed and weight else rows  # a row has at least half a byte
+    need(1 <= rows <= most, f"linear: n is {n}: a weight has rows, and no more than its bytes can hold")
     return (((*x.shape[:-1], rows // 2 if silu_mul else rows), x.dtype),)
 
 

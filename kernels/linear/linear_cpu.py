@@ -10,7 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.common import CPU_DTYPE, dtype_name, need, need_plain, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6)
@@ -33,6 +33,7 @@ def launch(
         raise ValueError(
             f"linear_cpu: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
         )
+    need_slots("linear_cpu", weight, blocks)
     scaled, zeroed = scales.numel(), zeros.numel()
     if (scaled and scaled != blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
         raise ValueError(f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
@@ -47,6 +48,19 @@ def launch(
         CPU_DTYPE[dtype_name(x.dtype)],
     )  # fmt: skip
     check(code, "linear_cpu")
+
+
+def need_slots(op: str, weight: Any, blocks: int) -> None:
+    """ValueError unless the five tensors of cpu_rows16_v1 for this many blocks of rows are such as C++ reads without asking."""
+    codes, scales, zeros, row_scale, perm = weight
+    if dtype_name(codes.dtype) != "uint8" or codes.shape[-1] != 64:
+        raise ValueError(f"{op}: codes must be uint8 lines of 64 bytes, got {tuple(codes.shape)} {codes.dtype}")
+    if row_scale.numel() not in (0, blocks * 16):
+        raise ValueError(f"{op}: row_scale must be empty or hold {blocks * 16} numbers, got {tuple(row_scale.shape)}")
+    need_plain(op, "fp32", row_scale=row_scale)
+    need_plain(op, "int32", perm=perm)
+    for name, slot in (("codes", codes), ("scales", scales), ("zeros", zeros)):
+        need(slot.is_contiguous(), f"{op}: {name} must be contiguous, got strides {tuple(slot.stride())}")
 
 
 def accepts(problem: Problem) -> str | None:

@@ -21,14 +21,16 @@ def reference(
 
     Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
     x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
-    float32 inside, rounded once to x's dtype. Rows past the last expert's are 0. Reads the offsets on the host.
+    float32 inside, rounded once to x's dtype. Rows past the last expert's are 0, and their places in permutation are not
+    looked at. Reads the offsets on the host.
     """
     import torch
 
     weight = as_quant(weight)
-    rows = x if permutation is None else x[permutation.long() // top_k]
     offsets = expert_offsets.tolist()
-    out = torch.zeros(rows.shape[0], weight.n, dtype=torch.float32, device=x.device)
+    source = torch.arange(x.shape[0], device=x.device) if permutation is None else permutation.long() // top_k
+    rows = x[source[: offsets[-1]]]
+    out = torch.zeros(source.shape[0], weight.n, dtype=torch.float32, device=x.device)
     for e, expert in enumerate(weight.experts()):
         if offsets[e] < offsets[e + 1]:
             out[offsets[e] : offsets[e + 1]] = rows[offsets[e] : offsets[e + 1]].float() @ expert.dequantize().T
@@ -93,8 +95,8 @@ def guard(
     if (x.dim() != 2 or x.shape[1] != k or dtype_name(x.dtype) != kind or out.dtype != x.dtype
             or out.shape != (rows, rows_w >> 1 if silu_mul else rows_w) or not (x.is_contiguous() and out.is_contiguous())
             or silu_mul != (epilogue == "silu_mul") or (0 if permutation is None else top_k) != gather
-            or expert_offsets.shape != (experts + 1,) or dtype_name(expert_offsets.dtype) != "int32"
-            or (permutation is not None and (dtype_name(permutation.dtype) != "int32"
+            or expert_offsets.shape != (experts + 1,) or not expert_offsets.is_contiguous() or dtype_name(expert_offsets.dtype) != "int32"
+            or (permutation is not None and (permutation.dim() != 1 or dtype_name(permutation.dtype) != "int32"
                                              or not permutation.is_contiguous()))):  # fmt: skip
         raise ValueError(f"grouped_linear planned for {problem}: got x {tuple(x.shape)} {x.dtype}, expert_offsets "
                          f"{tuple(expert_offsets.shape)} {expert_offsets.dtype}, permutation "
@@ -120,6 +122,8 @@ def like(
     first = weight[0] if isinstance(weight, list | tuple) else weight
     need(bool(n) or len(first.shape) == 3, "grouped_linear: this packing does not tell the rows of W; pass n")
     rows = n or first.shape[-2]
+    need(rows >= 1 and (first is weight or rows <= 2 * first.nbytes),
+         f"grouped_linear: n is {n}, which the weight {first.shape} cannot have")  # fmt: skip
     return (((x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows), x.dtype),)
 
 

@@ -11,7 +11,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
-from gristmill.kernels.linear.linear_cpu import E8M0, NONE, TYPES
+from gristmill.kernels.linear.linear_cpu import E8M0, NONE, TYPES, need_slots
 from gristmill.kernels.linear.linear_cpu import config as linear_config
 from gristmill.kernels.moe.grouped_linear_torch import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
@@ -52,6 +52,7 @@ def weights(config: Config, packed: Any, experts: int, n: int, k: int) -> Weight
     group = config["group"] or columns
     if codes.shape[:2] != (experts, blocks) or columns < k * (not ordered) or (ordered and ordered != columns):
         raise ValueError(f"expert weights: codes {tuple(codes.shape)} and perm of {ordered} do not pack [{experts}, {n}, {k}]")
+    need_slots("expert weights", packed, experts * blocks)
     scaled, zeroed = scales.numel(), zeros.numel()
     if (scaled and scaled != experts * blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
         raise ValueError(f"expert weights: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit "

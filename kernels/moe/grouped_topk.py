@@ -125,6 +125,8 @@ def like(
     """Shape and dtype of the outputs."""
     import torch
 
+    experts = logits.shape[-1]
+    need(1 <= top_k <= experts, f"grouped_topk: top_k must be 1 to {experts}, the number of experts, got {top_k}")
     shape = (*logits.shape[:-1], top_k)
     return (shape, torch.float32), (shape, torch.int32)
 

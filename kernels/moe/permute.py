@@ -48,7 +48,7 @@ def guard(problem: Problem, ids: Any, experts: int, offsets: Any, permutation: A
     entries = ids.numel()
     for name, t, size in (("ids", ids, entries), ("expert_offsets", offsets, experts + 1),
                           ("permutation", permutation, entries), ("inverse", inverse, entries)):  # fmt: skip
-        if t.numel() != size or dtype_name(t.dtype) != "int32" or not t.is_contiguous():
+        if t.numel() != size or (t is not ids and t.dim() != 1) or dtype_name(t.dtype) != "int32" or not t.is_contiguous():
             raise ValueError(f"permute: {name} must be {size} contiguous int32, got {tuple(t.shape)} {t.dtype}")
     return max(1, int(ids.shape[0]))
 
@@ -57,6 +57,7 @@ def like(ids: Any, experts: int) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the outputs."""
     import torch
 
+    need(1 <= experts < 2**31, f"permute: experts must be at least 1 and fit the int32 ids, got {experts}")
     return ((experts + 1,), torch.int32), ((ids.numel(),), torch.int32), ((ids.numel(),), torch.int32)
 
 

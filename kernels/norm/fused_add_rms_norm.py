@@ -45,7 +45,7 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
 def guard(problem: Problem, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != n or residual.shape != shape or out.shape != shape or weight.numel() != n
+    if (shape[-1] != n or residual.shape != shape or out.shape != shape or weight.shape != (n,)
             or residual.dtype != kind or out.dtype != kind or weight.dtype != kind
             or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
         raise ValueError(f"fused_add_rms_norm planned for {problem}: got x {tuple(shape)} {kind}, residual "

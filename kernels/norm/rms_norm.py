@@ -33,7 +33,7 @@ def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
 def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != n or out.shape != shape or weight.numel() != n or out.dtype != kind or weight.dtype != kind
+    if (shape[-1] != n or out.shape != shape or weight.shape != (n,) or out.dtype != kind or weight.dtype != kind
             or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
         raise ValueError(f"rms_norm planned for {problem}: got x {tuple(shape)} {kind}, weight {tuple(weight.shape)} "
                          f"{weight.dtype}, out {tuple(out.shape)} {out.dtype}")  # fmt: skip

@@ -94,7 +94,7 @@ def guard(problem: Problem, q: Any, k: Any, positions: Any, cos_sin: Any, interl
     tokens = shape[0]
     fits = (
         shape == (tokens, hq, d) and dtype_name(kind) == x and positions.shape == (tokens,)
-        and cos_sin.shape[-1] == rot and cos_sin.dim() == 2 and dtype_name(positions.dtype) == "int64"
+        and cos_sin.shape[-1] == rot and cos_sin.dim() == 2 and cos_sin.shape[0] > 0 and dtype_name(positions.dtype) == "int64"
         and dtype_name(cos_sin.dtype) == "fp32" and STYLES[interleaved] == style
         and ((k is None and hk == 0) or (k is not None and k.shape == (tokens, hk, d) and k.dtype == kind))
     )  # fmt: skip

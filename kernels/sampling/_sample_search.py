@@ -6,20 +6,19 @@ import triton
 import triton.language as tl
 
 BINS = tl.constexpr(256)
-
-
-@triton.jit
-def divisor_of(temperatures, request):
-    """(what logits are divided by, whether the request is greedy)."""
-    temperature = tl.load(temperatures + request)
-    greedy = (temperature >= 1e-5) == 0
-    return tl.where(greedy, 1.0, temperature), greedy
+DEEPEST = tl.constexpr(24.0)
+"""Distances below the largest scaled logit that a first histogram tells apart: e^-24 of its probability."""
+LEAST = tl.constexpr(-2139095040)
+"""The key just above that of -inf."""
 
 
 @triton.jit
 def scaled(row, place, inside, divisor):
     """Logits over temperature, float32 with IEEE division; -inf outside."""
-    return tl.div_rn(tl.load(row + place, mask=inside, other=float("-inf")).to(tl.float32), divisor)
+    x = tl.load(row + place, mask=inside, other=float("-inf")).to(tl.float32)
+    # The division takes a slow path for all of a warp when one lane has an infinity.
+    barred = x == float("-inf")
+    return tl.where(barred, float("-inf"), tl.div_rn(tl.where(barred, 1.0, x), divisor))
 
 
 @triton.jit
@@ -36,26 +35,9 @@ def values_of(key):
 
 
 @triton.jit
-def ranges_of(z, top):
-    """Range 0...255 by distance below the largest: 32 ranges an octave of distance + 2, the last one takes the rest."""
-    return tl.minimum((((top - z) + 2.0).to(tl.int32, bitcast=True) - 0x40000000) >> 18, BINS - 1)
-
-
-@triton.jit
 def weights_of(z, top, unit):
     """exp(z - top) as an integer number of `unit`ths, in float64: sums of them are exact."""
     return (tl.exp(z.to(tl.float64) - top.to(tl.float64)) * unit + 0.5).to(tl.int64)
-
-
-@triton.jit
-def row_top(maxima, faults, request, splits, SPLITS: tl.constexpr):
-    """(the largest scaled logit of a row, or 0; whether the row has an answer)."""
-    part = tl.arange(0, SPLITS)
-    slot = request * splits + part
-    top = tl.max(tl.load(maxima + slot, mask=part < splits, other=float("-inf")), 0)
-    wrong = tl.max(tl.load(faults + slot, mask=part < splits, other=0), 0)
-    valid = (wrong == 0) & (top > float("-inf"))
-    return tl.where(valid, top, 0.0), valid
 
 
 @triton.jit
@@ -67,154 +49,214 @@ def filters_of(top_ks, top_ps, request, v):
 
 
 @triton.jit
+def frame_of(brackets, request, top):
+    """(least key, largest key, z where the histogram starts, the width of its ranges) of what is still undecided."""
+    least = tl.load(brackets + 3 * request)
+    most = tl.load(brackets + 3 * request + 1)
+    anchor = tl.minimum(top, tl.where(most == 2147483647, float("inf"), values_of(most)))
+    width = tl.maximum(tl.minimum((anchor - values_of(least)) / BINS, DEEPEST / BINS), 1e-30)
+    return least, most, anchor, width
+
+
+@triton.jit
 def count_kernel(
-    logits, temperatures, top_ks, top_ps, maxima, faults, histograms, stride, v, chunk, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, tops, brackets, histograms, masses, stride, v, chunk, few, listed, unit,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """histograms [requests, splits, 256]: tokens of each range."""
+    """histograms [requests, splits, 256]: tokens of each range of the bracket.
+
+    The second time, for rows that still have more candidates than the list holds, also masses [requests, splits, 2]: of all
+    tokens, and of those above the bracket.
+    """
     request, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = logits + request * stride
-    divisor, greedy = divisor_of(temperatures, request)
-    top, valid = row_top(maxima, faults, request, splits, SPLITS)
-    _, by_k, _, by_p = filters_of(top_ks, top_ps, request, v)
-    if valid & (greedy == 0) & (by_k | by_p):
+    top = tl.load(tops + request)
+    k, by_k, _, by_p = filters_of(top_ks, top_ps, request, v)
+    if AGAIN:
+        needed = (by_k == 0) & by_p & (tl.load(brackets + 3 * request + 2) > listed)
+    else:
+        needed = (by_k & (k > few)) | ((by_k == 0) & by_p)
+    if (top == top) & needed:
+        divisor = tl.load(temperatures + request)
+        least, most, anchor, width = frame_of(brackets, request, top)
         counts = tl.zeros([BINS], dtype=tl.int32)
+        total = request * 0
+        above = request * 0
         for start in range(split * chunk, tl.minimum(split * chunk + chunk, v), BLOCK):
             place = start + tl.arange(0, BLOCK)
-            z = scaled(row, place, place < v, divisor)
-            counts += tl.histogram(ranges_of(z, top), BINS, mask=place < v)
-        tl.store(histograms + (request * splits + split) * BINS + tl.arange(0, BINS), counts)
+            if AGAIN:
+                z = scaled(row, place, place < v, divisor)
+                key = keys_of(z)
+                inside = (key >= least) & (key <= most)
+            else:
+                # Near enough: brackets have a margin.
+                z = tl.load(row + place, mask=place < v, other=float("-inf")).to(tl.float32) * (1.0 / divisor)
+                inside = z > float("-inf")
+            found = tl.minimum((anchor - z) * (1.0 / width), BINS - 1.0).to(tl.int32)
+            counts += tl.histogram(tl.maximum(found, 0), BINS, mask=inside)
+            if AGAIN:
+                weight = weights_of(z, top, unit)
+                total += tl.sum(weight, 0)
+                above += tl.sum(tl.where(key > most, weight, 0), 0)
+        slot = request * splits + split
+        tl.store(histograms + slot * BINS + tl.arange(0, BINS), counts)
+        if AGAIN:
+            tl.store(masses + slot * 2, total)
+            tl.store(masses + slot * 2 + 1, above)
 
 
 @triton.jit
 def bracket_kernel(
-    temperatures, top_ks, top_ps, maxima, faults, histograms, offsets, brackets, v, splits, SPLITS: tl.constexpr
-):
-    """brackets [requests, 3]: first and last range of the candidates, and how many there are; offsets [requests, splits].
+    top_ks, top_ps, tops, brackets, histograms, masses, v, splits, few, listed, unit, AGAIN: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """brackets [requests, 3]: the keys between which candidates lie, and how many there are.
 
     With top_k the candidates are all from its threshold's range up. With top_p alone they are the ranges that the pivot
     can be in: with A the mass down to a range and R the rest, it is the first range with A (1 - p) >= R p, and the edges of
-    ranges bound A and R from both sides.
+    ranges bound A and R from both sides. The second time the mass above the bracket and that of the row are exact.
     """
     request = tl.program_id(0).to(tl.int64)
-    _, greedy = divisor_of(temperatures, request)
-    _, valid = row_top(maxima, faults, request, splits, SPLITS)
+    top = tl.load(tops + request)
     k, by_k, p, by_p = filters_of(top_ks, top_ps, request, v)
-    if valid & (greedy == 0) & (by_k | by_p):
+    if AGAIN:
+        needed = (by_k == 0) & by_p & (tl.load(brackets + 3 * request + 2) > listed)
+    else:
+        needed = (by_k & (k > few)) | ((by_k == 0) & by_p)
+    if (top == top) & needed:
+        least, most, anchor, width = frame_of(brackets, request, top)
         bins = tl.arange(0, BINS)
         rows = tl.arange(0, 8)
-        base = histograms + request * splits * BINS
         counts = tl.zeros([BINS], dtype=tl.int32)
         for start in range(0, splits, 8):
             part = (start + rows)[:, None]
-            counts += tl.sum(tl.load(base + part * BINS + bins[None, :], mask=part < splits, other=0), 0)
-        first = k * 0
+            at = histograms + (request * splits + part) * BINS + bins[None, :]
+            counts += tl.sum(tl.load(at, mask=part < splits, other=0), 0)
+        start_z = anchor.to(tl.float64)
+        # A thousandth of a range: far above the float32 rounding of distances. The first time also that of the product.
+        margin = width.to(tl.float64) * 1e-3
+        if not AGAIN:
+            margin += 1e-6 * (tl.abs(start_z) + DEEPEST)
+        near = bins.to(tl.float64) * width.to(tl.float64) - margin
+        far = (bins.to(tl.float64) + 1.0) * width.to(tl.float64) + margin
+        first = request * 0
         if by_k:
-            last = tl.sum((tl.cumsum(counts, 0) < k).to(tl.int32), 0)
+            last = tl.minimum(tl.sum((tl.cumsum(counts, 0) < k).to(tl.int64), 0), BINS - 1)
         else:
-            near = ((0x40000000 + (bins << 18)).to(tl.float32, bitcast=True) - 2.0).to(tl.float64)
-            far = ((0x40000000 + ((bins + 1) << 18)).to(tl.float32, bitcast=True) - 2.0).to(tl.float64)
-            tokens = counts.to(tl.float64)
-            # 1.001: far above the float32 rounding of distances.
-            heavy = tokens * tl.exp(-near) * 1.001
-            light = tl.where(bins < BINS - 1, tokens * tl.exp(-far), 0.0)
-            most, least = tl.cumsum(heavy, 0), tl.cumsum(light, 0)
-            possible = most * (1.0 - p) >= p * (tl.sum(light, 0) - least)
-            certain = least * (1.0 - p) >= p * (tl.sum(heavy, 0) - most)
-            first = tl.sum((possible == 0).to(tl.int32), 0)
-            last = tl.minimum(tl.sum((certain == 0).to(tl.int32), 0), BINS - 1)
-        inside = ((bins >= first) & (bins <= last))[None, :]
-        total = k * 0
-        for start in range(0, splits, 8):
-            part = (start + rows)[:, None]
-            held = tl.load(base + part * BINS + bins[None, :], mask=(part < splits) & inside, other=0)
-            each = tl.sum(held, 1)
-            place = start + rows
-            tl.store(offsets + request * splits + place, total + tl.cumsum(each, 0) - each, mask=place < splits)
-            total += tl.sum(each, 0)
-        tl.store(brackets + 3 * request, first)
-        tl.store(brackets + 3 * request + 1, last)
-        tl.store(brackets + 3 * request + 2, total)
+            tokens = counts.to(tl.float64) * unit
+            heavy = tokens * tl.exp(start_z - near - top.to(tl.float64))
+            light = tl.where(bins < BINS - 1, tokens * tl.exp(start_z - far - top.to(tl.float64)), 0.0)
+            largest, smallest = tl.cumsum(heavy, 0), tl.cumsum(light, 0)
+            if AGAIN:
+                slot = masses + (request * splits + tl.arange(0, SPLITS)) * 2
+                inside = tl.arange(0, SPLITS) < splits
+                wanted = p * tl.sum(tl.load(slot, mask=inside, other=0), 0).to(tl.float64)
+                above = tl.sum(tl.load(slot + 1, mask=inside, other=0), 0).to(tl.float64)
+                # Each weight is rounded to a unit.
+                slack = tl.cumsum(counts, 0).to(tl.float64) + 1e-9 * wanted + 1.0
+                possible = above + largest + slack >= wanted
+                certain = above + smallest - slack >= wanted
+            else:
+                possible = largest * (1.0 - p) >= p * (tl.sum(light, 0) - smallest)
+                certain = smallest * (1.0 - p) >= p * (tl.sum(heavy, 0) - largest)
+            first = tl.minimum(tl.sum((possible == 0).to(tl.int64), 0), BINS - 1)
+            last = tl.minimum(tl.sum((certain == 0).to(tl.int64), 0), BINS - 1)
+        if not AGAIN:
+            # If all survivors fit in the list, the search can draw.
+            first = tl.where(tl.sum(tl.where(bins <= last, counts, 0), 0) <= listed, 0, first)
+        if first > 0:
+            edge = tl.sum(tl.where(bins == first, start_z - near, 0.0), 0)
+            most = tl.minimum(most, keys_of(edge.to(tl.float32)) + 1)
+        if last < BINS - 1:
+            edge = tl.sum(tl.where(bins == last, start_z - far, 0.0), 0)
+            least = tl.maximum(least, keys_of(edge.to(tl.float32)) - 1)
+        tl.store(brackets + 3 * request, least)
+        tl.store(brackets + 3 * request + 1, most)
+        tl.store(brackets + 3 * request + 2, tl.sum(tl.where((bins >= first) & (bins <= last), counts, 0), 0))
 
 
 @triton.jit
 def gather_kernel(
-    logits, temperatures, top_ks, top_ps, maxima, faults, offsets, brackets, masses, keys, tokens, weights, stride, v, chunk,
-    listed, unit, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, maxima, tops, hot_groups, hot, brackets, found, masses, keys, tokens, stride, v,
+    groups, few, listed, unit, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """keys, tokens, weights [requests, listed]: the candidates in the order of their ids, where they fit.
+    """keys, tokens [requests, listed]: the candidates in no order, where they fit; found [requests]: how many there are.
 
-    masses [requests, splits, 2]: of all tokens, and of those above the bracket; written for top_p without top_k.
+    masses as in `count_kernel`, for top_p without top_k. Only groups with a candidate are read, unless for their mass.
     """
     request, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = logits + request * stride
-    divisor, greedy = divisor_of(temperatures, request)
-    top, valid = row_top(maxima, faults, request, splits, SPLITS)
-    _, by_k, _, by_p = filters_of(top_ks, top_ps, request, v)
-    if valid & (greedy == 0) & (by_k | by_p):
-        first = tl.load(brackets + 3 * request)
-        last = tl.load(brackets + 3 * request + 1)
+    top = tl.load(tops + request)
+    k, by_k, _, by_p = filters_of(top_ks, top_ps, request, v)
+    if (top == top) & (by_k | by_p):
+        divisor = tl.load(temperatures + request)
+        least = tl.load(brackets + 3 * request)
+        most = tl.load(brackets + 3 * request + 1)
         fits = tl.load(brackets + 3 * request + 2) <= listed
-        free = request * listed + tl.load(offsets + request * splits + split)
+        bounded = by_k & (k <= few)
         whole = by_k == 0
-        total = free * 0
-        above = free * 0
-        for start in range(split * chunk, tl.minimum(split * chunk + chunk, v), BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            z = scaled(row, place, place < v, divisor)
-            found = ranges_of(z, top)
-            candidate = (place < v) & (found >= first) & (found <= last)
-            here = tl.sum(candidate.to(tl.int32), 0)
-            if whole | (fits & (here > 0)):
-                weight = tl.where(place < v, weights_of(z, top, unit), 0)
+        end = groups
+        if bounded:
+            end = tl.load(hot + request)
+        total = request * 0
+        above = request * 0
+        ROWS: tl.constexpr = BLOCK // GROUP
+        for start in range(split * ROWS, end, splits * ROWS):
+            at = start + tl.arange(0, ROWS)
+            group = at
+            if bounded:
+                group = tl.load(hot_groups + request * groups + at, mask=at < end, other=0)
+            peak = tl.load(maxima + request * groups + group, mask=at < end, other=float("-inf"))
+            wanted = (at < end) & (keys_of(tl.div_rn(peak, divisor)) >= tl.where(whole, -2147483648, least))
+            if whole | (fits & (tl.max(wanted.to(tl.int32), 0) > 0)):
+                place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+                z = scaled(row, place, (place < v) & wanted[:, None], divisor)
+                key = keys_of(z)
                 if whole:
-                    total += tl.sum(weight, 0)
-                    above += tl.sum(tl.where(found < first, weight, 0), 0)
-                if fits & (here > 0):
-                    slot = free + tl.cumsum(candidate.to(tl.int32), 0) - 1
-                    tl.store(keys + slot, keys_of(z), mask=candidate)
-                    tl.store(tokens + slot, place, mask=candidate)
-                    tl.store(weights + slot, weight, mask=candidate)
-            free += here
+                    weight = weights_of(z, top, unit)
+                    total += tl.sum(tl.sum(weight, 1), 0)
+                    if most < 2147483647:
+                        above += tl.sum(tl.sum(tl.where(key > most, weight, 0), 1), 0)
+                candidate = (key >= least) & (key <= most)
+                here = tl.sum(candidate.to(tl.int32), 1)
+                count = tl.sum(here, 0)
+                if fits & (count > 0):
+                    free = tl.atomic_add(found + request, count)
+                    slot = free + (tl.cumsum(here, 0) - here)[:, None] + tl.cumsum(candidate.to(tl.int32), 1) - 1
+                    room = candidate & (slot < listed)
+                    tl.store(keys + request * listed + slot, key, mask=room)
+                    tl.store(tokens + request * listed + slot, place, mask=room)
         tl.store(masses + (request * splits + split) * 2, total)
         tl.store(masses + (request * splits + split) * 2 + 1, above)
 
 
 @triton.jit
-def measure(
-    row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, pivot, at, MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Over the candidates, listed or not: 0, how many have key >= at; 1, their mass; 2, how many of key `pivot` have an id
-    <= -at; 3, the smallest key; 4, the largest."""
+def all_listed(brackets, found, request, listed):
+    """(whether a row's candidates are all in its list, whether all its survivors are)."""
+    listed_all = (tl.load(brackets + 3 * request + 2) <= listed) & (tl.load(found + request) <= listed)
+    return listed_all, listed_all & (tl.load(brackets + 3 * request + 1) == 2147483647)
+
+
+@triton.jit
+def measure(row, v, divisor, top, unit, least, most, pivot, at, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    """Over the candidates of a row: 0, how many have key >= at; 1, their mass; 2, how many of key `pivot` have an id <= -at;
+    3, the smallest key; 4, the largest."""
     best = at * 0
     if MODE == 3:
         best += 2147483647
     if MODE == 4:
         best += -2147483648
-    for start in range(0, size, BLOCK):
+    for start in range(0, v, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        inside = place < size
-        if fits:
-            key = tl.load(keys + place, mask=inside, other=0)
-        else:
-            z = scaled(row, place, inside, divisor)
-            found = ranges_of(z, top)
-            inside = inside & (found >= first) & (found <= last)
-            key = keys_of(z)
+        z = scaled(row, place, place < v, divisor)
+        key = keys_of(z)
+        inside = (place < v) & (key >= least) & (key <= most)
         if MODE == 0:
             best += tl.sum((inside & (key >= at)).to(tl.int32), 0)
         if MODE == 1:
-            if fits:
-                weight = tl.load(weights + place, mask=inside, other=0)
-            else:
-                weight = weights_of(values_of(key), top, unit)
-            best += tl.sum(tl.where(inside & (key >= at), weight, 0), 0)
+            best += tl.sum(tl.where(inside & (key >= at), weights_of(z, top, unit), 0), 0)
         if MODE == 2:
-            token = place
-            if fits:
-                token = tl.load(tokens + place, mask=inside, other=0)
-            best += tl.sum((inside & (key == pivot) & (token <= -at)).to(tl.int32), 0)
+            best += tl.sum((inside & (key == pivot) & (place <= -at)).to(tl.int32), 0)
         if MODE == 3:
             best = tl.minimum(best, tl.min(tl.where(inside, key, 2147483647), 0).to(tl.int64))
         if MODE == 4:
@@ -224,71 +266,84 @@ def measure(
 
 @triton.jit
 def bisect(
-    row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, pivot, low, high, base, wanted,
-    MODE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    row, v, divisor, top, unit, least, most, pivot, low, high, base, wanted, MODE: tl.constexpr, BLOCK: tl.constexpr
+):
     """The largest t in [low, high] with base + measure(t) >= wanted, given that low has it."""
     while low < high:
         middle = high - ((high - low) >> 1)
-        found = base + measure(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, pivot, middle,
-                               MODE, BLOCK)  # fmt: skip
+        found = base + measure(row, v, divisor, top, unit, least, most, pivot, middle, MODE, BLOCK)
         enough = found.to(tl.float64) >= wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     return low
 
 
-# A vocabulary of one token would become a constant, on which Triton 3.6 fails to compile.
-@triton.jit(do_not_specialize=["v"])
-def search_kernel(
-    logits, temperatures, top_ks, top_ps, maxima, faults, brackets, masses, keys, tokens, weights, pivots, stride, v, splits,
-    listed, unit, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """pivots [requests, 2]: tokens of a larger key survive, and those of this key up to this id. All, without filters."""
-    request = tl.program_id(0).to(tl.int64)
-    row = logits + request * stride
-    divisor, greedy = divisor_of(temperatures, request)
-    top, valid = row_top(maxima, faults, request, splits, SPLITS)
-    k, by_k, p, by_p = filters_of(top_ks, top_ps, request, v)
-    pivot = request * 0 - 2147483648
-    last_id = request * 0 + 2147483647
-    if valid & (greedy == 0) & (by_k | by_p):
-        first = tl.load(brackets + 3 * request)
-        last = tl.load(brackets + 3 * request + 1)
-        count = tl.load(brackets + 3 * request + 2)
-        fits = count <= listed
-        size = tl.where(fits, count, v)
-        keys += request * listed
-        tokens += request * listed
-        weights += request * listed
-        zero = request * 0
-        pivot = measure(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, zero, zero, 3, BLOCK)
-        high = measure(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, zero, zero, 4, BLOCK)
+@triton.jit
+def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total, above, BLOCK: tl.constexpr):
+    """(pivot, last token of that key) of a row whose candidates do not fit in the list: many passes over the row."""
+    zero = total * 0
+    last = zero + 2147483647
+    pivot = measure(row, v, divisor, top, unit, least, most, zero, zero, 3, BLOCK)
+    high = measure(row, v, divisor, top, unit, least, most, zero, zero, 4, BLOCK)
+    if by_k:
+        pivot = bisect(row, v, divisor, top, unit, least, most, zero, pivot, high, zero, k.to(tl.float64), 0, BLOCK)
         total = zero
-        above = zero
-        if by_k:
-            pivot = bisect(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, zero, pivot, high, zero,
-                           k.to(tl.float64), 0, BLOCK)  # fmt: skip
-            if by_p:
-                total = measure(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, zero, pivot, 1,
-                                BLOCK)  # fmt: skip
-        else:
-            part = tl.arange(0, SPLITS)
-            slot = masses + (request * splits + part) * 2
-            total += tl.sum(tl.load(slot, mask=part < splits, other=0), 0)
-            above += tl.sum(tl.load(slot + 1, mask=part < splits, other=0), 0)
         if by_p:
-            wanted = p * total.to(tl.float64)
-            pivot = bisect(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, zero, pivot, high, above,
-                           wanted, 1, BLOCK)  # fmt: skip
-            greater = above + measure(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, zero,
-                                      pivot + 1, 1, BLOCK)  # fmt: skip
-            equals = measure(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, pivot,
-                             zero - 2147483647, 2, BLOCK)  # fmt: skip
-            share = weights_of(values_of(pivot.to(tl.int32)), top, unit).to(tl.float64)
-            room = tl.maximum(tl.ceil((wanted - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
-            if room < equals.to(tl.float64):
-                last_id = 0 - bisect(row, divisor, top, unit, first, last, keys, tokens, weights, fits, size, pivot,
-                                     zero - v + 1, zero, zero, room, 2, BLOCK)  # fmt: skip
-    tl.store(pivots + 2 * request, pivot.to(tl.int32))
-    tl.store(pivots + 2 * request + 1, last_id.to(tl.int32))
+            total = measure(row, v, divisor, top, unit, least, most, zero, pivot, 1, BLOCK)
+    if by_p:
+        wanted = p * total.to(tl.float64)
+        pivot = bisect(row, v, divisor, top, unit, least, most, zero, pivot, high, above, wanted, 1, BLOCK)
+        greater = above + measure(row, v, divisor, top, unit, least, most, zero, pivot + 1, 1, BLOCK)
+        equals = measure(row, v, divisor, top, unit, least, most, pivot, zero - 2147483647, 2, BLOCK)
+        share = weights_of(values_of(pivot.to(tl.int32)), top, unit).to(tl.float64)
+        room = tl.maximum(tl.ceil((wanted - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
+        if room < equals.to(tl.float64):
+            last = 0 - bisect(row, v, divisor, top, unit, least, most, pivot, zero - v + 1, zero, zero, room, 2, BLOCK)
+    return pivot, last
+
+
+@triton.jit
+def narrow(key, inside, middle, low, high, enough):
+    """One half of [low, high], shrunk to keys that occur: as many steps as there are different keys need, not as bits."""
+    if enough:
+        low = tl.min(tl.where(inside & (key >= middle), key, 2147483647), 0).to(tl.int64)
+    else:
+        high = tl.max(tl.where(inside & (key < middle), key, -2147483648), 0).to(tl.int64)
+    return low, high
+
+
+@triton.jit
+def search_list(key, token, inside, v, top, unit, k, by_k, p, by_p, total, above):
+    """The same of a list, which one program holds: a pass is a sum over registers."""
+    zero = total * 0
+    last = zero + 2147483647
+    low = tl.min(tl.where(inside, key, 2147483647), 0).to(tl.int64)
+    high = tl.max(tl.where(inside, key, -2147483648), 0).to(tl.int64)
+    highest = high
+    if by_k:
+        while low < high:
+            middle = high - ((high - low) >> 1)
+            low, high = narrow(key, inside, middle, low, high, tl.sum((inside & (key >= middle)).to(tl.int32), 0) >= k)
+    if by_p:
+        weight = tl.where(inside, weights_of(tl.where(inside, values_of(key), top), top, unit), 0)
+        if by_k:
+            total = tl.sum(tl.where(key >= low, weight, 0), 0)
+        wanted = p * total.to(tl.float64)
+        high = highest
+        while low < high:
+            middle = high - ((high - low) >> 1)
+            mass = above + tl.sum(tl.where(key >= middle, weight, 0), 0)
+            low, high = narrow(key, inside, middle, low, high, mass.to(tl.float64) >= wanted)
+        same = inside & (key == low)
+        greater = above + tl.sum(tl.where(key > low, weight, 0), 0)
+        share = weights_of(values_of(low.to(tl.int32)), top, unit).to(tl.float64)
+        room = tl.maximum(tl.ceil((wanted - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
+        if room < tl.sum(same.to(tl.int32), 0).to(tl.float64):
+            start = zero
+            last = zero + v - 1
+            while start < last:
+                middle = start + ((last - start) >> 1)
+                enough = tl.sum((same & (token <= middle)).to(tl.int32), 0).to(tl.float64) >= room
+                last = tl.where(enough, middle, last)
+                start = tl.where(enough, start, middle + 1)
+    return low, last

@@ -10,10 +10,13 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
-LISTED = 16384
-"""Candidates of a row that have room in the workspace; with more, the search reads the row itself."""
+LISTED = 8192
+"""Candidates of a row that have room in the workspace, and in the registers of one program; with more, the search reads the
+row itself."""
 LARGEST = 2**24
-PROGRAMS = 2048
+GROUPS = 2048
+"""Groups of a row to aim at, whose largest logits are kept: one program holds them."""
+PROGRAMS = 4096
 """Programs to aim at: a few for each multiprocessor of the largest devices."""
 ALIGNMENT = 256
 
@@ -41,15 +44,21 @@ def _config(problem: Problem, block: int, warps: int) -> Config:
             "search": 2048, "search_warps": 16}  # fmt: skip
 
 
+def group_of(v: int) -> int:
+    """Tokens of a group: 64, or as many as leave about GROUPS groups; at most the smallest block."""
+    return min(max(64, 1 << (-(-v // GROUPS) - 1).bit_length()), 1024)
+
+
 def pieces(rows: int, v: int, splits: int) -> tuple[tuple[str, int], ...]:
     """(dtype, elements) of what the kernels leave for each other."""
     parts, listed = rows * splits, min(v, LISTED)
     return (
-        ("float32", parts), ("int32", parts), ("int32", parts),  # stats: largest, its token, faults
-        ("int32", parts * 256), ("int32", parts), ("int32", rows * 3),  # histograms, offsets, brackets
+        ("float32", rows * -(-v // group_of(v))), ("float32", rows),  # largest of each group, of each row
+        ("int32", rows * -(-v // group_of(v))), ("int32", rows),  # groups that top_k needs
+        ("int32", rows * 3), ("int32", rows), ("int32", parts * 256),  # brackets, candidates found, histograms
         ("int64", parts * 2), ("int32", rows * 2),  # masses, pivots
         ("float64", parts), ("int32", parts),  # draw: score, token
-        ("int32", rows * listed), ("int32", rows * listed), ("int64", rows * listed),  # candidates: key, token, weight
+        ("int32", rows * listed), ("int32", rows * listed),  # candidates: key, token
     )  # fmt: skip
 
 
@@ -58,7 +67,7 @@ def _sizes(rows: int, v: int, splits: int) -> list[int]:
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
-    """Histograms and lists of candidates: at most 256 KiB a request, and 1 KiB a part."""
+    """Histograms and lists of candidates: at most 96 KiB a request, and 1 KiB a part."""
     return Workspace(sum(_sizes(problem.integer("m"), problem.integer("v"), int(config["splits"]))))
 
 
@@ -90,7 +99,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.sampling._sample_triton:launch",
     aot="gristmill.kernels.sampling._sample_triton:aot",
     requires=Requirement(code="triton"),
-    summary="rows in parts; histogram, exact search among candidates, noise for survivors; no sort",
+    summary="rows in parts; bounds from group maxima or histograms, exact search among candidates; no sort",
     accepts=accepts,
     config=config,
     space=space,

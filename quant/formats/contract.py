@@ -7,6 +7,7 @@ understand is a `FormatError` that names the module, what was expected and what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gristmill.quant import numeric
-from gristmill.quant.tensor import QuantTensor, scales_to_float32
+from gristmill.quant.tensor import QuantTensor, largest_scale
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of integer and fp8 scales, and of weights that are not quantized."""
@@ -193,11 +194,11 @@ def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
         weight = QuantTensor(*fields, **named)
     except (ValueError, TypeError) as error:
         raise FormatError(f"{module}: {error}") from error
-    if weight.scheme.weight in ("fp8", "mxfp8") and bool(((weight.codes & 0x7F) == 0x7F).any()):
+    if weight.scheme.weight in ("fp8", "mxfp8") and math.isnan(numeric.e4m3_largest(weight.codes)):
         raise FormatError(f"{module}: {weight.scheme} weights hold NaN")
     largest = _LARGEST.get(weight.scheme.weight, float(1 << weight.scheme.bits))
     if weight.scales is not None:
-        largest *= float(scales_to_float32(weight.scales).abs().max())
+        largest *= largest_scale(weight.scales)
     if weight.global_scale is not None:
         largest *= float(weight.global_scale.abs().max())
     if largest > torch.finfo(torch.float32).max:

@@ -15,7 +15,8 @@ from gristmill.runtime.loader.weights import Part, Weights
 class Linear:
     """y = x · Wᵀ (+ bias); with silu_mul W holds gate and up, and y = silu(gate) · up.
 
-    weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's.
+    weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's. `target` is the
+    parameter's name in the model's table, where it has one.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Linear:
         self.columns = weight.n // 2 if silu_mul else weight.n
         plans.own(bias, *(tensor for packing in self.weight.packed.values() for tensor in packing))
         self._only = self.weight.tensors() if len(layouts) == 1 else None
+        self.target = ""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
@@ -62,6 +64,7 @@ class SplitLinear:
     ) -> None:
         rows = [part.weight.n for part in parts]
         biases = [None] * len(parts) if bias is None else [b.contiguous() for b in bias.split(rows)]
+        self.target = ""
         self.plans = plans
         self.scales = [part.pre_scale for part in parts]
         plans.own(*self.scales)
@@ -88,6 +91,10 @@ class SplitLinear:
 def load_linear(plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False) -> Linear | SplitLinear:
     """The linear layer of a parameter, with its bias when the table has ``TARGET.bias``."""
     parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
+    made: Linear | SplitLinear
     if len(parts) == 1 and parts[0].pre_scale is None:
-        return Linear(plans, parts[0].weight, bias, silu_mul=silu_mul)
-    return SplitLinear(plans, parts, bias, silu_mul=silu_mul)
+        made = Linear(plans, parts[0].weight, bias, silu_mul=silu_mul)
+    else:
+        made = SplitLinear(plans, parts, bias, silu_mul=silu_mul)
+    made.target = target
+    return made

@@ -38,6 +38,7 @@ class LatentAttention:
         self.kv_norm = RMSNorm(plans, weights.tensor(f"{name}.kv_norm"), LATENT_EPS)
         kv = weights.linear(f"{name}.kv")
         self.kv = Linear(plans, kv)
+        self.kv.target = f"{name}.kv"
         per_head = kv.dequantize(plans.dtype).view(self.heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
         self.w_k = per_head[:, : mla.nope_dim].contiguous()
         self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()

@@ -22,6 +22,7 @@ class MixtureOfExperts:
     def __init__(self, moe: MoeConfig, plans: Plans, weights: Weights, name: str) -> None:
         self.moe = moe
         self.plans = plans
+        self.target = f"{name}.experts"
         router = QuantTensor.from_dense(weights.tensor(f"{name}.router"))
         self.router = Linear(plans, router, dtype=torch.float32)
         self.bias = weights.optional(f"{name}.router.bias")
@@ -42,6 +43,14 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
+        scores, ids = self.route(x)
+        out = x.new_empty(x.shape)
+        scratch = self.plans.scratch(self.experts, x.shape[0])
+        self.experts(x, scores, ids, self.gate_up, self.down, self.inner, scratch, out)
+        return out if self.shared is None else out + self.shared(x)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and ids int32, [tokens, top_k] each, of the experts that tokens go to."""
         tokens, moe = x.shape[0], self.moe
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
@@ -49,7 +58,4 @@ class MixtureOfExperts:
             self.router(x.float()), moe.top_k, self.bias, moe.num_groups, moe.top_groups, moe.scoring, moe.norm_topk_prob,
             moe.scale, scores, ids,
         )  # fmt: skip
-        out = x.new_empty(x.shape)
-        scratch = self.plans.scratch(self.experts, tokens)
-        self.experts(x, scores, ids, self.gate_up, self.down, self.inner, scratch, out)
-        return out if self.shared is None else out + self.shared(x)
+        return scores, ids

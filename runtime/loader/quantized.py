@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant import QuantTensor
 from gristmill.quant.formats import FormatError
 from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
@@ -40,12 +41,14 @@ def write_quantized(
     scheme: QuantScheme,
     progress: Callable[[int, int], None] | None = None,
     form: str = "gristmill",
+    rounding: Callable[[str, Tensor, QuantTensor], QuantTensor] | None = None,
 ) -> dict[str, int]:
-    """Quantize the linear weights of a model directory to nearest and write it, one tensor at a time, to `out`.
+    """Quantize the linear weights of a model directory and write it, one tensor at a time, to `out`.
 
     `out` appears whole or not at all: everything is written to a hidden folder beside it, which then takes its name.
-    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. Returns {"tensors":
-    quantized ones, "bytes_before", "bytes_after"}.
+    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. rounding: (module,
+    weight, weight rounded to nearest) -> what is written instead. Returns {"tensors": quantized ones, "bytes_before",
+    "bytes_after"}.
 
     Raises:
         UsageError: `out` exists and is not empty, or cannot be written, the scheme is dense, the format does not hold it, or
@@ -83,7 +86,8 @@ def write_quantized(
                 base = name.removesuffix(".weight")
                 tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
                 try:
-                    stored = target.tensors(target.quantize(tensor))
+                    rounded = target.quantize(tensor)
+                    stored = target.tensors(rounded if rounding is None else rounding(base, tensor, rounded))
                 except ValueError as error:  # FormatError among them
                     raise CheckpointError(f"{name}: {error}") from error
                 for field, value in stored.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.bound import BoundPlan, fitting
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
@@ -68,7 +68,7 @@ def _automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
     key = (op.name, id(policy), *(_signature(argument) for argument in arguments))
     plan = _FOUND.get(key)
     if plan is None:
-        described = op.problem(op.describe(*arguments))
+        described = op.problem(fitting(op, op.describe, arguments))
         device = next(t.device for a in arguments for t in _tensors(a))
         static = op.static(described)
         known = (op.name, id(policy), static, str(device))
@@ -105,7 +105,7 @@ def _define(op: Op) -> None:
 
     def allocate(*arguments: Any) -> list[torch.Tensor]:
         device = next(t.device for a in arguments for t in _tensors(a))
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in op.like(*arguments)]
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)]
 
     def run_new(*given: Any) -> Any:
         # The dispatcher leaves out trailing arguments that are at their defaults.
@@ -115,18 +115,25 @@ def _define(op: Op) -> None:
         return made[0] if len(made) == 1 else tuple(made) if made else None
 
     def fake_new(*given: Any) -> Any:
+        fake_out(*given)
         made = allocate(*(*given, *defaults[len(given) :])[:count])
         return made[0] if len(made) == 1 else tuple(made) if made else None
+
+    def fake_out(*given: Any) -> None:
+        # A meta tensor among real ones comes here too, and would be answered by an empty tensor.
+        devices = sorted({str(t.device) for a in given for t in _tensors(a)})
+        if len(devices) > 1:
+            raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
 
     returned = ", ".join("Tensor" for _ in op.outputs)
     _LIBRARY.define(f"{op.name}({inputs}, int plan=0) -> {returned if len(op.outputs) == 1 else f'({returned})'}")
     _LIBRARY.impl(op.name, run_new, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gristmill::{op.name}", fake_new if op.outputs else _no_fake, lib=_LIBRARY)
+    torch.library.register_fake(f"gristmill::{op.name}", fake_new if op.outputs else fake_out, lib=_LIBRARY)
     packet = getattr(torch.ops.gristmill, op.name)
     if op.outputs:
         _LIBRARY.define(f"{op.name}.out({', '.join([*typed, 'int plan', *outputs])}) -> ()")
         _LIBRARY.impl(f"{op.name}.out", run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"gristmill::{op.name}.out", _no_fake, lib=_LIBRARY)
+        torch.library.register_fake(f"gristmill::{op.name}.out", fake_out, lib=_LIBRARY)
     _FUNCTIONS[op.name] = _function(op, packet.default, packet.out if op.outputs else None)
 
 
@@ -145,10 +152,6 @@ def _runner(op: Op) -> Callable[..., None]:
     exec(compile(source, f"<gristmill.ops.{op.name}>", "exec"), scope)
     function: Callable[..., None] = scope["run"]
     return function
-
-
-def _no_fake(*arguments: Any) -> None:
-    """What an operation that only writes into its arguments does to fake tensors: nothing."""
 
 
 def _default(text: str | None) -> Any:

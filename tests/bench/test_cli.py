@@ -117,6 +117,17 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) ->
         (("verify", "--target", "sm_100"), "not a device of this machine"),
         (("bench", "rms_norm", "--kernels", "rms_norm_cup"), "did you mean rms_norm_cpu"),
         (("bench", "rms_norm", "--problem", "n=4"), "leaves m open"),
+        (("compare", "rms_norm", "--target", "sm_100"), "not a device of this machine"),
+        (("compare", "rms_norm", "--kernels", "nothing_*"), "no kernel of rms_norm matches 'nothing_*'"),
+        (("compare", "rms_norm", "--problem", "n=4"), "leaves m open"),
+        (("check", "x.json", "--op", "rms_norm"), "go with --update"),
+        (("shapes", "--model", "llama-9"), "one of deepseek-v3"),
+        (("shapes", "--tp", "2"), "go with --model"),
+        (("coverage",), "--model is missing"),
+        (("tune",), "name an operation, or a model"),
+        (("store", "diff", "a.json", "b.json"), "a.json does not exist"),
+        (("rerun", "absent.json"), "absent.json"),
+        (("report", "absent.json", "--html", "p.html"), "absent.json"),
         (("nonsense",), "No such command 'nonsense'"),
     ],
 )  # fmt: skip
@@ -131,7 +142,17 @@ def test_a_wrong_policy_file_is_a_mistake_too(tmp_path: Path) -> None:
     assert done.returncode == 2 and "absent.toml" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["doctor", "list", "explain", "verify", "bench"])
-def test_every_command_helps(tmp_path: Path, command: str) -> None:
-    done = kernelbench(command, "--help", cache=tmp_path)
-    assert done.returncode == 0 and "--json" in done.stdout and len(done.stdout.splitlines()) > 8
+def commands() -> list[tuple[str, ...]]:
+    from gristmill.bench.cli import cli
+
+    return [(name, sub) if sub else (name,) for name, command in cli.commands.items() for sub in getattr(command, "commands", {"": None})]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_helps(command: tuple[str, ...]) -> None:
+    from click.testing import CliRunner
+
+    from gristmill.bench.cli import cli
+
+    done = CliRunner().invoke(cli, [*command, "--help"])
+    assert done.exit_code == 0 and "--json" in done.stdout and len(done.stdout.splitlines()) > 8

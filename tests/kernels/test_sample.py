@@ -173,6 +173,44 @@ def test_parts_of_rows_and_long_candidate_lists(implementation: Runnable, listed
             assert torch.equal(ids, wanted), (splits, parameters)
 
 
+@pytest.mark.parametrize("listed", [8192, 100])
+@pytest.mark.parametrize("implementation", TRITON, ids=str)
+def test_rows_of_many_groups(implementation: Runnable, listed: int, monkeypatch: Any) -> None:
+    """A top_k bounded by the peaks of groups, by ties too and with fewer tokens than it; top_p over almost equal logits,
+    whose candidates are bracketed twice: always the reference's tokens."""
+    from gristmill.kernels.sampling import _sample_triton, sample_triton
+
+    monkeypatch.setattr(_sample_triton, "LISTED", listed)
+    monkeypatch.setattr(sample_triton, "LISTED", listed)
+    noise = torch.randn(2, 1500, generator=torch.Generator().manual_seed(12))
+    tied = torch.where(noise > 1.5, 4.0, noise)
+    barred = torch.full((2, 1500), -math.inf)
+    barred[:, 77::250] = noise[:, 77::250]
+    cases = (
+        (2 * noise, _parameters(2, 1.0, 10, 1.0, 0.0, 21)),
+        (noise * 1e-3 + 1e3, _parameters(2, 1.0, 0, 0.3, 0.0, 26)),
+        (2 * noise, _parameters(2, 1.5, 10, 0.9, 0.0, 22)),
+        (tied, _parameters(2, 0.7, 5, 0.6, 0.0, 23)),
+        (barred, _parameters(2, 0.7, 10, 1.0, 0.0, 24)),
+        (noise * 1e-3, _parameters(2, 1.0, 0, 0.7, 0.0, 25)),
+    )
+    for logits, parameters in cases if listed > 1500 else cases[:2]:
+        ids = torch.full((2,), -99)
+        config = {"block": 512, "splits": 3, "warps": 4, "search": 512, "search_warps": 4}
+        implementation.kernel.load()(config, logits, *parameters, None, ids)
+        assert torch.equal(ids, sample.reference(logits, *parameters)), parameters
+
+
+@pytest.mark.parametrize("implementation", TRITON, ids=str)
+def test_infinite_temperature(implementation: Runnable) -> None:
+    """Every token is as likely, and one at -inf has no place (NaN): no answer."""
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(13))
+    logits[1, 7] = -math.inf
+    parameters = _parameters(2, math.inf, 0, 0.5)
+    ids = _run(implementation, logits, parameters)
+    assert torch.equal(ids, sample.reference(logits, *parameters)) and ids[1] == -1
+
+
 @pytest.mark.parametrize("implementation", TRITON, ids=str)
 def test_workspace_of_exactly_its_size(implementation: Runnable) -> None:
     op, kernel = implementation.op, implementation.kernel

@@ -99,3 +99,14 @@ def test_bit_stream_errors() -> None:
         numeric.pack_bits(torch.zeros(4), 4)
     with pytest.raises(ValueError, match="7 codes of 4 bits take 4 bytes, got 3"):
         numeric.unpack_bits(torch.zeros(3, dtype=torch.uint8), 4, 7)
+
+
+def test_the_largest_e4m3_magnitude() -> None:
+    for seed in range(50):
+        codes = torch.randint(0, 256, (3, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        values = numeric.e4m3_decode(codes).abs()
+        expected = float("nan") if bool(values.isnan().any()) else float(values.max())
+        assert str(numeric.e4m3_largest(codes)) == str(expected)
+    for code, value in ((0x00, 0.0), (0x80, 0.0), (0x7E, 448.0), (0xFE, 448.0), (0x01, 2.0**-9), (0x81, 2.0**-9)):
+        assert numeric.e4m3_largest(torch.tensor([0x80, code], dtype=torch.uint8)) == value
+    assert all(str(numeric.e4m3_largest(torch.tensor([0, bad], dtype=torch.uint8))) == "nan" for bad in (0x7F, 0xFF))

@@ -1,35 +1,79 @@
-"""The gristmill command line, as a user calls it."""
+"""The gristmill command line, as a user calls it: in this process, where starting another one shows nothing more."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.runtime.oracle import LLAMA, MODELS
+from gristmill.runtime.cli import main
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 MODEL = str(MODELS / LLAMA)
+TOKENS = str(MODELS / "eval_tokens.u16")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
-def gristmill(tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
-    """Run the command line; its cache is the module's own."""
-    cache = tmp_path_factory.mktemp("cache")
-    source = Path(__file__).resolve().parents[2] / "src"
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store of verifications for this file's commands."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "policy.toml").write_text(f'cache = "{folder}"\n')
+    return folder
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(source)}
-        command = [sys.executable, "-m", "gristmill.runtime.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+@pytest.fixture
+def gristmill(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command line."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setenv("GRISTMILL_POLICY", str(cache / "policy.toml"))
+        monkeypatch.setattr(sys, "argv", ["gristmill", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return Done(int(end.value.code or 0), out, err)
 
     return run
 
 
-def test_generate(gristmill) -> None:  # noqa: ANN001
+def test_as_a_program(cache: Path) -> None:
+    """A process of its own: text on stdout, timings on stderr; a mistake is status 2 and one line."""
+    source = Path(__file__).resolve().parents[2] / "src"
+    environment = {**os.environ, "GRISTMILL_POLICY": str(cache / "policy.toml"), "PYTHONPATH": str(source)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gristmill.runtime.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    options = ("generate", "--model", MODEL, "--dtype", "fp32")
+    done = run(*options, "--prompt", "The SELECT", "--max-tokens", "4")
+    assert done.returncode == 0 and done.stdout.strip() and "4 tokens in" in done.stderr
+    wrong = run(*options, "--prompt", "")
+    assert (wrong.returncode, wrong.stdout) == (2, "") and len(wrong.stderr.strip().splitlines()) == 1
+
+
+def test_generate(gristmill: Command) -> None:
     options = ("generate", "--model", MODEL, "--prompt", "The SELECT", "--max-tokens", "8", "--dtype", "fp32")
     plain, as_json = gristmill(*options, "--explain"), gristmill(*options, "--json")
     assert (plain.returncode, as_json.returncode) == (0, 0), plain.stderr + as_json.stderr
@@ -43,9 +87,8 @@ def test_generate(gristmill) -> None:  # noqa: ANN001
     assert "8 tokens in" in plain.stderr
 
 
-def test_eval_and_quantize(gristmill, tmp_path: Path) -> None:  # noqa: ANN001
-    tokens = str(MODELS / "eval_tokens.u16")
-    options = ("--tokens", tokens, "--window", "64", "--windows", "3", "--dtype", "fp32", "--json")
+def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:
+    options = ("--tokens", TOKENS, "--window", "64", "--windows", "3", "--dtype", "fp32", "--json")
     rounded = gristmill("eval", "--model", MODEL, "--quant", "int4_g128", *options)
     assert rounded.returncode == 0, rounded.stderr
     found = json.loads(rounded.stdout)
@@ -56,12 +99,23 @@ def test_eval_and_quantize(gristmill, tmp_path: Path) -> None:  # noqa: ANN001
     assert json.loads(written.stdout)["scheme"] == "int4_g128"
     again = gristmill("eval", "--model", out, *options)
     assert json.loads(again.stdout)["loss"] == found["loss"]
+    refused = gristmill("quantize", "--model", MODEL, "--quant", "nvfp4", "--out", out)
+    assert refused.returncode == 2 and f"{out} exists and is not an empty folder" in refused.stderr
 
 
 @pytest.mark.parametrize("command", [(), ("generate",), ("eval",), ("quantize",)])
-def test_help(gristmill, command: tuple[str, ...]) -> None:  # noqa: ANN001
+def test_help(gristmill: Command, command: tuple[str, ...]) -> None:
     done = gristmill(*command, "--help")
     assert done.returncode == 0 and "--help" in done.stdout and "--json" in done.stdout + ("" if command else "--json")
+
+
+def mistake(done: Done, message: str) -> None:
+    """Status 2, nothing on stdout, one line on stderr that says `message`."""
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+PROMPT = ("generate", "--model", MODEL, "--prompt", "x")
 
 
 @pytest.mark.parametrize(
@@ -69,17 +123,74 @@ def test_help(gristmill, command: tuple[str, ...]) -> None:  # noqa: ANN001
     [
         (("generate", "--model", "/absent", "--prompt", "x"), "no model directory /absent"),
         (("generate", "--model", MODEL, "--prompt", ""), "prompt is empty"),
-        (("generate", "--model", MODEL, "--prompt", "x", "--quant", "int5"), "unknown scheme 'int5'"),
-        (("generate", "--model", MODEL, "--prompt", "x", "--dtype", "fp7"), "unknown dtype 'fp7'"),
-        (("generate", "--model", MODEL, "--prompt", "x", "--temperature", "-1"), "temperature"),
-        (("generate", "--model", MODEL, "--prompt", "x", "--policy", "/absent.toml"), "/absent.toml"),
+        (("generate", "--model", MODEL, "--prompt", "the " * 5000), "prompt tokens"),
+        ((*PROMPT, "--quant", "int5"), "unknown scheme 'int5'"),
+        ((*PROMPT, "--dtype", "fp7"), "unknown dtype 'fp7'; known: auto, fp32, fp16, bf16"),
+        ((*PROMPT, "--device", "tpu"), "unknown device 'tpu'; known: cpu, cuda"),
+        ((*PROMPT, "--temperature", "-1"), "temperature must be a finite number of at least 0, got -1"),
+        ((*PROMPT, "--max-tokens", "0"), "max_tokens must be an integer of at least 1, got 0"),
+        ((*PROMPT, "--max-tokens", "many"), "'many' is not a valid integer"),
+        ((*PROMPT, "--top-p", "1.5"), "top_p must be a number in (0, 1], got 1.5"),
+        ((*PROMPT, "--policy", "/absent.toml"), "/absent.toml"),
         (("generate", "--model", MODEL), "--prompt"),
+        (("generat",), "generat"),
         (("eval", "--model", MODEL, "--tokens", "/absent.u16"), "cannot read /absent.u16"),
-        (("eval", "--model", MODEL, "--tokens", str(MODELS / "eval_tokens.u16"), "--windows", "9999"), "need"),
+        (("eval", "--model", MODEL, "--tokens", TOKENS, "--windows", "9999"), "10238976 tokens, got"),
+        (("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "5000", "--windows", "1"), "longer than one request can be"),
+        (("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "1"), "a window of at least 2 tokens"),
         (("quantize", "--model", MODEL, "--quant", "bf16", "--out", "/absent/x"), "not a quantized scheme"),
+        (("quantize", "--model", MODEL, "--quant", "nvfp4", "--out", "/proc/x"), "cannot write to /proc"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(gristmill, arguments: tuple[str, ...], message: str) -> None:  # noqa: ANN001
-    done = gristmill(*arguments, "--json")
-    assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_mistakes_are_one_line_and_exit_2(gristmill: Command, arguments: tuple[str, ...], message: str) -> None:
+    mistake(gristmill(*arguments, "--json"), message)
+
+
+def cut(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "is truncated or corrupt: "),
+        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "missing shard"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot read"),
+        (edit(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported; known: Llama"),
+        (edit(num_hidden_layers=5), "left unwritten"),
+        (edit(num_hidden_layers=3, num_nextn_predict_layers=0), "no parameter of the model takes: model.layers.3"),
+        (edit(vocab_size=4000), "must have shape [4000, 256], got [4096, 256]"),
+    ],
+)
+def test_a_damaged_directory_is_one_line_and_exit_2(
+    gristmill: Command, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(MODELS / DEEPSEEK, tmp_path / "model"))
+    damage(folder)
+    mistake(gristmill("generate", "--model", str(folder), "--prompt", "x", "--json"), message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stict = true", "unknown policy entry 'stict'; entries are pins"),
+        ('strict = "yes"', "strict wants true or false, got 'yes'"),
+        ("strict", "policy "),
+        ('cpu_level = "avx1024"', "cpu_level 'avx1024': this CPU runs"),
+        ('strict = true\npins = {"*" = "no_such_kernel"}', "no kernel for"),
+    ],
+)
+def test_a_wrong_policy_is_one_line_and_exit_2(gristmill: Command, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    mistake(gristmill(*PROMPT, "--json", "--policy", str(tmp_path / "policy.toml")), message)

@@ -9,6 +9,7 @@ import torch
 
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.explain import summarize
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import FinishReason
@@ -93,6 +94,13 @@ def test_filters_that_leave_one_token_are_greedy(llm: LLM, params: dict[str, flo
     assert llm.generate(TEXT, drawn) == llm.generate(TEXT, SamplingParams(max_tokens=16))
 
 
+def test_a_top_k_past_the_vocabulary_is_no_filter(llm: LLM) -> None:
+    everything, huge = (
+        llm.generate(TEXT, SamplingParams(max_tokens=8, temperature=1.0, seed=1, top_k=k)) for k in (0, 10**12)
+    )
+    assert everything == huge
+
+
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
@@ -124,6 +132,15 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
         llm.generate([1, 4096])
     with pytest.raises(UsageError, match="text or a list of token ids, got float"):
         llm.generate([1.5])  # type: ignore[list-item]
+    for wrong, came in ((5, "int"), (None, "NoneType"), (b"x", "bytes"), ({1: 2}, "dict"), ([b"x"], "bytes"), ([None], "NoneType")):
+        with pytest.raises(UsageError, match=f"text.*list of token ids.*got {came}"):
+            llm.generate(wrong)  # type: ignore[arg-type]
+    for ids in ([-1], [[True]], [[1, "a"]]):
+        with pytest.raises(UsageError, match="integers from 0 to 4095, got"):
+            llm.generate(ids)  # type: ignore[arg-type]
+    for params in ({"temperature": 1.0}, 3, [1]):
+        with pytest.raises(UsageError, match="params must be a SamplingParams, or a list"):
+            llm.generate("x", params)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="2 prompts and 1 SamplingParams"):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(ValueError, match=r"4096 prompt tokens .* need 4097 tokens .*capacity is 256 blocks"):
@@ -144,6 +161,15 @@ def test_options_that_cannot_be(make: Callable[..., LLM]) -> None:
         ({"num_blocks": None, "memory": 2.0}, "memory must be bytes"),
         ({"num_blocks": None, "memory": 10}, "does not hold one cache block"),
         ({"max_batch_tokens": 8}, "max_batch_tokens"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"block_size": "16"}, "block_size must be an integer of at least 1, got '16'"),
+        ({"max_seqs": 0}, "max_seqs must be an integer of at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len must be an integer of at least 1, got 0"),
+        ({"max_chunk": 0}, "max_chunk must be at least 1, got 0"),
+        ({"num_blocks": 10**12}, r"1000000000000 blocks of 16 tokens takes \d+ bytes, more than cpu gives"),
+        ({"quant": "int5"}, "unknown scheme 'int5'"),
+        ({"policy": {"strict": True}}, "policy must be a Policy or the path of a policy file, got dict"),
+        ({"seed": "a"}, "seed must be an integer, got 'a'"),
     ):
         with pytest.raises(UsageError, match=message):
             make(LLAMA, **wrong)  # type: ignore[arg-type]
@@ -159,6 +185,12 @@ def test_engine_step_by_step(llm: LLM) -> None:
     engine.add_request("b", prompt[:2], SamplingParams(max_tokens=30))
     with pytest.raises(ValueError, match="in use"):
         engine.add_request("a", prompt)
+    for wrong, message in (
+        ((None, prompt), "a text as its id"), (("c", prompt, None, "high"), "an integer as its priority"),
+        (("c", None), "must be a list of token ids, got NoneType"), (("c", prompt, {}), "must be a SamplingParams, got dict"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            engine.add_request(*wrong)  # type: ignore[arg-type]
     got: dict[str, list[int]] = {"a": [], "b": []}
     for _ in range(3):
         for output in engine.step():
@@ -208,6 +240,9 @@ def test_explain_and_weight_bytes(make: Callable[..., LLM]) -> None:
     assert any("w=int4_g128" in row["problem"] and row["layout"] for row in rows)
     assert all(row["reason"] for row in rows)
     assert llm.weight_bytes < make(LLAMA, dtype="bf16").weight_bytes
+    short = {row["op"]: row for row in summarize(rows)}
+    assert set(short["linear"]["formats"]) == {"bf16", "int4_g128"} and short["sample"]["formats"] == []
+    assert sum(row["plans"] for row in summarize(rows)) == len(rows)
 
 
 def test_streamed_text_never_breaks_a_character() -> None:

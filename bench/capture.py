@@ -1,0 +1,72 @@
+"""Which problems a live run calls, and how often: recorded where plans are called, read back as calls to tune."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.result_file import ResultError, replace
+from gristmill.bench.shapes import Call, Step
+from gristmill.kernel_registry.registry import default_registry
+
+SCHEMA = 1
+LIVE = Step(1, 1, 1)
+"""The step that recorded calls belong to: none is known."""
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the problems that bound plans are called with, by (operation, problem), while the block runs.
+
+    Operations with packed weights are counted at the size of their plan's axis; the others are described exactly. Calls
+    inside a CUDA graph's replay are not seen: run without graphs.
+    """
+    from gristmill.autotune.bound import BoundPlan
+
+    counts: Counter[tuple[str, str]] = Counter()
+    plain = BoundPlan.__call__
+
+    def call(plan: Any, *arguments: Any) -> None:
+        op = plan.op
+        if op.pack is None:
+            problem = op.problem(op.describe(*arguments[: len(op.parameters)]))
+        else:
+            problem = op.at_bucket(plan.static, plan._guard(plan.static, *arguments))
+        if op.bucket is None or problem[op.bucket]:
+            counts[op.name, str(problem)] += 1
+        plain(plan, *arguments)
+
+    BoundPlan.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        BoundPlan.__call__ = plain  # type: ignore[method-assign]
+
+
+def write(path: Path, counts: Counter[tuple[str, str]], command: str) -> None:
+    """Write what was captured, most frequent first."""
+    calls = [{"op": op, "problem": problem, "count": count} for (op, problem), count in counts.most_common()]
+    lines = ",\n".join(json.dumps(call) for call in calls)
+    replace(path, f'{{"schema": {SCHEMA}, "command": {json.dumps(command)}, "calls": [\n{lines}\n]}}\n')
+
+
+def read(path: Path) -> list[Call]:
+    """The calls of a captured file; ResultError names what is wrong with it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected captured shapes") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("calls"), list):
+        raise ResultError(f"{path}: expected captured shapes of schema {SCHEMA}; kernelbench shapes capture writes them")
+    found = []
+    for place, call in enumerate(data["calls"]):
+        try:
+            op = default_registry().op(call["op"])
+            found.append(Call(op.name, str(op.problem(call["problem"])), int(call["count"]), "captured", LIVE))
+        except (KeyError, TypeError, ValueError, LookupError) as error:
+            raise ResultError(f"{path}: calls[{place}]: {error}") from error
+    return found
