@@ -106,7 +106,7 @@ class Resolver:
 
     def _read(self) -> Store:
         try:
-            return Store.read(self.policy.store_path)
+            return Store.read_over_shipped(self.policy.store_path)
         except StoreError as error:
             warnings.warn(f"{error}; going on with an empty store, nothing will be recorded", RuntimeWarning, stacklevel=2)
             self._recording = False

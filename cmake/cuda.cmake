@@ -60,7 +60,7 @@ foreach(source IN LISTS GM_SM90_SOURCES)
   string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
   add_custom_command(
     OUTPUT "${_dir}/${stem}.cubin"
-    COMMAND "${GRISTMILL_NVCC}" -std=c++20 -O3 -lineinfo -cubin -arch=sm_90a ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
+    COMMAND "${GRISTMILL_NVCC}" -std=c++20 -O3 -cubin -arch=sm_90a ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
             -o "${_dir}/${stem}.cubin" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.cubin.d" VERBATIM COMMENT "nvcc sm_90a ${stem}.cu")
   # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.

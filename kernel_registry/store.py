@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from gristmill.kernel_registry.problem import AxisError, Problem
 from gristmill.kernel_registry.target import Target
 
 SCHEMA = 1
+SHIPPED = Path(__file__).parent.parent / "autotune" / "tuned"
+"""Stores that come with gristmill: times and tuned configurations of devices that somebody measured."""
 NEAR_LIMIT = 1.0
 """How far, in powers of two summed over the integer axes (`distance`), a tuned problem may be to speak for another."""
 
@@ -140,6 +143,18 @@ class Store:
         return store
 
     @staticmethod
+    def read_over_shipped(path: Path) -> Store:
+        """The store in `path` on top of the times that come with gristmill; what is in `path` replaces what was shipped."""
+        store = Store()
+        for timing in shipped_times():
+            store.add(timing)
+        own = Store.read(path)
+        for timing in own.timings:
+            store.add(timing)
+        store.verifications.update(own.verifications)
+        return store
+
+    @staticmethod
     def read(path: Path) -> Store:
         """The store in `path`; an absent file is an empty store, a damaged one is a StoreError."""
         try:
@@ -152,6 +167,12 @@ class Store:
             return Store.parse(json.loads(text), str(path), text)
         except json.JSONDecodeError as error:
             raise StoreError(f"{path}: line {error.lineno}: {error.msg}") from error
+
+
+@cache
+def shipped_times() -> tuple[Timing, ...]:
+    """Every measured time under `SHIPPED`. Their ``code`` is empty: they speak for a kernel's present code, whatever it is."""
+    return tuple(timing for path in sorted(SHIPPED.glob("*.json")) for timing in Store.read(path).timings)
 
 
 def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification | Timing:

@@ -75,7 +75,7 @@ def _selection(op: Op, problem: Problem, here: Place, layouts: frozenset[str] | 
         from gristmill.autotune.resolve import Resolver
 
         return Resolver(here.device, here.policy).resolve(op, problem, layouts)
-    kernels, store = default_registry().kernels_of(op.name), Store.read(here.policy.store_path)
+    kernels, store = default_registry().kernels_of(op.name), Store.read_over_shipped(here.policy.store_path)
     return select(op, problem, kernels, here.target, here.build, store, here.policy, layouts=layouts, foreign=True)
 
 

@@ -14,20 +14,84 @@
 //    order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
 #pragma once
-#include "_w4_frag16_sm90.cuh"
+#include "_weight_tiles_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
-// NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of a slot.  WN x WK: warps along N and along K.  NX: slots of x.
-// HALF: scales are fp16 (a run-time choice costs 3 % at M = 16).
-template <typename T, bool HALF, int NT, int RT, int C, int WN, int WK, int NX>
-__device__ __forceinline__ void w4_frag16(const W4Params& p) {
-  constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kSlot = C * kTileBytes;
-  constexpr int CH = NT == 1 ? 2 : 1, TP = NT <= 2 ? 2 : 1;  // chains of products a tile, tiles at a time: four independent chains
+// Products of x with a constant operand, for each of G groups of 128 / G columns.
+template <typename T, int G, int NT>
+__device__ __forceinline__ void sums_of_x(const uint32_t (&constant)[4], const uint4 (&x)[NT][4], float (&sums)[G > 0 ? G : 1][NT][4]) {
+  float odd[NT][4];  // a second chain where one would be long
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) odd[n][i] = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int group = j * G / 4;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      if (j * G % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[group][n][i] = 0.f;
+      }
+      Num<T>::mma(sums[group][n], constant, x[n][j].x, x[n][j].y, sums[group][n]);
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float(&to)[4] = G == 1 ? odd[n] : sums[group][n];
+      Num<T>::mma(to, constant, x[n][j].z, x[n][j].w, to);
+    }
+  }
+  if constexpr (G == 1) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[0][n][i] += odd[n][i];
+  }
+}
+
+// Adds the finished sums of a group (G = 0: of the tile) to the accumulators, scaled.
+template <typename W, int CH, int NT, int GS>
+__device__ __forceinline__ void add_sums(float (&acc)[NT][4], const float (&part)[CH][NT][4], const W& w, int group,
+                                         const float (&sums)[GS][NT][4], const W4Params& p) {
+  float s[2] = {1.f, 1.f}, off[2] = {0.f, 0.f};
+  if constexpr (W::kGroups > 0) {
+    const float2 both = w.scale(group, p);
+    s[0] = both.x, s[1] = both.y;
+  }
+  if constexpr (W::kOffset) {
+    const float2 both = w.offset(group);
+    off[0] = both.x, off[1] = both.y;
+  }
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = part[0][n][i];
+      if constexpr (W::kPlanes == 2)
+        sum += 16.f * part[1][n][i];
+      else if constexpr (CH == 2)
+        sum += part[1][n][i];
+      if constexpr (W::kOffset) sum += off[i >> 1] * sums[group][n][i];
+      if constexpr (W::kGroups > 0)
+        acc[n][i] += s[i >> 1] * sum;
+      else
+        acc[n][i] = sum;
+    }
+}
+
+// W: the kind of weight, a class of _weight_tiles_sm90.cuh.  NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of
+// a slot.  WN x WK: warps along N and along K.  NX: slots of x.
+template <typename T, typename W, int NT, int RT, int C, int WN, int WK, int NX>
+__device__ __forceinline__ void linear_frag16(const W4Params& p) {
+  constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kTile = W::kBytes, kSlot = C * kTile, G = W::kGroups;
+  // Tiles at a time, and chains of products a tile: four independent chains. Planes are chains of their own.
+  constexpr int TP = NT <= 2 ? 2 : 1, CH = W::kPlanes == 2 ? 2 : NT == 1 && G <= 1 ? 2 : 1, kEvery = G > 1 ? 4 / G : 4;
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ __align__(8) uint64_t bars[kWarps][kMaxDepth];
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int wn = warp % WN, wk = warp / WN, depth = p.depth;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
   const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
@@ -48,9 +112,9 @@ __device__ __forceinline__ void w4_frag16(const W4Params& p) {
     for (int i = 0; i < kSub * kSeg; ++i) {
       const int row0 = (block * WN + wn) * RT, first = row0 + i / kSeg * C, last = min(min(first + C, row0 + RT), p.tiles);
       const int base = (first & ~3) + i % kSeg * 4, from = max(first, base), till = min(last, base + 4), in_block = min(4, p.tiles - base);
-      bytes[i] = max(0, till - from) * kTileBytes;  // rows past the end: nothing to copy, their sums are never stored
-      stride[i] = WK * in_block * kTileBytes;
-      src[i] = reinterpret_cast<const char*>(p.w) + (static_cast<int64_t>(base) * p.groups + (kb0 + wk) * in_block + (from - base)) * kTileBytes;
+      bytes[i] = max(0, till - from) * kTile;  // rows past the end: nothing to copy, their sums are never stored
+      stride[i] = WK * in_block * kTile;
+      src[i] = reinterpret_cast<const char*>(p.w) + (static_cast<int64_t>(base) * p.groups + (kb0 + wk) * in_block + (from - base)) * kTile;
     }
   }
   const auto issue = [&](int slot, int sub) {  // lane 0 only
@@ -75,6 +139,10 @@ __device__ __forceinline__ void w4_frag16(const W4Params& p) {
 #pragma unroll
       for (int i = 0; i < kSub; ++i) issue(s + i, i);
   }
+  if (p.row_scale != nullptr && threadIdx.x * 32 < RT * WN * kTileRows) {  // the kernel's last read, fetched with its first
+    const int row = block * RT * WN * kTileRows + threadIdx.x * 32;
+    if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+  }
   __syncwarp();
   if (split > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -93,9 +161,9 @@ __device__ __forceinline__ void w4_frag16(const W4Params& p) {
     const int row = min(n * 8 + (lane & 7), p.m - 1);
     xrow[n] = smem_u32(xs) + row * 128, xswz[n] = ((lane >> 3) ^ (row & 7)) * 16;
   }
-  uint32_t minus[4];  // A constant operand, opaque so that it stays in registers.
+  uint32_t constant[4];  // a constant operand, opaque so that it stays in registers: -(offset + 8), or 1 for plain sums of x
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(minus[i]) : "n"(Num<T>::minus));
+  for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(constant[i]) : "n"(W::kStart ? Num<T>::minus : Num<T>::one));
 
   float acc[RT][NT][4];
 #pragma unroll
@@ -131,84 +199,59 @@ __device__ __forceinline__ void w4_frag16(const W4Params& p) {
     xfree = xi;
     if ((xi += xslot) == NX * xslot) xi = 0;
 
-    float init[NT][4], odd[NT][4];  // -(offset + 8) · Σx of the group for columns 2t and 2t + 1; the same in every row
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) init[n][i] = odd[n][i] = 0.f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) Num<T>::mma(init[n], minus, x[n][j].x, x[n][j].y, init[n]);
-#pragma unroll
-      for (int n = 0; n < NT; ++n) Num<T>::mma(odd[n], minus, x[n][j].z, x[n][j].w, odd[n]);
-    }
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) init[n][i] += odd[n][i];
+    // Σx of each group, times the constant, for columns 2t and 2t + 1; the same in every row.
+    float sums[G > 0 ? G : 1][NT][4];
+    if constexpr (W::kStart || W::kOffset) sums_of_x<T, G>(constant, x, sums);
 #pragma unroll
     for (int sub = 0; sub < kSub; ++sub) {
       mbar_wait(bar0 + 8 * slot, parity);
       const uint8_t* chunk = ring + slot * kSlot;
 #pragma unroll
       for (int c0 = 0; c0 < C && sub * C + c0 < RT; c0 += TP) {
-        uint4 q[TP][2];
-        uint32_t sc[TP];
-#pragma unroll
-        for (int c = 0; c < TP; ++c) {
-          if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
-          const uint8_t* tile = chunk + (c0 + c) * kTileBytes;
-          q[c][0] = reinterpret_cast<const uint4*>(tile)[lane];
-          q[c][1] = reinterpret_cast<const uint4*>(tile)[32 + lane];
-          sc[c] = reinterpret_cast<const uint32_t*>(tile + kCodeBytes)[g];
-        }
-        float part[TP][CH][NT][4];
+        W w[TP];
 #pragma unroll
         for (int c = 0; c < TP; ++c)
-#pragma unroll
-          for (int h = 0; h < CH; ++h)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) part[c][h][n][i] = h == CH - 1 ? init[n][i] : 0.f;
+          if (c0 + c < C && sub * C + c0 + c < RT) w[c].load(chunk + (c0 + c) * kTile, lane);
+        float part[TP][CH][NT][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // products in an order that keeps dependent ones as far apart as possible
-          uint32_t a[TP][4], b[TP][4];
+          if (j % kEvery == 0) {       // sums start anew
 #pragma unroll
-          for (int c = 0; c < TP; ++c) {
-            const uint4& w = q[c][j >> 1];
-            const uint32_t even = j & 1 ? w.z : w.x, odd = j & 1 ? w.w : w.y;  // a word is a fragment of 16 k
-            a[c][0] = two_codes<T, 0>(even), a[c][1] = two_codes<T, 1>(even), a[c][2] = two_codes<T, 2>(even), a[c][3] = two_codes<T, 3>(even);
-            b[c][0] = two_codes<T, 0>(odd), b[c][1] = two_codes<T, 1>(odd), b[c][2] = two_codes<T, 2>(odd), b[c][3] = two_codes<T, 3>(odd);
+            for (int c = 0; c < TP; ++c)
+#pragma unroll
+              for (int h = 0; h < CH; ++h)
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) {
+                    const bool here = c0 + c < C && sub * C + c0 + c < RT;
+                    if constexpr (G == 0)
+                      part[c][h][n][i] = h == 0 && here ? acc[sub * C + c0 + c][n][i] : 0.f;
+                    else
+                      part[c][h][n][i] = W::kStart && h == CH - 1 ? sums[j / kEvery][n][i] : 0.f;
+                  }
           }
+          uint32_t a[TP][2][W::kPlanes][4];
 #pragma unroll
           for (int c = 0; c < TP; ++c)
+            if (c0 + c < C && sub * C + c0 + c < RT) w[c].pairs(2 * j, a[c][0]), w[c].pairs(2 * j + 1, a[c][1]);
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
-              if (c0 + c < C && sub * C + c0 + c < RT) Num<T>::mma(part[c][0][n], a[c], x[n][j].x, x[n][j].y, part[c][0][n]);
+          for (int s = 0; s < 2; ++s)
 #pragma unroll
-          for (int c = 0; c < TP; ++c)
+            for (int c = 0; c < TP; ++c)
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
-              if (c0 + c < C && sub * C + c0 + c < RT) Num<T>::mma(part[c][CH - 1][n], b[c], x[n][j].z, x[n][j].w, part[c][CH - 1][n]);
-        }
+              for (int l = 0; l < W::kPlanes; ++l)
 #pragma unroll
-        for (int c = 0; c < TP; ++c) {
-          if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
-          float s[2] = {__uint_as_float(sc[c] << 16), __uint_as_float(sc[c] & 0xffff0000u)};
-          if constexpr (HALF) {
-            const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&sc[c]));
-            s[0] = wide.x, s[1] = wide.y;
+                for (int n = 0; n < NT; ++n) {
+                  if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
+                  float(&sum)[4] = part[c][W::kPlanes == 2 ? l : CH == 2 ? s : 0][n];
+                  Num<T>::mma(sum, a[c][s][l], s ? x[n][j].z : x[n][j].x, s ? x[n][j].w : x[n][j].y, sum);
+                }
+          if (j % kEvery == kEvery - 1) {
+#pragma unroll
+            for (int c = 0; c < TP; ++c)
+              if (c0 + c < C && sub * C + c0 + c < RT) add_sums<W, CH>(acc[sub * C + c0 + c], part[c], w[c], j / kEvery, sums, p);
           }
-#pragma unroll
-          for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float sum = part[c][0][n][i];
-              if constexpr (CH == 2) sum += part[c][1][n][i];
-              acc[sub * C + c0 + c][n][i] += s[i >> 1] * sum;
-            }
         }
       }
       __syncwarp();  // every lane has read the slot

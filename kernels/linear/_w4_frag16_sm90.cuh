@@ -15,6 +15,7 @@ struct W4Params {
   void* y;               // [M, N], row stride N
   const void* bias;      // [N] or null
   const void* residual;  // [M, N], row stride N, or null
+  const float* row_scale;  // [N], multiplies a row's sum before bias and residual; or null
   int m, n, k, ldx, tiles, groups;
   int log_split, depth, inbox;  // CTAs of a cluster that share the rows, along K; slots of a warp's ring; where the inbox starts
   int xaligned, scales_half;    // rows of x are 16-byte aligned; scales are fp16, not bf16
@@ -59,7 +60,7 @@ template <typename T>
 struct Num;
 template <>
 struct Num<__nv_bfloat16> {
-  static constexpr uint32_t magic = 0x43004300u, minus = 0xC308C308u;  // 128 and -(128 + 8)
+  static constexpr uint32_t magic = 0x43004300u, minus = 0xC308C308u, one = 0x3F803F80u;  // 128, -(128 + 8), 1
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -70,7 +71,7 @@ struct Num<__nv_bfloat16> {
 };
 template <>
 struct Num<__half> {
-  static constexpr uint32_t magic = 0x64006400u, minus = 0xE408E408u;  // 1024 and -(1024 + 8)
+  static constexpr uint32_t magic = 0x64006400u, minus = 0xE408E408u, one = 0x3C003C00u;  // 1024, -(1024 + 8), 1
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -127,7 +128,7 @@ struct XLoader {
   // Copies x[:, 128] to the slot at byte offset `slot` and moves on by `groups` groups of 128.
   __device__ __forceinline__ void load(const W4Params& p, uint32_t slot, int groups) {
     if (p.xaligned) {  // 16 threads a row
-      const uint32_t bytes = k < p.k ? 16 : 0;  // 0 fills with zeros
+      const uint32_t bytes = max(0, min(8, p.k - k)) * 2;  // the rest is filled with zeros
 #pragma unroll
       for (int i = 0; i < (NT * 4 + WARPS - 1) / WARPS; ++i)
         if (i < rows)
@@ -160,7 +161,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, in
     }
     return sum;
   };
-  const bool finishing = p.bias != nullptr || p.residual != nullptr;
+  const bool finishing = p.bias != nullptr || p.residual != nullptr || p.row_scale != nullptr;
   const auto store = [&](int e, const float4& v) {
     const int l = e & 31, n = e / 32 % NT, row = (tile0 + e / (32 * NT)) * kTileRows + (l >> 2), m = n * 8 + (l & 3) * 2;
     if (m >= p.m || row >= p.n) return;
@@ -173,6 +174,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, in
       const int64_t at = first + (i & 1) * p.n + (i >> 1) * 8;
       float sum = value[i];
       if (finishing) {
+        if (p.row_scale) sum *= p.row_scale[row + (i >> 1) * 8];
         if (p.bias) sum += Num<T>::wide(static_cast<const T*>(p.bias)[row + (i >> 1) * 8]);
         if (p.residual) sum += Num<T>::wide(static_cast<const T*>(p.residual)[at]);
       }

@@ -7,6 +7,7 @@ unpacking them for a dense product, but not the last word above 64. docs/perform
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from ctypes import c_int, c_int64, c_void_p
 from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import dtype_name, row_stride
-from gristmill.kernels.linear.linear_w4a16_sm90 import ARGUMENTS, SHARED_BYTES, TYPES
+from gristmill.kernels.linear.frag16_shapes import SHARED_BYTES
 from gristmill.kernels.native import check, cuda_function
 
+ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 13, c_void_p)
+TYPES = {"fp16": 1, "bf16": 2}
 ROWS = 64
 """Rows of x a launch."""
 LARGEST_M = 256

@@ -1,4 +1,4 @@
-"""linear_w4a16_sm90 without a GPU: what it takes, configurations that fit, and the compiled library's own arithmetic."""
+"""The Hopper kernels over frag16 layouts without a GPU: what they take, configurations that fit, the library's own arithmetic."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import frag16_shapes as shapes
 from gristmill.kernels.linear import linear_w4a16_sm90 as spec
 from gristmill.kernels.linear import linear_w4a16_wgmma_sm90 as wgmma
+from gristmill.kernels.linear import linear_w8a16_sm90 as wide
 from gristmill.kernels.native import cuda_function, library_dir
 
 OP = default_registry().op("linear")
 TARGET = Target.parse("sm_90")
-SOURCE = Path(spec.__file__).with_name("_linear_w4a16_sm90.cu")
+FOLDER = Path(spec.__file__).parent
 BUILT = (library_dir() / "libgristmill_cuda_sm90a.so").is_file()
+SCHEMES = tuple(
+    scheme for name in ("w4", "f4", "w8") for scheme in default_registry().layout(f"{name}_frag16_v1").schemes
+)
 
 
 @pytest.mark.parametrize(
@@ -26,14 +32,37 @@ BUILT = (library_dir() / "libgristmill_cuda_sm90a.so").is_file()
         ("m=16,n=17,k=128,x=fp16,w=int4_g128,epilogue=bias+residual+silu_mul", None),
         ("m=0,n=64,k=256,w=int4_g128", None),
         ("m=17,n=64,k=256,w=int4_g128", "M <= 16"),
+        ("m=32,n=33,k=144,w=nvfp4", None),
+        ("m=129,n=64,k=256,w=mxfp4", "M <= 128"),
         ("m=1,n=64,k=256,x=fp32,w=int4_g128", "fp16 or bf16"),
-        ("m=1,n=64,k=256,w=int4_g64", "int4_g128, not int4_g64"),
-        ("m=1,n=64,k=256,w=int4_g128,act_order=true", "no act-order"),
+        ("m=1,n=64,k=256,w=int4_g64_zp,act_order=true", None),
+        ("m=1,n=64,k=129,w=int4_ch", None),
+        ("m=1,n=64,k=256,w=int8_ch", "4 bits, not int8_ch"),
+        ("m=1,n=64,k=256,w=bf16", "4 bits, not bf16"),
+        ("m=1,n=64,k=256,w=nvfp4.nvfp4", "weight-only"),
     ],
 )
 def test_accepts(problem: str, reason: str | None) -> None:
     said = spec.accepts(OP.problem(problem))
     assert said is None if reason is None else said is not None and reason in said
+
+
+def test_eight_bits() -> None:
+    for scheme in ("int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block"):
+        assert wide.accepts(OP.problem(f"m=3,n=33,k=384,w={scheme}")) is None
+    assert "mxfp8" in (wide.accepts(OP.problem("m=1,n=64,k=256,w=mxfp8")) or "")
+    assert "8 bits" in (wide.accepts(OP.problem("m=1,n=64,k=256,w=nvfp4")) or "")
+
+
+def test_every_scheme_that_is_accepted_has_a_layout_and_the_bytes_agree() -> None:
+    from gristmill.quant.layouts.w4_frag16_v1 import tile_bytes
+
+    for kernel in (spec.KERNEL, wide.KERNEL):
+        layouts = [default_registry().layout(name) for name in kernel.layouts]
+        for scheme in SCHEMES:
+            taken = kernel.accepts(OP.problem(f"m=1,n=64,k=256,w={scheme}")) is None
+            assert taken == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
+            assert shapes.format_of(QuantScheme.parse(scheme)).tile_bytes == tile_bytes(QuantScheme.parse(scheme))
 
 
 def test_wgmma_accepts_more_rows() -> None:
@@ -47,111 +76,75 @@ def test_hardware_is_hopper_alone() -> None:
     assert not spec.KERNEL.requires.check_hardware(TARGET)
 
 
-@pytest.mark.parametrize("m", [0, 1, 3, 8, 9, 16])
+@pytest.mark.parametrize("m", [0, 1, 8, 9, 16])
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096), (7168, 65536)]
 )
-def test_the_default_fits_and_is_among_those_to_try(m: int, n: int, k: int) -> None:
-    problem = OP.problem(f"m={m},n={n},k={k},w=int4_g128")
-    config = spec.config(problem, TARGET)
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "nvfp4", "fp8"])
+def test_the_default_fits_and_is_among_those_to_try(scheme: str, m: int, n: int, k: int) -> None:
+    problem = OP.problem(f"m={m},n={n},k={k},w={scheme}")
+    config, form = spec.config(problem, TARGET), shapes.format_of(QuantScheme.parse(scheme))
     assert config == next(iter(spec.space(problem, TARGET)))
-    shape = next(
-        s for s in spec.SHAPES if (s.nt, s.rt, s.wn, s.wk) == tuple(config[key] for key in ("nt", "rt", "wn", "wk"))
-    )
+    key = tuple(config[name] for name in ("nt", "rt", "wn", "wk"))
+    shape = next(s for s in shapes.shapes_of(form, "bf16") if (s.nt, s.rt, s.wn, s.wk) == key)
     assert shape.nt * 8 >= m
-    assert spec.shared_bytes(shape, max(m, 1), k, int(config["split"]), int(config["depth"])) < spec.SHARED_BYTES
+    size = shapes.shared_bytes(shape, form.tile_bytes, max(m, 1), k, int(config["split"]), int(config["depth"]))
+    assert size < shapes.SHARED_BYTES
     estimate = spec.estimate(problem, TARGET)
     assert estimate is not None and 0 < estimate < 1e4
 
 
 def test_the_instances_are_those_of_the_source() -> None:
-    listed = re.search(r"#define GM_SHAPES\(S\)(.*?)\n#define", SOURCE.read_text(encoding="utf-8"), re.S)
-    assert listed is not None
-    found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(([\d, ]+)\)", listed[1])]
-    assert found == [tuple(shape) for shape in spec.SHAPES]
+    text = (FOLDER / "_linear_frag16_entry_sm90.h").read_text(encoding="utf-8")
+    for name, expected in (("GM_FEW", shapes.FEW), ("GM_ALL", shapes.ALL[len(shapes.FEW) :])):
+        listed = re.search(rf"#define {name}\(S, \.\.\.\)(.*?)\n(?:#define|\n)", text, re.S)
+        assert listed is not None
+        found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])]
+        assert found == [tuple(shape) for shape in expected]
+    keys = [(s.nt, s.rt, s.wn, s.wk) for s in shapes.ALL]
+    assert len(set(keys)) == len(keys), "an instance is found by these four"
 
 
 @pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
-def test_the_library_counts_the_same_shared_memory() -> None:
-    entry = cuda_function("gm_linear_w4a16_sm90", "sm_90a", spec.ARGUMENTS)
-    for m, n, k in ((1, 4096, 4096), (9, 100, 1536), (16, 7168, 16384)):
-        for shape, split, depth, size in spec.candidates(m, n, k):
-            said = entry(
-                None,
-                None,
-                k,
-                None,
-                None,
-                None,
-                m,
-                n,
-                k,
-                2,
-                2,
-                shape.nt,
-                shape.rt,
-                shape.wn,
-                shape.wk,
-                split,
-                depth,
-                1,
-                -1,
-                None,
-            )
-            assert said == size, (shape, split, depth)
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_g64_zp", "int4_g32_zp",
+                                    "mxfp4", "nvfp4", "int8_ch", "fp8_block"])  # fmt: skip
+def test_the_library_counts_the_same_shared_memory(scheme: str) -> None:
+    from gristmill.kernels.linear._frag16_launch import ARGUMENTS
+
+    form = shapes.format_of(QuantScheme.parse(scheme))
+    entry = cuda_function(f"gm_linear_{form.name}_sm90", "sm_90a", ARGUMENTS)
+    for x, dtype in (("bf16", 2), ("fp16", 1)):
+        for m, n, k in ((1, 4096, 4096), (9, 100, 1536), (16, 7168, 16384)):
+            for shape, split, depth, size in shapes.candidates(form, x, m, n, k):
+                said = entry(None, None, k, None, None, None, m, n, k, dtype, 2, shape.nt, shape.rt, shape.wn, shape.wk, split,
+                             depth, 1, -1, None, None)  # fmt: skip
+                assert said == size, (shape, split, depth)
 
 
 @pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
 def test_wgmma_counts_the_same_shared_memory_and_instances() -> None:
-    listed = re.search(
-        r"#define GM_SHAPES\(S\)(.*?)\n#define", SOURCE.with_name("_linear_w4a16_wgmma_sm90.cu").read_text(), re.S
-    )
+    text = (FOLDER / "_linear_w4a16_wgmma_sm90.cu").read_text(encoding="utf-8")
+    listed = re.search(r"#define GM_SHAPES\(S\)(.*?)\n#define", text, re.S)
     assert listed is not None
     found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(([\d, ]+)\)", listed[1])]
     assert found == [tuple(shape[:5]) for shape in wgmma.SHAPES]
-    entry = cuda_function("gm_linear_w4a16_wgmma_sm90", "sm_90a", spec.ARGUMENTS)
+    entry = cuda_function("gm_linear_w4a16_wgmma_sm90", "sm_90a", wgmma.ARGUMENTS)
     for m, n, k in ((1, 4096, 4096), (33, 100, 1536), (64, 7168, 16384)):
         for shape, split, depth, size in wgmma.candidates(m, n, k):
-            said = entry(
-                None,
-                None,
-                k,
-                None,
-                None,
-                None,
-                m,
-                n,
-                k,
-                2,
-                2,
-                shape.nt,
-                shape.rb,
-                shape.wn,
-                shape.wk,
-                split,
-                depth,
-                1,
-                -1,
-                None,
-            )
+            said = entry(None, None, k, None, None, None, m, n, k, 2, 2, shape.nt, shape.rb, shape.wn, shape.wk, split, depth, 1,
+                         -1, None)  # fmt: skip
             assert said == size, (shape, split, depth)
 
 
 @pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
 @pytest.mark.parametrize(
     ("changed", "code"),
-    [
-        ({"m": 9}, -2),
-        ({"k": 100}, -2),
-        ({"n": 0}, -2),
-        ({"dtype": 0}, -1),
-        ({"rt": 5}, -5),
-        ({"split": 3}, -5),
-        ({"depth": 0}, -5),
-    ],
+    [({"m": 9}, -2), ({"k": 0}, -2), ({"n": 0}, -2), ({"dtype": 0}, -1), ({"rt": 5}, -5), ({"split": 3}, -5), ({"depth": 0}, -5)],
 )
 def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
+    from gristmill.kernels.linear._frag16_launch import ARGUMENTS
+
     given = {"m": 1, "n": 64, "k": 256, "dtype": 2, "rt": 2, "split": 1, "depth": 1} | changed
-    entry = cuda_function("gm_linear_w4a16_sm90", "sm_90a", spec.ARGUMENTS)
+    entry = cuda_function("gm_linear_int4_g128_sm90", "sm_90a", ARGUMENTS)
     assert entry(None, None, 256, None, None, None, given["m"], given["n"], given["k"], given["dtype"], 2, 1, given["rt"], 1, 8,
-                 given["split"], given["depth"], 1, -1, None) == code  # fmt: skip
+                 given["split"], given["depth"], 1, -1, None, None) == code  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.kernels.linear.frag16_shapes import ALL, FEW
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
@@ -53,13 +54,16 @@ def dump(flag: str) -> str:
 
 def usage() -> dict[str, tuple[int, int]]:
     """Registers and stack bytes by kernel."""
-    pairs = re.findall(r"Function (linear_w4\w+):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage"))
+    pairs = re.findall(r"Function (linear_\w+|gather_columns):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage"))
     return {name: (int(registers), int(stack)) for name, registers, stack in pairs}
 
 
 def test_registers_and_stack() -> None:
     found = usage()
-    assert len(found) == 17 * 4 + 10 * 2 + 5 * 3, sorted(found)
+    others = 7 * 2 * len(FEW)  # formats of few shapes, for two dtypes of x
+    decode = [name for name in found if not name.startswith(("linear_w4_wgmma", "linear_w4_tma", "gather"))]
+    assert len(decode) == 4 * len(ALL) + 3 * len(FEW) + others, sorted(decode)
+    assert sum(name.startswith("linear_w4_tma") for name in found) == 5 * 3, sorted(found)
     for name, (registers, stack) in found.items():
         assert registers <= 255
         allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
@@ -71,6 +75,8 @@ def test_promised_instructions() -> None:
     assert functions
     for text in functions:
         name = text.split("\n", 1)[0].strip()
+        if name == "gather_columns":
+            continue
         assert "UBLKCP" in text, f"{name}: no bulk copy"
         by_warpgroup = "wgmma" in name or "tma" in name
         assert ("HGMMA" if by_warpgroup else "HMMA.16816") in text, f"{name}: no tensor-core product"
@@ -79,3 +85,6 @@ def test_promised_instructions() -> None:
             assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
             products = text[text.index("HGMMA") : text.rindex("HGMMA")]
             assert "R2UR" not in products and "LDL" not in products, f"{name}: descriptors or spills between products"
+        if "fp4" in name or "fp8" in name:
+            multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
+            assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"

@@ -171,7 +171,10 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_wgmma_sm90
 linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w_triton
-linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w_triton
+linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w4a16_sm90
+linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
+linear | m=33,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
+linear | m=4,n=4096,k=4096,w=fp8_block | sm_90 | sm90a | - | linear_w8a16_sm90
 linear | m=16,n=4096,k=4096,w=int4_ch | gfx90a | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128_zp | gfx1201 | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g32_zp | gfx1100 | hip | - | linear_w_triton

@@ -1,0 +1,90 @@
+"""Times and tuned configurations that come with gristmill: each speaks of a kernel, a problem and an instance that exist."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gristmill.autotune.store import save
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.select import Selection, select
+from gristmill.kernel_registry.store import SHIPPED, Store, Timing, shipped_times
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import frag16_shapes as shapes
+
+OP = default_registry().op("linear")
+DECODE = ("linear_w4a16_sm90", "linear_w8a16_sm90")
+BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",), triton_backends=("cuda",))
+
+
+def chosen(text: str, target: str, store: Store) -> Selection:
+    return select(OP, OP.problem(text), default_registry().kernels_of("linear"), Target.parse(target), BUILD, store, Policy(),
+                  foreign=True)  # fmt: skip
+
+
+def faults(timing: Timing) -> list[str]:
+    """What is wrong with a shipped record."""
+    found = []
+    registry = default_registry()
+    names = {kernel.name for kernel in registry.kernels_of(timing.op)}
+    problem = registry.op(timing.op).problem(timing.problem)
+    if timing.kernel not in names:
+        return [f"no kernel {timing.kernel}"]
+    kernel = registry.kernel(timing.op, timing.kernel)
+    if kernel.accepts(problem) is not None:
+        found.append(f"{timing.kernel} does not take {problem}")
+    if set(timing.config) != set(kernel.config(problem, Target.parse("h200"))):
+        found.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
+    if timing.kernel in DECODE:
+        form = shapes.format_of(QuantScheme.parse(problem.text("w")))
+        key = tuple(timing.config.get(name) for name in ("nt", "rt", "wn", "wk"))
+        if key not in [(s.nt, s.rt, s.wn, s.wk) for s in shapes.shapes_of(form, problem.text("x"))]:
+            found.append(f"no instance {key} of {form.name}")
+        if (timing.config.get("format"), timing.config.get("tile_bytes")) != (form.name, form.tile_bytes):
+            found.append(f"not the format of {problem}")
+    if timing.code or not timing.us > 0 or "|" not in timing.target:
+        found.append("a shipped record has no code hash, a time, and a product name")
+    return found
+
+
+def test_every_record_speaks_of_something() -> None:
+    assert sorted(SHIPPED.glob("*.json")), "nothing is shipped"
+    assert len(shipped_times()) > 100
+    wrong = [(timing.kernel, timing.problem, what) for timing in shipped_times() for what in faults(timing)]
+    assert not wrong, wrong[:5]
+
+
+def test_a_wrong_record_would_show() -> None:
+    good = next(t for t in shipped_times() if t.kernel == "linear_w4a16_sm90")
+    assert not faults(good)
+    assert faults(replace(good, kernel="linear_w9a16_sm90"))
+    assert faults(replace(good, config={**good.config, "rt": 5}))
+    assert faults(replace(good, config={k: v for k, v in good.config.items() if k != "split"}))
+    assert faults(replace(good, code="abc"))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4", "mxfp4", "fp8_block", "int4_g32"])
+def test_a_table_problem_is_selected_by_measured_time(scheme: str) -> None:
+    store = Store.read_over_shipped(Path("/nonexistent/store.json"))
+    for target, source in (("h200", ("measured", "near")), ("sm_90a", ("sibling",))):
+        best = chosen(f"m=1,n=28672,k=4096,w={scheme}", target, store).best
+        assert best is not None and best.kernel.name in DECODE and best.source in source, (target, best)
+        record = min((t for t in shipped_times() if t.problem == str(OP.problem(f"m=1,n=28672,k=4096,w={scheme}"))
+                      and t.kernel == best.kernel.name), key=lambda t: t.us)  # fmt: skip
+        assert dict(best.config or {}) == dict(record.config)
+
+
+def test_what_a_user_measured_replaces_what_was_shipped(tmp_path: Path) -> None:
+    path = tmp_path / "store.json"
+    shipped = next(t for t in shipped_times() if t.kernel == "linear_w4a16_sm90")
+    save(path, [replace(shipped, us=0.125)])
+    merged = Store.read_over_shipped(path)
+    same = [t for t in merged.timings if t.key == shipped.key]
+    assert [t.us for t in same] == [0.125]
+    assert len(merged.timings) == len(shipped_times())
+    assert len(Store.read(path).timings) == 1, "what is shipped is never written to the user's store"
