@@ -35,7 +35,7 @@ MORE = ((2112, 7168), (5120, 27648), (8192, 8192), (10240, 8192), (1280, 8192), 
         (3584, 18944), (57344, 8192))  # fmt: skip
 COLD = 260 << 20
 ROUNDS = 11
-OURS = ("linear_w4a16_sm90", "linear_w4a16_wgmma_sm90")
+OURS = ("linear_w4a16_sm90", "linear_w4a16_wgmma_sm90", "linear_w4a16_tma_sm90")
 DEVICE = "cuda:0"
 
 
@@ -124,14 +124,21 @@ def kernels(q: QuantTensor, n: int, k: int, humming: bool) -> dict[str, Any]:
 
 
 def our_calls(
-    launcher: Any, config: dict[str, Any], x: Any, weights: list[Any], n: int, out: Any
+    launcher: Any, config: dict[str, Any], x: Any, weights: list[Any], n: int, out: Any, space: Any = None
 ) -> list[Callable[[], Any]]:
-    """Calls over all copies of a weight, at least 20."""
+    """Calls over all copies of a weight, at least 20 (6 where they are long). space: the workspace, one for all."""
+    products = x.shape[0] * x.shape[1] * n
 
     def call(index: int) -> None:
-        launcher(config, x, weights[index % len(weights)], None, None, False, n, None, out)
+        launcher(config, x, weights[index % len(weights)], None, None, False, n, space, out)
 
-    return [partial(call, index) for index in range(max(len(weights), 20))]
+    return [partial(call, index) for index in range(6 if products > 2e10 else max(len(weights), 20))]
+
+
+def workspace(kernel: Any, problem: Any, configs: list[Any]) -> Any:
+    """Zeroed memory for the neediest of some configurations; None if none needs any."""
+    size = max(kernel.workspace(problem, config).bytes for config in configs)
+    return torch.zeros(size, dtype=torch.uint8, device=DEVICE) if size else None
 
 
 def dense_calls(x: Any, dense: list[Any], out: Any) -> list[Callable[[], Any]]:
@@ -139,11 +146,13 @@ def dense_calls(x: Any, dense: list[Any], out: Any) -> list[Callable[[], Any]]:
     return [partial(torch.mm, x, dense[index % len(dense)].T, out=out) for index in range(20)]
 
 
-def fastest(launcher: Any, options: list[Any], x: Any, weights: list[Any], n: int, out: Any) -> dict[str, Any]:
+def fastest(
+    launcher: Any, options: list[Any], x: Any, weights: list[Any], n: int, out: Any, space: Any
+) -> dict[str, Any]:
     """The fastest of some configurations."""
     trial = Graphs()
     for index, option in enumerate(options):
-        trial.add(str(index), our_calls(launcher, dict(option), x, weights, n, out))
+        trial.add(str(index), our_calls(launcher, dict(option), x, weights, n, out, space))
     medians = {name: statistics.median(v) for name, v in trial.samples(5).items()}
     return dict(options[int(min(medians, key=lambda name: medians[name]))])
 
@@ -167,11 +176,13 @@ def run_shape(
             if kernel.accepts(problem) is not None:
                 continue
             config = dict(kernel.config(problem, target))
-            if tuned and kernel.space is not None and m <= 64:
-                config = fastest(launcher, list(kernel.space(problem, target))[:16], x, weights, n, out)
+            options = list(kernel.space(problem, target))[:16] if tuned and kernel.space is not None else [config]
+            space = workspace(kernel, problem, options)
+            if len(options) > 1:
+                config = fastest(launcher, options, x, weights, n, out, space)
             out.fill_(float("nan"))
             try:
-                launcher(config, x, weights[0], None, None, False, n, None, out)
+                launcher(config, x, weights[0], None, None, False, n, space, out)
             except AssertionError as refusal:  # humming has no configuration for some shapes, and says so this way
                 if name in OURS:
                     raise
@@ -179,7 +190,7 @@ def run_shape(
                 continue
             configs[name] = config
             errors[name] = column_error(out, x, w)
-            graphs.add(name, our_calls(launcher, config, x, weights, n, out))
+            graphs.add(name, our_calls(launcher, config, x, weights, n, out, space))
         samples = graphs.samples()
         us = {name: statistics.median(v) for name, v in samples.items()}
         ours = min((us[name] for name in OURS if name in us), default=None)

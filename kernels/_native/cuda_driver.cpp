@@ -25,7 +25,8 @@ void open_driver() {
             find(library, "cuCtxPushCurrent_v2", d.ctx_push) && find(library, "cuCtxPopCurrent_v2", d.ctx_pop) &&
             find(library, "cuDeviceGet", d.device_get) && find(library, "cuDevicePrimaryCtxRetain", d.primary_retain) &&
             find(library, "cuLibraryLoadData", d.library_load) && find(library, "cuLibraryGetKernel", d.library_kernel) &&
-            find(library, "cuKernelSetAttribute", d.kernel_attribute) && find(library, "cuLaunchKernelEx", d.launch);
+            find(library, "cuKernelSetAttribute", d.kernel_attribute) && find(library, "cuLaunchKernelEx", d.launch) &&
+            find(library, "cuTensorMapEncodeTiled", d.tensor_map);
 }
 
 int failed(CUresult result) { return GM_E_CUDA - int(result); }
@@ -62,6 +63,18 @@ class Current {
 const CudaDriver* cuda_driver() {
   pthread_once(&g_once, open_driver);
   return g_driver.ready ? &g_driver : nullptr;
+}
+
+int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld, unsigned box_k, unsigned box_rows) {
+  const CudaDriver* driver = cuda_driver();
+  if (driver == nullptr) return GM_E_DRIVER;
+  const cuuint64_t sizes[] = {k, rows}, strides[] = {ld * 2};
+  const cuuint32_t box[] = {box_k, box_rows}, steps[] = {1, 1};
+  const CUresult result = driver->tensor_map(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+                                             const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? GM_OK : failed(result);
 }
 
 int CudaKernel::prepare(int device, unsigned smem) {

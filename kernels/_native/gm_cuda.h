@@ -52,12 +52,17 @@ struct CudaDriver {
   decltype(&cuLibraryGetKernel) library_kernel = nullptr;
   decltype(&cuKernelSetAttribute) kernel_attribute = nullptr;
   decltype(&cuLaunchKernelEx) launch = nullptr;
+  decltype(&cuTensorMapEncodeTiled) tensor_map = nullptr;
   bool ready = false;
 };
 
 extern CudaDriver g_driver;        // cuda_driver.cpp
 extern pthread_mutex_t g_mutex;    // guards first uses
 const CudaDriver* cuda_driver();   // null if there is no usable driver
+
+// Describes a matrix of 16-bit floats [rows, k], row stride ld elements, to the tensor copy engine: boxes of [box_rows, box_k] that land in
+// shared memory as rows of 128 bytes in the 128-byte swizzle (box_k = 64), with zeros past the matrix. GM_OK, GM_E_DRIVER or a CUDA error.
+int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld, unsigned box_k, unsigned box_rows);
 
 struct Launch {
   unsigned grid_x = 1, grid_y = 1, grid_z = 1;

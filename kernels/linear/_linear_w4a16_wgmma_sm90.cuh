@@ -184,8 +184,7 @@ __device__ __forceinline__ void w4_wgmma(const W4Params& p) {
       const uint8_t* tile = ring + slot * kSlot + warp * kTileBytes;
       const uint4 q[2] = {reinterpret_cast<const uint4*>(tile)[lane], reinterpret_cast<const uint4*>(tile)[32 + lane]};
       const uint32_t sc = reinterpret_cast<const uint32_t*>(tile + kCodeBytes)[g];
-      __syncwarp();
-      if (lane == 0) mbar_arrive(empty0 + 8 * slot);
+      const uint32_t emptied = empty0 + 8 * slot;
       last_slot = slot, last_parity = parity;
       if (++slot == depth) slot = 0, parity ^= 1;
 
@@ -203,6 +202,11 @@ __device__ __forceinline__ void w4_wgmma(const W4Params& p) {
         const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&sc));
         scale[b & 1][0] = wide.x, scale[b & 1][1] = wide.y;
       }
+      // Not before the codes and scales are in registers: an arrival may overtake loads, so it has to depend on them.
+      uint32_t zero;
+      asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+      __syncwarp();
+      if ((lane | ((q[0].x | q[1].x | sc) & zero)) == 0) mbar_arrive(emptied);
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 8; ++s)  // 32 bytes a step inside a row of 128, then the other half

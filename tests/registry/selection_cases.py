@@ -170,7 +170,8 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | sm_110 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_wgmma_sm90
-linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w_triton
+linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_tma_sm90
+linear | m=64,n=28672,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_tma_sm90
 linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
 linear | m=33,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
