@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ == "__main__":  # as a program it compiles; imported, it leaves its importer's interpreter alone
+    os.environ.pop("TRITON_INTERPRET", None)
 
 from gristmill.kernel_registry.kernel import Kernel, load_attribute
 from gristmill.kernel_registry.policy import default_cache
