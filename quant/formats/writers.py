@@ -18,6 +18,7 @@ What a format cannot hold exactly is a `FormatError` before anything is written.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class Writer(Protocol):
         ...
 
 
-class _Base:
+class _Base(ABC):
     """What writers share: a scheme, checked when the writer is made."""
 
     name = ""
@@ -63,8 +64,9 @@ class _Base:
         if not self.holds(self.scheme):
             raise FormatError(f"{self.name} checkpoints do not hold {self.scheme}; see gristmill.quant.formats.writers")
 
+    @abstractmethod
     def holds(self, scheme: QuantScheme) -> bool:
-        raise NotImplementedError
+        """Whether the format has a form for weights of `scheme`."""
 
     def quantize(self, weight: Tensor) -> QuantTensor:
         return quantize(weight, self.scheme)

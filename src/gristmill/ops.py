@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gristmill.autotune.bound import BoundPlan, fitting
+from gristmill.autotune.guard import tensors
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
@@ -69,7 +70,7 @@ def _automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
     plan = _FOUND.get(key)
     if plan is None:
         described = op.problem(fitting(op, op.describe, arguments))
-        device = next(t.device for a in arguments for t in _tensors(a))
+        device = next(t.device for a in arguments for t in tensors(a))
         static = op.static(described)
         known = (op.name, id(policy), static, str(device))
         plan = _FOUND.get(known) or bind(op.name, static, device, policy, op.unplanned)
@@ -85,12 +86,6 @@ def _signature(argument: Any) -> Any:
     return argument
 
 
-def _tensors(argument: Any) -> list[torch.Tensor]:
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    return [t for t in argument if isinstance(t, torch.Tensor)] if isinstance(argument, list | tuple) else []
-
-
 def _define(op: Op) -> None:
     """Register the torch operator of `op` and make its function."""
     count = len(op.parameters)
@@ -104,7 +99,7 @@ def _define(op: Op) -> None:
     run = _runner(op)
 
     def allocate(*arguments: Any) -> list[torch.Tensor]:
-        device = next(t.device for a in arguments for t in _tensors(a))
+        device = next(t.device for a in arguments for t in tensors(a))
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)]
 
     def run_new(*given: Any) -> Any:
@@ -121,7 +116,7 @@ def _define(op: Op) -> None:
 
     def fake_out(*given: Any) -> None:
         # A meta tensor among real ones comes here too, and would be answered by an empty tensor.
-        devices = sorted({str(t.device) for a in given for t in _tensors(a)})
+        devices = sorted({str(t.device) for a in given for t in tensors(a)})
         if len(devices) > 1:
             raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
 
