@@ -39,7 +39,7 @@ class WrongResultError(RuntimeError):
     """A kernel did not do, while it was timed, what it is timed for."""
 
 
-PAUSE, PAUSE_AT_LEAST, CYCLES = 2.0, 1e-3, 2e9
+PAUSE, PAUSE_AT_LEAST, CYCLES = 2.0, 10e-3, 2e9
 """How long an eager GPU arm's stream pauses before calls are audited for what they leave behind: this many times as long
 as they took, and seconds at least; cycles a second of the counter that a pause counts by, at most."""
 
@@ -112,9 +112,10 @@ class KernelArm:
             torch.cuda.synchronize()
         else:
             _sleep(0.002)  # whoever is still at work has time to show it
+        took = clock.now() - begin
         finding = rotation.check(results)
         if rotation.device != "cpu" and not self._timed.captured and not finding.wrong:
-            finding = self._held_back(count, results, clock.now() - begin)
+            finding = self._held_back(count, results, took)
         self.repeatable &= finding.repeatable
         self.error = max(self.error, finding.error or 0.0)
         wrong = finding.wrong

@@ -36,7 +36,7 @@ def cli() -> None:
     kernelbench compare rms_norm                who is faster, said only where the samples allow it
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
     kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
-    kernelbench regret --suite linear_tuned     what selection loses to the best of all candidates
+    kernelbench regret --suite linear_regret     what selection loses to the best of all candidates
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
     kernelbench rerun results.json              every row again, here, and where it differs; repro, history

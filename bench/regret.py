@@ -1,7 +1,8 @@
 """What selection loses to exhaustive search: every candidate of every problem timed in one run, and what the store would pick.
 
-For each problem every kernel at every configuration of its space is verified and timed in turn, in `ROUNDS` rounds; nothing
-is ruled out by cost models, no space is sampled. Regret is the time of what selection picks over the least of all, less one.
+For each problem every kernel at every configuration of its space is verified and timed in turn, in `ROUNDS` rounds (one, if
+it is `SLOW` times behind); nothing is ruled out by cost models, no space is sampled. Regret is the time of what selection
+picks over the least of all, less one.
 It is asked of several stores:
 
 - ``store``: the one in use, shipped times included, whatever it knows; by problems that it has times of, and others;
@@ -34,7 +35,10 @@ ROUNDS = 4
 FINALISTS = 3
 """Candidates of a problem that `tuned` remembers, besides the best default: as many as a tuning's final has."""
 
-SHOWN = 1.5
+SLOW = 2.0
+"""A candidate this many times slower than the best of the first round is timed no further."""
+
+SHOWN = 1.2
 """Candidates within this factor of the best are kept in result files with their samples; of others there is a count."""
 
 VERIFYING = 0.6
@@ -65,8 +69,8 @@ class Studied:
         return min(self.times[key][: ROUNDS // 2])
 
     def judged_us(self, key: tuple[str, str]) -> float:
-        """By the rounds that judge."""
-        return min(self.times[key][ROUNDS // 2 :])
+        """By the rounds that judge; a candidate far behind has one round for everything."""
+        return min(self.times[key][ROUNDS // 2 :] or self.times[key])
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files: the best candidate's time as `us`, and those near it."""
@@ -155,7 +159,10 @@ def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verificati
     if not arms:
         return one
     heat = Heat([*arms.values()])
-    heat.run(ROUNDS, chance)
+    heat.run(1, chance)
+    best_us = min(us for times in heat.times.values() for us in times)
+    heat.arms = [arm for arm in heat.arms if heat.times[arm.name][0] <= SLOW * best_us]
+    heat.run(ROUNDS - 1, chance)
     one.times = {key: heat.times[arm.name] for key, arm in arms.items()}
     while one.times:  # what is called best has given right results while it was timed
         best = min(one.times, key=one.judged_us)

@@ -206,8 +206,13 @@ def _verify(job: Job, candidates: Sequence[Option], here: Place, pool: Sequence[
 
 
 def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float) -> list[Verification]:
-    """A record of every option that was verified, in any order; past `deadline` only defaults still are."""
-    waiting = deque(sorted(pairs, key=lambda pair: not pair[1].default))
+    """A record of every option that was verified, in any order; past `deadline` only defaults still are.
+
+    What several problems have in common, the same cut-out of a weight at the same configuration, is verified once.
+    """
+    once = {(job.op.name, str(job.op.verification(job.problem)), option.name): (job, option)
+            for job, option in sorted(pairs, key=lambda pair: pair[1].default)}  # fmt: skip
+    waiting = deque(sorted(once.values(), key=lambda pair: not pair[1].default))
 
     def work(worker: Any) -> list[Verification]:
         found = []

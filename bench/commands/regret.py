@@ -27,7 +27,7 @@ def regret(
     selection picks is than the best of all.
 
     \b
-    kernelbench regret --suite linear_tuned --minutes 10 --workers 14 --results regret.json
+    kernelbench regret --suite linear_regret --minutes 10 --workers 14 --results regret.json
 
     \b
     store, tuned problems   what the store in use picks (shipped times included), where it has times of the very problem
