@@ -225,6 +225,8 @@ def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[
                 break
             small = job.op.verification(job.problem)
             outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
+            if not outcome["judged"]:
+                continue
             found.append(Verification(
                 op=job.op.name, kernel=option.kernel.name, code=option.kernel.code_hash(), config=config_key(option.config),
                 problem=str(small), target=target_key(here.target), toolchain=here.build.key(), ok=outcome["ok"],
