@@ -25,6 +25,9 @@ step() {
 step "lint, types, import contracts" bash ci/lint.sh
 step "symbols of the library" python ci/check_symbols.py
 step "sanitizers" bash ci/sanitize.sh
+if [ -n "$full" ]; then
+  step "a browser" bash ci/browser.sh
+fi
 step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks"
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
