@@ -33,5 +33,6 @@ if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
 fi
 step "kernels against their ratios" bash ci/check_ratios.sh
+step "kernels against their instruction counts" bash ci/check_counts.sh
 step "wheel and sdist" bash ci/wheel_test.sh
 echo "== all passed in $((SECONDS - begin)) s"
