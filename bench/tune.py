@@ -209,6 +209,8 @@ def _verify(job: Job, candidates: Sequence[Option], here: Place, pool: Sequence[
             if not option.default and now() > deadline:
                 break
             outcome = pool[number].verify(job.op, option.kernel, option.config, small, here.device or "cpu")
+            if not outcome["judged"]:
+                continue
             found.append(Verification(
                 op=job.op.name, kernel=option.kernel.name, code=option.kernel.code_hash(), config=config_key(option.config),
                 problem=str(small), target=target_key(here.target), toolchain=here.build.key(), ok=outcome["ok"],
