@@ -16,6 +16,7 @@ from gristmill.quant.formats import Format, Tensors
 from gristmill.runtime.batch import make_batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.evaluate import windows_at_once
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -63,13 +64,16 @@ class LayerStream:
         self.directory = Path(directory)
         self.plans = _Passing(parse_device(device), torch.float32, policy)
         self.rope = Rope(self.plans, self.config)
-        blocks = list(range(blocks_needed(window, BLOCK_SIZE)))
-        # Layers do not look at the tokens, and each window is read as a whole: one batch and one cache serve all.
-        entry = ScheduledRequest("window", 0, window, False, [0] * window, blocks, [])
-        self.batch = make_batch([entry], BLOCK_SIZE, self.plans.device, all_rows=True)
+        at_once, each = windows_at_once(self.plans.device, window, windows, windows), blocks_needed(window, BLOCK_SIZE)
+        # Layers do not look at the tokens, and each window is read as a whole: one batch and one cache serve all steps.
+        entries = [
+            ScheduledRequest(f"window {i}", 0, window, False, [0] * window, list(range(i * each, (i + 1) * each)), [])
+            for i in range(at_once)
+        ]
+        self.batch = make_batch(entries, BLOCK_SIZE, self.plans.device, all_rows=True)
         one = replace(self.config, num_layers=1)
-        self.cache = PagedCache(one, len(blocks), BLOCK_SIZE, torch.float32, self.plans.device).layers[0]
-        self.states = self._embedded(tokens, window, windows)
+        self.cache = PagedCache(one, at_once * each, BLOCK_SIZE, torch.float32, self.plans.device).layers[0]
+        self.states = self._embedded(tokens, at_once * window, windows // at_once)
 
     def weights_of(self, index: int) -> tuple[Weight, ...]:
         """The table's entries of a layer."""
@@ -98,12 +102,12 @@ class LayerStream:
         )
         return make_layer(self.config, weights, self.plans, index, self.rope)
 
-    def _embedded(self, tokens: Sequence[int], window: int, windows: int) -> list[tuple[Tensor, Tensor]]:
+    def _embedded(self, tokens: Sequence[int], length: int, steps: int) -> list[tuple[Tensor, Tensor]]:
         (entry,) = (weight for weight in self.table.weights if weight.target == "embedding")
         matrix = Checkpoint(self.directory).read(entry.sources[0], (entry.rows[0], entry.columns or 0))
         found = []
-        for i in range(windows):
-            ids = torch.tensor(tokens[i * window : (i + 1) * window])
+        for i in range(steps):
+            ids = torch.tensor(tokens[i * length : (i + 1) * length])
             x = matrix[ids].to(device=self.plans.device, dtype=torch.float32)
             found.append((x, torch.zeros_like(x)))
         return found
