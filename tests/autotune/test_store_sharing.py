@@ -86,7 +86,7 @@ print("served")
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
-        (lambda text: text, 0),
+        pytest.param(lambda text: text, 0, marks=pytest.mark.slow),
         (lambda text: text[: len(text) // 2], 6),
         pytest.param(lambda text: text.replace('"us": 5.0', '"us": "quick"'), 6, marks=pytest.mark.slow),
     ],
