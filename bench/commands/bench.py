@@ -83,7 +83,7 @@ def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baselin
         [[*([r["op"]] if several else []), r["problem"], r["kernel"],
           *(console.number(r["times"].get(name, {}).get("us")) for name in timed), _percent(r["spread"]), console.number(r["gbs"]),
           console.number(r["tflops"]), _percent(r["fraction_of_floor"]), r["bound"], console.number(r["error"]),
-          *([_times(r["speedup"])] if baseline else []), r["reason"]] for r in rows],
+          *([console.number(r["speedup"])] if baseline else []), r["reason"]] for r in rows],
         right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speed-up"),
     )  # fmt: skip
 
@@ -119,7 +119,3 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value * 100:.0f} %"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
