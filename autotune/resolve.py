@@ -14,8 +14,7 @@ from pathlib import Path
 from gristmill.autotune.device import device_target
 from gristmill.autotune.mark import mark
 from gristmill.autotune.store import save
-from gristmill.autotune.verify import UnverifiableError
-from gristmill.autotune.worker import Worker, shared_worker
+from gristmill.autotune.worker import UnverifiableError, Worker, shared_worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op

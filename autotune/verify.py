@@ -11,6 +11,7 @@ import torch
 from gristmill.autotune.device import on_device
 from gristmill.autotune.guard import Guarded, same_bits, tensors, written
 from gristmill.autotune.metrics import error_of
+from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -25,10 +26,6 @@ class Outcome:
     error: float | None
     tolerance: float
     reason: str = ""
-
-
-class UnverifiableError(RuntimeError):
-    """Nothing can be said of a kernel here and now: its arguments could not be made, or memory ran out."""
 
 
 def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seed: int = 0) -> Outcome:

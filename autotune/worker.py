@@ -23,6 +23,10 @@ TIMEOUT = 600.0
 """Seconds one verification may take, compilation included."""
 
 
+class UnverifiableError(RuntimeError):
+    """Nothing can be said of a kernel here and now: its arguments could not be made, or memory ran out."""
+
+
 class Worker:
     """A child process that verifies. Started at the first task, replaced when it dies."""
 
@@ -96,7 +100,10 @@ def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
-    from gristmill.autotune.verify import UnverifiableError, verify
+    from gristmill.autotune import (
+        worker,  # this module is __main__ here, and its classes others than those that are imported
+    )
+    from gristmill.autotune.verify import verify
 
     # Kernels and libraries may print; only answers belong on the parent's pipe.
     answers = os.fdopen(os.dup(1), "w")
@@ -110,7 +117,7 @@ def main() -> None:
             outcome = verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
             error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
             answer = {"ok": outcome.ok, "error": error, "tolerance": outcome.tolerance, "reason": outcome.reason, "judged": True}
-        except UnverifiableError as fault:
+        except worker.UnverifiableError as fault:
             answer = _failure(str(fault), judged=False)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

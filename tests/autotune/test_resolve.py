@@ -18,8 +18,7 @@ import pytest
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import Resolver, _Writer, confirmed_build
-from gristmill.autotune.verify import UnverifiableError
-from gristmill.autotune.worker import Worker
+from gristmill.autotune.worker import UnverifiableError, Worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy

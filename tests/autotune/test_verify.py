@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gristmill.autotune.verify import UnverifiableError, verify
+from gristmill.autotune.verify import verify
+from gristmill.autotune.worker import UnverifiableError
 from tests.autotune import zoo
 
 PROBLEM = zoo.OP.problem("m=7,n=257,x=bf16")
