@@ -133,7 +133,7 @@ def _measure_gpu(device: str) -> Ceilings:
         while not reasons.done():
             for _ in range(20):
                 product()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
     return replace(found, throttled=tuple(gpu_disturbances(reasons.result())))
 
 
