@@ -73,7 +73,7 @@ def command(case: Case, settings: Settings, out: str = "OUT") -> str:
 
 
 def measure(case: Case, settings: Settings) -> dict[str, Any]:
-    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command"}."""
+    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command", "window_losses"}."""
     import torch
 
     from gristmill.runtime.evaluate import evaluate, read_tokens
@@ -107,6 +107,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     return {
         "model": Path(model).name, "scheme": scheme, "method": method, "loss": found.loss, "perplexity": found.perplexity,
         "tokens": found.tokens, "seconds": round(time.perf_counter() - begin, 1), "notes": notes, "command": command(case, settings),
+        "window_losses": [round(loss, 6) for loss in found.window_losses],
     }  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], s
             raise SystemExit(f"{out} holds rows of other settings: {data['settings']}; name another file")
     have = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
     todo = [case for case in wanted if (Path(case[0]).name, *case[1:]) not in have]
-    order = {(Path(case[0]).name, *case[1:]): place for place, case in enumerate(wanted)}
+    order = {(Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))}
     words = ["python", "-m", "gristmill.bench.quality", *sys.argv[1:]]
     data["runs"].append(environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words)))
     for row in sweep(todo, settings, jobs, seconds):

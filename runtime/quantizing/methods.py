@@ -127,7 +127,9 @@ class Gptq(Calibrated):
             self.notes.append(f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ wants {needed}")
             return start.to("cpu")
         hessian = moments.sums[module]
-        return gptq(weight, self._factor(hessian), search_scales(weight, hessian, start)).to("cpu")
+        if start.scheme.bits < 8:  # of 8 bits, a clipped weight loses more than finer steps save
+            start = search_scales(weight, hessian, start)
+        return gptq(weight, self._factor(hessian), start).to("cpu")
 
     def _factor(self, hessian: Tensor) -> Factor:
         """Of the last Hessian asked for: q, k and v have one."""

@@ -17,7 +17,7 @@ from gristmill.quant.formats import open_format
 from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import evaluate
+from gristmill.runtime.evaluate import evaluate, windows_at_once
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
@@ -178,3 +178,22 @@ def test_refusals(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="GPTQ does not round int4_g32_min: schemes with minimums"):
         write_quantized(MODELS / LLAMA, tmp_path / "out", table, QuantScheme.parse("int4_g32_min"), method=method)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_of_one_step_are_as_if_alone(shared: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU several windows make a step, of an evaluation and of a calibration; here made to."""
+    assert windows_at_once(torch.device("cpu"), 64, 6, 99) == 1
+    assert [windows_at_once(torch.device("cuda"), 1024, n, most) for n, most in ((96, 99), (6, 99), (7, 99), (96, 2))] == [4, 3, 1, 2]
+    llm = shared(DEEPSEEK)
+    alone = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
+    one = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
+    for module in ("evaluate", "quantizing.stream"):
+        monkeypatch.setattr(f"gristmill.runtime.{module}.windows_at_once", lambda *_: 3)
+    together = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
+    assert together.window_losses == pytest.approx(alone.window_losses, abs=1e-5) and len(alone.window_losses) == 6
+    assert together.loss == pytest.approx(alone.loss, abs=1e-6)
+    three = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
+    assert len(three.states) == 2
+    found = [stream.moments(0, tensors_of(stream, 0)) for stream in (one, three)]
+    assert difference(found[1].sums, {n: h.double() for n, h in found[0].sums.items()}) < 1e-4
+    assert found[0].tokens == found[1].tokens
