@@ -144,9 +144,16 @@ def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], s
     for row in sweep(todo, settings, jobs, seconds):
         data["rows"].append(row | {"run": len(data["runs"]) - 1})
         data["rows"].sort(key=lambda r: order.get((r["model"], r["scheme"], r["method"]), len(order)))
-        replace(out, json.dumps(data, indent=1) + "\n")
+        replace(out, _text(data))
         print(f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s", flush=True)
     return len(wanted) - len({*have} | {(r["model"], r["scheme"], r["method"]) for r in data["rows"]})
+
+
+def _text(data: dict[str, Any]) -> str:
+    """JSON, a row a line."""
+    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1).removesuffix("\n}")
+    rows = ",\n  ".join(json.dumps(row) for row in data["rows"])
+    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def main() -> int:

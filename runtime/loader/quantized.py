@@ -96,7 +96,7 @@ def write_quantized(
                 resumed += 1
             method.advance(index, part, stored)
             tell(names)
-        unfinished.write("rest", {name: checkpoint.read(name).clone() for name in sorted(rest)})
+        unfinished.write("rest", {name: checkpoint.read(name) for name in sorted(rest)})  # mapped, not read into memory
         tell(rest)
         after = _name_files(unfinished)
         (unfinished.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -156,7 +156,7 @@ def _layer(
         raise
     except ValueError as error:
         raise CheckpointError(f"layer {index} of {checkpoint.directory}: {error}") from error
-    part = {name: rounded.changed.get(name, tensor).clone() for name, tensor in tensors.items() if name not in shapes}
+    part = {name: rounded.changed.get(name, tensor) for name, tensor in tensors.items() if name not in shapes}
     for module, weight in rounded.weights.items():
         try:
             stored = target.tensors(weight)

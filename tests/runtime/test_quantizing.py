@@ -166,6 +166,13 @@ def test_the_command_is_deterministic(method: str, ids: str, tmp_path: Path, pol
     assert code == 2 and "goes together" in output
 
 
+@pytest.mark.parametrize(("act_order", "order"), [(True, [1, 2, 0]), (False, [0, 1, 2])])
+def test_act_order_is_an_option(act_order: bool, order: list[int], policy: Policy) -> None:
+    method = make_method("gptq", MODELS / LLAMA, [1, 2] * 100, window=100, windows=2, policy=policy, act_order=act_order)
+    assert isinstance(method, Gptq) and method.identity["act-order"] is act_order
+    assert method._factor(torch.diag(torch.tensor([1.0, 9.0, 4.0]))).order.tolist() == order
+
+
 def test_refusals(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="8 windows of 512 tokens, got 100 tokens"):
         LayerStream(MODELS / LLAMA, [0] * 100, 512, 8, policy=policy)
