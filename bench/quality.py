@@ -146,7 +146,8 @@ def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], s
         data["rows"].sort(key=lambda r: order.get((r["model"], r["scheme"], r["method"]), len(order)))
         replace(out, _text(data))
         print(f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s", flush=True)
-    return len(wanted) - len({*have} | {(r["model"], r["scheme"], r["method"]) for r in data["rows"]})
+    found = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
+    return sum((Path(case[0]).name, *case[1:]) not in found for case in wanted)
 
 
 def _text(data: dict[str, Any]) -> str:

@@ -108,6 +108,7 @@ class Gptq(Calibrated):
     act_order: bool = True
     damping: float = 0.01
     name: ClassVar[str] = "gptq"
+    _last: tuple[Tensor, Factor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +134,7 @@ class Gptq(Calibrated):
 
     def _factor(self, hessian: Tensor) -> Factor:
         """Of the last Hessian asked for: q, k and v have one."""
-        if getattr(self, "_last", (None,))[0] is not hessian:
+        if self._last is None or self._last[0] is not hessian:
             self._last = (hessian, Factor.of(hessian, self.act_order, self.damping))
         return self._last[1]
 
