@@ -1,0 +1,63 @@
+"""What quantization costs: the README's table is the result file's, and the file holds what is claimed of the methods."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.quality import Settings, command
+from gristmill.bench.quality_table import into, render
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "bench" / "results" / "quality.json"
+HOW = f"run python -m gristmill.bench.quality --table {FILE.relative_to(ROOT)} --readme README.md"
+DATA = json.loads(FILE.read_text(encoding="utf-8"))
+ROWS: dict[tuple[str, str, str], dict[str, Any]] = {(r["model"], r["scheme"], r["method"]): r for r in DATA["rows"]}
+MODELS = ("docs-llama", "docs-deepseek")
+
+
+def worse(row: dict[str, Any], than: dict[str, Any]) -> bool:
+    """Whether a row loses more than another, by more than chance: twice the standard error of the windows' differences."""
+    difference = row["loss"] - than["loss"]
+    if "window_losses" not in row or "window_losses" not in than:
+        return difference > 0
+    each = [a - b for a, b in zip(row["window_losses"], than["window_losses"], strict=True)]
+    return difference > 2 * statistics.stdev(each) / len(each) ** 0.5
+
+
+def test_the_readme_holds_the_table() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert into(text, render(DATA)) == text, HOW
+
+
+def test_rows_are_whole_and_repeatable() -> None:
+    assert len(ROWS) == len(DATA["rows"])
+    assert (DATA["settings"]["window"], DATA["settings"]["windows"]) == (1024, 96)
+    for (model, scheme, method), row in ROWS.items():
+        assert row["tokens"] == 96 * 1023
+        device = "cuda" if "--device cuda" in row["command"] else "cpu"
+        asked = Settings(**DATA["settings"], device=device)
+        assert row["command"] == command((f"examples/models/{model}", scheme, method), asked)
+        assert DATA["runs"][row["run"]]["device"] is not None
+    for model in MODELS:  # what is common, whole
+        assert (model, "float", "rtn") in ROWS
+        assert all((model, s, m) in ROWS for s in ("int4_g128", "int4_g32", "nvfp4", "mxfp4") for m in ("rtn", "gptq"))
+
+
+def test_gptq_loses_less() -> None:
+    """At most 60 % of what round to nearest loses with int4_g128 on docs-llama; nowhere more than it."""
+    plain, rtn, gptq = (ROWS["docs-llama", s, m]["loss"] for s, m in (("float", "rtn"), ("int4_g128", "rtn"), ("int4_g128", "gptq")))
+    assert rtn - plain > 0.1 and gptq - plain <= 0.6 * (rtn - plain)
+    for (model, scheme, method), row in ROWS.items():
+        if method != "rtn":
+            assert not worse(row, ROWS[model, scheme, "rtn"]), (model, scheme, method)
+
+
+def test_a_worse_row_is_seen() -> None:
+    """Planted: a loss that is a little more in every window; one that is as much more in some as less in others is chance."""
+    row = {"loss": 2.0, "window_losses": [2.0, 2.1, 1.9]}
+    assert worse({"loss": 2.001, "window_losses": [2.001, 2.101, 1.901]}, row)
+    assert not worse({"loss": 2.001, "window_losses": [2.1, 2.0, 1.903]}, row)
+    assert worse({"loss": 2.001}, row) and not worse({"loss": 1.9}, row)
