@@ -70,7 +70,7 @@ def calibrate(
     if any(weight.stacked for weight in table.values()):
         raise UsageError(f"{llm.config.architecture} has its experts in one tensor, which is not calibrated")
     found, checkpoint = Calibration(), Checkpoint(directory)
-    for owner, name, layer in _layers(llm.model.layers):  # type: ignore[attr-defined]
+    for owner, name, layer in find_layers(llm.model.layers):  # type: ignore[attr-defined]
         if isinstance(layer, MixtureOfExperts):
             setattr(owner, name, _Experts(layer, table, found, checkpoint))
         else:
@@ -82,7 +82,7 @@ def calibrate(
     return found
 
 
-def _layers(root: Any) -> Iterator[tuple[Any, str, Any]]:
+def find_layers(root: Any) -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, layer) of all linear layers that a table knows, and of mixtures of experts."""
     for item in root if isinstance(root, list) else [root]:
         for name, value in list(vars(item).items()):
@@ -90,7 +90,7 @@ def _layers(root: Any) -> Iterator[tuple[Any, str, Any]]:
                 if value.target:
                     yield item, name, value
             elif type(value).__module__.startswith("gristmill.runtime.layers.") and hasattr(value, "__dict__"):
-                yield from _layers(value)
+                yield from find_layers(value)
                 if isinstance(value, MixtureOfExperts):
                     yield item, name, value
 
