@@ -134,7 +134,7 @@ KERNEL = Kernel(
     examples=("m=5,n=256,k=512,w=int4_g128", "m=33,n=128,k=256,w=int4_g64_zp", "m=64,n=384,k=256,w=fp8",
               "m=17,n=256,k=384,w=fp8_block,epilogue=bias", "m=9,n=128,k=256,w=mxfp4,epilogue=bias+silu_mul",
               "m=257,n=256,k=256,w=nvfp4,epilogue=residual"),
-    sources=("_epilogue.py",),
+    sources=("_epilogue.py", "../activation/_silu_and_mul_triton.py"),
     deterministic=False,
     auto=False,
     priority=60,
