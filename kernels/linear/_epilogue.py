@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 GATING = {"block": 1024, "warps": 4}
 """Of `silu_and_mul_triton`: what it takes for rows of 1024 and more."""
 
