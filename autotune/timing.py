@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gristmill.autotune.device import on_device
-from gristmill.autotune.verify import kernel_arguments
+from gristmill.autotune.verify import kernel_arguments, with_workspace
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -33,14 +33,19 @@ class Measured:
     samples: tuple[float, ...]
 
 
-def argument_sets(op: Op, kernel: Kernel, problem: Problem, device: str) -> list[list[Any]]:
-    """Enough different argument lists (outputs included) that each call finds its inputs in memory, not in cache."""
+def argument_sets(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> list[list[Any]]:
+    """Enough different argument lists (outputs included) that each call finds its inputs in memory, not in cache.
+
+    All have the same scratch memory, as calls in a row do.
+    """
     budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
     count = max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
     first = kernel_arguments(op, kernel, op.inputs(problem, 0, device))
+    first = with_workspace(op, kernel, config, problem, first)
+    shared = [p.name == "workspace" for p in op.parameters]
     sets = []
     for _ in range(count):
-        arguments = [_copy(argument) for argument in first]
+        arguments = [a if same else _copy(a) for a, same in zip(first, shared, strict=True)]
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in op.like(*arguments)] if op.outputs else []
         sets.append([*arguments, *outputs])
     return sets
@@ -58,7 +63,7 @@ def measure(
     if device.startswith("cuda"):
         sample = _cuda_sampler if kernel.capturable else _cuda_eager_sampler
     with on_device(device):
-        sets = argument_sets(op, kernel, problem, device)
+        sets = argument_sets(op, kernel, config, problem, device)
         return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
 
 

@@ -39,7 +39,8 @@ def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
     reference = run_reference(op, arguments)
     try:
         with on_device(device):
-            outputs, trespass = run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))
+            given = with_workspace(op, kernel, config, problem, kernel_arguments(op, kernel, arguments))
+            outputs, trespass = run_guarded(op, kernel, config, given)
     except Exception as error:
         return Outcome(False, None, tolerance, f"{type(error).__name__}: {error}")
     if trespass:
@@ -53,6 +54,16 @@ def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
 def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
     """`arguments` as `kernel` takes them: operations with packed weights pack theirs for its layout."""
     return list(arguments) if op.pack is None else op.pack(kernel, arguments)
+
+
+def with_workspace(op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]) -> list[Any]:
+    """`arguments` with the scratch memory that `kernel` asks for, as the runtime hands it over: zeros, or whatever was there."""
+    given, need = list(arguments), kernel.workspace(problem, config)
+    place = next((i for i, p in enumerate(op.parameters) if p.name == "workspace"), None)
+    if place is not None and need.bytes:
+        device = next(t.device for a in arguments for t in tensors(a))
+        given[place] = torch.full((need.bytes,), 0 if need.zeroed else 0xA5, dtype=torch.uint8, device=device)
+    return given
 
 
 def run_reference(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:

@@ -145,7 +145,8 @@ def made_case(op_name: str, text: str, target: Target) -> Case:
     op = default_registry().op(op_name)
     kernel: Any = next(k for k in default_registry().kernels_of(op_name) if k.language == "cpp" and "cpu" in k.requires.vendors)
     problem = op.problem(text)
-    sets, config, launch = argument_sets(op, kernel, problem, "cpu"), dict(kernel.config(problem, target)), load(kernel)
+    config, launch = dict(kernel.config(problem, target)), load(kernel)
+    sets = argument_sets(op, kernel, config, problem, "cpu")
     turn = 0
 
     def call() -> None:

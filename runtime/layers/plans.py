@@ -32,7 +32,7 @@ class Plans:
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[str, str, frozenset[str] | None], BoundPlan] = {}
         self._owned: list[Tensor] = []
-        self._layouts: dict[str, frozenset[str]] = {}
+        self._layouts: dict[tuple[str, frozenset[str]], frozenset[str]] = {}
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
 
@@ -58,20 +58,20 @@ class Plans:
             self.bound[key] = ops.bind(op, problem, self.device, self.policy, layouts)
         return self.bound[key]
 
-    def layouts(self, op: str, problem: str) -> frozenset[str]:
-        """The layouts in which the weights of a static problem are to be packed."""
-        if problem not in self._layouts:
+    def layouts(self, op: str, problem: str, without: frozenset[str] = frozenset()) -> frozenset[str]:
+        """The layouts in which the weights of a static problem are to be packed. without: those that cannot hold the weight."""
+        if (problem, without) not in self._layouts:
             definition = default_registry().op(op)
             static = definition.problem(problem)
             resolver = ops.resolver(self.device, self.policy)
             if {"n", "k"} <= static.as_dict().keys():
-                chosen = resolver.plan(definition, static, LAYOUT_SIZES).layouts
+                chosen = resolver.plan(definition, static, LAYOUT_SIZES, without).layouts
             else:
                 # Experts are packed once, for the kernel of a middling batch.
                 best = resolver.resolve(definition, definition.at_bucket(static, LAYOUT_SIZES[1])).require()
                 chosen = (layout_for(best.kernel, QuantScheme.parse(static.text("w"))).name,)
-            self._layouts[problem] = frozenset(chosen)
-        return self._layouts[problem]
+            self._layouts[problem, without] = frozenset(chosen)
+        return self._layouts[problem, without]
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
         """Scratch memory for a call of this size on the current stream, uint8; None when its kernel needs none."""

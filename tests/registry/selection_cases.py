@@ -203,7 +203,8 @@ linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx950 | aiter | aiter | linear_aiter
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming
-linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_humming
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-old | humming | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_w_triton
@@ -328,7 +329,6 @@ rms_norm | m=1,n=4096 | sm_90 | cuda | torch | rms_norm_triton | policy | strict
 rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_triton | policy | excluded by '*triton*'
 rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_aiter | policy | runs only when pinned
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_triton | policy | only interprets, for tests
-linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_humming | policy | runs only when pinned
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_humming | policy | not deterministic
 paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance
 paged_attention | ~paged | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | asks for batch invariance
