@@ -155,7 +155,8 @@ def _captured(call: Callable[[], Any], device: str) -> Callable[[], Any]:
 
 def _samples(call: Callable[[], Any], device: str, rounds: int = 21) -> list[float]:
     """Milliseconds a call, of calls back to back."""
-    call()
+    for _ in range(3):
+        call()
     _wait(device)
     if not device.startswith("cuda"):
         found = []

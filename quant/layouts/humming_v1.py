@@ -22,8 +22,9 @@ CONFIG_BYTES = 1024
 
 
 def size(scheme: QuantScheme, n: int, k: int) -> int:
-    """Bytes of the slots."""
-    return scheme.weight_bytes(n, k) + CONFIG_BYTES
+    """Bytes of the slots. Zero points take four bits."""
+    zeros = n * scheme.groups(k) // 2 if scheme.zero_points else 0
+    return scheme.weight_bytes(n, k) - zeros + CONFIG_BYTES
 
 
 LAYOUT = Layout(

@@ -18,5 +18,6 @@ def test_gating_is_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> 
     found, expected = (torch.full((*shape[:-1], shape[-1] // 2), float("nan"), dtype=dtype, device="cuda") for _ in range(2))
     finish(z, None, None, True, found)
     finish_in_torch(z, None, None, True, expected)
-    spacing = torch.finfo(dtype).eps * expected.abs().double() + torch.finfo(dtype).tiny
-    assert ((found.double() - expected.double()).abs() <= spacing * (1 if dtype != torch.float32 else 8)).all()
+    # One rounding apart at most; in float32 what two exponential functions differ by, at arguments of up to 40.
+    allowed = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert ((found.double() - expected.double()).abs() <= allowed * expected.abs().double() + torch.finfo(dtype).tiny).all()

@@ -157,9 +157,9 @@ fused_add_rms_norm | m=16,n=4096 | cpu:avx512_bf16 | x86-avx2 | - | fused_add_rm
 silu_and_mul | m=16,n=4096 | cpu:avx512_vnni-avx512_vnni-avx512 | x86 | - | silu_and_mul_cpu@avx2
 paged_attention | ~paged | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
 # linear: every scheme somewhere
-linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_triton
-linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_triton
-linear | m=16,n=4096,k=4096,x=fp32,w=fp32 | sm_120 | cuda | - | linear_triton
+linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_torch
+linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_torch
+linear | m=16,n=4096,k=4096,x=fp32,w=fp32 | sm_120 | cuda | - | linear_torch
 linear | m=16,n=4096,k=4096 | sm_90 | torch | - | linear_torch
 linear | m=16,n=4096,k=4096 | cpu:avx2 | x86 | - | linear_cpu@avx2
 linear | m=16,n=4096,k=4096,w=int4_g32 | sm_80 | cuda | - | linear_w_triton
