@@ -106,12 +106,12 @@ def _measure(device: str) -> Ceilings:
     size = (1 << 30) if cuda else (256 << 20)
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     # A sum reads everything once and writes nothing: the read ceiling, not the copy ceiling.
-    read = min(measure_call(lambda: data.sum(), device, seconds=0.4, rounds=5).samples)
+    read = min(measure_call(lambda: data.sum(), device, rounds=5).samples)
     half, other = data[: size // 8], torch.empty(size // 8, device=device)
     # Not copy_: between equal types that is the driver's memory copy, which is slower than kernels are.
-    copy = min(measure_call(lambda: torch.neg(half, out=other), device, seconds=0.4, rounds=5).samples)
+    copy = min(measure_call(lambda: torch.neg(half, out=other), device, rounds=5).samples)
     small = torch.ones(1, device=device)
-    launch = measure_call(lambda: small.neg_(), device, seconds=0.05, rounds=5)
+    launch = measure_call(lambda: small.neg_(), device, rounds=5)
     rates = []
     # A CPU computes fp16 and fp8 in float32 or by emulation: torch's rate is no ceiling there.
     for name in _PRODUCTS if cuda else ("fp32", "bf16", "int8"):
@@ -130,7 +130,7 @@ def _rate(make: Callable[[int, str], Callable[[], Any]], device: str) -> float |
         call()
     except (RuntimeError, NotImplementedError, TypeError):  # torch's ways of saying that this device has no such product
         return None
-    return 2 * size**3 / min(measure_call(call, device, seconds=0.2, rounds=5).samples) / 1e6
+    return 2 * size**3 / min(measure_call(call, device, rounds=5).samples) / 1e6
 
 
 def _dense(dtype: torch.dtype) -> Callable[[int, str], Callable[[], Any]]:

@@ -11,6 +11,7 @@ import torch
 from gristmill.autotune.device import on_device
 from gristmill.autotune.guard import Guarded, same_bits, tensors, written
 from gristmill.autotune.metrics import error_of
+from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -32,15 +33,20 @@ def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
 
     Outputs start poisoned (NaN, or the smallest integer) between guard bands that must stay as they were; arguments
     that the operation does not write must come back unchanged. An exception of the kernel is an outcome, not an error
-    of the caller: its text is the reason.
+    of the caller: its text is the reason. UnverifiableError where the fault is not the kernel's.
     """
     tolerance = op.tolerance(problem).limit
-    arguments = op.inputs(problem, seed, device)
-    reference = run_reference(op, arguments)
+    try:
+        arguments = op.inputs(problem, seed, device)
+        reference = run_reference(op, arguments)
+    except Exception as error:
+        raise UnverifiableError(f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {error}") from error
     try:
         with on_device(device):
             given = with_workspace(op, kernel, config, problem, kernel_arguments(op, kernel, arguments))
             outputs, trespass = run_guarded(op, kernel, config, given)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UnverifiableError(f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}") from error
     except Exception as error:
         return Outcome(False, None, tolerance, f"{type(error).__name__}: {error}")
     if trespass:

@@ -20,13 +20,13 @@ from gristmill.autotune.floor import ceilings
 from gristmill.bench.shapes import ShapeError
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.cache import PagedCache, token_bytes
-from gristmill.runtime.calibrate import find_layers
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.layers.linear import Linear, SplitLinear
 from gristmill.runtime.loader.config import ModelConfig, parse_config
 from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model
+from gristmill.runtime.quantizing.moments import find_linears
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
@@ -98,7 +98,7 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
 def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) -> dict[str, Any]:
     """Times of the device and of the linear layers, and the floors of what they read."""
     rows = 1 << (batch - 1).bit_length()
-    linears = [layer for _, _, layer in find_layers(model.layers) if isinstance(layer, Linear | SplitLinear)]  # type: ignore[attr-defined]
+    linears = [layer for _, _, layer in find_linears(model.layers) if isinstance(layer, Linear | SplitLinear)]  # type: ignore[attr-defined]
     wide = {layer: _input(layer, rows, model) for layer in [*linears, model.head]}  # type: ignore[attr-defined]
     whole = _samples(_graph_of(runner, batch, context), device)
     linear = _samples(_captured(lambda: [layer(wide[layer]) for layer in linears], device), device)

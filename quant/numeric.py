@@ -114,14 +114,14 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     _check_bits(codes, bits)
     if bits == 8:
         return codes.contiguous()
-    k = codes.shape[-1]
-    lanes = _pad_last(codes & ((1 << bits) - 1), 8).unflatten(-1, (-1, 8))
-    word = torch.zeros(lanes.shape[:-1], dtype=torch.int64, device=codes.device)
-    for i in range(8):  # 8 codes fill exactly `bits` bytes
-        word |= lanes[..., i].to(torch.int64) << (i * bits)
-    out = torch.empty((*word.shape, bits), dtype=torch.uint8, device=codes.device)
-    for byte in range(bits):
-        out[..., byte] = ((word >> (8 * byte)) & 0xFF).to(torch.uint8)
+    k, (count, width) = codes.shape[-1], _run(bits)
+    lanes = _pad_last(codes & ((1 << bits) - 1), count).unflatten(-1, (-1, count))
+    out = torch.zeros((*lanes.shape[:-1], width), dtype=torch.uint8, device=codes.device)
+    for i in range(count):
+        byte, shift = divmod(i * bits, 8)
+        out[..., byte] |= lanes[..., i] << shift  # what passes the byte's end falls off
+        if shift + bits > 8:
+            out[..., byte + 1] |= lanes[..., i] >> (8 - shift)
     return out.flatten(-2)[..., : -(-k * bits // 8)].contiguous()
 
 
@@ -137,16 +137,21 @@ def unpack_bits(stream: Tensor, bits: int, k: int) -> Tensor:
         raise ValueError(f"{k} codes of {bits} bits take {expected} bytes, got {stream.shape[-1]}")
     if bits == 8:
         return stream.contiguous()
-    if bits == 4:  # the common width, without 64-bit words
-        return torch.stack((stream & 0xF, stream >> 4), dim=-1).flatten(-2)[..., :k].contiguous()
-    octets = _pad_last(stream, bits).unflatten(-1, (-1, bits))
-    word = torch.zeros(octets.shape[:-1], dtype=torch.int64, device=stream.device)
-    for byte in range(bits):
-        word |= octets[..., byte].to(torch.int64) << (8 * byte)
-    out = torch.empty((*word.shape, 8), dtype=torch.uint8, device=stream.device)
-    for i in range(8):
-        out[..., i] = ((word >> (i * bits)) & ((1 << bits) - 1)).to(torch.uint8)
+    count, width = _run(bits)
+    octets = _pad_last(stream, width).unflatten(-1, (-1, width))
+    out = torch.empty((*octets.shape[:-1], count), dtype=torch.uint8, device=stream.device)
+    for i in range(count):
+        byte, shift = divmod(i * bits, 8)
+        code = octets[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | (octets[..., byte + 1] << (8 - shift))
+        out[..., i] = code & ((1 << bits) - 1)
     return out.flatten(-2)[..., :k].contiguous()
+
+
+def _run(bits: int) -> tuple[int, int]:
+    """The fewest codes that fill whole bytes, and how many bytes those are."""
+    return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
 
 
 def _pad_last(x: Tensor, multiple: int) -> Tensor:

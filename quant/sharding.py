@@ -6,7 +6,7 @@ columns or rows to the scales it kept. An index that says no more than "consecut
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,9 @@ from gristmill.quant import numeric
 
 if TYPE_CHECKING:
     from gristmill.quant.tensor import QuantTensor
+
+_SHARED = ("g_idx", "n_idx")
+"""Fields that experts have in common."""
 
 
 def shard(q: QuantTensor, dim: int, rank: int, world: int) -> QuantTensor:
@@ -47,7 +50,7 @@ def narrow(q: QuantTensor, dim: int, start: int, length: int) -> QuantTensor:
         return _narrow_k(q, start, length)
     if dim == len(q.shape) - 2:
         return _narrow_n(q, start, length)
-    cut = {name: _copy(t, dim, start, length) for name, t in q.tensors().items() if name not in ("g_idx", "n_idx")}
+    cut = {name: _copy(t, dim, start, length) for name, t in q.tensors().items() if name not in _SHARED}
     return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), cut)
 
 
@@ -70,10 +73,11 @@ def take_rows(q: QuantTensor, index: Tensor) -> QuantTensor:
     return _rebuild(q, (*q.shape[:-2], rows.numel(), q.k), new)
 
 
-def concat(tensors: Sequence[QuantTensor], dim: int) -> QuantTensor:
+def concat(tensors: Sequence[QuantTensor], dim: int, codes: Tensor | None = None) -> QuantTensor:
     """Joins QuantTensors of one scheme along ``dim`` of the logical shape.
 
-    Along N (fused q/k/v, gate/up) each part keeps its own global multiplier as a segment and its own partial blocks.
+    Along N (fused q/k/v, gate/up) each part keeps its own global multiplier as a segment and its own partial blocks. codes:
+    the joined codes where they are at hand, so that large ones are not copied again.
 
     Raises:
         ValueError: nothing to join; schemes, scale dtypes, devices or other dimensions differ; or the result cannot be
@@ -92,28 +96,42 @@ def concat(tensors: Sequence[QuantTensor], dim: int) -> QuantTensor:
     if dim == len(shape) - 1:
         return _concat_k(tensors, tuple(shape))
     if dim == len(shape) - 2:
-        return _concat_n(tensors, tuple(shape))
+        return _concat_n(tensors, tuple(shape), codes)
     for other in tensors[1:]:
-        _need(_same_columns(first, other), first, other, dim, "g_idx differs, and experts share one")
-        _need(_same_rows(first, other), first, other, dim, "n_idx differs, and experts share one")
-        _need(first.segments == other.segments, first, other, dim, f"segments {first.segments} and {other.segments}")
+        _check_experts(first, other, dim)
     joined = {
         name: torch.cat([t.tensors()[name] for t in tensors], dim)
         for name in first.tensors()
-        if name not in ("g_idx", "n_idx")
+        if name not in _SHARED
     }
     return _rebuild(first, tuple(shape), joined)
 
 
-def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
-    """[N, K] matrices of one scheme and shape -> one tensor [len(tensors), N, K]; same conditions as concat."""
-    if not tensors:
-        raise ValueError("stack needs at least one QuantTensor, got none")
-    raised = [
-        _rebuild(t, (1, *t.shape), {n: v[None] for n, v in t.tensors().items() if n not in ("g_idx", "n_idx")})
-        for t in tensors
-    ]
-    return concat(raised, 0)
+def stack(tensors: Iterable[QuantTensor], count: int | None = None) -> QuantTensor:
+    """[N, K] matrices of one scheme and shape -> one tensor [their number, N, K]; same conditions as concat.
+
+    Given their `count`, matrices may be made one by one: each is copied to its place and need not outlive that.
+    """
+    if count is None:
+        tensors = list(tensors)
+        count = len(tensors)
+    first, out, done = None, {}, 0
+    for tensor in tensors:
+        held = {name: t for name, t in tensor.tensors().items() if name not in _SHARED}
+        if first is None:
+            first = tensor
+            out = {name: torch.empty((count, *t.shape), dtype=t.dtype, device=t.device) for name, t in held.items()}
+        _check_joinable(first, tensor, 0, whole=True)
+        _check_experts(first, tensor, 0)
+        _need(all(t.shape == out[name].shape[1:] for name, t in held.items()), first, tensor, 0, "numbers of scales differ")
+        if done == count:
+            raise ValueError(f"stack was told of {count} QuantTensors and got more")
+        for name, place in out.items():
+            place[done].copy_(held[name])
+        done += 1
+    if first is None or done != count:
+        raise ValueError(f"stack needs at least one QuantTensor, and all {count} it was told of, got {done}")
+    return _rebuild(first, (count, *first.shape), out)
 
 
 def _narrow_k(q: QuantTensor, start: int, length: int) -> QuantTensor:
@@ -149,7 +167,7 @@ def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
     return _rebuild(q, (*q.shape[:-2], length, q.k), new, segments)
 
 
-def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTensor:
+def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...], codes: Tensor | None) -> QuantTensor:
     first = tensors[0]
     for other in tensors[1:]:
         _need(
@@ -159,7 +177,7 @@ def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTe
             -2,
             "g_idx differs: the rows of one tensor share one; keep them apart",
         )
-    new: dict[str, Tensor | None] = {"codes": torch.cat([t.codes for t in tensors], -2)}
+    new: dict[str, Tensor | None] = {"codes": torch.cat([t.codes for t in tensors], -2) if codes is None else codes}
     new["scales"] = _cat([t.scales for t in tensors], -2)
     new["zero"] = _cat([t.zero for t in tensors], -2)
     new["global_scale"] = _cat([t.global_scale for t in tensors], -1)
@@ -257,21 +275,23 @@ def _rebuild(
     )  # fmt: skip
 
 
-def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int) -> None:
+def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int, whole: bool = False) -> None:
+    """Same scheme, device, dtypes, and dimensions but `dim`; those too if `whole`."""
     _need(first.scheme == other.scheme, first, other, dim, "schemes differ")
     a, b = list(first.shape), list(other.shape)
-    _need(
-        len(a) == len(b) and a[:dim] + a[dim + 1 :] == b[:dim] + b[dim + 1 :],
-        first,
-        other,
-        dim,
-        "other dimensions differ",
-    )
+    same = a == b if whole else len(a) == len(b) and a[:dim] + a[dim + 1 :] == b[:dim] + b[dim + 1 :]
+    _need(same, first, other, dim, "dimensions differ" if whole else "other dimensions differ")
     _need(first.device == other.device, first, other, dim, f"devices {first.device} and {other.device}")
     for name in ("scales", "zero"):
         mine, theirs = first.tensors().get(name), other.tensors().get(name)
         same = mine is None or theirs is None or mine.dtype == theirs.dtype
         _need(same, first, other, dim, f"dtypes of {name} differ")
+
+
+def _check_experts(first: QuantTensor, other: QuantTensor, dim: int) -> None:
+    _need(_same_columns(first, other), first, other, dim, "g_idx differs, and experts share one")
+    _need(_same_rows(first, other), first, other, dim, "n_idx differs, and experts share one")
+    _need(first.segments == other.segments, first, other, dim, f"segments {first.segments} and {other.segments}")
 
 
 def _need(condition: bool, first: QuantTensor, other: QuantTensor, dim: int, why: str) -> None:

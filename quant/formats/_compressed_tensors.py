@@ -112,7 +112,7 @@ def mxfp8(
     """E4M3 with E8M0 scales."""
     need(source, module, (".weight", ".weight_scale"), "MXFP8")
     codes = as_bytes(source.read(f"{module}.weight", shape, dtypes=(torch.float8_e4m3fn,)))
-    scales = source.read(f"{module}.weight_scale", (*shape[:-1], shape[-1] // 32), dtypes=(torch.uint8,)).clone()
+    scales = source.read(f"{module}.weight_scale", (*shape[:-1], shape[-1] // 32), dtypes=(torch.uint8,))
     return StoredWeight(
         make(module, codes, scales, shape, scheme), (f"{module}.weight", f"{module}.weight_scale"), activation
     )
@@ -124,8 +124,8 @@ def _floats4(
     k = shape[-1]
     if k % group:
         raise FormatError(f"{module}: groups of {group} along K, and K is {k}")
-    codes = source.read(f"{module}.weight_packed", (*shape[:-1], k // 2), dtypes=(torch.uint8,)).clone()
-    return codes, source.read(f"{module}.weight_scale", (*shape[:-1], k // group), dtypes=(dtype,)).clone()
+    codes = source.read(f"{module}.weight_packed", (*shape[:-1], k // 2), dtypes=(torch.uint8,))
+    return codes, source.read(f"{module}.weight_scale", (*shape[:-1], k // group), dtypes=(dtype,))
 
 
 def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
@@ -137,9 +137,9 @@ def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantSc
 def _spread(held: Tensor, name: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
     expected = (*shape[:-2], *(scheme.scale_shape(*shape[-2:]) or ()))
     if tuple(held.shape) == expected:
-        return held.clone()
+        return held
     if scheme.granularity == "channel" and tuple(held.shape) == expected[:-1] and len(expected) > 1:
-        return held[..., None].clone()
+        return held[..., None]
     if scheme.granularity == "channel" and held.numel() == 1:
         return held.reshape(1).expand(expected).clone()
     raise FormatError(f"tensor {name} must have shape {list(expected)}, got {list(held.shape)}")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import numeric
 from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import FLOATS, Fields, FormatError, Source, StoredWeight, make, need
 
@@ -23,6 +22,9 @@ COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within its eight, that nibble i of a word holds."""
 NIBBLE = tuple(COLUMN.index(j) for j in range(8))
 """Nibble that holds column j."""
+_LOW = 0x0F0F0F0F
+_CHUNK = 512
+"""Values of k rearranged at a time, an even number: their words stay in a core's cache."""
 
 
 class Awq:
@@ -53,7 +55,7 @@ class Awq:
             raise FormatError(f"{module}: AWQ needs N a multiple of 8 and K of its groups of {group}, got [{n}, {k}]")
         names = [f"{module}.qweight", f"{module}.scales"]
         need(source, module, (".scales", ".qzeros") if self.zero_point else (".scales",), "AWQ")
-        codes = natural(source.read(names[0], (k, n // 8), dtypes=(torch.int32,)))
+        packed = rows(source.read(names[0], (k, n // 8), dtypes=(torch.int32,)))
         scales = source.read(names[1], (k // group, n), dtypes=FLOATS).t().clone(memory_format=torch.contiguous_format)
         zeros = None
         if f"{module}.qzeros" in source:
@@ -62,8 +64,27 @@ class Awq:
             if not self.zero_point and bool((zeros == 8).all()):
                 zeros = None
         scheme = QuantScheme.integer(4, None if group == k else group, zero_points=zeros is not None)
-        packed = numeric.pack_bits(codes.t().contiguous(), 4)
         return StoredWeight(make(module, packed, scales, shape, scheme, zeros), tuple(names))
+
+
+def rows(packed: Tensor) -> Tensor:
+    """int32 [K, N/8] in AWQ's order -> a bit stream along K, uint8 [N, ceil(K/2)].
+
+    Words of k and k + 1 become two words: of their even nibbles, and of their odd ones, each byte a row's pair of codes.
+    """
+    k, columns = packed.shape
+    out = torch.empty(columns, 8, -(-k // 2), dtype=torch.uint8, device=packed.device)
+    for start in range(0, k, _CHUNK):
+        words_of = packed[start : start + _CHUNK].t().contiguous()
+        if words_of.shape[1] % 2:
+            words_of = torch.nn.functional.pad(words_of, (0, 1))
+        here, after = words_of[:, 0::2], words_of[:, 1::2]
+        pairs = ((here & _LOW) | ((after & _LOW) << 4), ((here >> 4) & _LOW) | (after & ~_LOW))
+        for odd, word in enumerate(pairs):
+            octets = word.view(torch.uint8).unflatten(1, (-1, 4))
+            for i in range(4):
+                out[:, COLUMN[2 * i + odd], start // 2 : (start + _CHUNK) // 2] = octets[..., i]
+    return out.flatten(0, 1)
 
 
 def natural(packed: Tensor) -> Tensor:

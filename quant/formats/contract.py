@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -46,7 +46,7 @@ class Source(Protocol):
     def read(
         self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
     ) -> Tensor:
-        """The tensor as stored, which must have this shape and one of these dtypes. Copy what is to be kept."""
+        """The tensor as stored, which must have this shape and one of these dtypes. Its memory may be a mapped file's."""
         ...
 
 
@@ -83,6 +83,9 @@ class Tensors:
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
     """One module's weight as a checkpoint stores it.
+
+    Tensors that need no rearranging are those that the source gave, so that nothing is copied before somebody wants a copy:
+    `owned` makes one of what lies in a mapped file.
 
     weight: [..., N, K], its scheme without activations. names: the tensors it is made of. activation: the activation format
     that the checkpoint declares, for information: None = in their own dtype. input_scale: float32 [1], a static scale of
@@ -207,8 +210,15 @@ def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
 
 
 def as_bytes(weight: Tensor) -> Tensor:
-    """An own contiguous uint8 copy of a tensor of bytes (fp8, int8, uint8)."""
-    return weight.contiguous().view(torch.uint8).clone()
+    """A tensor of bytes (fp8, int8, uint8) as uint8; the same memory where it is contiguous."""
+    return weight.contiguous().view(torch.uint8)
+
+
+def owned(weight: QuantTensor) -> QuantTensor:
+    """The weight with a copy in place of each tensor whose memory is not torch's own: a mapped file's."""
+    held = weight.tensors()
+    mapped = {name: t.clone() for name, t in held.items() if not t.untyped_storage().resizable()}
+    return replace(weight, **mapped) if mapped else weight
 
 
 def wide(scales: Tensor) -> Tensor:

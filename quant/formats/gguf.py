@@ -83,7 +83,7 @@ class GgufFile:
             raise FormatError(f"{self.path}: tensor {self.names[name]} must be {_listed(dtypes)}, got {self.kinds[name]}")
         if shape is not None and found != shape:
             raise FormatError(f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(found)}")
-        held = torch.from_numpy(self._data[name].copy())
+        held = torch.from_numpy(self._data[name])
         if dtype == torch.bfloat16:
             held = held.view(torch.uint8).view(torch.bfloat16)
         return self._in_order(name, held.view(found))
@@ -148,7 +148,7 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
     except ImportError as error:
         raise ImportError("reading GGUF files needs the gguf package: pip install 'gristmill[gguf]'") from error
     try:
-        reader = gguf.GGUFReader(path, "r")
+        reader = gguf.GGUFReader(path, "c")  # mapped; what somebody writes stays in memory, and torch does not warn of it
         return reader, _metadata(reader)
     except FormatError:
         raise

@@ -37,6 +37,10 @@ Fields = tuple[Tensor, Tensor, Tensor | None]
 """Codes one a byte [..., block], scales [..., groups of a block], offsets or None."""
 
 
+_CHUNK = 1 << 18
+"""Bytes of blocks taken apart at a time: what becomes of them stays in a core's cache."""
+
+
 @dataclass(frozen=True)
 class BlockType:
     """One type: values and bytes of a block, the scheme it becomes, and how a block [..., size] is taken apart."""
@@ -62,10 +66,13 @@ def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...]) ->
     row = k // found.values * found.size
     if tuple(blocks.shape) != (*shape[:-1], row):
         raise FormatError(f"{name}: {kind} {list(shape)} has rows of {row} bytes, got {list(blocks.shape)}")
-    codes, scales, offsets = found.fields(blocks.reshape(*shape[:-1], -1, found.size))
-    scheme = QuantScheme.parse(found.scheme)
-    packed = numeric.pack_bits(codes.flatten(-2), scheme.bits)
-    return make(name, packed, scales.flatten(-2), shape, scheme, None if offsets is None else offsets.flatten(-2))
+    scheme, rows, pieces = QuantScheme.parse(found.scheme), blocks.reshape(-1, row), []
+    for some in rows.split(max(1, _CHUNK // row)):
+        codes, scales, offsets = found.fields(some.unflatten(-1, (-1, found.size)))
+        packed = numeric.pack_bits(codes.flatten(-2), scheme.bits)
+        pieces.append((packed, scales.flatten(-2)) + (() if offsets is None else (offsets.flatten(-2),)))
+    fields = [torch.cat(parts).view(*shape[:-1], -1) for parts in zip(*pieces, strict=True)]
+    return make(name, fields[0], fields[1], shape, scheme, fields[2] if len(fields) > 2 else None)
 
 
 def _half(block: Tensor, at: int) -> Tensor:

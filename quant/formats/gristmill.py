@@ -35,7 +35,7 @@ class Gristmill:
         """The weight of a module; only matrices are stored so, experts one by one."""
         need(source, module, (".codes",), f"{self.scheme} by gristmill")
         names = {field: f"{module}.{field}" for field in FIELDS if f"{module}.{field}" in source}
-        held = {field: source.read(name).clone() for field, name in names.items()}
+        held = {field: source.read(name) for field, name in names.items()}
         weight = make(
             module, held["codes"], held.get("scales"), shape, self.scheme, held.get("zero"), held.get("global_scale")
         )

@@ -94,7 +94,7 @@ class ModelOpt:
         names = [f"{module}.weight"]
         scales, multiplier = None, None
         if scheme.bits == 4:
-            codes = source.read(names[0], (*shape[:-1], shape[-1] // 2), dtypes=(torch.uint8,)).clone()
+            codes = source.read(names[0], (*shape[:-1], shape[-1] // 2), dtypes=(torch.uint8,))
         else:
             codes = as_bytes(source.read(names[0], shape, dtypes=(torch.float8_e4m3fn,)))
         need(source, module, (".weight_scale",), algorithm)
@@ -143,7 +143,7 @@ def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantSc
     if k % size:
         raise FormatError(f"{module}: {scheme} has groups of {size} along K, and K is {k}")
     dtype = torch.float8_e4m3fn if scheme.weight == "nvfp4" else torch.uint8
-    return source.read(name, expected, dtypes=(dtype,)).clone()
+    return source.read(name, expected, dtypes=(dtype,))
 
 
 def _lists(pattern: str, module: str) -> bool:

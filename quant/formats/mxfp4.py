@@ -35,7 +35,7 @@ class Mxfp4:
             raise FormatError(f"{module}: MXFP4 has blocks of 32 along K, and K is {k}")
         blocks = source.read(f"{module}_blocks", (*shape[:-1], k // 32, 16), dtypes=(torch.uint8,))
         scales = source.read(f"{module}_scales", (*shape[:-1], k // 32), dtypes=(torch.uint8,))
-        weight = make(module, blocks.flatten(-2).clone(), scales.clone(), shape, QuantScheme.parse("mxfp4"))
+        weight = make(module, blocks.flatten(-2), scales, shape, QuantScheme.parse("mxfp4"))
         return StoredWeight(weight, (f"{module}_blocks", f"{module}_scales"))
 
 

@@ -14,14 +14,16 @@ from gristmill.quant import numeric
 def stream(words: Tensor, bits: int, count: int) -> Tensor:
     """Dense words int32 [..., W] -> the first `count` codes as a bit stream, uint8 [..., ceil(count * bits / 8)].
 
-    Unused high bits of the last byte become 0.
+    The same memory where the words are contiguous and the codes fill them. Unused high bits of the last byte become 0.
     """
     used = -(-count * bits // 8)
-    # a clone has regular strides, which contiguous() does not promise for dimensions of 1
-    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :used].contiguous()
+    # contiguous() does not promise regular strides for dimensions of 1, reshape() of what is contiguous does
+    octets = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     spare = used * 8 - count * bits
-    if spare:
-        octets[..., -1] &= 0xFF >> spare
+    if not spare:
+        return octets[..., :used].contiguous()
+    octets = octets[..., :used].clone(memory_format=torch.contiguous_format)
+    octets[..., -1] &= 0xFF >> spare
     return octets
 
 

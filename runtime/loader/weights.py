@@ -6,7 +6,7 @@ once each, and in the end tells what was never asked for and what nobody read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +17,7 @@ from torch import Tensor
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, concat, quantize, stack
 from gristmill.quant.formats import Format, FormatError
+from gristmill.quant.formats.contract import owned
 from gristmill.quant.formats.kv_scales import kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, Checkpoint
@@ -112,7 +113,8 @@ class Weights:
             shape = (rows,) if weight.columns is None else (rows, weight.columns)
             parts.append(self._kept(name, shape, weight).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.to(self.device, copy=True)
+        placed = joined.to(self.device)
+        return placed if placed.untyped_storage().resizable() else placed.clone()  # else it is the file's mapping
 
     def optional(self, target: str) -> Tensor | None:
         """A kept parameter that the table may not have, such as a bias."""
@@ -126,20 +128,15 @@ class Weights:
         """
         weight = self._take(target)
         if weight.stacked:
-            return self._stacked(weight).to(self.device)
+            return self._own(Part(self._stacked(weight))).weight
         names, count = weight.part_names(), len(weight.sources)
-        made = [self._part(name, weight.rows[index % count], weight) for index, name in enumerate(names)]
-        scaled = next((name for name, part in zip(names, made, strict=True) if part.pre_scale is not None), None)
-        if scaled is not None:
-            raise CheckpointError(
-                f"{self.checkpoint.directory}: {scaled} multiplies its input by pre_quant_scale, which is not supported in "
-                f"{target}; ask for float weights (quant bf16)"
-            )
-        fused = [self._join(names[i : i + count], made[i : i + count]) for i in range(0, len(made), count)]
+        matrices = (self._joined(names[i : i + count], weight).to(self.device) for i in range(0, len(names), count))
         if not weight.experts:
-            return fused[0].to(self.device)
+            return self._own(Part(next(matrices))).weight
         try:
-            return stack(fused).to(self.device)
+            return stack(matrices, weight.experts)
+        except UsageError:  # of one of them
+            raise
         except ValueError as error:
             raise CheckpointError(f"{self.checkpoint.directory}: the experts of {target} differ: {error}") from error
 
@@ -150,17 +147,17 @@ class Weights:
         different global scales are one: each keeps its own.
         """
         weight = self._take(target)
-        made = [self._part(name, rows, weight) for name, rows in zip(weight.sources, weight.rows, strict=True)]
+        made, codes = self._gathered(weight.sources, weight)
         first = made[0].pre_scale
         alike = all(
             (p.pre_scale is None) == (first is None) and (first is None or torch.equal(first, p.pre_scale)) for p in made
         )
         if alike:
             try:
-                return [self._placed(Part(concat([p.weight for p in made], -2), first))]
+                return [self._own(Part(concat([p.weight for p in made], -2, codes), first))]
             except ValueError:
                 pass  # concat says that it cannot be exact: parts stay apart, which always is
-        return [self._placed(part) for part in made]
+        return [self._own(replace(part, weight=part.weight.narrow(0, 0, part.weight.n))) for part in made]
 
     def finish(self) -> None:
         """CheckpointError if a parameter was left unwritten, or if a tensor was read by nobody."""
@@ -204,7 +201,7 @@ class Weights:
             plain = name in self.checkpoint and self.checkpoint.spec(name)[0] in FLOATS
             found = None if plain else self._stored(module, shape)
             if found is not None:
-                return found.weight.dequantize()
+                return found.weight.dequantize(torch.float32 if weight.kind == "fp32" else self.dtype)
         return self._source(name, shape, weight)
 
     def _source(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
@@ -237,7 +234,7 @@ class Weights:
             return self._wanted(name, found)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
-            return Part(QuantTensor.from_dense(tensor.to(self.dtype, copy=True)))
+            return Part(QuantTensor.from_dense(tensor.to(self.dtype)))
         return Part(quantize_part(name, tensor, self.scheme))
 
     def _stacked(self, weight: Weight) -> QuantTensor:
@@ -250,8 +247,9 @@ class Weights:
             return self._wanted(name, found).weight
         tensor = self._source(name, (weight.experts, columns, rows), weight).transpose(1, 2)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
-            return QuantTensor.from_dense(tensor.to(self.dtype).clone(memory_format=torch.contiguous_format))
-        return quantize_part(name, tensor, self.scheme)
+            return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))
+        scheme = self.scheme
+        return stack((quantize_part(f"{name}[{i}]", expert, scheme) for i, expert in enumerate(tensor)), weight.experts)
 
     def _wanted(self, name: str, part: Part) -> Part:
         """A stored part as the scheme asks for it."""
@@ -259,10 +257,9 @@ class Weights:
         if scheme is None:
             return part
         if scheme.is_dense:
-            wide = weight.dequantize()
-            if part.pre_scale is not None:
-                wide *= part.pre_scale.float()
-            return Part(QuantTensor.from_dense(wide.to(self.dtype)))
+            if part.pre_scale is None:
+                return Part(QuantTensor.from_dense(weight.dequantize(self.dtype)))
+            return Part(QuantTensor.from_dense((weight.dequantize() * part.pre_scale.float()).to(self.dtype)))
         if scheme.without_activation != weight.scheme:
             raise UsageError(
                 f"{self.checkpoint.directory} is quantized to {weight.scheme} already ({name}): it cannot be quantized to "
@@ -270,17 +267,47 @@ class Weights:
             )
         return replace(part, weight=replace(weight, scheme=scheme))
 
-    def _join(self, names: list[str], parts: list[Part]) -> QuantTensor:
+    def _gathered(self, names: Sequence[str], weight: Weight) -> tuple[list[Part], Tensor | None]:
+        """The parts of one matrix, on the device, and their codes in one tensor where they are several and of one width.
+
+        Each part's codes go to their place as soon as it is read, so that no part is in memory twice.
+        """
+        parts, codes, row = [], None, 0
+        for name, rows in zip(names, weight.rows, strict=True):
+            part = self._part(name, rows, weight)
+            held = part.weight.tensors()
+            width = held["codes"].shape[1]
+            if len(names) > 1 and not parts:
+                codes = torch.empty(sum(weight.rows), width, dtype=torch.uint8, device=self.device)
+            if codes is not None and codes.shape[1] == width:
+                held["codes"] = codes[row : row + rows].copy_(held["codes"])
+            else:
+                codes = None
+            placed = {field: tensor.to(self.device) for field, tensor in held.items()}
+            parts.append(replace(part, weight=replace(part.weight, **placed)))
+            row += rows
+        return parts, codes
+
+    def _joined(self, names: list[str], weight: Weight) -> QuantTensor:
+        """One matrix of its parts, an expert's or a whole parameter."""
+        parts, codes = self._gathered(names, weight)
+        scaled = next((name for name, part in zip(names, parts, strict=True) if part.pre_scale is not None), None)
+        if scaled is not None:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {scaled} multiplies its input by pre_quant_scale, which is not supported in "
+                f"{weight.target}; ask for float weights (quant bf16)"
+            )
         try:
-            return concat([part.weight for part in parts], -2)
+            return concat([part.weight for part in parts], -2, codes)
         except ValueError as error:
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {', '.join(names)} are one matrix, and cannot be joined: {error}"
             ) from error
 
-    def _placed(self, part: Part) -> Part:
+    def _own(self, part: Part) -> Part:
+        """On the device, in memory of its own."""
         scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
-        return Part(part.weight.to(self.device), scale)
+        return Part(owned(part.weight.to(self.device)), scale)
 
 
 def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor:

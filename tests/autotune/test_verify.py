@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gristmill.autotune.verify import verify
+from gristmill.autotune.worker import UnverifiableError
 from tests.autotune import zoo
 
 PROBLEM = zoo.OP.problem("m=7,n=257,x=bf16")
@@ -36,3 +37,8 @@ def test_a_wrong_kernel_does_not(function, seed: int) -> None:
 )
 def test_the_reason_says_what_was_wrong(function, reason: str) -> None:
     assert reason in verify(zoo.OP, zoo.kernel(function), {}, PROBLEM, "cpu").reason
+
+
+def test_a_kernel_that_gets_no_memory_is_not_wrong() -> None:
+    with pytest.raises(UnverifiableError, match="got no memory for rms_norm"):
+        verify(zoo.OP, zoo.kernel(zoo.gets_no_memory), {}, PROBLEM, "cpu")

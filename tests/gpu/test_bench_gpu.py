@@ -34,6 +34,18 @@ def work_left_on_another_stream(config, x, weight, eps, out):
         out.copy_(OP.reference(x, weight, eps))
 
 
+def work_started_early_on_another_stream(config, x, weight, eps, out):
+    """Does not wait for the stream that it is called on: its results are there before its turn has come."""
+    with torch.cuda.stream(STATE.setdefault("stream", torch.cuda.Stream())):
+        out.copy_(OP.reference(x, weight, eps))
+
+
+def work_handed_over_and_back(config, x, weight, eps, out):
+    """Honest: what another stream does, this one waits for."""
+    work_left_on_another_stream(config, x, weight, eps, out)
+    torch.cuda.current_stream().wait_stream(STATE["stream"])
+
+
 def results_cached_by_pointer(config, x, weight, eps, out):
     key = (x.data_ptr(), out.data_ptr())
     if key not in STATE:
@@ -46,9 +58,9 @@ def kernel(function, **more) -> Kernel:
                   target=f"{__name__}:{function.__name__}", requires=Requirement(), **more)  # fmt: skip
 
 
-def arm(spec: Kernel, problem: str = PROBLEM) -> KernelArm:
+def arm(spec: Kernel, problem: str = PROBLEM, *, hot: bool = False) -> KernelArm:
     config = spec.config(OP.problem(problem), place(None).target)
-    made = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0"))
+    made = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0", hot=hot))
     for _ in range(6):
         made.sample()
     made.conclude()
@@ -66,10 +78,19 @@ def test_an_honest_kernel_passes_captured_and_eager() -> None:
     assert made.repeatable and made.samples[-1] > 10
 
 
+@pytest.mark.parametrize("hot", [True, False])
 @pytest.mark.parametrize("capturable", [True, False])
-def test_work_left_on_another_stream_is_caught(capturable: bool) -> None:
-    with pytest.raises(WrongResultError, match="cannot be captured|error inf|changed after"):
-        arm(kernel(work_left_on_another_stream, capturable=capturable))
+@pytest.mark.parametrize("cheat", [work_left_on_another_stream, work_started_early_on_another_stream])
+def test_work_left_on_another_stream_is_caught(cheat, capturable: bool, hot: bool) -> None:
+    for problem in (PROBLEM, "m=64,n=2048"):  # long work, and work that is nearly done when the call returns
+        with pytest.raises(WrongResultError, match="cannot be captured|error inf|changed after"):
+            arm(kernel(cheat, capturable=capturable), problem, hot=hot)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_work_that_is_waited_for_is_none_of_that(hot: bool) -> None:
+    for problem in (PROBLEM, "m=64,n=2048"):
+        assert arm(kernel(work_handed_over_and_back, capturable=False), problem, hot=hot).timing == f"eager,{'hot' if hot else 'cold'}"
 
 
 @pytest.mark.parametrize("capturable", [True, False])
