@@ -51,8 +51,9 @@ SLOW = ("linear_dequant_torch",)
 SPACE = 12
 """Configurations of a kernel that are tried."""
 
-Extra = Callable[[QuantTensor, Any, Any], Mapping[str, Sequence[Callable[[], Any]]]]
-"""(weight, x, out) -> calls of peers that are not registered, by name."""
+Call = Callable[[], Any]
+Extra = Callable[[QuantTensor, Any, Any], Mapping[str, tuple[Call, Sequence[Call]]]]
+"""(weight, x, out) -> peers that are not registered: by name a call that leaves its result in `out`, and those to be timed."""
 
 
 def run_shape(
@@ -97,9 +98,9 @@ def run_shape(
                 continue
             configs[kernel.name] = config
             graphs.add(kernel.name, our_calls(launcher, config, x, weights, n, out, space))
-        for name, calls in (extra(q, x, out) if extra is not None else {}).items():
+        for name, (first, calls) in (extra(q, x, out) if extra is not None else {}).items():
             out.fill_(float("nan"))
-            calls[0]()
+            first()
             errors[name] = column_error(out, x, wide)
             if errors[name] < 2 * LIMIT:
                 graphs.add(name, list(calls))
