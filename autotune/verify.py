@@ -63,12 +63,12 @@ def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[A
 
 
 def with_workspace(op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]) -> list[Any]:
-    """`arguments` with the scratch memory that `kernel` asks for, as the runtime hands it over: zeros, or whatever was there."""
+    """`arguments` with the scratch memory that `kernel` asks for, as the runtime hands it over: zeros, or NaN in all its types."""
     given, need = list(arguments), kernel.workspace(problem, config)
     place = next((i for i, p in enumerate(op.parameters) if p.name == "workspace"), None)
     if place is not None and need.bytes:
         device = next(t.device for a in arguments for t in tensors(a))
-        given[place] = torch.full((need.bytes,), 0 if need.zeroed else 0xA5, dtype=torch.uint8, device=device)
+        given[place] = torch.full((need.bytes,), 0 if need.zeroed else 0xFF, dtype=torch.uint8, device=device)
     return given
 
 
