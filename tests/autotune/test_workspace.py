@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.autotune.rotation import Rotation
 from gristmill.autotune.verify import verify
+from gristmill.bench.arms import KernelArm, WrongResultError
 from gristmill.kernel_registry.kernel import Kernel, Workspace
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
@@ -20,6 +22,13 @@ def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace
     sums += y.float()
     out.copy_(sums)
     sums.zero_()
+
+
+def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+    """Leaves its sums where its next call wants zeros."""
+    sums = workspace.view(torch.float32)[: out.numel()].view(out.shape)
+    sums += OP.reference(x, weight[0])
+    out.copy_(sums)
 
 
 def writes_past_its_workspace(config, x, weight, bias, residual, silu_mul, n, workspace, out):
@@ -46,3 +55,12 @@ def test_zeros_are_given_to_those_who_ask() -> None:
 def test_writing_past_the_workspace_shows(zeroed: bool) -> None:
     outcome = found(writes_past_its_workspace, 64, zeroed)
     assert not outcome.ok and outcome.reason == "wrote outside workspace"
+
+
+def test_timing_hands_it_over_too() -> None:
+    """To each kernel its own, though they share argument lists."""
+    rotation = Rotation(OP, kernel(adds_what_is_there, 192, True), OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu")
+    arms = [KernelArm(kernel(adds_what_is_there, 192, True), {}, rotation) for _ in range(2)]
+    assert all(arm.sample() > 0 and arm.error < 1e-6 for arm in arms)
+    with pytest.raises(WrongResultError):
+        KernelArm(kernel(forgets_to_clear, 192, True), {}, rotation)
