@@ -196,6 +196,9 @@ class DecodeGraphs:
         except UnpreparedError as error:
             made.reason = str(error)
             return made
+        except RuntimeError as error:
+            raise RuntimeError(f"a decode step of {seqs} sequences could not be captured, though its kernels are declared to be "
+                               f"capturable: {error}; decode_graphs=False runs steps kernel by kernel") from error  # fmt: skip
         made.graph = graph
         return made
 

@@ -46,9 +46,10 @@ def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
     assert all(row["captured"] for row in rows if row["seqs"]) and sum(row["steps"] for row in rows if row["seqs"]) > 40
 
 
-def test_default_kernels_in_bf16() -> None:
+@pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
+def test_default_kernels_in_bf16(name: str) -> None:
     """Whatever selection chooses can be captured; ids need not be the same to the bit."""
-    llm = LLM(MODELS / LLAMA, dtype="bf16", quant="int4_g128", device="cuda", num_blocks=256)
+    llm = LLM(MODELS / name, dtype="bf16", quant="int4_g128", device="cuda", num_blocks=256)
     results = llm.generate(prompts(), SamplingParams(max_tokens=20, ignore_eos=True))
     assert all(len(result.token_ids) == 20 for result in results)
     assert {row["captured"] for row in llm.explain_graphs() if row["seqs"]} == {True}
