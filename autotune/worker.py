@@ -103,18 +103,18 @@ def main() -> None:
     from gristmill.autotune import (
         worker,  # this module is __main__ here, and its classes others than those that are imported
     )
-    from gristmill.autotune.verify import verify
+    from gristmill.autotune.verify import Verifier
 
     # Kernels and libraries may print; only answers belong on the parent's pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    registry = default_registry()
+    registry, verifier = default_registry(), Verifier()
     for line in sys.stdin:
         task = json.loads(line)
         op = registry.op(task["op"])
         kernel = registry.kernel(op.name, task["kernel"])
         try:
-            outcome = verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
+            outcome = verifier.verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
             error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
             answer = {"ok": outcome.ok, "error": error, "tolerance": outcome.tolerance, "reason": outcome.reason, "judged": True}
         except worker.UnverifiableError as fault:

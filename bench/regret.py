@@ -14,6 +14,7 @@ The least of many noisy times is too small by chance, so regrets are, if anythin
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
@@ -146,6 +147,7 @@ def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verificati
             fit.append(option)
         else:
             one.wrong.append(f"{option.name}: {record.reason}")
+    gc.collect()  # arms of the last problem hold argument lists and graphs, in circles
     rotations = shared_rotations(job.op, job.problem, here.device or "cpu", [o.kernel for o in fit])
     arms: dict[tuple[str, str], Any] = {}
     for option in fit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
             fit.append(option)
         elif record is not None:
             tuned.wrong.append(f"{option.name}: {record.reason}")
+    gc.collect()  # arms of the last problem hold argument lists and graphs, in circles
     rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
     arms: list[Any] = []
     for option in fit:

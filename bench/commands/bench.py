@@ -47,6 +47,7 @@ def bench(
     speedup             the baseline's time over this one, of the rounds that timed both
     reason              why there is no time: what a peer lacks here, what the problem asks too much, what was wrong
     """
+    from gristmill.autotune.floor import ceilings
     from gristmill.bench.timings import kernel_rows
 
     here = place(target)
@@ -61,7 +62,7 @@ def bench(
     if save:
         _save(rows, here)
     if results:
-        write(results, here, rows, ceilings=_ceilings(here))
+        write(results, here, rows, ceilings=ceilings(here.device or "cpu").as_dict())
     for row in rows:
         for entry in (row, *row["times"].values()):
             entry.pop("samples")
@@ -83,19 +84,12 @@ def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baselin
         [[*([r["op"]] if several else []), r["problem"], r["kernel"],
           *(console.number(r["times"].get(name, {}).get("us")) for name in timed), _percent(r["spread"]), console.number(r["gbs"]),
           console.number(r["tflops"]), _percent(r["fraction_of_floor"]), r["bound"], console.number(r["error"]),
-          *([_times(r["speedup"])] if baseline else []), r["reason"]] for r in rows],
+          *([console.number(r["speedup"])] if baseline else []), r["reason"]] for r in rows],
         right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speed-up"),
     )  # fmt: skip
 
 
 _HEADS = {"graph,cold": "µs cold", "graph,hot": "µs hot", "eager,cold": "µs cold eager", "eager,hot": "µs hot eager"}
-
-
-def _ceilings(here: Place) -> dict[str, Any]:
-    from gristmill.autotune.floor import ceilings
-
-    limits = ceilings(here.device or "cpu")
-    return {"read_gbs": limits.read_gbs, "copy_gbs": limits.copy_gbs, "tflops": dict(limits.tflops), "launch_us": limits.launch_us}
 
 
 def _save(rows: list[dict[str, Any]], here: Place) -> None:
@@ -119,7 +113,3 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value * 100:.0f} %"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
