@@ -23,7 +23,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ CASES: Mapping[str, Callable[[], Case]] = {
 def synthesize(case: Case, folder: Path, size: int) -> WeightTable:
     """Write layers, a file each, until they have `size` bytes; every layer holds the same numbers. Returns the table."""
     generator = torch.Generator().manual_seed(0)
-    layer = {f"{name}.{suffix}": t for name, shape in SHAPES.items() for suffix, t in case.tensors(*shape, generator).items()}
+    made = {shape: case.tensors(*shape, generator) for shape in dict.fromkeys(SHAPES.values())}
+    layer = {f"{name}.{suffix}": t.clone() for name, shape in SHAPES.items() for suffix, t in made[shape].items()}
     bytes_of_one = sum(t.numel() * t.element_size() for t in layer.values())
     weights, index = [], {}
     for number in range(max(1, round(size / bytes_of_one))):
@@ -174,10 +175,16 @@ def turn(call: Callable[[], object]) -> dict[str, float]:
     return found
 
 
-def measure(name: str, folder: Path, size: int, rounds: int, cold: bool = False) -> dict[str, Any]:
-    """One case: samples of all three, and their ratios to safetensors by least and by median samples."""
+def measure(name: str, folder: Path, size: int, rounds: int, states: Sequence[str] = ("warm",)) -> list[dict[str, Any]]:
+    """One case, a row for each state of the cache, ``warm`` or ``cold``; its files are written to an empty folder."""
     case = CASES[name]()
     table = synthesize(case, folder, size)
+    about = {"case": name, "pass_through": case.pass_through, "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors"))}
+    return [{**about, "cache": state, **_rounds(case, table, folder, rounds, state == "cold")} for state in states]
+
+
+def _rounds(case: Case, table: WeightTable, folder: Path, rounds: int, cold: bool) -> dict[str, Any]:
+    """Samples of all three, and their ratios to safetensors by least and by median samples."""
     calls: dict[str, Callable[[], object]] = {
         "safetensors": lambda: copied(folder),
         "reader": lambda: readers(folder, table, case.config),
@@ -191,8 +198,7 @@ def measure(name: str, folder: Path, size: int, rounds: int, cold: bool = False)
             sample = turn(calls[who])
             if number:
                 samples[who].append(sample)
-    row: dict[str, Any] = {"case": name, "cache": "cold" if cold else "warm", "pass_through": case.pass_through,
-                           "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors"))}  # fmt: skip
+    row: dict[str, Any] = {}
     for clock in ("wall", "cpu"):
         for how in (min, statistics.median):
             seconds = {who: how([s[clock] for s in taken]) for who, taken in samples.items()}
@@ -214,15 +220,14 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
     names = [name for name in CASES if only in name]
     if not names:
         raise click.UsageError(f"no case contains {only!r}; known: {', '.join(CASES)}")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
-        for state in (False, True) if cold else (False,):
-            made = Path(tempfile.mkdtemp(dir=folder))
-            try:
-                rows.append(measure(name, made, int(gigabytes * 1e9), rounds, state))
-            finally:
-                shutil.rmtree(made)
-            click.echo(f"{name}, {rows[-1]['cache']}: {rows[-1]['reader_wall_median']:.2f}", err=True)
+        made = Path(tempfile.mkdtemp(dir=folder))
+        try:
+            rows += measure(name, made, int(gigabytes * 1e9), rounds, ("warm", "cold") if cold else ("warm",))
+        finally:
+            shutil.rmtree(made)
+        click.echo(f"{name}: {rows[-1]['reader_wall_median']:.2f}", err=True)
     if out:
         command = f"python -m gristmill.bench.loading --gigabytes {gigabytes:g} --rounds {rounds}"
         about = {**environment(place("cpu").target, command), "cores": os.cpu_count(), "threads": torch.get_num_threads(),

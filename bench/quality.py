@@ -73,7 +73,7 @@ def command(case: Case, settings: Settings, out: str = "OUT") -> str:
 
 
 def measure(case: Case, settings: Settings) -> dict[str, Any]:
-    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command"}."""
+    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command", "window_losses"}."""
     import torch
 
     from gristmill.runtime.evaluate import evaluate, read_tokens
@@ -107,6 +107,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     return {
         "model": Path(model).name, "scheme": scheme, "method": method, "loss": found.loss, "perplexity": found.perplexity,
         "tokens": found.tokens, "seconds": round(time.perf_counter() - begin, 1), "notes": notes, "command": command(case, settings),
+        "window_losses": [round(loss, 6) for loss in found.window_losses],
     }  # fmt: skip
 
 
@@ -137,15 +138,23 @@ def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], s
             raise SystemExit(f"{out} holds rows of other settings: {data['settings']}; name another file")
     have = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
     todo = [case for case in wanted if (Path(case[0]).name, *case[1:]) not in have]
-    order = {(Path(case[0]).name, *case[1:]): place for place, case in enumerate(wanted)}
+    order = {(Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))}
     words = ["python", "-m", "gristmill.bench.quality", *sys.argv[1:]]
     data["runs"].append(environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words)))
     for row in sweep(todo, settings, jobs, seconds):
         data["rows"].append(row | {"run": len(data["runs"]) - 1})
         data["rows"].sort(key=lambda r: order.get((r["model"], r["scheme"], r["method"]), len(order)))
-        replace(out, json.dumps(data, indent=1) + "\n")
+        replace(out, _text(data))
         print(f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s", flush=True)
-    return len(wanted) - len({*have} | {(r["model"], r["scheme"], r["method"]) for r in data["rows"]})
+    found = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
+    return sum((Path(case[0]).name, *case[1:]) not in found for case in wanted)
+
+
+def _text(data: dict[str, Any]) -> str:
+    """JSON, a row a line."""
+    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1).removesuffix("\n}")
+    rows = ",\n  ".join(json.dumps(row) for row in data["rows"])
+    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def main() -> int:

@@ -23,12 +23,13 @@ ROWS = 512
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean negative log-likelihood, nats a token. tokens: predicted ones. seconds: wall clock."""
+    """loss: mean negative log-likelihood, nats a token. tokens: predicted ones. seconds: wall clock. window_losses: of each window."""
 
     loss: float
     perplexity: float
     tokens: int
     seconds: float
+    window_losses: tuple[float, ...]
 
 
 def read_tokens(path: str | Path) -> list[int]:
@@ -68,16 +69,16 @@ def evaluate(
     if max(tokens[: window * windows]) >= vocab:
         raise UsageError(f"token ids must be below the vocabulary's size {vocab}: these tokens are another model's")
     begin = time.perf_counter()
-    total = 0.0
+    found: list[float] = []
     at_once = windows_at_once(engine.runner.device, window, windows, config.num_blocks // blocks_needed(window, config.block_size))
     for index in range(0, windows, at_once):
         some = [tokens[i * window : (i + 1) * window] for i in range(index, index + at_once)]
-        total += float(losses_of(engine, some).sum())
+        found += losses_of(engine, some).mean(1).tolist()
         if progress is not None:
             progress(index + at_once, windows)
-    count = windows * (window - 1)
-    loss = total / count
-    return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, count, time.perf_counter() - begin)
+    loss = math.fsum(found) / windows
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(loss, perplexity, windows * (window - 1), time.perf_counter() - begin, tuple(found))
 
 
 def windows_at_once(device: torch.device, window: int, windows: int, most: int) -> int:

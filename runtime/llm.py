@@ -91,7 +91,7 @@ class LLM:
         if policy is not None and not isinstance(policy, Policy):
             raise UsageError(f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}")
         _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
-        self.directory = Path(model).parent if is_gguf(model) else Path(model)
+        self.path = Path(model)
         self.model: Model = load_model(model, dtype, quant, device, policy)
         self.config = self.model.config
         limit = min(max_model_len or self.config.max_position, self.config.max_position)
@@ -111,9 +111,9 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The directory's tokenizer; ConfigError if it has none."""
+        """The tokenizer of the directory or the GGUF file; ConfigError if it has none."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self.directory)
+            self._tokenizer = Tokenizer(self.path)
         return self._tokenizer
 
     def generate(
@@ -184,7 +184,7 @@ class LLM:
         try:
             return self.tokenizer.stream()
         except ConfigError:
-            if (self.directory / "tokenizer.json").exists():
+            if ((self.path.parent if is_gguf(self.path) else self.path) / "tokenizer.json").exists():
                 raise
             return None
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by tokenizer.json and the `tokenizers` package."""
+"""Text to token ids and back, by the `tokenizers` package: of tokenizer.json, or of what a GGUF file says."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.loader.gguf import GgufCheckpoint, is_gguf
+from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """tokenizer.json of a model directory.
+    """tokenizer.json of a model directory; or beside a GGUF file, else the tokenizer in it.
 
     Raises:
-        ConfigError: the file is missing or cannot be read.
+        ConfigError: there is none, or it cannot be read.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, model: str | Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        path = Path(directory) / "tokenizer.json"
+        path = (Path(model).parent if is_gguf(model) else Path(model)) / "tokenizer.json"
+        if not path.is_file() and is_gguf(model):
+            self._backend = gguf_tokenizer(GgufCheckpoint(model).tokenizer(), str(model))
+            return
         if not path.is_file():
             raise ConfigError(f"{path.parent} has no tokenizer.json: pass prompts as lists of token ids")
         try:

@@ -31,7 +31,7 @@ LETTERS, LETTER = 19, 6.5
 
 @dataclass(frozen=True)
 class Mark:
-    """A point. row: the row of the page that a click shows; low, high: ends of its bar; note: text drawn above it."""
+    """A point. row: the row of the page that a click shows; low, high: ends of its bar; note: text drawn beside its ring."""
 
     x: float
     y: float
@@ -153,7 +153,7 @@ def _series(one: Series, place: Place) -> str:
             parts.append(f'<path class="bar {colour}" d="M{a:.1f} {low:.1f}V{high:.1f}"/>')
         if mark.note:
             parts.append(f'<circle class="ring" cx="{a:.1f}" cy="{b:.1f}" r="8"/>'
-                         f'<text x="{a:.1f}" y="{max(b - 13, TOP + 9):.1f}" class="mid note">{html.escape(mark.note)}</text>')  # fmt: skip
+                         f'<text x="{a - 8:.1f}" y="{max(b - 8, TOP + 9):.1f}" class="end note">{html.escape(mark.note)}</text>')  # fmt: skip
         parts.append(f'<path class="mark {colour}" d="M{a:.1f} {b:.1f}{shape}" data-row="{mark.row}" role="button" tabindex="-1">'
                      f"<title>{html.escape(mark.label)}</title></path>")  # fmt: skip
     return "".join(parts)

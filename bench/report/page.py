@@ -50,7 +50,8 @@ def _shown(row: PageRow) -> dict[str, object]:
     """What the panel tells of a row; nothing that is unknown."""
     spread = f"{number(row.low)} to {number(row.high)} µs" if row.low and row.high else None
     found = {
-        "kernel": row.series, "op": row.op, "problem": row.problem, "time": f"{number(row.us)} µs a call", "middle half": spread,
+        "kernel": row.series, "op": row.op, "problem": row.problem, "time": f"{number(row.us)} µs a call", "timed": row.timing, "middle half": spread,
+        **{name: f"{number(us)} µs" for name, us in row.others.items()}, "speed-up": row.speedup and f"{row.speedup[1]:.2f}× {row.speedup[0]}",
         "rate": row.tflops and f"{number(row.tflops)} TFLOP/s", "memory": row.gbs and f"{number(row.gbs)} GB/s",
         "of floor": row.floor and f"{row.floor:.0%}", "error": row.error is not None and number(row.error), "verdict": row.verdict,
         "device": row.device, "file": row.file, "measured": row.when.replace("T", " ")[:16], "repro": row.repro,

@@ -22,7 +22,8 @@ class PageRow:
 
     series: the kernel, and how it was timed where that is not the usual way. static: the problem without what changes from
     call to call; size: that, where it is one number. bytes, flops, unit: the problem's cost, None where the operation or an
-    axis is unknown today. floor: measured floor over measured time.
+    axis is unknown today. floor: measured floor over measured time. timing: how calls were timed, "" where the file does not
+    say; others: microseconds as timed otherwise (hot, eager). speedup: over what, and how many times as fast.
     """
 
     number: int
@@ -48,6 +49,9 @@ class PageRow:
     error: float | None
     verdict: str
     repro: str
+    timing: str
+    others: dict[str, float]
+    speedup: tuple[str, float] | None
 
     @property
     def short(self) -> str:
@@ -77,7 +81,7 @@ def tied(first: PageRow, second: PageRow) -> bool:
 def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> PageRow:
     target = data.get("environment", {}).get("target")
     taken, us = result_file.samples(row), float(row["us"])
-    few = len(taken) < 3
+    few, timing = len(taken) < 3, str(row.get("timing") or "")
     low, _, high = (us, us, us) if few else statistics.quantiles(taken, n=4, method="inclusive")
     found = PageRow(
         number=number, file=name, when=str(data.get("when") or ""), device=result_file.device_of(data), op=row["op"], problem=row["problem"],
@@ -85,6 +89,8 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
         margin=median_error(taken) if len(taken) >= FEW else None,
         static=row["problem"], size=None, bytes=None, flops=None, unit=None, gbs=row.get("gbs"), tflops=row.get("tflops"),
         floor=row.get("fraction_of_floor"), error=row.get("error"), verdict=row.get("verdict") or "", repro=result_file.command(row, target),
+        timing=timing, others={name: one["us"] for name, one in (row.get("times") or {}).items() if name != timing and one.get("us")},
+        speedup=(row["baseline"], row["speedup"]) if row.get("baseline") and row.get("speedup") else None,
     )  # fmt: skip
     try:
         op = default_registry().op(found.op)

@@ -177,8 +177,17 @@ def _cell(rows: Sequence[PageRow], shown: Looks) -> str:
             f"{html.escape(best.short)}<small>{number(best.us)} µs, {html.escape(lead)}</small></button></td>")  # fmt: skip
 
 
-FEW_CHARTS = 12
-"""Charts of rows that did not change, shown at once; more are folded away."""
+FEW_CHARTS, FEW_CHANGES = 12, 8
+"""Charts of rows that did not change, and changes, that are shown at once; more are folded away."""
+
+
+def _changes(lines: Sequence[str]) -> list[str]:
+    """The largest changes, and the others behind a fold."""
+    found = [f'<ul class="changes">{"".join(lines[:FEW_CHANGES])}</ul>'] if lines else []
+    if rest := lines[FEW_CHANGES:]:
+        found.append(f'<details><summary>{len(rest)} smaller {"change" if len(rest) == 1 else "changes"}</summary>'
+                     f'<ul class="changes">{"".join(rest)}</ul></details>')  # fmt: skip
+    return found
 
 
 def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
@@ -208,7 +217,7 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
         ticks = tuple((float(n + 1), when[day] or str(n + 1)) for n, (when, _) in enumerate(steps))
         drawn = chart(f"{op} {problem}", series, Axis("files, by date", ticks, log=False), Axis("µs a call"), about=device)
         (changed if changes else steady).append(drawn)
-    found = [f'<ul class="changes">{"".join(text for _, text in sorted(lines, reverse=True))}</ul>'] if lines else []
+    found = _changes([text for _, text in sorted(lines, reverse=True)])
     if groups and not lines:
         found.append("<p>Nothing changed.</p>")
     found += charts(changed)

@@ -22,7 +22,8 @@ class RopeParameters:
     factor, short ones kept, between them interpolated); ``yarn`` (Peng et al., 2023: interpolation by wavelength and
     a factor on cosines and sines). original: positions that the model was trained on before scaling.
     attention_factor, mscale, mscale_all_dim: yarn's factor, or the two coefficients whose quotient gives it.
-    truncate: yarn's correction range is widened to whole dimensions.
+    truncate: yarn's correction range is widened to whole dimensions. factors: what the frequency of each pair is divided by,
+    of the kind ``default`` (the rope_freqs of GGUF files).
     """
 
     theta: float = 10000.0
@@ -37,6 +38,7 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,7 +64,7 @@ class RopeParameters:
         """
         kind = table.get("rope_type", table.get("type", "default")) or "default"
         if kind == "default":
-            return cls(theta=float(_entry(table, "rope_theta", kind, theta)))
+            return cls(theta=float(_entry(table, "rope_theta", kind, theta)), factors=tuple(table.get("factors", ())))
         original = int(table.get("original_max_position_embeddings") or (max_positions if kind == "yarn" else 0) or 0)
         ratio = max_positions / original if kind == "yarn" and max_positions and original else None
         given: dict[str, Any] = {}
@@ -131,7 +133,11 @@ def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "
         ramp = ((torch.arange(rot // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
         kept = 1 - ramp
         return 1.0 / (parameters.factor * periods) * (1 - kept) + plain * kept
-    return plain
+    if not parameters.factors:
+        return plain
+    if len(parameters.factors) != rot // 2:
+        raise ValueError(f"{len(parameters.factors)} factors of frequencies were given for {rot // 2} pairs")
+    return plain / torch.tensor(parameters.factors, dtype=dtype)
 
 
 def _llama3(plain: Any, parameters: RopeParameters) -> Any:

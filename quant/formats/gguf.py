@@ -2,11 +2,14 @@
 
 A file holds its configuration in key-value pairs and its tensors under names of its own; the package's tables say which is
 which. Converters of the architecture "llama" reorder the rows of q and k for a rotation of neighbouring pairs; here they
-get their order back. Big-endian files, split files (``-00001-of-00003.gguf``) and importance-matrix types (IQ*) are refused.
+get their order back. Experts of a layer are one tensor in the file, ``blk.0.ffn_gate_exps``, and as many here, each a part of its
+memory. ``rope_freqs`` belongs to the configuration, and is no tensor here: `GgufFile.rope_factors`. Big-endian files, split files
+(``-00001-of-00003.gguf``) and importance-matrix types (IQ*) are refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,27 +38,40 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        reader, self.metadata = _open(self.path)
+        self._reader, self.metadata = _open(self.path)
         self.architecture = str(self.metadata.get("general.architecture"))
+        if self.architecture not in MODULES:
+            raise FormatError(f"{self.path}: architecture {self.architecture!r} is not read; known: {', '.join(MODULES)}")
         self._heads: dict[str, int] = {}
         if self.architecture == "llama":
             heads = self._count("attention.head_count")
             self._heads = {"q_proj": heads, "k_proj": self._count("attention.head_count_kv", heads)}
-        translate = _translation(self.path, self.architecture, self._count("block_count"))
+        layers, key = self._count("block_count"), f"{self.architecture}.expert_count"
+        experts = self._count("expert_count") if self.metadata.get(key) else 0
+        if layers > len(self._reader.tensors):
+            raise FormatError(f"{self.path} says it has {layers} layers, and has {len(self._reader.tensors)} tensors")
+        translate = _translation(self.architecture, layers, bool(experts))
+        self.rope_factors: tuple[float, ...] = ()
         self.names: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._data: dict[str, Any] = {}
-        for tensor in reader.tensors:
+        for tensor in self._reader.tensors:
             base, dot, suffix = tensor.name.rpartition(".")
+            shape = tuple(int(d) for d in reversed(tensor.shape))
+            if tensor.name == "rope_freqs.weight":
+                self.rope_factors = self._factors(tensor)
+                continue
             known = translate.get(base)
             if not dot or known is None:
                 raise FormatError(f"{self.path}: tensor {tensor.name} of architecture {self.architecture} is not read")
-            name = f"{known}.{suffix}"
-            self.names[name] = tensor.name
-            self.kinds[name] = tensor.tensor_type.name
-            self._shapes[name] = tuple(int(d) for d in reversed(tensor.shape))
-            self._data[name] = tensor.data
+            if "{expert}" not in known:
+                self._add(f"{known}.{suffix}", tensor, shape, tensor.data)
+                continue
+            if len(shape) != 3 or shape[0] != experts or experts > MOST_EXPERTS:
+                raise FormatError(f"{self.path}: tensor {tensor.name} must have shape [{experts}, N, K], got {list(shape)}")
+            for expert, data in enumerate(tensor.data):
+                self._add(f"{known.format(expert=expert)}.{suffix}", tensor, shape[1:], data)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -87,6 +103,30 @@ class GgufFile:
         if dtype == torch.bfloat16:
             held = held.view(torch.uint8).view(torch.bfloat16)
         return self._in_order(name, held.view(found))
+
+    def tokenizer(self) -> Mapping[str, Any]:
+        """The key-value pairs ``tokenizer.*``, arrays as lists; FormatError for text that is none."""
+        found = {}
+        for key, field in self._reader.fields.items():
+            if key.startswith("tokenizer."):
+                try:
+                    found[key] = field.contents()
+                except (ValueError, IndexError) as error:  # UnicodeDecodeError among them
+                    raise FormatError(f"{self.path} is truncated or corrupt: {key}: {error}") from error
+        return found
+
+    def _add(self, name: str, tensor: Any, shape: tuple[int, ...], data: Any) -> None:
+        self.names[name] = tensor.name
+        self.kinds[name] = tensor.tensor_type.name
+        self._shapes[name] = shape
+        self._data[name] = data
+
+    def _factors(self, tensor: Any) -> tuple[float, ...]:
+        """What the frequencies of the rotary embedding are divided by."""
+        values = tensor.data.tolist() if tensor.tensor_type.name == "F32" else []
+        if not values or len(tensor.shape) != 1 or not all(math.isfinite(v) and v > 0 for v in values):
+            raise FormatError(f"{self.path}: rope_freqs.weight must be positive float32 numbers in a row")
+        return tuple(values)
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Rows of q and k, weights and biases, as before the conversion: per head, halves instead of pairs."""
@@ -170,19 +210,18 @@ def _metadata(reader: Any) -> Mapping[str, Any]:
     return found
 
 
-def _translation(path: Path, architecture: str, layers: int) -> dict[str, str]:
-    """The file's name of a module -> Hugging Face's, by the package's tables."""
+def _translation(architecture: str, layers: int, experts: bool) -> dict[str, str]:
+    """The file's name of a module -> Hugging Face's, by the package's tables; ``{expert}`` stands in that of experts."""
     import gguf
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    if architecture not in MODULES:
-        raise FormatError(f"{path}: architecture {architecture!r} is not read; known: {', '.join(MODULES)}")
     table = gguf.get_tensor_name_map(kinds[architecture], layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
-    modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in MODULES[architecture]]
+    of_layer = MODULES[architecture] if not experts else (*MODULES[architecture][:-3], *EXPERTS.get(architecture, ()))
+    modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in of_layer]
     found = {}
     for module in modules:
-        own = table.get_name(module)
+        own = table.get_name(module.replace(".{expert}", ""))
         if own is not None:
             found[own] = module
     return found
@@ -192,8 +231,15 @@ _LLAMA = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-MODULES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": (*_LLAMA, "self_attn.q_norm", "self_attn.k_norm")}
-"""ggml's architectures -> the modules of a layer."""
+_QWEN3 = ("self_attn.q_norm", "self_attn.k_norm", *_LLAMA)
+MODULES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3, "qwen3moe": _QWEN3}
+"""ggml's architectures -> the modules of a layer; the last three are those of a dense feed-forward block."""
+EXPERTS = {
+    "llama": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{expert}}.{w}" for w in ("w1", "w2", "w3"))),
+    "qwen3moe": ("mlp.gate", *(f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down"))),
+}
+"""What stands in place of those three where a file has experts; Mixtral is of the architecture llama."""
+MOST_EXPERTS = 4096
 
 
 def _listed(dtypes: Collection[torch.dtype]) -> str:

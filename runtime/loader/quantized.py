@@ -91,13 +91,15 @@ def write_quantized(
             part = unfinished.read(f"{index:05d}")
             if part is None:
                 part = _layer(index, weights, names, checkpoint, shapes, target, method)
+                unfinished.notes(method.notes)  # first: a layer that is there has said what it had to say
                 unfinished.write(f"{index:05d}", part)
             else:
                 resumed += 1
             method.advance(index, part, stored)
             tell(names)
-        unfinished.write("rest", {name: checkpoint.read(name).clone() for name in sorted(rest)})
+        unfinished.write("rest", {name: checkpoint.read(name) for name in sorted(rest)})  # mapped, not read into memory
         tell(rest)
+        notes = unfinished.notes()
         after = _name_files(unfinished)
         (unfinished.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for extra in sorted(source.iterdir()):
@@ -106,7 +108,7 @@ def write_quantized(
                 shutil.copyfile(extra, unfinished.folder / extra.name)
         unfinished.finish()
     before = sum(_bytes(entry) for entry in checkpoint.entries.values())
-    return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after, "resumed": resumed, "notes": list(method.notes)}
+    return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after, "resumed": resumed, "notes": notes}
 
 
 def _writer(source: Path, table: WeightTable, scheme: QuantScheme, form: str) -> Writer:
@@ -156,7 +158,7 @@ def _layer(
         raise
     except ValueError as error:
         raise CheckpointError(f"layer {index} of {checkpoint.directory}: {error}") from error
-    part = {name: rounded.changed.get(name, tensor).clone() for name, tensor in tensors.items() if name not in shapes}
+    part = {name: rounded.changed.get(name, tensor) for name, tensor in tensors.items() if name not in shapes}
     for module, weight in rounded.weights.items():
         try:
             stored = target.tensors(weight)

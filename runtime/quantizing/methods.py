@@ -108,6 +108,7 @@ class Gptq(Calibrated):
     act_order: bool = True
     damping: float = 0.01
     name: ClassVar[str] = "gptq"
+    _last: tuple[Tensor, Factor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,11 +128,13 @@ class Gptq(Calibrated):
             self.notes.append(f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ wants {needed}")
             return start.to("cpu")
         hessian = moments.sums[module]
-        return gptq(weight, self._factor(hessian), search_scales(weight, hessian, start)).to("cpu")
+        if start.scheme.bits < 8:  # of 8 bits, a clipped weight loses more than finer steps save
+            start = search_scales(weight, hessian, start)
+        return gptq(weight, self._factor(hessian), start).to("cpu")
 
     def _factor(self, hessian: Tensor) -> Factor:
         """Of the last Hessian asked for: q, k and v have one."""
-        if getattr(self, "_last", (None,))[0] is not hessian:
+        if self._last is None or self._last[0] is not hessian:
             self._last = (hessian, Factor.of(hessian, self.act_order, self.damping))
         return self._last[1]
 

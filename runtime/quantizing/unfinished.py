@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.checkpoint import read_header
 from gristmill.runtime.loader.config import read_json
 
-RUN, LOCK = "run.json", "lock"
+RUN, LOCK, NOTES = "run.json", "lock", "notes.json"
 
 
 class Unfinished:
@@ -73,14 +73,23 @@ class Unfinished:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"})
         os.replace(temporary, path)
 
+    def notes(self, new: Sequence[str] = ()) -> list[str]:
+        """What earlier runs and this one noted, `new` included, each once."""
+        path = self.folder / NOTES
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        found = list(dict.fromkeys([*known, *new]))
+        if found != known:
+            _replace(path, json.dumps(found, indent=1))
+        return found
+
     def parts(self) -> list[Path]:
         """The files of all parts, by name."""
         return sorted(self.folder.glob("part-*.safetensors"))
 
     def finish(self) -> None:
         """Give the folder its name; UsageError when something is there by now."""
-        for name in (RUN, LOCK):
-            (self.folder / name).unlink()
+        for name in (RUN, LOCK, NOTES):
+            (self.folder / name).unlink(missing_ok=True)
         for stale in self.folder.glob("*.writing"):
             stale.unlink()
         try:
@@ -94,9 +103,7 @@ class Unfinished:
     def _check(self, identity: dict[str, Any]) -> None:
         path = self.folder / RUN
         if not path.exists():
-            temporary = path.with_suffix(".writing")
-            temporary.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            _replace(path, json.dumps(identity, indent=1))
             return
         before = read_json(path)
         other = [
@@ -107,3 +114,10 @@ class Unfinished:
             raise UsageError(
                 f"{self.folder} was begun with {'; '.join(other)}: run with the same options to go on, or delete that folder"
             )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step."""
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -116,6 +116,15 @@ def test_how_a_kernel_was_timed_is_part_of_its_series() -> None:
     assert "cpu (eager,hot)" in text and "linear_cpu (eager,hot)" in text
 
 
+def test_a_point_tells_its_other_timings_and_its_speed_up() -> None:
+    data = content(2)
+    data["rows"][0] |= {"timing": "eager,cold", "baseline": "linear_torch", "speedup": 1.25,
+                        "times": {"eager,cold": {"us": 11.0}, "eager,hot": {"us": 7.0}}}  # fmt: skip
+    kept = json.loads(re.search(r'id="data">(.*?)</script>', page([("a.json", data)]))[1])
+    assert kept[0]["timed"] == "eager,cold" and kept[0]["eager,hot"] == "7.00 µs" and kept[0]["speed-up"] == "1.25× linear_torch"
+    assert "eager,cold" not in kept[0] and "eager,hot" not in kept[1] and "speed-up" not in kept[1]
+
+
 def test_rows_without_a_time_say_why() -> None:
     data = content(2)
     data["rows"].append({"op": "linear", "problem": "m=1,n=512,k=4096", "kernel": "linear_humming", "us": None, "reason": "needs <CUDA>"})

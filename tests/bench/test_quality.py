@@ -60,12 +60,17 @@ def data(**losses: float) -> dict[str, Any]:
 
 def test_the_table_says_what_the_rows_say() -> None:
     assert render(data(rtn=2.25, awq=2.125)).splitlines() == [
-        "| model | format | bits a weight | nearest | AWQ | perplexity |",
-        "|---|---|---:|---:|---:|---:|",
-        "| m | as stored | 16 | | | 7.389 |",
-        "| m | `int4_g128` | 4.12 | +0.2500 | +0.1250 | 7.125 |",
+        "| format | bits a weight | m: nearest | GPTQ | AWQ |",
+        "|---|---:|---:|---:|---:|",
+        "| as stored | 16 | 7.389 |  |  |",
+        "| `int4_g128` | 4.12 | 7.250 | - | 7.125 |",
+        "",
+        "m in `int4_g128`, nats a token over the model as stored: nearest +0.2500, AWQ +0.1250 (50%).",
     ]
-    assert render(data(rtn=1.9996, gptq=2.3)).splitlines()[-1] == "| m | `int4_g128` | 4.12 | -0.0004 | +0.3000 | 7.000 |"
+    two = data(rtn=2.5, gptq=2.1)
+    two["rows"] += [{**row, "model": "n", "perplexity": 1.0} for row in data(rtn=2.5)["rows"]]
+    lines = render(two).splitlines()
+    assert lines[3] == "| `int4_g128` | 4.12 | 7.500 | 7.100 | - | 1.000 | - | - |" and "GPTQ +0.1000 (20%)." in lines[5]
     document = f"a\n{BEGIN}\nold\n{END}\nb\n"
     assert into(document, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
     with pytest.raises(ValueError, match="no <!-- quality-table -->"):

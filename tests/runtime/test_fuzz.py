@@ -25,7 +25,7 @@ from gristmill.quant import quantize
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.checkpoint import INDEX, Checkpoint
 from tests.quant.oracle import weight
 
 SHAPE = (128, 256)
@@ -204,19 +204,98 @@ def test_damaged_directories(family: str, tmp_path: Path, fuzz_rounds: int) -> N
     assert {"bytes error", "config error"} <= outcomes.keys(), outcomes
 
 
-def test_damaged_gguf_files(tmp_path: Path, fuzz_rounds: int) -> None:
-    pytest.importorskip("gguf")
-    from gristmill.quant.formats.gguf import Gguf
-    from gristmill.runtime.loader.gguf import GgufCheckpoint, gguf_config
+def test_damaged_indexes(tmp_path: Path, fuzz_rounds: int) -> None:
+    """Directories of two files, whose index is mutated as JSON and as text."""
+    tensors, config = FAMILIES["modelopt"]()
+    weight_map = {}
+    for number, module in enumerate(NAMES):
+        file = f"model-{number}.safetensors"
+        part = {n: t.contiguous() for n, t in tensors.items() if n.startswith(module)}
+        save_file(part, tmp_path / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index, path = {"metadata": {"total_size": 1}, "weight_map": weight_map}, tmp_path / INDEX
+    path.write_text(json.dumps(index))
+    original, outcomes = read(tmp_path, config), {"error": 0, "loaded": 0}
+    for seed in range(fuzz_rounds):
+        r = random.Random(f"index {seed}")
+        text = bytearray(json.dumps(mutate_config(index, r) if r.random() < 0.5 else index).encode())
+        for _ in range(r.randrange(4)):
+            text[r.randrange(len(text))] = r.randrange(256)
+        path.write_bytes(bytes(text))
+        try:
+            outcomes[attempt(tmp_path, config, original, same=True)] += 1
+        except Exception as error:
+            raise AssertionError(f"index {seed}: {type(error).__name__}: {error}") from error
+    assert outcomes["error"] > outcomes["loaded"] / 10, outcomes
+
+
+def dense_gguf(path: Path) -> None:
+    """A Llama of one layer in Q8_0."""
     from tests.quant.formats.test_gguf import write
 
-    path = tmp_path / "m.gguf"
     write(path)
+
+
+def experts_gguf(path: Path) -> None:
+    """A Qwen3-MoE of one layer, with factors of frequencies and a tokenizer."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for name, value in {"block_count": 1, "attention.head_count": 2, "attention.head_count_kv": 1, "embedding_length": 32,
+                        "expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32}.items():  # fmt: skip
+        writer.add_uint32(f"qwen3moe.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(["a", "b", "ab", "<s>"])
+    writer.add_token_types([1, 1, 1, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(3)
+    writer.add_add_bos_token(True)
+    shapes = {"token_embd": (4, 32), "output_norm": (32,), "rope_freqs": (8,)}
+    shapes |= {f"blk.0.{name}": shape for name, shape in {
+        "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32), "attn_q_norm": (16,),
+        "attn_k_norm": (16,), "ffn_norm": (32,), "ffn_gate_inp": (2, 32), "ffn_gate_exps": (2, 32, 32), "ffn_up_exps": (2, 32, 32),
+        "ffn_down_exps": (2, 32, 32),
+    }.items()}  # fmt: skip
+    for name, shape in shapes.items():
+        data = np.linspace(0.5, 1.5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+        raw = gguf.GGMLQuantizationType.Q4_0 if len(shape) > 1 else None
+        writer.add_tensor(f"{name}.weight", data if raw is None else gguf.quants.quantize(data, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_gguf(path: Path) -> None:
+    """Everything of a GGUF file: configuration, tokenizer, matrices."""
+    from gristmill.quant.formats.gguf import Gguf
+    from gristmill.runtime.loader.gguf import GgufCheckpoint, gguf_config
+    from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
+
+    gguf_config(path)
+    file = GgufCheckpoint(path)
+    for name in file:
+        if name.endswith("_proj.weight"):
+            found = Gguf().read(file, name.removesuffix(".weight"), file.shape(name))
+            assert found is None or bool(torch.isfinite(found.weight.dequantize()).all())
+    fields = file.tokenizer()
+    if fields:
+        gguf_tokenizer(fields, str(path)).encode("ab a")
+
+
+@pytest.mark.parametrize("make", [dense_gguf, experts_gguf])
+def test_damaged_gguf_files(make: Callable[[Path], None], tmp_path: Path, fuzz_rounds: int) -> None:
+    pytest.importorskip("gguf")
+    path = tmp_path / "m.gguf"
+    make(path)
+    read_gguf(path)
     data = path.read_bytes()
-    header = len(data) - 30000 if len(data) > 40000 else len(data) // 3
+    header = data.index(b"blk.0.attn_norm") + 1500  # names, shapes, types and offsets of all
     outcomes = {"error": 0, "loaded": 0}
     for seed in range(fuzz_rounds):
-        r = random.Random(seed)
+        r = random.Random(f"{make.__name__} {seed}")
         changed = bytearray(data)
         if r.random() < 0.2:
             changed = changed[: r.randrange(len(data))]
@@ -226,19 +305,15 @@ def test_damaged_gguf_files(tmp_path: Path, fuzz_rounds: int) -> None:
         path.write_bytes(bytes(changed))
         begin = time.perf_counter()
         try:
-            gguf_config(path)
-            file = GgufCheckpoint(path)
-            for name in file:
-                if name.endswith("_proj.weight"):
-                    Gguf().read(file, name.removesuffix(".weight"), file.shape(name))
+            read_gguf(path)
             outcomes["loaded"] += 1
         except (FormatError, UsageError) as error:
             assert str(error)
             outcomes["error"] += 1
         except Exception as error:
-            raise AssertionError(f"{seed}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{make.__name__} {seed}: {type(error).__name__}: {error}") from error
         assert time.perf_counter() - begin < LIMIT, seed
-    assert outcomes["error"] > outcomes["loaded"] / 10
+    assert outcomes["error"] > outcomes["loaded"] / 10, outcomes
 
 
 def header_of(entries: dict[str, Any], body: bytes = b"") -> bytes:

@@ -17,7 +17,7 @@ from gristmill.quant.formats import open_format
 from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import evaluate
+from gristmill.runtime.evaluate import evaluate, windows_at_once
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
@@ -166,6 +166,13 @@ def test_the_command_is_deterministic(method: str, ids: str, tmp_path: Path, pol
     assert code == 2 and "goes together" in output
 
 
+@pytest.mark.parametrize(("act_order", "order"), [(True, [1, 2, 0]), (False, [0, 1, 2])])
+def test_act_order_is_an_option(act_order: bool, order: list[int], policy: Policy) -> None:
+    method = make_method("gptq", MODELS / LLAMA, [1, 2] * 100, window=100, windows=2, policy=policy, act_order=act_order)
+    assert isinstance(method, Gptq) and method.identity["act-order"] is act_order
+    assert method._factor(torch.diag(torch.tensor([1.0, 9.0, 4.0]))).order.tolist() == order
+
+
 def test_refusals(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="8 windows of 512 tokens, got 100 tokens"):
         LayerStream(MODELS / LLAMA, [0] * 100, 512, 8, policy=policy)
@@ -178,3 +185,22 @@ def test_refusals(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="GPTQ does not round int4_g32_min: schemes with minimums"):
         write_quantized(MODELS / LLAMA, tmp_path / "out", table, QuantScheme.parse("int4_g32_min"), method=method)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_of_one_step_are_as_if_alone(shared: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU several windows make a step, of an evaluation and of a calibration; here made to."""
+    assert windows_at_once(torch.device("cpu"), 64, 6, 99) == 1
+    assert [windows_at_once(torch.device("cuda"), 1024, n, most) for n, most in ((96, 99), (6, 99), (7, 99), (96, 2))] == [4, 3, 1, 2]
+    llm = shared(DEEPSEEK)
+    alone = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
+    one = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
+    for module in ("evaluate", "quantizing.stream"):
+        monkeypatch.setattr(f"gristmill.runtime.{module}.windows_at_once", lambda *_: 3)
+    together = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
+    assert together.window_losses == pytest.approx(alone.window_losses, abs=1e-5) and len(alone.window_losses) == 6
+    assert together.loss == pytest.approx(alone.loss, abs=1e-6)
+    three = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
+    assert len(three.states) == 2
+    found = [stream.moments(0, tensors_of(stream, 0)) for stream in (one, three)]
+    assert difference(found[1].sums, {n: h.double() for n, h in found[0].sums.items()}) < 1e-4
+    assert found[0].tokens == found[1].tokens

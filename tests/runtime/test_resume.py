@@ -110,6 +110,15 @@ def test_layers_that_are_there_are_not_done_again(tmp_path: Path) -> None:
     assert len(differ) == 1 and ".layers.1." in differ[0]
 
 
+def test_what_was_noted_of_layers_that_are_there_is_said_again(tmp_path: Path) -> None:
+    with Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as first:
+        assert (first.notes(), first.notes(["a"]), first.notes(["a", "b"])) == ([], ["a"], ["a", "b"])
+    with Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as again:
+        assert again.notes(["c", "b"]) == ["a", "b", "c"]
+        again.finish()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_a_part_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     unfinished = Unfinished(tmp_path / "out", {"quant": "nvfp4"})
     with unfinished:

@@ -159,7 +159,7 @@ def test_refusals(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(FormatError, match="architecture 'mamba' is not read; known: llama, qwen2, qwen3"):
+    with pytest.raises(FormatError, match="architecture 'mamba' is not read; known: llama, qwen2, qwen3, qwen3moe"):
         GgufFile(path)
     write(path)
     file = GgufFile(path)

@@ -1,4 +1,4 @@
-// Weight-only 4-bit linear for Hopper at M > 16: a warp-specialised, persistent product over the tiles of w4_frag16_v1.
+// Weight-only linear for Hopper at M > 16: a warp-specialised, persistent product over the tiles of a frag16 layout.
 //
 // The product is transposed, Y^T = W X^T: decoded weights are wgmma's register operand, so a weight is decoded once for MT rows of x and
 // never touches shared memory again; x is the shared operand. A CTA owns C blocks of 64 rows of W and MT rows of x:
@@ -10,10 +10,9 @@
 // out along K: partial sums meet in scratch memory, in a fixed order. Or a tile is shared by the CTAs of a cluster, which add their sums
 // in the order of ranks.
 #pragma once
-#include "_w4_frag16_sm90.cuh"
-#include "_w4_scales_sm90.cuh"
-#include "_w4_tiles_of_y_sm90.cuh"
+#include "_tiles_of_y_sm90.cuh"
 #include "_wgmma_rs_sm90.cuh"
+#include "_wgmma_weights_sm90.cuh"
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -24,6 +23,10 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
                "l"(map), "r"(k), "r"(row), "r"(bar)
                : "memory");
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Place in a ring of N slots of SIZE bytes, SLOTS bytes into shared memory: the addresses of a slot and of its barrier "filled", which is
@@ -48,11 +51,14 @@ __device__ __forceinline__ void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// MT: rows of x.  C: warpgroups, each with 64 rows of W.  REGISTERS: theirs, GIVEN: the last one's.  XS, WS: slots of the rings.  WIDE: as in Scales.
-// CHAINS: sums that products take turns to add to, where a product is too short to hide the one before it.  PENDING: products at work.
-template <typename T, bool WIDE, int MT, int C, int REGISTERS, int GIVEN, int XS, int WS, int CHAINS, int PENDING>
-__device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& x_map) {
-  constexpr int kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTileBytes, kFragments = MT / 8, kThreads = C * 128, kBuffers = PENDING + 1;
+// W: the kind of weight, a class of _wgmma_weights_sm90.cuh.  MT: rows of x.  C: warpgroups, each with 64 rows of W.  REGISTERS: theirs,
+// GIVEN: the last one's.  XS, WS: slots of the rings.  CHAINS: sums that products take turns to add to, where a product is too short to hide
+// the one before it.  PENDING: products at work.
+template <typename W, int MT, int C, int REGISTERS, int GIVEN, int XS, int WS, int CHAINS, int PENDING>
+__device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap& x_map) {
+  using T = typename W::Type;
+  constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile, kFragments = MT / 8, kThreads = C * 128;
+  constexpr int kBuffers = PENDING + 1, kAhead = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   uint32_t base;  // volatile: computed once
@@ -74,7 +80,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
     registers_down<GIVEN>();
     // A ring's first pass finds its slots empty: the phase before the first counts as over.
     if (threadIdx.x == C * 128) {
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
       Walk walk(p);
       XRing x(base);
       int index, k;
@@ -82,6 +88,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
       for (int groups; (groups = walk.next(p, index, k)) > 0;) {
         const int row = tile_at(p, index).m * MT;
         k *= kTileK;
+        asm volatile("griddepcontrol.wait;" ::: "memory");  // here, so that a kernel's first divisions do not come after it
 #pragma unroll 1
         for (int h = groups * 2; h > 0; --h, k += kXSlotK) {
           mbar_wait(x.empty(), x.parity ^ 1);
@@ -99,28 +106,28 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
       int index, k;
 #pragma unroll 1
       for (int groups; (groups = walk.next(p, index, k)) > 0;) {
-        const int block = tile_at(p, index).n * C, here = min(p.tiles16 - block * 4, C * 4);
-        const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTileBytes);
+        const int block = tile_at(p, index).n * C, here = p.tiles16 - block * 4;
+        const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
         const uint8_t* from = p.w + block * block_bytes;
-        if (here == C * 4) {
-          from += k * (4 * kTileBytes);
+        if (here >= C * 4) {  // not by way of min(here, C * 4) kept above 0: ptxas 13.0 then branched wrongly
+          from += k * (4 * kTile);
 #pragma unroll 1
-          for (int left = groups; left > 0; --left, from += 4 * kTileBytes) {
+          for (int left = groups; left > 0; --left, from += 4 * kTile) {
             mbar_wait(w.empty(), w.parity ^ 1);
             mbar_expect(w.full, kWSlot);
 #pragma unroll
-            for (int b = 0; b < C; ++b) bulk_load(w.slot + b * 4 * kTileBytes, from + b * block_bytes, 4 * kTileBytes, w.full, policy);
+            for (int b = 0; b < C; ++b) bulk_load(w.slot + b * 4 * kTile, from + b * block_bytes, 4 * kTile, w.full, policy);
             w.next(base);
           }
         } else {  // the last rows of W
 #pragma unroll 1
           for (int last = k + groups; k < last; ++k) {
             mbar_wait(w.empty(), w.parity ^ 1);
-            mbar_expect(w.full, here * kTileBytes);
+            mbar_expect(w.full, here * kTile);
 #pragma unroll 1
             for (int b = 0; b * 4 < here; ++b) {
-              const int bytes = min(4, here - b * 4) * kTileBytes;
-              bulk_load(w.slot + b * 4 * kTileBytes, from + b * block_bytes + k * static_cast<int64_t>(bytes), bytes, w.full, policy);
+              const int bytes = min(4, here - b * 4) * kTile;
+              bulk_load(w.slot + b * 4 * kTile, from + b * block_bytes + k * static_cast<int64_t>(bytes), bytes, w.full, policy);
             }
             w.next(base);
           }
@@ -129,30 +136,16 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
     }
     __syncwarp();
     if (p.log_split > 0) {
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      cluster_barrier();
+      cluster_barrier();
     }
   } else {
     registers_up<REGISTERS>();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     Walk walk(p);
     XRing x(base);
     WRing w(base);
-    const uint32_t my_codes = warp * kTileBytes + lane * 16, my_scales = warp * kTileBytes + kCodeBytes + (lane >> 2) * 4;
-    const uint32_t staging = base + kStaging + warp * 1024;
-    const auto load_codes = [&](uint32_t slot, int half) {
-      uint4 q;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w)
-                   : "r"(my_codes + slot + half * 512)
-                   : "memory");
-      return q;
-    };
-    const auto load_scales = [&](uint32_t slot) {
-      uint32_t s;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(s) : "r"(my_scales + slot) : "memory");
-      return s;
-    };
+    const uint32_t my_tile = warp * kTile, staging = base + kStaging + warp * 1024;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 
     int index, k;
 #pragma unroll 1
@@ -160,15 +153,15 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
       float acc[CHAINS][MT / 2];
       uint32_t a[PENDING + 1][4];
       mbar_wait(w.full, w.parity);
-      uint4 q[2];
-      q[0] = load_codes(w.slot, 0);
-      uint32_t raw = load_scales(w.slot), last_x = 0;
+      typename W::Part part[2];
+      W weights;
+      part[0].load(w.slot + my_tile, lane, 0);
+      uint32_t last_x = 0;
       int add = 0;
 #pragma unroll 1
       for (int left = groups; left > 0; --left) {
-        const Scales<T, WIDE> scales(raw, p.scales_half);
-        q[1] = load_codes(w.slot, 1);
-        scales.decode(q[0].x, a[0]);
+        part[1].load(w.slot + my_tile, lane, 1);
+        weights.decode(0, part[0], a[0], p.scales_half);
         uint64_t rows = 0;
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
@@ -186,19 +179,14 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
             // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on them.
             uint32_t zero;
             asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-            if ((lane | ((q[0].x | q[1].x | raw) & zero)) == 0) mbar_arrive(w.empty());
+            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) == 0) mbar_arrive(w.empty());
             w.next(base);
           }
           if (s == 3 && left > 1) {
             mbar_wait(w.full, w.parity);
-            q[0] = load_codes(w.slot, 0);
-            raw = load_scales(w.slot);
+            part[0].load(w.slot + my_tile, lane, 0);
           }
-          if (s < 7) {
-            const uint4& from = q[(s + 1) >> 2];
-            const int i = (s + 1) & 3;
-            scales.decode(i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w, a[(s + 1) % kBuffers]);
-          }
+          if (s < 7) weights.decode(s + 1, part[(s + 1) >> 2], a[(s + 1) % kBuffers], p.scales_half);
         }
         add = 1;
       }
@@ -215,35 +203,52 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
         constexpr int kPartBytes = MT * C * 256;
         uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
         uint8_t* parts = p.scratch + kFlagBytes;
-        int part = Walk::part();
+        int first = Walk::part();
+        const auto flag_of = [&](int part) { return flags + part * C * 4 + warp; };
+        const auto sums_of = [&](int part) {
+          return reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+        };
         if (k > 0) {
-          float4* to = reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+          float4* to = sums_of(first);
 #pragma unroll
           for (int f = 0; f < kFragments; ++f)
             __stcg(to + f * kThreads, make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
           __syncwarp();
-          if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + part * C * 4 + warp) : "memory");
+          if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag_of(first)) : "memory");
           continue;
         }
-        for (const int end = (index + 1) * p.groups; Walk::begin(p, ++part) < end;) {
-          uint32_t* flag = flags + part * C * 4 + warp;
-          uint32_t set;
-          do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
-          while (__any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
-          const float4* from = reinterpret_cast<const float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
-#pragma unroll
-          for (int f = 0; f < kFragments; ++f) {
-            const float4 v = __ldcg(from + f * kThreads);
-            sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
-          }
+        const int end = (index + 1) * p.groups;
+        for (int count = 32; count == 32;) {  // the flags of 32 parts at a time, a lane each
+          const bool there = Walk::begin(p, ++first + lane) < end;
+          uint32_t* flag = flag_of(first + lane);
+          uint32_t set = 1;
+          do {
+            if (there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
+          } while (__any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
           __syncwarp();
-          if (lane == 0) *flag = 0;
+          if (there) *flag = 0;
+          count = __popc(__ballot_sync(0xffffffffu, there));
+#pragma unroll(kAhead)
+          for (int part = first; part < first + count; ++part) {
+            const float4* from = sums_of(part);
+#pragma unroll
+            for (int f = 0; f < kFragments; ++f) {
+              const float4 v = __ldcg(from + f * kThreads);
+              sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
+            }
+          }
+          first += 31;
         }
       }
 
       const Tile tile = tile_at(p, index);
       const int n0 = (tile.n * C * 4 + warp) * kTileRows, m0 = tile.m * MT;
-      float bias[2] = {0.f, 0.f};
+      float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
+      if (p.row_scale != nullptr) {
+        const int row = n0 + (lane >> 2);
+        if (row < p.n) by[0] = p.row_scale[row];
+        if (row + 8 < p.n) by[1] = p.row_scale[row + 8];
+      }
       if (p.bias != nullptr) {
         const int row = n0 + (lane >> 2);
         if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
@@ -255,12 +260,12 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
           float v[8];
 #pragma unroll
           for (int i = 0; i < 8; ++i) v[i] = sum[f * 4 + i];
-          store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
+          store_fragments<T>(p, v, by, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
         }
       } else {
         // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the fragments.
         __syncwarp();
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        cluster_barrier();
         const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kFragments >> p.log_split;
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
@@ -271,7 +276,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
                        "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
                        : "memory");
         }
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        cluster_barrier();
 #pragma unroll 1
         for (int f = 0; f < share; f += 2) {
           float v[8] = {};
@@ -282,7 +287,7 @@ __device__ __forceinline__ void w4_tma(const W4TmaParams& p, const CUtensorMap& 
               v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
             }
           const int first = rank * share + f, end = first + min(2, share - f);
-          store_fragments<T>(p, v, Scales<T, WIDE>::kFactor, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+          store_fragments<T>(p, v, by, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
         }
       }
     }

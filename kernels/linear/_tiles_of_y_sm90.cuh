@@ -4,11 +4,12 @@
 
 namespace gm {
 
-struct W4TmaParams {
+struct TmaParams {
   const uint8_t* w;      // as in W4Params
   void* y;               // [M, N], row stride N
   const void* bias;      // [N] or null
   const void* residual;  // [M, N], row stride N, or null
+  const float* row_scale;             // [N], multiplies a row's sum before bias and residual; or null
   int m, n, groups, tiles16;          // groups of 128 along K, tiles of 16 rows along N
   uint8_t* scratch;                   // kFlagBytes of flags, which are zero before and after; then partial sums of the CTAs
   int n_tiles, m_tiles, raster;       // tiles of Y; how many along M are neighbours in time
@@ -20,8 +21,8 @@ struct W4TmaParams {
 constexpr int kXSlotK = 64;
 constexpr int kFlagBytes = 1 << 16;
 
-constexpr int w4_tma_smem(int mt, int c, int xs, int ws) { 
-  return xs * mt * kXSlotK * 2 + ws * c * 4 * kTileBytes + c * 4 * 1024 + (xs + ws) * 16;
+constexpr int tma_smem(int mt, int c, int xs, int ws, int tile_bytes) {
+  return xs * mt * kXSlotK * 2 + ws * c * 4 * tile_bytes + c * 4 * 1024 + (xs + ws) * 16;
 }
 
 }  // namespace gm
@@ -34,7 +35,7 @@ struct Tile {
 };
 
 // Tiles in the order of time: `raster` tiles along M, then the next along N, so that what runs together shares rows of W and of x.
-__device__ __forceinline__ Tile tile_at(const W4TmaParams& p, int index) {
+__device__ __forceinline__ Tile tile_at(const TmaParams& p, int index) {
   const int band = p.raster * p.n_tiles, first = index / band * p.raster, rest = index % band;
   const int height = min(p.raster, p.m_tiles - first);
   return {rest / height, first + rest % height};
@@ -45,11 +46,11 @@ __device__ __forceinline__ Tile tile_at(const W4TmaParams& p, int index) {
 struct Walk {
   int unit, tile;  // the next group of the shared tiles, the next whole tile
   __device__ __forceinline__ static int part() { return gridDim.x - 1 - blockIdx.x; }
-  __device__ __forceinline__ static int begin(const W4TmaParams& p, int part) { return part * p.part_groups + min(part, p.longer_parts); }
-  __device__ __forceinline__ Walk(const W4TmaParams& p)
+  __device__ __forceinline__ static int begin(const TmaParams& p, int part) { return part * p.part_groups + min(part, p.longer_parts); }
+  __device__ __forceinline__ Walk(const TmaParams& p)
       : unit(begin(p, part())), tile(p.log_split > 0 ? blockIdx.x >> p.log_split : p.shared_tiles + blockIdx.x) {}
   // The next tile, and the groups k .. k + count of it; count = 0 at the end.
-  __device__ __forceinline__ int next(const W4TmaParams& p, int& index, int& k) {
+  __device__ __forceinline__ int next(const TmaParams& p, int& index, int& k) {
     const int left = begin(p, part() + 1) - unit;
     if (left > 0) {
       index = unit / p.groups, k = unit - index * p.groups;
@@ -69,7 +70,7 @@ struct Walk {
 
 // Writes 16 rows of W x 16 rows of x of Y^T, held as two accumulator fragments, to y[m0 .. m_end), n0 .. n0 + 16).
 template <typename T>
-__device__ __forceinline__ void store_fragments(const W4TmaParams& p, const float (&v)[8], float factor, const float (&bias)[2],
+__device__ __forceinline__ void store_fragments(const TmaParams& p, const float (&v)[8], const float (&by)[2], const float (&bias)[2],
                                                 uint32_t staging, int n0, int m0, int m_end) {
   const int lane = threadIdx.x & 31;
   // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high); a row of 16 n is 32 bytes, its halves
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_fragments(const W4TmaParams& p, const floa
   uint32_t packed[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const T low = Num<T>::round(fmaf(v[2 * i], factor, add[2 * i])), high = Num<T>::round(fmaf(v[2 * i + 1], factor, add[2 * i + 1]));
+    const T low = Num<T>::round(fmaf(v[2 * i], by[i & 1], add[2 * i])), high = Num<T>::round(fmaf(v[2 * i + 1], by[i & 1], add[2 * i + 1]));
     packed[i] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 | *reinterpret_cast<const uint16_t*>(&low);
   }
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_row), "r"(packed[0]), "r"(packed[1]),
