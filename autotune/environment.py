@@ -30,14 +30,35 @@ def environment(target: Target, command: str) -> dict[str, Any]:
 
 
 def cpu_state() -> dict[str, Any]:
-    """Cores, how many this process may use, torch's threads if torch is loaded, the frequency governor, the load."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Cores, how many this process may use and which it is pinned to (None: all), the quota of its group in cores, NUMA
+    nodes, torch's threads if torch is loaded, the frequency governor, the load."""
+    held = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     torch = sys.modules.get("torch")
+    nodes = [*Path("/sys/devices/system/node").glob("node[0-9]*")]
     return {
-        "cores": os.cpu_count(), "usable": usable, "threads": torch.get_num_threads() if torch else None,
+        "cores": os.cpu_count(), "usable": len(held), "pinned": _ranges(held) if len(held) < (os.cpu_count() or 1) else None,
+        "quota": _quota(), "numa_nodes": len(nodes) or None, "threads": torch.get_num_threads() if torch else None,
         "governor": governor.read_text().strip() if governor.is_file() else None, "load": round(os.getloadavg()[0], 2),
     }  # fmt: skip
+
+
+def _ranges(cores: list[int]) -> str:
+    """``0-3,8`` of [0, 1, 2, 3, 8]."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _quota() -> float | None:
+    """How many cores' time this process's group may use; None without a limit."""
+    path = Path("/sys/fs/cgroup/cpu.max")
+    parts = path.read_text().split() if path.is_file() else []
+    return round(int(parts[0]) / int(parts[1]), 2) if len(parts) == 2 and parts[0] != "max" else None
 
 
 def gpu_state() -> dict[str, str] | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from typing import Any
 import torch
 
 from gristmill.autotune.device import device_target
+from gristmill.autotune.disturbance import cpu_disturbances, gpu_disturbances, gpu_reasons_now
 from gristmill.autotune.timing import measure_call
 from gristmill.kernel_registry.op import Cost
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.store import target_key
 
 SCHEMA = 1
+GPU_ROUNDS, CPU_ROUNDS = 5, 25
+"""Samples of which the least counts: on a CPU more, since others disturb more of them."""
 
 
 class CeilingsError(ValueError):
@@ -33,12 +37,18 @@ class CeilingsError(ValueError):
 class Ceilings:
     """Measured limits. read_gbs, copy_gbs: 1e9 bytes a second, cold; a copy counts what it reads and what it writes.
     tflops: (dtype, dense matrix rate; multiply-add = 2). launch_us: the least that a call takes on the device.
+    throttled: what held the device back while they were measured, in words; then they may be too low.
     """
 
     read_gbs: float
     copy_gbs: float
     tflops: tuple[tuple[str, float], ...]
     launch_us: float
+    throttled: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON and result files say."""
+        return asdict(self) | {"tflops": dict(self.tflops), "throttled": [*self.throttled]}
 
     def floor_us(self, cost: Cost) -> float:
         """Microseconds below which no implementation of `cost` can be; a unit without a measured rate counts bytes only."""
@@ -58,12 +68,17 @@ class Ceilings:
 @cache
 def ceilings(device: str) -> Ceilings:
     """The ceilings of a device: those kept, else measured (a few seconds) and kept."""
+    return kept(device) or remeasure(device)
+
+
+def kept(device: str) -> Ceilings | None:
+    """The ceilings that were measured before with the same torch and threads; None if there are none."""
     policy = Policy.current()
-    path, key = policy.cache_path / "ceilings.json", _key(device, policy)
-    kept = _read(path).get(key)
-    if kept is not None:
-        return Ceilings(kept["read_gbs"], kept["copy_gbs"], tuple(map(tuple, kept["tflops"])), kept["launch_us"])
-    return remeasure(device)
+    found = _read(policy.cache_path / "ceilings.json").get(_key(device, policy))
+    if found is None:
+        return None
+    return Ceilings(found["read_gbs"], found["copy_gbs"], tuple(map(tuple, found["tflops"])), found["launch_us"],
+                    tuple(found.get("throttled", ())))  # fmt: skip
 
 
 def remeasure(device: str) -> Ceilings:
@@ -102,35 +117,57 @@ def _keep(path: Path, key: str, found: Ceilings) -> None:
 
 
 def _measure(device: str) -> Ceilings:
-    cuda = device.startswith("cuda")
-    size = (1 << 30) if cuda else (256 << 20)
+    if device.startswith("cuda"):
+        return _measure_gpu(device)
+    with cpu_disturbances() as throttled:
+        found = _measured(device, 256 << 20, CPU_ROUNDS, ("fp32", "bf16", "int8"))
+    # A CPU computes fp16 and fp8 in float32 or by emulation: torch's rate is no ceiling there. A call has no floor of its own.
+    return replace(found, launch_us=0.0, throttled=tuple(throttled))
+
+
+def _measure_gpu(device: str) -> Ceilings:
+    found = _measured(device, 1 << 30, GPU_ROUNDS, tuple(_PRODUCTS))
+    product = _PRODUCTS["bf16"](8192, device)
+    with ThreadPoolExecutor(1) as thread:  # what holds clocks down shows while the device is busy only
+        reasons = thread.submit(gpu_reasons_now)
+        while not reasons.done():
+            for _ in range(20):
+                product()
+            torch.cuda.synchronize(device)
+    return replace(found, throttled=tuple(gpu_disturbances(reasons.result())))
+
+
+def _measured(device: str, size: int, rounds: int, products: Sequence[str]) -> Ceilings:
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    # A sum reads everything once and writes nothing: the read ceiling, not the copy ceiling.
-    read = min(measure_call(lambda: data.sum(), device, seconds=0.4, rounds=5).samples)
+
+    def least(call: Callable[[], Any]) -> float:
+        return min(measure_call(call, device, rounds=rounds).samples)
+
+    # Sums read everything once and write nothing: the read ceiling, like STREAM's without the writes, not the copy ceiling.
+    read = min(least(data.sum), least(lambda: torch.dot(data, data)))
     half, other = data[: size // 8], torch.empty(size // 8, device=device)
     # Not copy_: between equal types that is the driver's memory copy, which is slower than kernels are.
-    copy = min(measure_call(lambda: torch.neg(half, out=other), device, seconds=0.4, rounds=5).samples)
+    copy = least(lambda: torch.neg(half, out=other))
     small = torch.ones(1, device=device)
-    launch = measure_call(lambda: small.neg_(), device, seconds=0.05, rounds=5)
+    launch = measure_call(lambda: small.neg_(), device, rounds=5)
     rates = []
-    # A CPU computes fp16 and fp8 in float32 or by emulation: torch's rate is no ceiling there.
-    for name in _PRODUCTS if cuda else ("fp32", "bf16", "int8"):
-        make = _PRODUCTS[name]
-        rate = _rate(make, device)
+    for name in products:
+        rate = _rate(_PRODUCTS[name], device, rounds)
         if rate is not None:
             rates.append((name, rate))
-    return Ceilings(size / read / 1e3, size / copy / 1e3, tuple(rates), launch.us if cuda else 0.0)
+    return Ceilings(size / read / 1e3, size / copy / 1e3, tuple(rates), launch.us)
 
 
-def _rate(make: Callable[[int, str], Callable[[], Any]], device: str) -> float | None:
+def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: int) -> float | None:
     """1e12 operations a second of a square matrix product; None where torch has no such product for the device."""
-    size = 8192 if device.startswith("cuda") else 1024
+    # On few cores a small product, that ends before it is disturbed; many need a large one to be busy.
+    size = 8192 if device.startswith("cuda") else 512 if torch.get_num_threads() <= 4 else 2048
     try:
         call = make(size, device)
         call()
     except (RuntimeError, NotImplementedError, TypeError):  # torch's ways of saying that this device has no such product
         return None
-    return 2 * size**3 / min(measure_call(call, device, seconds=0.2, rounds=5).samples) / 1e6
+    return 2 * size**3 / min(measure_call(call, device, rounds=rounds).samples) / 1e6
 
 
 def _dense(dtype: torch.dtype) -> Callable[[int, str], Callable[[], Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from gristmill.autotune.device import device_target
 from gristmill.autotune.mark import mark
 from gristmill.autotune.store import save
-from gristmill.autotune.worker import Worker, shared_worker
+from gristmill.autotune.worker import UnverifiableError, Worker, shared_worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -69,7 +69,7 @@ class Resolver:
                                   f"{record.reason}", RuntimeWarning, stacklevel=2)  # fmt: skip
 
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
-        """Verify one candidate, in a child process, and write the record.
+        """Verify one candidate, in a child process, and write the record; UnverifiableError where that says nothing of it.
 
         On an accelerator a mark stands meanwhile: if the machine dies with it, the kernel is quarantined.
         """
@@ -89,6 +89,8 @@ class Resolver:
                 if left.key == trying.key:
                     return left
             outcome = self.worker.verify(op, kernel, config, small, self.device)
+            if not outcome["judged"]:
+                raise UnverifiableError(f"{kernel.name} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}")
         done = record(outcome["ok"], outcome["error"], outcome["reason"])
         self._record(done)
         return done

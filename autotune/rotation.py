@@ -87,6 +87,12 @@ class Rotation:
             self._fill()
         for here in self.sets:
             here.content = (here.content + 1) % CONTENTS
+        self.restore()
+
+    def restore(self) -> None:
+        """The content that every list has, once more, and everything that is to be written poisoned. On a GPU this is queued on
+        the current stream and waits for nothing."""
+        for here in self.sets:
             for guard in here.guards:
                 guard.renew()
         self.touch()
@@ -99,10 +105,17 @@ class Rotation:
                     to.copy_(source)
         self.turn = 0
 
-    def snapshot(self, count: int) -> list[list[torch.Tensor]]:
-        """Copies of what the first `count` lists hold now, the last one first: it had least time to be finished late."""
-        taken = [[t.clone() for t in self._results(here)] for here in reversed(self.sets[:count])]
-        return taken[::-1]
+    def snapshot(self, count: int, into: Sequence[Sequence[torch.Tensor]] | None = None) -> Sequence[Sequence[torch.Tensor]]:
+        """Copies of what the first `count` lists hold now, the last one first: it had least time to be finished late.
+
+        into: an earlier snapshot to write to, so that nothing is allocated, which might wait for the whole device.
+        """
+        if into is None:
+            into = [[torch.empty_like(t) for t in self._results(here)] for here in self.sets[:count]]
+        for here, copies in reversed([*zip(self.sets[:count], into, strict=True)]):
+            for copy, result in zip(copies, self._results(here), strict=True):
+                copy.copy_(result)
+        return into
 
     def check(self, results: Sequence[Sequence[torch.Tensor]]) -> Finding:
         """Compare snapshots of the first lists with the reference, and look after bands and inputs."""

@@ -42,10 +42,16 @@ def dump(store: Store) -> str:
     """A store as JSON: one record a line, sorted, so that files diff well."""
     lines = {
         "verified": sorted(json.dumps(asdict(v), sort_keys=True) for v in store.verifications.values()),
-        "timed": sorted(json.dumps(asdict(t), sort_keys=True) for t in store.timings),
+        "timed": sorted(json.dumps(_fields(t), sort_keys=True) for t in store.timings),
     }
     parts = [f'"{name}": [\n' + ",\n".join(rows) + "\n]" for name, rows in lines.items()]
     return f'{{"schema": {SCHEMA},\n' + ",\n".join(parts) + "}\n"
+
+
+def _fields(timing: Timing) -> dict[str, object]:
+    """What is written of a time; few have an origin."""
+    fields = asdict(timing)
+    return fields if timing.origin else {name: value for name, value in fields.items() if name != "origin"}
 
 
 @contextlib.contextmanager

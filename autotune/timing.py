@@ -1,27 +1,34 @@
-"""Timing one kernel on one problem: cold inputs, rotated every call; median and spread of the raw samples."""
+"""How calls are timed: one way for kernels, peers and ceilings.
+
+On the CPU a sample is as many calls as take about a millisecond, by the clock. On a GPU it is a fixed number of calls on
+a stream of their own, between two events: one captured graph, or eagerly, so that the time includes what the host does.
+Whether calls find their arguments in memory or in the cache is up to what `step` calls (`gristmill.autotune.rotation`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from gristmill.autotune import clock
 from gristmill.autotune.device import on_device
-from gristmill.autotune.verify import kernel_arguments
-from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.problem import Problem
-from gristmill.kernels.interpreter import load
 
 CPU_COLD = 128 << 20
 GPU_COLD = 256 << 20
 """Bytes over which arguments rotate: several times the last cache of the devices in use."""
 
 MAX_SETS = 64
+
+GPU_CALLS = 20
+"""Calls of one sample on a GPU at least."""
+
+SAMPLE_US = 1000.0
+"""What one sample should take at least on a CPU: several thousand steps of the clock."""
 
 
 @dataclass(frozen=True)
@@ -33,103 +40,103 @@ class Measured:
     samples: tuple[float, ...]
 
 
-def argument_sets(op: Op, kernel: Kernel, problem: Problem, device: str) -> list[list[Any]]:
-    """Enough different argument lists (outputs included) that each call finds its inputs in memory, not in cache."""
-    budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
-    count = max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
-    first = kernel_arguments(op, kernel, op.inputs(problem, 0, device))
-    sets = []
-    for _ in range(count):
-        arguments = [_copy(argument) for argument in first]
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in op.like(*arguments)] if op.outputs else []
-        sets.append([*arguments, *outputs])
-    return sets
+class CaptureError(RuntimeError):
+    """Calls that no graph can hold: work on another stream, most likely, which nobody would wait for."""
 
 
-def measure(
-    op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seconds: float = 0.5, rounds: int = 15
-) -> Measured:
-    """Time `kernel`: `rounds` samples in about `seconds`, after warm-up. On CUDA the calls of a round are one graph.
+class Timed:
+    """`step`, which makes one call on the current stream, called over and over and timed.
 
-    A kernel that no graph can hold is called one by one, so that its time includes what the host does for it.
+    start: puts `step` at its beginning. calls: how many make a sample; on the CPU None, for about a millisecond's worth.
+    graph: on a GPU, capture them; CaptureError if that cannot be. Nothing runs before work already queued is done.
     """
-    launcher = load(kernel)
-    sample = _cpu_sampler
-    if device.startswith("cuda"):
-        sample = _cuda_sampler if kernel.capturable else _cuda_eager_sampler
-    with on_device(device):
-        sets = argument_sets(op, kernel, problem, device)
-        return sample(lambda arguments: launcher(config, *arguments), sets, seconds, rounds)
 
+    def __init__(
+        self, step: Callable[[], object], device: str, *, calls: int | None = None, graph: bool = True,
+        start: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._step, self._device, self._graph = step, device, None
+        self.stream: torch.cuda.Stream | None = None
+        self.calls = calls or 1
+        if device != "cpu":
+            with on_device(device):
+                self._prepare(graph, calls or GPU_CALLS, start)
+            return
+        start()
+        self.sample()
+        once = min(self.sample() for _ in range(3))
+        self.calls = calls or max(1, round(SAMPLE_US / max(once, 0.1)))
 
-def measure_call(call: Callable[[], None], device: str, *, seconds: float = 0.3, rounds: int = 9) -> Measured:
-    """Time a call that takes no arguments: dispatch costs, floors."""
-    sample = _cuda_sampler if device.startswith("cuda") else _cpu_sampler
-    return sample(lambda _: call(), [[]], seconds, rounds)
+    @property
+    def captured(self) -> bool:
+        """Whether samples replay a graph."""
+        return self._graph is not None
 
+    def sample(self, calls: int | None = None) -> float:
+        """Microseconds a call. calls: other than usual; a graph always makes all of its own."""
+        if self.stream is not None:
+            with on_device(self._device):
+                return self._on_gpu(self.stream, calls or self.calls)
+        step, count = self._step, calls or self.calls
+        begin = clock.now()
+        for _ in range(count):
+            step()
+        return (clock.now() - begin) / count * 1e6
 
-def _cpu_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
-    call(sets[0])
-    start = time.perf_counter()
-    call(sets[-1])
-    once = max(time.perf_counter() - start, 1e-7)
-    repeats = max(1, int(seconds / rounds / once))
-    samples, place = [], 0
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call(sets[place])
-            place = (place + 1) % len(sets)
-        samples.append((time.perf_counter() - start) / repeats * 1e6)
-    return summarize(samples)
-
-
-def _cuda_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
-    stream = torch.cuda.Stream()
-    # The arguments were written on the current stream. A call that overtook those writes would take what the memory held
-    # before for indices, and read wherever they point.
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for arguments in sets[:3]:
-            call(arguments)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        calls = max(len(sets), 20)
-        with torch.cuda.graph(graph, stream=stream):
-            for index in range(calls):
-                call(sets[index % len(sets)])
-        graph.replay()
-        stream.synchronize()
-        samples = []
-        for _ in range(rounds):
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record(stream)
-            graph.replay()
-            after.record(stream)
+    def _prepare(self, graph: bool, calls: int, start: Callable[[], None]) -> None:
+        stream = self.stream = torch.cuda.Stream()
+        # The arguments were written on the current stream. A call that overtook those writes would take what the memory held
+        # before for indices, and read wherever they point.
+        stream.wait_stream(torch.cuda.current_stream())
+        self.calls = calls
+        with torch.cuda.stream(stream):
+            start()
+            for _ in range(min(3, calls)):
+                self._step()
             stream.synchronize()
-            samples.append(before.elapsed_time(after) * 1e3 / calls)
-    return summarize(samples)
+            start()
+            if not graph:
+                return
+            held = torch.cuda.CUDAGraph()
+            try:
+                with _no_collection(), torch.cuda.graph(held, stream=stream):
+                    for _ in range(calls):
+                        self._step()
+            except RuntimeError as error:
+                raise CaptureError(str(error)) from error
+            self._graph = held
 
-
-def _cuda_eager_sampler(call: Callable[[Any], None], sets: Sequence[Any], seconds: float, rounds: int) -> Measured:
-    for arguments in sets[:3]:
-        call(arguments)
-    torch.cuda.synchronize()
-    samples, calls = [], max(len(sets), 20)
-    for _ in range(rounds):
+    def _on_gpu(self, stream: torch.cuda.Stream, calls: int) -> float:
+        torch.cuda.synchronize()
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        for index in range(calls):
-            call(sets[index % len(sets)])
-        after.record()
-        after.synchronize()
-        samples.append(before.elapsed_time(after) * 1e3 / calls)
-    return summarize(samples)
+        with torch.cuda.stream(stream):
+            before.record(stream)
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                for _ in range(calls):
+                    self._step()
+            after.record(stream)
+            # Only this stream: work left on another one is not waited for, and an audit finds it unfinished.
+            stream.synchronize()
+        return before.elapsed_time(after) * 1e3 / (self.calls if self._graph is not None else calls)
 
 
-def timing_policy(kernel: Kernel, device: str) -> str:
-    """How `measure` calls `kernel`: part of a timing record's key."""
-    return "graph,cold" if device.startswith("cuda") and kernel.capturable else "eager,cold"
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing is collected meanwhile: an old graph that is freed during a capture invalidates it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def measure_call(call: Callable[[], object], device: str, *, rounds: int = 9) -> Measured:
+    """Time a call that takes no arguments: ceilings, dispatch costs."""
+    timed = Timed(call, device)
+    timed.sample()
+    return summarize([timed.sample() for _ in range(rounds)])
 
 
 def summarize(samples: Sequence[float]) -> Measured:
@@ -137,11 +144,3 @@ def summarize(samples: Sequence[float]) -> Measured:
     middle = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else (middle, middle, middle)
     return Measured(middle, (high - low) / middle if middle else 0.0, tuple(samples))
-
-
-def _copy(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return argument.clone()
-    if isinstance(argument, list):
-        return [_copy(item) for item in argument]
-    return argument

@@ -11,6 +11,7 @@ import torch
 from gristmill.autotune.device import on_device
 from gristmill.autotune.guard import Guarded, same_bits, tensors, written
 from gristmill.autotune.metrics import error_of
+from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -27,19 +28,40 @@ class Outcome:
     reason: str = ""
 
 
-def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seed: int = 0) -> Outcome:
-    """Run `kernel` on random arguments of `problem` and compare with the reference.
+@dataclass(frozen=True)
+class Asked:
+    """Random arguments of a problem, and what the reference makes of them."""
+
+    arguments: Sequence[Any]
+    reference: Sequence[torch.Tensor]
+
+
+def asked(op: Op, problem: Problem, device: str, seed: int = 0) -> Asked:
+    """What kernels of `problem` are asked; UnverifiableError where the reference does not run."""
+    try:
+        arguments = op.inputs(problem, seed, device)
+        return Asked(arguments, run_reference(op, arguments))
+    except Exception as error:
+        raise UnverifiableError(f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {error}") from error
+
+
+def verify(
+    op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seed: int = 0, given: Asked | None = None
+) -> Outcome:
+    """Run `kernel` on random arguments of `problem` and compare with the reference. given: those to take, made before.
 
     Outputs start poisoned (NaN, or the smallest integer) between guard bands that must stay as they were; arguments
     that the operation does not write must come back unchanged. An exception of the kernel is an outcome, not an error
-    of the caller: its text is the reason.
+    of the caller: its text is the reason. UnverifiableError where the fault is not the kernel's.
     """
     tolerance = op.tolerance(problem).limit
-    arguments = op.inputs(problem, seed, device)
-    reference = run_reference(op, arguments)
+    given = given or asked(op, problem, device, seed)
+    arguments, reference = given.arguments, given.reference
     try:
         with on_device(device):
             outputs, trespass = run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UnverifiableError(f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}") from error
     except Exception as error:
         return Outcome(False, None, tolerance, f"{type(error).__name__}: {error}")
     if trespass:
@@ -48,6 +70,40 @@ def verify(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
     if not figure <= tolerance:
         return Outcome(False, figure, tolerance, f"error {figure:.3g} is over the tolerance {tolerance:.3g}")
     return Outcome(True, figure, tolerance)
+
+
+class Verifier:
+    """Verifies many kernels of one problem in turn with arguments made once: most of a verification is making them.
+
+    Whoever fails is asked again with new ones, so that nobody is blamed for what another one spoilt.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[str, str, str] | None = None
+        self._given: Asked | None = None
+
+    def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> Outcome:
+        """As `gristmill.autotune.verify.verify`."""
+        key = (op.name, str(problem), device)
+        failed = None
+        if self._given is not None and key == self._key:
+            try:
+                failed = verify(op, kernel, config, problem, device, given=self._given)
+            except UnverifiableError:
+                pass  # no memory, it may be: what is kept goes
+            else:
+                if failed.ok:
+                    return failed
+        self._key, self._given = key, None  # before new ones are made: two may not fit in memory
+        try:
+            given = asked(op, problem, device)
+            outcome = verify(op, kernel, config, problem, device, given=given)
+        except UnverifiableError:
+            if failed is None:
+                raise
+            return failed  # it left a device that answers nobody any more
+        self._given = given if outcome.ok else None
+        return outcome
 
 
 def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:

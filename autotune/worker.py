@@ -23,6 +23,10 @@ TIMEOUT = 600.0
 """Seconds one verification may take, compilation included."""
 
 
+class UnverifiableError(RuntimeError):
+    """Nothing can be said of a kernel here and now: its arguments could not be made, or memory ran out."""
+
+
 class Worker:
     """A child process that verifies. Started at the first task, replaced when it dies."""
 
@@ -32,7 +36,10 @@ class Worker:
         self._answers: queue.Queue[str | None] = queue.Queue()
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
-        """The outcome as a table (ok, error, tolerance, reason); a dead or silent child is an outcome too."""
+        """The outcome as a table (ok, error, tolerance, reason, judged); a dead or silent child is an outcome too.
+
+        judged: false where nothing can be said of the kernel, for a reason that is not its own.
+        """
         process = self._alive()
         task = {"op": op.name, "kernel": kernel.name, "config": dict(config), "problem": str(problem), "device": device}
         assert process.stdin is not None
@@ -43,14 +50,14 @@ class Worker:
         except (BrokenPipeError, queue.Empty) as error:
             self.close()
             what = f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
-            return {"ok": False, "error": None, "tolerance": None, "reason": f"verification: {what}"}
+            return _failure(f"verification: {what}")
         except BaseException:
             self.close()  # an answer that nobody waited for must not be taken for the next task's
             raise
         if line is None:
             code = process.wait()
             self._process = None
-            return {"ok": False, "error": None, "tolerance": None, "reason": f"killed its process (exit status {code})"}
+            return _failure(f"killed its process (exit status {code})")
         answer: dict[str, Any] = json.loads(line)
         if not answer["ok"] and answer["error"] is None and device != "cpu":
             self.close()  # a fault stays in a device's context: what ran next there would be blamed for it
@@ -81,6 +88,10 @@ def shared_worker() -> Worker:
     return Worker()
 
 
+def _failure(reason: str, judged: bool = True) -> dict[str, Any]:
+    return {"ok": False, "error": None, "tolerance": None, "reason": reason, "judged": judged}
+
+
 def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:
     for line in stream:
         answers.put(line)
@@ -89,19 +100,25 @@ def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
-    from gristmill.autotune.verify import verify
+    from gristmill.autotune import (
+        worker,  # this module is __main__ here, and its classes others than those that are imported
+    )
+    from gristmill.autotune.verify import Verifier
 
     # Kernels and libraries may print; only answers belong on the parent's pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    registry = default_registry()
+    registry, verifier = default_registry(), Verifier()
     for line in sys.stdin:
         task = json.loads(line)
         op = registry.op(task["op"])
         kernel = registry.kernel(op.name, task["kernel"])
-        outcome = verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
-        error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
-        answer = {"ok": outcome.ok, "error": error, "tolerance": outcome.tolerance, "reason": outcome.reason}
+        try:
+            outcome = verifier.verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
+            error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
+            answer = {"ok": outcome.ok, "error": error, "tolerance": outcome.tolerance, "reason": outcome.reason, "judged": True}
+        except worker.UnverifiableError as fault:
+            answer = _failure(str(fault), judged=False)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

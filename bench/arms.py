@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune import clock
 from gristmill.autotune.device import on_device
-from gristmill.autotune.rotation import Rotation
-from gristmill.bench import clock
+from gristmill.autotune.rotation import Finding, Rotation
+from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed
 from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.interpreter import load
-
-SAMPLE_US = 1000.0
-"""What one sample should take at least: several thousand steps of the clock."""
 
 LEAD = 3
 """Calls of an audit that are checked but not timed: the refresh left the memory allocator and the caches in another state."""
@@ -40,37 +39,63 @@ class WrongResultError(RuntimeError):
     """A kernel did not do, while it was timed, what it is timed for."""
 
 
+PAUSE, PAUSE_AT_LEAST, CYCLES = 2.0, 10e-3, 2e9
+"""How long an eager GPU arm's stream pauses before calls are audited for what they leave behind: this many times as long
+as they took, and seconds at least; cycles a second of the counter that a pause counts by, at most."""
+
+
 class KernelArm:
     """`kernel` at `config` over the argument lists of `rotation`. name: in tables; the kernel's own by default.
 
+    eager: on a GPU, call it one by one even if a graph could hold it. A kernel that none can hold is always called so.
+    audited: audit it now. Without, it is one of many candidates, and whoever ends up believing its time audits it then.
     error: the worst error figure of all audits. repeatable: equal inputs gave equal bits in all of them.
     WrongResultError, at construction or from `audit`, says what was wrong.
     """
 
-    def __init__(self, kernel: Kernel, config: Config, rotation: Rotation, *, name: str = "") -> None:
+    def __init__(self, kernel: Kernel, config: Config, rotation: Rotation, *, name: str = "", eager: bool = False,
+                 audited: bool = True) -> None:  # fmt: skip
         self.name, self.kernel, self.config, self.rotation = name or kernel.name, kernel, dict(config), rotation
         self.error, self.repeatable = 0.0, True
         self.samples: list[float] = []
         self.fresh: list[float] = []
         self._clock = clock.originals()
         self._launch = load(kernel)
-        self._replay: _Graph | None = None
-        self.calls = 1
-        if rotation.device != "cpu":
-            with on_device(rotation.device):
-                self._replay = _Graph(self)
-        else:
-            self._warm()
-        self.audit()
+        lists = len(rotation.sets)
+        # Going around twice would call again on a list that the first call has changed.
+        once_only = rotation.in_place and lists > 1
+        self._timed = self._made(None if rotation.device == "cpu" else lists if once_only else max(lists, GPU_CALLS), eager)
+        self._once = self._timed
+        if rotation.device != "cpu" and rotation.in_place and not once_only:
+            self._once = self._made(lists, eager)  # what audits go around; with one list, a sample is many calls all the same
+        if audited:
+            self.audit()
+
+    def _made(self, calls: int | None, eager: bool) -> Timed:
+        def start() -> None:
+            self.rotation.turn = 0
+
+        try:
+            return Timed(self._step, self.rotation.device, calls=calls, graph=self.kernel.capturable and not eager, start=start)
+        except CaptureError as error:
+            raise WrongResultError(f"{self.kernel.name}: cannot be captured, and is declared to be: {error}") from error
+
+    def _step(self) -> None:
+        self._launch(self.config, *self.rotation.next())
+
+    @property
+    def calls(self) -> int:
+        """Calls of a sample."""
+        return self._timed.calls
 
     @property
     def timing(self) -> str:
         """How it is timed, as entries of the store say it."""
-        return ("eager" if self._replay is None else "graph") + (",hot" if len(self.rotation.sets) == 1 else ",cold")
+        return timing_name(self._timed.captured, len(self.rotation.sets) == 1)
 
     def sample(self) -> float:
         """Microseconds a call, over `calls` of them."""
-        us = self._sample(self.calls)
+        us = self._timed.sample()
         self.samples.append(us)
         return us
 
@@ -79,15 +104,18 @@ class KernelArm:
         rotation = self.rotation
         rotation.refresh()
         count = self._audited()
-        threads = _threads()
+        threads, begin = _threads(), clock.now()
         self.fresh.append(self._around())
         results = rotation.snapshot(count)
         started = len(_threads() - threads)
-        if self._replay is not None:
+        if rotation.device != "cpu":
             torch.cuda.synchronize()
         else:
             _sleep(0.002)  # whoever is still at work has time to show it
+        took = clock.now() - begin
         finding = rotation.check(results)
+        if rotation.device != "cpu" and not self._timed.captured and not finding.wrong:
+            finding = self._held_back(count, results, took)
         self.repeatable &= finding.repeatable
         self.error = max(self.error, finding.error or 0.0)
         wrong = finding.wrong
@@ -107,6 +135,8 @@ class KernelArm:
         memory allocator is taken for a cheat.
         """
         self.audit()
+        if len(self.fresh) < 2:
+            self.audit()  # the first one of all finds code and tables cold
         if not self.samples or min(self.fresh[1:]) <= STALE * statistics.median(self.samples) + COLD_US:
             return
         fresh, seen = [], []
@@ -120,84 +150,44 @@ class KernelArm:
         raise WrongResultError(f"{self.kernel.name}: {min(fresh):.3g} us a call on content it had not seen, {min(seen):.3g} us "
                                "on content it had: it reuses results")  # fmt: skip
 
+    def _held_back(self, count: int, results: Sequence[Sequence[torch.Tensor]], seconds: float) -> Finding:
+        """Once more around a paused stream, with everything queued behind the pause: poison, calls, copies of the results.
+
+        So nothing that the host does lies between a call and the copy of its result. Work on another stream that waits for
+        this one comes too late for the copies; work that does not wait is done before the poison, which covers it. `seconds`
+        is what the calls took with all that they left behind. (In a graph such work is no part of it, so replays show it.)
+        """
+        stream = self._timed.stream
+        with on_device(self.rotation.device), torch.cuda.stream(stream):
+            torch.cuda._sleep(int(CYCLES * max(PAUSE * seconds, PAUSE_AT_LEAST)))
+            self.rotation.restore()
+            for _ in range(count):
+                self._step()
+            self.rotation.snapshot(count, results)
+        torch.cuda.synchronize()
+        return self.rotation.check(results)
+
     def _around(self) -> float:
         """Microseconds a call of one way around the lists, or of part of it where calls are long."""
-        if self._replay is not None:
-            with on_device(self.rotation.device):
-                return self._replay.sample(once=True)
         count = self._audited()
+        if self.rotation.device != "cpu":
+            # Eagerly once only: a second time would leave an unfinished call's work looking done.
+            return self._once.sample(count)
         lead = min(LEAD, count // 2)
         for _ in range(lead):
-            self._launch(self.config, *self.rotation.next())
-        return self._sample(count - lead)
+            self._step()
+        return self._timed.sample(count - lead)
 
     def _audited(self) -> int:
         """How many lists an audit goes over. Once around at most: a second call on the same list would start from what the
         first left, if it works in place."""
         lists = len(self.rotation.sets)
-        return lists if self._replay is not None else min(max(self.calls, 2 * LEAD), lists)
-
-    def _sample(self, calls: int) -> float:
-        if self._replay is not None:
-            with on_device(self.rotation.device):
-                return self._replay.sample()
-        launch, config, following = self._launch, self.config, self.rotation.next
-        begin = clock.now()
-        for _ in range(calls):
-            launch(config, *following())
-        return (clock.now() - begin) / calls * 1e6
-
-    def _warm(self) -> None:
-        self._sample(1)
-        once = min(self._sample(1) for _ in range(3))
-        self.calls = max(1, round(SAMPLE_US / max(once, 0.1)))
+        return lists if self.rotation.device != "cpu" else min(max(self.calls, 2 * LEAD), lists)
 
 
-class _Graph:
-    """All argument lists once around as one CUDA graph; without one where the kernel cannot be captured."""
-
-    def __init__(self, arm: KernelArm) -> None:
-        self._arm = arm
-        lists = len(arm.rotation.sets)
-        # A call that works in place must not follow another on the same list.
-        self.calls = lists if arm.rotation.in_place else max(lists, 20)
-        self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        self._graph: torch.cuda.CUDAGraph | None = None
-        with torch.cuda.stream(self._stream):
-            arm.rotation.turn = 0
-            self._run(min(3, self.calls))
-            self._stream.synchronize()
-            arm.rotation.turn = 0
-            if arm.kernel.capturable:
-                self._graph = torch.cuda.CUDAGraph()
-                try:
-                    with torch.cuda.graph(self._graph, stream=self._stream):
-                        self._run(self.calls)
-                except RuntimeError as error:  # work on another stream, most likely, which nobody would wait for
-                    raise WrongResultError(f"{arm.kernel.name}: cannot be captured, and is declared to be: {error}") from error
-
-    def _run(self, calls: int) -> None:
-        for _ in range(calls):
-            self._arm._launch(self._arm.config, *self._arm.rotation.next())
-
-    def sample(self, once: bool = False) -> float:
-        """Microseconds a call; the copies that an audit takes next are ordered behind it, other streams are not.
-
-        once: without a graph, once around the lists only: a second time would leave an unfinished call's work looking done.
-        """
-        calls = len(self._arm.rotation.sets) if once and self._graph is None else self.calls
-        torch.cuda.synchronize()
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._stream):
-            before.record(self._stream)
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._run(calls)
-            after.record(self._stream)
-            self._stream.synchronize()
-        return before.elapsed_time(after) * 1e3 / calls
+def timing_name(captured: bool, hot: bool) -> str:
+    """How calls were timed, as entries of the store say it: ``graph,cold``, ``eager,hot`` ..."""
+    return f"{'graph' if captured else 'eager'},{'hot' if hot else 'cold'}"
 
 
 def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False) -> dict[str, Rotation]:
@@ -205,11 +195,18 @@ def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kerne
     made: dict[Any, Rotation] = {}
     found = {}
     for kernel in kernels:
-        key = None if op.pack is None else kernel.layouts or kernel.name
+        key = None if op.pack is None else _packing(kernel, problem)
         if key not in made:
             made[key] = Rotation(op, kernel, problem, device, hot=hot)
         found[kernel.name] = made[key]
     return found
+
+
+def _packing(kernel: Kernel, problem: Any) -> str:
+    """What tells arguments apart: the layout that `kernel` gets this problem's weights in, or the kernel with one of its own."""
+    registry, scheme = default_registry(), dict(problem.values).get("w")
+    fitting = [name for name in kernel.layouts if scheme is None or registry.layout(name).accepts(str(scheme))]
+    return fitting[0] if fitting else kernel.name
 
 
 def _threads() -> set[str]:

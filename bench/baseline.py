@@ -48,6 +48,16 @@ class Checked:
     change: float | None
     row: Row
 
+    @property
+    def now(self) -> str:
+        """What was measured just now, with its unit."""
+        return "" if self.row.us is None else f"{self.row.us:.3g} µs"
+
+    @property
+    def relation(self) -> str:
+        """What the change is relative to, besides the baseline."""
+        return f", relative to {self.entry.yardstick}"
+
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
         return {
@@ -67,8 +77,8 @@ def environment(here: Place, portable: bool) -> dict[str, Any]:
     return fields if portable else fields | {"device": here.target.device, "triton": here.build.triton}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The parts of a baseline file; ResultError names what is wrong with it, FileNotFoundError that there is none."""
+def read(path: Path, kind: type = Entry) -> list[dict[str, Any]]:
+    """The parts of a baseline file, with entries of a kind; ResultError names what is wrong with it, FileNotFoundError that there is none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -77,7 +87,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         raise ResultError(f"{path}: expected a baseline file of schema {SCHEMA}; kernelbench check --update writes one")
     for place, part in enumerate(data["parts"]):
         try:
-            part["entries"] = [Entry(**entry) for entry in part["entries"]]
+            part["entries"] = [kind(**entry) for entry in part["entries"]]
             dict(part["environment"])
         except (KeyError, TypeError, ValueError) as error:
             raise ResultError(f"{path}: parts[{place}]: {error}") from error
@@ -115,9 +125,14 @@ def update(path: Path, here: Place, rows: Sequence[Row], portable: bool) -> list
             kept[entry.op, entry.problem, entry.kernel] = entry
             written.append(entry)
     part["entries"] = [kept[key] for key in sorted(kept)]
-    text = ",\n".join(_part_text(p) for p in parts)
-    replace(path, f'{{"schema": {SCHEMA}, "parts": [\n{text}\n]}}\n')
+    write(path, parts)
     return written
+
+
+def write(path: Path, parts: Sequence[dict[str, Any]]) -> None:
+    """A baseline file, one line an entry."""
+    text = ",\n".join(_part_text(part) for part in parts)
+    replace(path, f'{{"schema": {SCHEMA}, "parts": [\n{text}\n]}}\n')
 
 
 def _part_text(part: dict[str, Any]) -> str:

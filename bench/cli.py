@@ -12,6 +12,7 @@ from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.regret import regret
 from gristmill.bench.commands.report import report
 from gristmill.bench.commands.results import history, repro, rerun
 from gristmill.bench.commands.shapes import coverage, shapes
@@ -35,6 +36,7 @@ def cli() -> None:
     kernelbench compare rms_norm                who is faster, said only where the samples allow it
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
     kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
+    kernelbench regret --suite linear_regret     what selection loses to the best of all candidates
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
     kernelbench rerun results.json              every row again, here, and where it differs; repro, history
@@ -47,7 +49,7 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, rerun, repro,
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, regret, rerun, repro,
                  history, report, bisect):  # fmt: skip
     cli.add_command(_command)
 

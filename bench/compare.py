@@ -18,9 +18,8 @@ from gristmill.kernel_registry.problem import Problem
 WRONG, GAP = "WRONG", "GAP"
 """Further verdicts of a row: the kernel gave a wrong result or cheated; it could not run here, and the reason says why."""
 
-CPU_COLD, GPU_COLD = 128 << 20, 256 << 20
 CPU_MEMORY, GPU_MEMORY = 1 << 30, 32 << 30
-"""Bytes of argument lists: what one problem's amount to (as in `gristmill.autotune.timing`), and what may be held at a time."""
+"""Bytes of argument lists that may be held at a time."""
 
 TWIN = "(again)"
 """Name suffix of the baseline's second arm: what it seems to differ by from the first is noise."""
@@ -94,7 +93,7 @@ def compare(
             arms, failed = _arms(case, here, hot)
             rows += failed
             if arms:
-                heats[case.key] = Heat(arms, between=_auditor(arms, chance))
+                heats[case.key] = Heat(arms, between=auditor(arms, chance))
         race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, tell=tell)
         raced += [found for case in group if case.key in heats for found in _finish(case, heats[case.key])]
     verdicts = judge([one.logs for one in raced], rule, seed=seed)
@@ -107,6 +106,8 @@ def compare(
 
 def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
     """Cases in order, split so that the argument lists of a group stay within MEMORY."""
+    from gristmill.autotune.timing import CPU_COLD, GPU_COLD
+
     cpu = here.device == "cpu"
     groups: list[list[Case]] = []
     room = 0
@@ -142,7 +143,7 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
         try:
             if wrong := verified(case.op, kernel, config, case.problem, device):
                 raise WrongResultError(wrong)
-            arms += [_Watched(KernelArm(kernel, config, rotations[kernel.name], name=name)) for name in names]
+            arms += [Watched(KernelArm(kernel, config, rotations[kernel.name], name=name)) for name in names]
         except WrongResultError as error:
             rows.append(_failed(case, kernel, WRONG, str(error)))
             if kernel is case.baseline:
@@ -168,11 +169,12 @@ def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: s
     return "" if outcome["ok"] else str(outcome["reason"])
 
 
-class _Watched:
+class Watched:
     """An arm that stops being timed when an audit finds it wrong. The others race on; its time is that of its last sample."""
 
     def __init__(self, arm: Any) -> None:
         self.arm, self.name, self.wrong = arm, arm.name, ""
+        self.times: list[float] = []
 
     def sample(self) -> float:
         return float(self.arm.samples[-1] if self.wrong and self.arm.samples else self.arm.sample())
@@ -188,8 +190,8 @@ class _Watched:
             self.wrong = str(error)
 
 
-def _auditor(arms: Sequence[_Watched], chance: random.Random) -> Callable[[], None]:
-    """Between rounds, now and then, one arm is audited: about twice each in the first sixteen rounds."""
+def auditor(arms: Sequence[Watched], chance: random.Random) -> Callable[[], None]:
+    """What runs between rounds: now and then one arm is audited, about twice each in the first sixteen rounds."""
 
     def between() -> None:
         if chance.random() < len(arms) / 8:
@@ -210,7 +212,7 @@ class _Raced:
 
 
 def _finish(case: Case, heat: Heat) -> list[_Raced]:
-    arms = cast(list[_Watched], heat.arms)
+    arms = cast(list[Watched], heat.arms)
     for arm in arms:
         arm.audit(last=True)
     first, twin, *_ = arms

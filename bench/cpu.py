@@ -27,7 +27,7 @@ import torch
 
 from gristmill import console
 from gristmill.autotune.environment import environment
-from gristmill.autotune.timing import argument_sets
+from gristmill.autotune.rotation import Rotation
 from gristmill.bench.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
@@ -145,13 +145,10 @@ def made_case(op_name: str, text: str, target: Target) -> Case:
     op = default_registry().op(op_name)
     kernel: Any = next(k for k in default_registry().kernels_of(op_name) if k.language == "cpp" and "cpu" in k.requires.vendors)
     problem = op.problem(text)
-    sets, config, launch = argument_sets(op, kernel, problem, "cpu"), dict(kernel.config(problem, target)), load(kernel)
-    turn = 0
+    rotation, config, launch = Rotation(op, kernel, problem, "cpu"), dict(kernel.config(problem, target)), load(kernel)
 
     def call() -> None:
-        nonlocal turn
-        turn = (turn + 1) % len(sets)
-        launch(config, *sets[turn])
+        launch(config, *rotation.next())
 
     return Case(op_name, text, float(op.cost(problem).bytes), call)
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gristmill.bench.clock import now
+from gristmill.autotune.clock import now
 from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat
 
 FINALISTS = 3

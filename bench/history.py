@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gristmill.bench.result_file import samples, timed
+from gristmill.bench.result_file import device_of, samples, series, timed
 
 Key = tuple[str, str, str, str]
-"""Operation, problem, kernel, device."""
+"""Operation, problem, series (a kernel, and how it was timed where that is not the usual way), device."""
 
 FEW = 5
 """Samples below which a file's spread says nothing, and a change is called by size alone."""
@@ -42,13 +42,13 @@ def history(files: Sequence[tuple[str, dict[str, Any]]], min_effect: float = 0.0
     found: dict[Key, Series] = {}
     stretch: dict[Key, list[float]] = {}
     for name, data in sorted(files, key=lambda pair: str(pair[1].get("when", ""))):
-        device = str(data.get("environment", {}).get("device") or data.get("environment", {}).get("target"))
+        device, target = device_of(data), data.get("environment", {}).get("target")
         for row in timed(data):
-            key = (row["op"], row["problem"], row["kernel"], device)
-            series, before, taken = found.setdefault(key, Series(key)), stretch.setdefault(key, []), samples(row)
+            key = (row["op"], row["problem"], series(row, target), device)
+            one, before, taken = found.setdefault(key, Series(key)), stretch.setdefault(key, []), samples(row)
             change = _change(before, taken, min_effect)
             stretch[key] = taken if change is not None else [*before, *taken]
-            series.points.append(Point(str(data.get("when", "")), name, statistics.median(taken), change))
+            one.points.append(Point(str(data.get("when", "")), name, statistics.median(taken), change))
     return list(found.values())
 
 
@@ -58,10 +58,10 @@ def _change(before: Sequence[float], after: Sequence[float], min_effect: float) 
     old, new = statistics.median(before), statistics.median(after)
     if max(old, new) / min(old, new) <= 1 + min_effect:
         return None
-    return new / old if abs(new - old) > _error(before) + _error(after) else None
+    return new / old if abs(new - old) > median_error(before) + median_error(after) else None
 
 
-def _error(values: Sequence[float]) -> float:
+def median_error(values: Sequence[float]) -> float:
     """About two standard errors of a median, from the interquartile range (McGill, Tukey and Larsen, 1978)."""
     if len(values) < FEW:
         return 0.0

@@ -35,7 +35,7 @@ MORE = ((2112, 7168), (5120, 27648), (8192, 8192), (10240, 8192), (1280, 8192), 
         (3584, 18944), (57344, 8192))  # fmt: skip
 COLD = 260 << 20
 ROUNDS = 11
-OURS = ("linear_w4a16_sm90", "linear_w4a16_wgmma_sm90", "linear_w4a16_tma_sm90")
+OURS = ("linear_w4a16_sm90", "linear_w4a16_tma_sm90")
 DEVICE = "cuda:0"
 
 

@@ -1,4 +1,4 @@
-"""The options by which a command is about a model's calls: --model, --tp, --weights, --decode, --prefill."""
+"""The options by which a command is about a model's calls: --model, --tp, --weights, --mix, --decode, --prefill."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import click
 
-from gristmill.bench.shapes import MIX, Call, Step, calls, load_config, model_names
+from gristmill.bench.shapes import MIX, MIXES, Call, Step, calls, load_config, model_names
 
 _OPTIONS = (
     click.option("--model", metavar="M", help=f"A config.json, a checkpoint's directory, or one of {', '.join(model_names())}."),
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="With --model: tensor-parallel size."),
     click.option("--weights", metavar="S", help="With --model: a quantization scheme, instead of the checkpoint's."),
+    click.option("--mix", type=click.Choice([*MIXES]), multiple=True,
+                 help="With --model: named steps, together with those of --decode and --prefill. Default: serve."),
     click.option("--decode", metavar="NxC", multiple=True,
                  help="With --model: a decode step of N sequences of C tokens; NxC*W gives it a weight. Repeatable."),
     click.option("--prefill", metavar="NxT", multiple=True, help="With --model: a prefill step of N prompts of T tokens."),
@@ -26,11 +28,14 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def model_calls(model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...]) -> list[Call]:
+def model_calls(
+    model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...], mix: tuple[str, ...] = (),
+) -> list[Call]:  # fmt: skip
     """The calls that the options name; [] without --model. UsageError for the others without it."""
     if model is None:
-        if tp != 1 or weights or decode or prefill:
-            raise click.UsageError("--tp, --weights, --decode and --prefill go with --model")
+        if tp != 1 or weights or decode or prefill or mix:
+            raise click.UsageError("--tp, --weights, --mix, --decode and --prefill go with --model")
         return []
-    mix = [*(Step.decode(text) for text in decode), *(Step.prefill(text) for text in prefill)] or MIX
-    return calls(load_config(model), tp, mix, weights)
+    steps = [*(step for name in mix for step in MIXES[name]), *(Step.decode(text) for text in decode),
+             *(Step.prefill(text) for text in prefill)]  # fmt: skip
+    return calls(load_config(model), tp, steps or MIX, weights)

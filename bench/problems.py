@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 import click
 
+from gristmill.bench.compare import why_not
 from gristmill.bench.place import Place
+from gristmill.bench.shapes import Call
+from gristmill.bench.suites import OF_AN_OPERATION, expand, load_suite, suite_names
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One problem, and how often it is called, relatively, where a model says so."""
+
+    op: Op
+    problem: Problem
+    weight: float | None = None
+
+
+_OPTIONS = (
+    click.argument("op_name", metavar="[OP]", required=False),
+    click.option("--problem", "problem_texts", metavar="P", multiple=True,
+                 help="A problem of OP; | separates alternatives, as in m=1|16,n=4096. May be given several times."),
+    click.option("--suite", metavar="S", help=f"A set of problems: OP's {' or '.join(OF_AN_OPERATION)}, "
+                 f"{', '.join(suite_names())}, or a file of one."),
+)  # fmt: skip
+
+
+def problem_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add OP, --problem and --suite to a command, as its first ones."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def asked(op_name: str | None, texts: Sequence[str], suite: str | None, calls: Sequence[Call]) -> list[Asked]:
+    """What OP, --problem, --suite and --model together ask for, each problem once. OP picks from a suite or a model.
+
+    UsageError when that is nothing, or more than one of them.
+    """
+    if sum(map(bool, (texts, suite, calls))) > 1:
+        raise click.UsageError("--problem, --suite and --model are three ways to say which problems: give one of them")
+    op = default_registry().op(op_name) if op_name else None
+    if calls:
+        weights: dict[tuple[str, str], float] = {}
+        for call in calls:
+            weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
+        registry = default_registry()
+        found = [Asked(registry.op(name), registry.op(name).problem(text), weight) for (name, text), weight in weights.items()]
+    elif suite and suite not in OF_AN_OPERATION:
+        found = [Asked(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
+    elif op is None:
+        raise click.UsageError("name an operation, a suite with --suite, or a model with --model")
+    else:
+        found = [Asked(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))]
+    found = [one for one in found if op is None or one.op.name == op.name]
+    if not found:
+        raise click.UsageError(f"there is no problem of {op_name} in {suite or 'the model'}")
+    return found
+
+
 def concrete(op: Op, texts: Sequence[str]) -> list[Problem]:
-    """Problems with every axis given; UsageError names the open ones."""
-    problems = [op.problem(text) for text in texts]
+    """Problems with every axis given, alternatives spread out; UsageError names the open ones."""
+    problems = [op.problem(text) for line in texts for text in expand(line)]
     for problem in problems:
         if problem.open_axes:
             raise click.UsageError(f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value")
@@ -37,11 +93,43 @@ def named(op: Op, patterns: str) -> list[Kernel]:
     return found
 
 
+def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, list[Kernel]]:
+    """The kernels of each operation that are asked for: those of `patterns`, or all that can run here and peers that could.
+
+    Among several operations a pattern need not name a kernel of each; one that names none of any is an UnknownError.
+    """
+    if patterns is None:
+        return {op.name: [*able(op, here), *missing_peers(op, here)] for op in ops}
+    if len(ops) == 1:
+        return {ops[0].name: named(ops[0], patterns)}
+    found: dict[str, list[Kernel]] = {op.name: [] for op in ops}
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        matches = [k for op in ops for k in default_registry().kernels_of(op.name) if fnmatch(k.name, pattern)]
+        if not matches:
+            raise UnknownError(f"no kernel of {', '.join(op.name for op in ops)} matches {pattern!r}")
+        for kernel in matches:
+            if kernel not in found[kernel.op]:
+                found[kernel.op].append(kernel)
+    return found
+
+
+def baseline_of(op: Op, problem: Problem, pattern: str, here: Place) -> Kernel:
+    """The kernel that others are held against: the first match that can run the problem here, else the first match."""
+    matches = named(op, pattern)
+    return next((k for k in matches if not why_not(k, problem, here)), matches[0])
+
+
 def able(op: Op, here: Place) -> list[Kernel]:
     """Kernels that the hardware and this installation can run; on a CPU none that Triton would interpret."""
     kernels = [k for k in default_registry().kernels_of(op.name) if not k.requires.check_hardware(here.target, here.build)
                and not k.requires.check_build(here.target, here.build)]  # fmt: skip
     return [k for k in kernels if not (k.language == "triton" and here.device == "cpu")]
+
+
+def missing_peers(op: Op, here: Place) -> list[Kernel]:
+    """Other libraries' kernels that this hardware could run and this installation cannot: gaps to be named."""
+    return [k for k in default_registry().kernels_of(op.name) if k.provider != "gristmill"
+            and not k.requires.check_hardware(here.target, here.build) and k.requires.check_build(here.target, here.build)]  # fmt: skip
 
 
 def here_or_refuse(here: Place) -> str:

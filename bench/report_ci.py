@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 from gristmill.bench.baseline import Checked
 from gristmill.bench.compare import GAP, WRONG
+from gristmill.bench.count_baseline import Counted
 from gristmill.bench.statistics.verdict import SLOWER, UNCLEAR
 
 
-def junit(checked: Sequence[Checked], seconds: float) -> str:
+def junit(checked: Sequence[Checked | Counted], seconds: float) -> str:
     """A test case a line: SLOWER and WRONG are failures, what cannot be said or run is skipped, with the reason."""
     suite = ElementTree.Element(
         "testsuite", name="kernelbench check", tests=str(len(checked)), time=f"{seconds:.3f}",
@@ -30,22 +31,21 @@ def junit(checked: Sequence[Checked], seconds: float) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def markdown(checked: Sequence[Checked], title: str) -> str:
+def markdown(checked: Sequence[Checked | Counted], title: str) -> str:
     """A table, worst first."""
     order = (WRONG, SLOWER, UNCLEAR, GAP)
     rows = sorted(checked, key=lambda one: (order.index(one.verdict) if one.verdict in order else len(order), one.entry.kernel))
-    lines = [f"### {title}", "", "| verdict | kernel | problem | change | µs | why |", "|---|---|---|---:|---:|---|"]
+    lines = [f"### {title}", "", "| verdict | kernel | problem | change | now | why |", "|---|---|---|---:|---:|---|"]
     for one in rows:
         change = "" if one.change is None else f"{one.change - 1:+.1%}"
-        us = "" if one.row.us is None else f"{one.row.us:.3g}"
         reason = one.reason.replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {one.verdict} | {one.entry.kernel} | `{one.entry.problem}` | {change} | {us} | {reason} |")
+        lines.append(f"| {one.verdict} | {one.entry.kernel} | `{one.entry.problem}` | {change} | {one.now} | {reason} |")
     return "\n".join(lines) + "\n"
 
 
-def describe(one: Checked) -> str:
+def describe(one: Checked | Counted) -> str:
     """A line on one result."""
     if one.change is None:
         return f"{one.verdict}: {one.reason}"
-    text = f"{one.verdict}: {one.change - 1:+.1%} against the baseline, relative to {one.entry.yardstick}"
+    text = f"{one.verdict}: {one.change - 1:+.1%} against the baseline{one.relation}"
     return text + (f"; {one.reason}" if one.reason else "")

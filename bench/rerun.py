@@ -74,7 +74,6 @@ class _Gap(Exception):
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
     from gristmill.autotune.rotation import Rotation
-    from gristmill.autotune.timing import measure
     from gristmill.bench.arms import KernelArm, WrongResultError
     from gristmill.bench.compare import verified
 
@@ -91,12 +90,10 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     device = here.device or "cpu"
     if wrong := verified(op, kernel, config, problem, device):
         raise WrongResultError(f"{kernel.name}: {wrong}")
-    arm = KernelArm(kernel, config, Rotation(op, kernel, problem, device))
-    if row.get("timing"):  # of a comparison, whose rounds are the least of a few samples
-        times: Sequence[float] = [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
-    else:
-        times = measure(op, kernel, config, problem, device, rounds=rounds).samples
-        arm.sample()
+    timing = str(row.get("timing") or "")  # files of before it was written: as a kernel is deployed, cold
+    rotation = Rotation(op, kernel, problem, device, hot=timing.endswith(",hot"))
+    arm = KernelArm(kernel, config, rotation, eager=timing.startswith("eager"))
+    times = [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
     arm.conclude()
     return times, arm.error
 

@@ -67,6 +67,19 @@ def command(row: dict[str, Any], target: str | None = None) -> str:
     return shlex.join(words + (["--target", target] if target and target.startswith("cpu") else []))
 
 
+def device_of(data: dict[str, Any]) -> str:
+    """What a file was measured on, in words."""
+    found = data.get("environment", {})
+    return str(found.get("device") or found.get("target") or "unknown device")
+
+
+def series(row: dict[str, Any], target: str | None) -> str:
+    """What a row's times may be put in line with: its kernel, and how that was timed where it is not the usual way."""
+    usual = "eager,cold" if target and target.startswith("cpu") else "graph,cold"
+    timing = row.get("timing")
+    return str(row["kernel"]) if timing in (None, usual) else f"{row['kernel']} ({timing})"
+
+
 def samples(row: dict[str, Any]) -> list[float]:
     """Microseconds, one a round; the median alone where a file kept no more."""
     return [float(us) for us in row.get("samples") or [row["us"]]]

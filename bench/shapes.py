@@ -53,8 +53,12 @@ class Step:
         return Step(seqs, new, new, weight)
 
 
-MIX = (Step(1, 1, 1024), Step(32, 1, 2048), Step(1, 2048, 2048))
-"""The mix when none is given: one user, thirty-two users, one prompt."""
+_DECODE, _PREFILL = (Step(1, 1, 1024), Step(32, 1, 2048)), (Step(1, 2048, 2048),)
+MIXES = {"decode": _DECODE, "prefill": _PREFILL, "serve": (*_DECODE, *_PREFILL), "long": (Step(1, 1, 32768), Step(1, 8192, 8192))}
+"""Named mixes: one user and thirty-two, one prompt, both, and contexts that are long."""
+
+MIX = MIXES["serve"]
+"""The mix when none is given."""
 
 
 @dataclass(frozen=True)

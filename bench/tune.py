@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from gristmill.bench.clock import now
+from gristmill.autotune.clock import now
 from gristmill.bench.compare import why_not
 from gristmill.bench.halving import halve
 from gristmill.bench.place import Place
@@ -85,8 +87,9 @@ def _size(job: Job) -> float:
     return cost.bytes + cost.flops / 150  # a device does some hundred operations in the time of a byte
 
 
-def options(job: Job, here: Place) -> list[Option]:
-    """Every kernel and configuration worth trying: those that can run, less what the cost models rule out."""
+def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
+    """Every kernel and configuration worth trying: those that can run, less what the cost models rule out, large spaces
+    sampled. every: all of them."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if not why_not(k, job.problem, here)]
     kernels = [k for k in kernels if k.auto and not here.policy.excludes(k.name) and not (k.language == "triton" and here.device == "cpu")]
     estimates = {k.name: k.estimate(job.problem, here.target) if k.estimate else None for k in kernels}
@@ -94,13 +97,13 @@ def options(job: Job, here: Place) -> list[Option]:
     found: list[Option] = []
     for kernel in kernels:
         estimate = estimates[kernel.name]
-        if best is not None and estimate is not None and estimate > MODEL_SLACK * best:
+        if not every and best is not None and estimate is not None and estimate > MODEL_SLACK * best:
             continue
         default = dict(kernel.config(job.problem, here.target))
         found.append(Option(kernel, default, True))
         others = [dict(c) for c in kernel.space(job.problem, here.target)] if kernel.space is not None else []
         others = [c for c in others if config_key(c) != config_key(default)]
-        step = max(1, -(-len(others) // MOST))
+        step = 1 if every else max(1, -(-len(others) // MOST))
         found += [Option(kernel, config, False) for config in others[::step]]
     return found
 
@@ -162,13 +165,14 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
             fit.append(option)
         elif record is not None:
             tuned.wrong.append(f"{option.name}: {record.reason}")
+    gc.collect()  # arms of the last problem hold argument lists and graphs, in circles
     rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
     arms: list[Any] = []
     for option in fit:
         if arms and now() > deadline:
             break
         try:
-            arms.append(KernelArm(option.kernel, option.config, rotations[option.kernel.name], name=option.name))
+            arms.append(KernelArm(option.kernel, option.config, rotations[option.kernel.name], name=option.name, audited=False))
         except WrongResultError as error:
             tuned.wrong.append(f"{option.name}: {error}")
     by_name = {option.name: option for option in fit}
@@ -200,15 +204,31 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
 
 def _verify(job: Job, candidates: Sequence[Option], here: Place, pool: Sequence[Any], deadline: float) -> list[Verification]:
     """Verify candidates in several child processes at once: that compiles in parallel too. Defaults go first."""
-    small = job.op.verification(job.problem)
-    queue = sorted(candidates, key=lambda option: not option.default)
+    return verify_all([(job, option) for option in candidates], here, pool, deadline)
 
-    def work(number: int) -> list[Verification]:
+
+def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float) -> list[Verification]:
+    """A record of every option that was verified, in any order; past `deadline` only defaults still are.
+
+    What several problems have in common, the same cut-out of a weight at the same configuration, is verified once.
+    """
+    once = {(job.op.name, str(job.op.verification(job.problem)), option.name): (job, option)
+            for job, option in sorted(pairs, key=lambda pair: pair[1].default)}  # fmt: skip
+    waiting = deque(sorted(once.values(), key=lambda pair: not pair[1].default))
+
+    def work(worker: Any) -> list[Verification]:
         found = []
-        for option in queue[number :: len(pool)]:
+        while waiting:
+            try:
+                job, option = waiting.popleft()
+            except IndexError:  # another thread had it
+                break
             if not option.default and now() > deadline:
                 break
-            outcome = pool[number].verify(job.op, option.kernel, option.config, small, here.device or "cpu")
+            small = job.op.verification(job.problem)
+            outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
+            if not outcome["judged"]:
+                continue
             found.append(Verification(
                 op=job.op.name, kernel=option.kernel.name, code=option.kernel.code_hash(), config=config_key(option.config),
                 problem=str(small), target=target_key(here.target), toolchain=here.build.key(), ok=outcome["ok"],
@@ -217,4 +237,4 @@ def _verify(job: Job, candidates: Sequence[Option], here: Place, pool: Sequence[
         return found
 
     with ThreadPoolExecutor(len(pool)) as threads:
-        return [record for part in threads.map(work, range(len(pool))) for record in part]
+        return [record for part in threads.map(work, pool) for record in part]

@@ -4,7 +4,7 @@
 
 The harness is that of `linear_weight_only`: cold weights, graphs of calls back to back, candidates replayed in turn. Of our kernels
 every configuration of their space is tried first and the fastest few again; humming takes the fastest of what its own heuristics
-give for M = 1, 16, 32, 64 and the M at hand. ``--tuned`` also writes our times as a store, such as those in autotune/tuned.
+give for the M at hand, and up to 64 rows for some others. ``--tuned`` also writes our times as a store, such as those in autotune/tuned.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from gristmill.bench.linear_weight_only import (
     environment,
     floor_us,
     our_calls,
+    workspace,
 )
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
@@ -53,14 +54,14 @@ def cold_copies(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [[t.clone() for t in tensors] for _ in range(count)]
 
 
-def fastest(launcher: Any, options: list[Any], x: Any, weights: list[Any], n: int, out: Any) -> list[Any]:
-    """The six fastest configurations, by the better of two replays."""
+def fastest(launcher: Any, options: list[Any], x: Any, weights: list[Any], n: int, out: Any, space: Any) -> list[Any]:
+    """The four fastest configurations, by the better of two replays."""
     found = []
     for option in options:
         trial = Graphs()
-        trial.add("", our_calls(launcher, option, x, weights, n, out)[: max(len(weights), 8)])
+        trial.add("", our_calls(launcher, option, x, weights, n, out, space)[: max(len(weights), 8)])
         found.append((min(trial.samples(2)[""]), len(found)))
-    return [options[index] for _, index in sorted(found)[:6]]
+    return [options[index] for _, index in sorted(found)[:4]]
 
 
 def humming_calls(x: Any, weights: list[Any], out: Any, tuning: str) -> list[Any]:
@@ -80,13 +81,14 @@ def humming_calls(x: Any, weights: list[Any], out: Any, tuning: str) -> list[Any
 
 
 def humming_options(weights: list[Any], m: int) -> dict[str, str]:
-    """Distinct configurations of humming's heuristics for some M, by that M."""
+    """Distinct configurations of humming's heuristics for this M, and where its choice is not the best for a few others, by M."""
     from humming.tune import get_heuristics_config
 
     layer = json.loads(weights[0][5].numpy().tobytes().decode())
     layer.pop("sublayer_name", None)
     found: dict[str, str] = {}
-    for rows in dict.fromkeys((m, 1, 16, 32, 64)):
+    more = (1, 16, 32, 64) if m <= 16 else (32, 64) if m <= 64 else ()
+    for rows in dict.fromkeys((m, *more)):
         try:
             text = json.dumps(get_heuristics_config(layer, shape_m=rows, device=0), default=str)
         except (AssertionError, ValueError):  # it has none for some shapes, and says so this way
@@ -182,15 +184,16 @@ class Sweep:
         options = [dict(kernel.config(problem, self.target))]
         if kernel.space is not None:
             options += [dict(c) for c in kernel.space(problem, self.target) if dict(c) != options[0]]
-        for place, option in enumerate(fastest(launcher, options, x, weights, n, out)):
+        space = workspace(kernel, problem, options)
+        for place, option in enumerate(fastest(launcher, options, x, weights, n, out, space)):
             name = f"{kernel.name}/{place}"
             out.fill_(float("nan"))
-            launcher(option, x, weights[0], None, None, False, n, None, out)
+            launcher(option, x, weights[0], None, None, False, n, space, out)
             errors[name] = column_error(out, x, wide)
             if not errors[name] < LIMIT:
                 raise RuntimeError(f"{kernel.name} at {option} is wrong for {problem}: error {errors[name]:.2g}")
             configs[name] = option
-            graphs.add(name, our_calls(launcher, option, x, weights, n, out))
+            graphs.add(name, our_calls(launcher, option, x, weights, n, out, space))
 
 
 def main() -> int:

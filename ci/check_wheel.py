@@ -1,7 +1,7 @@
 """Check what is inside the sdist and the wheels: ``python ci/check_wheel.py DIST...``.
 
 Wheels carry the Python packages and the libraries, and no sources of C++ or CUDA; sdists carry those. Neither carries models.
-Every Python file of the tree's packages must be in both.
+Every Python file of the tree's packages, and what they read, must be in both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench")
 NATIVE = {".cpp", ".cu", ".cuh", ".h"}
+RUN = (".py", ".css", ".js", ".c")  # what Python runs, what its report page is made of, what it compiles on the spot
 MODEL_FILES = {".safetensors", ".u16"}
 SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
 
@@ -32,7 +33,7 @@ def problems(dist: Path) -> list[str]:
     found = []
     if dist.suffix == ".whl":
         names = set(zipfile.ZipFile(dist).namelist())
-        wanted = {f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(".py")}
+        wanted = {f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(RUN)}
         wanted |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
         wanted |= {"gristmill/__init__.py", "gristmill/py.typed"}
         found += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
@@ -42,7 +43,7 @@ def problems(dist: Path) -> list[str]:
     else:
         with tarfile.open(dist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
-        wanted = {name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {".py", *NATIVE}}
+        wanted = {name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {*RUN, *NATIVE}}
         wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
         found += [f"has {name}: generated" for name in names if name.startswith(("build/", "src/gristmill/_lib", ".venv"))]
     found += [f"lacks {name}" for name in sorted(wanted - names)]

@@ -25,10 +25,14 @@ step() {
 step "lint, types, import contracts" bash ci/lint.sh
 step "symbols of the library" python ci/check_symbols.py
 step "sanitizers" bash ci/sanitize.sh
+if [ -n "$full" ]; then
+  step "a browser" bash ci/browser.sh
+fi
 step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks"
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
 fi
 step "kernels against their ratios" bash ci/check_ratios.sh
+step "kernels against their instruction counts" bash ci/check_counts.sh
 step "wheel and sdist" bash ci/wheel_test.sh
 echo "== all passed in $((SECONDS - begin)) s"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gristmill.kernel_registry.problem import Axis, AxisValue, Problem, make_problem, parse_problem
+from gristmill.kernel_registry.problem import Axis, AxisError, AxisValue, Problem, make_problem, parse_problem
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Op:
         other, naming what was expected and what came.
     like: ``like(*arguments)`` -> ((shape, dtype), ...) of the outputs; runs under fake tensors.
     inputs: ``inputs(problem, seed, device)`` -> the arguments, as a list, for tests, verification and benchmarks.
+    check: ``check(problem)`` -> what keeps its values from going together (heads that do not divide among KV heads), None if
+        nothing does. Axes that are open have no value.
     bucket: the axis a plan has buckets for.
     guard: ``guard(problem, *arguments, *outputs)`` -> the call's size on the bucket axis, read from host shapes;
         ValueError if the call does not belong to the static part of `problem`. Runs at every planned call and keeps
@@ -90,6 +92,7 @@ class Op:
     tolerance: Callable[[Problem], Tolerance]
     examples: tuple[str, ...]
     bench: tuple[str, ...]
+    check: Callable[[Problem], str | None] | None = None
     bucket: str | None = None
     guard: Callable[..., int] | None = None
     shrink: Callable[[Problem], Problem] | None = None
@@ -120,8 +123,13 @@ class Op:
     def problem(self, given: str | Mapping[str, AxisValue | None]) -> Problem:
         """A problem of this operation from its text or its axis values; AxisError says what is wrong with it."""
         if isinstance(given, str):
-            return parse_problem(self.name, self.axes, given)
-        return make_problem(self.name, self.axes, given)
+            made = parse_problem(self.name, self.axes, given)
+        else:
+            made = make_problem(self.name, self.axes, given)
+        wrong = None if self.check is None else self.check(made)
+        if wrong is not None:
+            raise AxisError(f"{self.name}: {wrong}")
+        return made
 
     def static(self, problem: Problem) -> Problem:
         """`problem` with its dynamic axes open: what a plan is made for."""

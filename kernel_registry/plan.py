@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from gristmill.kernel_registry.kernel import Config
@@ -22,6 +23,9 @@ LAST_BUCKET = 8192
 
 MAX_LAYOUTS = 2
 """How many packings of one weight a plan may keep, memory permitting."""
+
+MORE_MEMORY_PAYS = 1.01
+"""A plan past the bound on memory is worth a word from this factor on."""
 
 ROW_BLOCK = 16
 """Rows of a weight are counted in blocks of so many against a policy's bound on memory: layouts pad to them."""
@@ -132,6 +136,42 @@ def make_plan(
     return best[1]
 
 
+@dataclass(frozen=True)
+class MoreMemory:
+    """What a plan without a bound on memory has over one with it.
+
+    layouts: what it keeps. memory: their bytes over those of the weight. faster: expected time of the bounded plan over its
+    own, all buckets counting equally by ratio; None where a time is not known, and declared priority speaks for it.
+    """
+
+    layouts: tuple[str, ...]
+    memory: float
+    faster: float | None
+
+
+def more_memory(
+    op: Op, static: Problem, layouts: Mapping[str, Layout], policy: Policy, peek: SelectAt, plan: Plan
+) -> MoreMemory | None:
+    """What `policy.weight_memory` keeps from `plan`, a plan of every bucket; None if nothing. peek verifies nothing."""
+    rich = make_plan(op, static, layouts, replace(policy, weight_memory=math.inf), peek)
+    if not plan.layouts or {*rich.layouts} <= {*plan.layouts}:
+        return None
+    scheme = QuantScheme.parse(static.text(next(axis.name for axis in op.axes if axis.kind == "scheme")))
+    shapes = _weights(op, static)
+    kept = sum(layouts[name].nbytes(scheme, n, k) for name in rich.layouts for n, k in shapes)
+    pairs = [(a.expected_us, b.expected_us) for a, b in zip(plan.entries, rich.entries, strict=True)]
+    ratios = [a / b for a, b in pairs if a and b]
+    faster = math.prod(ratios) ** (1 / len(ratios)) if len(ratios) == len(pairs) else None
+    if faster is not None and faster < MORE_MEMORY_PAYS:
+        return None
+    return MoreMemory(rich.layouts, kept / sum(scheme.weight_bytes(n, k) for n, k in shapes), faster)
+
+
+def _weights(op: Op, static: Problem) -> Sequence[tuple[int, int]]:
+    """(N, K) of each packed weight of a layer."""
+    return op.weights(static) if op.weights is not None else ((static.integer("n"), static.integer("k")),)
+
+
 def _layout_choices(
     op: Op, static: Problem, layouts: Mapping[str, Layout], policy: Policy
 ) -> tuple[list[frozenset[str] | None], list[str]]:
@@ -143,7 +183,7 @@ def _layout_choices(
     if scheme_axis is None or not layouts:
         return [None], []
     scheme = QuantScheme.parse(static.text(scheme_axis))
-    shapes = op.weights(static) if op.weights is not None else ((static.integer("n"), static.integer("k")),)
+    shapes = _weights(op, static)
     fit = {name: layout for name, layout in layouts.items() if layout.accepts(scheme)}
     sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in fit.items()}
     allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)

@@ -58,7 +58,10 @@ class Verification:
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured time, with the raw samples it comes from (microseconds) and how they were taken."""
+    """A measured time, with the raw samples it comes from (microseconds) and how they were taken.
+
+    origin: why it counts for `toolchain` although it was measured with another one; "" for one that was measured with it.
+    """
 
     op: str
     kernel: str
@@ -70,6 +73,7 @@ class Timing:
     us: float
     samples: tuple[float, ...] = ()
     timing: str = "eager,cold"
+    origin: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -182,7 +186,7 @@ def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification
     if kind is Timing:
         entry = {**entry, "samples": tuple(entry.get("samples", ()))}
     record = kind(**entry)
-    texts = ("op", "kernel", "code", "problem", "target", "toolchain", *(("config", "reason") if kind is Verification else ("timing",)))
+    texts = ("op", "kernel", "code", "problem", "target", "toolchain", *(("config", "reason") if kind is Verification else ("timing", "origin")))
     for name in texts:
         if not isinstance(getattr(record, name), str):
             raise TypeError(f"{name}: expected text, found {getattr(record, name)!r}")

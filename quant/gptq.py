@@ -10,7 +10,7 @@ taken in order of their energy (act-order) without reordering the result, and ev
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -25,11 +25,37 @@ BLOCK: Final = 128
 """Columns whose errors are gathered before they are put on all later columns: one matrix product a block."""
 
 
-def gptq(weight: Tensor, hessian: Tensor, start: QuantTensor, *, act_order: bool = True, damping: float = 0.01) -> QuantTensor:
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """What `gptq` needs of a Hessian: `upper`, the Cholesky factor of its damped inverse, float32 [K, K], and the `order` of columns."""
+
+    upper: Tensor
+    order: Tensor
+
+    @staticmethod
+    def of(hessian: Tensor, act_order: bool = True, damping: float = 0.01) -> Factor:
+        """Args: those of `gptq`. ValueError for a Hessian that is 0 or not finite."""
+        h = hessian.to(torch.float64).clone()
+        if not bool(torch.isfinite(h).all()):
+            raise ValueError("gptq: the Hessian holds NaN or infinity")
+        energy = h.diagonal().clone()
+        if float(energy.sum()) <= 0:
+            raise ValueError("gptq: the Hessian is 0: no input was seen")
+        h.diagonal()[energy <= 0] = float(energy.mean())  # an input that is always 0 is free to round
+        h.diagonal().add_(damping * energy.mean())
+        order = torch.argsort(energy, descending=True, stable=True) if act_order else torch.arange(len(h), device=h.device)
+        h = h[order][:, order]
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+        return Factor(torch.linalg.cholesky(inverse, upper=True).to(torch.float32), order)
+
+
+def gptq(
+    weight: Tensor, hessian: Tensor | Factor, start: QuantTensor, *, act_order: bool = True, damping: float = 0.01
+) -> QuantTensor:
     """The weight rounded to the scales of `start`, codes chosen for inputs with second moments `hessian`.
 
     Args:
-        weight: float [N, K]. hessian: [K, K], symmetric, positive semidefinite; any factor.
+        weight: float [N, K]. hessian: [K, K], symmetric, positive semidefinite; any factor. Or its `Factor`, for several weights.
         start: the weight rounded to nearest; its codes are replaced, all else is kept.
         act_order: take the columns of largest energy first. damping: part of the mean energy added to each column's.
 
@@ -39,10 +65,12 @@ def gptq(weight: Tensor, hessian: Tensor, start: QuantTensor, *, act_order: bool
     n, k = start.n, start.k
     if start.scheme.is_dense or start.scheme.minimums or start.lead:
         raise ValueError(f"gptq rounds one matrix of a quantized scheme without minimums, not {start}")
-    if tuple(weight.shape) != (n, k) or tuple(hessian.shape) != (k, k):
+    found = hessian.upper.shape if isinstance(hessian, Factor) else hessian.shape
+    if tuple(weight.shape) != (n, k) or tuple(found) != (k, k):
         raise ValueError(f"gptq: {start} needs a weight [{n}, {k}] and a Hessian [{k}, {k}], got {list(weight.shape)} and "
-                         f"{list(hessian.shape)}")  # fmt: skip
-    factor, order = _factor(hessian, act_order, damping)
+                         f"{list(found)}")  # fmt: skip
+    made = hessian if isinstance(hessian, Factor) else Factor.of(hessian, act_order, damping)
+    factor, order = made.upper, made.order
     w = weight.to(torch.float32)[:, order]
     scale, zero = _spread(start, order)
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
@@ -92,22 +120,6 @@ def search_scales(weight: Tensor, hessian: Tensor, start: QuantTensor) -> QuantT
     wide = chosen.float()[:, columns]
     codes = ((w / wide).round().clamp(-half, half - 1) + half).to(torch.uint8)
     return replace(start, codes=numeric.pack_bits(codes, scheme.bits), scales=chosen)
-
-
-def _factor(hessian: Tensor, act_order: bool, damping: float) -> tuple[Tensor, Tensor]:
-    """The upper Cholesky factor of the damped inverse, float32 [K, K], and the order of columns."""
-    h = hessian.to(torch.float64).clone()
-    if not bool(torch.isfinite(h).all()):
-        raise ValueError("gptq: the Hessian holds NaN or infinity")
-    energy = h.diagonal().clone()
-    if float(energy.sum()) <= 0:
-        raise ValueError("gptq: the Hessian is 0: no input was seen")
-    h.diagonal()[energy <= 0] = float(energy.mean())  # an input that is always 0 is free to round
-    h.diagonal().add_(damping * energy.mean())
-    order = torch.argsort(energy, descending=True, stable=True) if act_order else torch.arange(len(h), device=h.device)
-    h = h[order][:, order]
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
-    return torch.linalg.cholesky(inverse, upper=True).to(torch.float32), order
 
 
 def _spread(start: QuantTensor, order: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -145,14 +145,19 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
 @click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
               help="gristmill, compressed-tensors, modelopt, gptq or fp8 (DeepSeek's blocks).")  # fmt: skip
-@click.option("--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True,
-              help="Round to nearest, or by GPTQ, which needs --calibration.")  # fmt: skip
-@click.option("--calibration", metavar="FILE", help="Token ids for GPTQ, little-endian uint16: text like that to be served.")
+@click.option("--method", type=click.Choice(["rtn", "gptq", "awq"]), default="rtn", show_default=True,
+              help="Round to nearest, by GPTQ, or with channels scaled by AWQ; the last two need --calibration.")  # fmt: skip
+@click.option("--calibration", metavar="FILE", help="Token ids for GPTQ and AWQ, little-endian uint16: text like that to be served.")
 @click.option("--window", type=int, default=512, show_default=True, metavar="N", help="Tokens of a calibration window.")
-@click.option("--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, from token 0.")
+@click.option("--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, contiguous.")
+@click.option("--first", type=int, default=0, show_default=True, metavar="N", help="Token of the file that windows begin at.")
+@click.option("--act-order/--no-act-order", default=True, show_default=True,
+              help="GPTQ: take columns by energy. Groups stay where they are: every reader reads the result.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where layers are calibrated and rounded.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def quantize(
-    model: str, quant: str, out: str, form: str, method: str, calibration: str | None, window: int, windows: int, as_json: bool,
+    model: str, quant: str, out: str, form: str, method: str, calibration: str | None, window: int, windows: int, first: int,
+    act_order: bool, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Round a model's linear and expert weights and write it as a model directory.
 
@@ -160,33 +165,39 @@ def quantize(
     are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
     results as --quant; transformers reads compressed-tensors, gptq and fp8 directories.
 
+    GPTQ and AWQ take calibration text through the layers, each as it was just written, so that a layer makes up for what those
+    before it lost. Layers are written one by one: a run that was killed goes on after the last whole one when it is started
+    again with the same options, to the same result.
+
     \b
-    With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after", "seconds"}
+    With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after",
+    "resumed" (layers that were there), "notes" (weights treated otherwise, and why), "seconds"}
     """
+    from gristmill.runtime.evaluate import read_tokens
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
     from gristmill.runtime.loader.quantized import write_quantized
     from gristmill.runtime.models import model_table
+    from gristmill.runtime.quantizing.methods import make_method
 
     scheme = parse_scheme(quant)
     if scheme is None:
         raise click.UsageError("--quant names no scheme")
-    if (method == "gptq") != (calibration is not None):
-        raise click.UsageError("--method gptq and --calibration FILE go together")
+    if (method == "rtn") != (calibration is None):
+        raise click.UsageError("--calibration FILE goes together with --method gptq or awq")
+    if first < 0:
+        raise click.UsageError(f"--first must be at least 0, got {first}")
     begin = time.perf_counter()
-    rounding = None
-    if calibration is not None:
-        from gristmill.runtime.calibrate import calibrate
-        from gristmill.runtime.evaluate import read_tokens
-
-        with _bar("calibrating", as_json) as advance:
-            rounding = calibrate(model, read_tokens(calibration), window, windows, advance).round
+    tokens = None if calibration is None else read_tokens(calibration)[first:]
+    chosen = make_method(method, model, tokens, window=window, windows=windows, device=device, act_order=act_order)
     with _bar("quantizing", as_json) as advance:
-        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, rounding)
+        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, chosen)
     seconds = time.perf_counter() - begin
     if as_json:
         console.emit({"out": out, "format": form, "scheme": str(scheme), "method": method, **report, "seconds": seconds})
         return
+    for note in report["notes"]:
+        console.err().print(note, style="dim", highlight=False)
     console.out().print(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "
         f"{report['bytes_after'] / 1e6:.1f} MB in {seconds:.1f} s"

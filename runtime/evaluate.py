@@ -15,18 +15,21 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.scheduler import ScheduledRequest
 
+STEP_TOKENS = 4096
+"""Tokens of a step on a GPU at most, where many windows are one after another too little work."""
 ROWS = 512
 """Rows of logits whose log-softmax is computed at a time."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean negative log-likelihood, nats a token. tokens: predicted ones. seconds: wall clock."""
+    """loss: mean negative log-likelihood, nats a token. tokens: predicted ones. seconds: wall clock. window_losses: of each window."""
 
     loss: float
     perplexity: float
     tokens: int
     seconds: float
+    window_losses: tuple[float, ...]
 
 
 def read_tokens(path: str | Path) -> list[int]:
@@ -66,34 +69,55 @@ def evaluate(
     if max(tokens[: window * windows]) >= vocab:
         raise UsageError(f"token ids must be below the vocabulary's size {vocab}: these tokens are another model's")
     begin = time.perf_counter()
-    total = 0.0
-    for index in range(windows):
-        total += float(window_losses(engine, tokens[index * window : (index + 1) * window]).sum())
+    found: list[float] = []
+    at_once = windows_at_once(engine.runner.device, window, windows, config.num_blocks // blocks_needed(window, config.block_size))
+    for index in range(0, windows, at_once):
+        some = [tokens[i * window : (i + 1) * window] for i in range(index, index + at_once)]
+        found += losses_of(engine, some).mean(1).tolist()
         if progress is not None:
-            progress(index + 1, windows)
-    count = windows * (window - 1)
-    loss = total / count
-    return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, count, time.perf_counter() - begin)
+            progress(index + at_once, windows)
+    loss = math.fsum(found) / windows
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(loss, perplexity, windows * (window - 1), time.perf_counter() - begin, tuple(found))
+
+
+def windows_at_once(device: torch.device, window: int, windows: int, most: int) -> int:
+    """How many windows make a step: one on a CPU; on a GPU as many as fill it, divide `windows` and are no more than `most`."""
+    limit = min(most, STEP_TOKENS // window) if device.type == "cuda" else 1
+    return max((n for n in range(1, limit + 1) if windows % n == 0), default=1)
+
+
+def window_losses(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
+    """Negative log-likelihood of each token but the first, float64 [len(ids) - 1], on the CPU."""
+    return losses_of(engine, [ids])[0]
 
 
 @torch.inference_mode()
-def window_losses(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
-    """Negative log-likelihood of each token but the first, float64 [len(ids) - 1], on the CPU."""
-    logits = window_logits(engine, ids)[:-1]
-    wanted = torch.tensor(ids[1:], device=logits.device)
+def losses_of(engine: Engine, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`window_losses` of windows of one length, computed in one step: float64 [windows, length - 1], on the CPU."""
+    length = len(windows[0])
+    logits = _logits(engine, windows).view(len(windows), length, -1)[:, :-1].flatten(0, 1)
+    wanted = torch.tensor([list(ids[1:]) for ids in windows], device=logits.device).flatten()
     losses = [
         torch.nn.functional.cross_entropy(some, ids_of_some, reduction="none")
         for some, ids_of_some in zip(torch.split(logits, ROWS), torch.split(wanted, ROWS), strict=True)
     ]
-    return torch.cat(losses).double().cpu()
+    return torch.cat(losses).double().cpu().view(len(windows), length - 1)
 
 
 def window_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
     """float32 logits [len(ids), vocab] of one sequence, computed in one step in blocks borrowed from the pool."""
-    pool = engine.scheduler.pool
-    blocks = pool.allocate(blocks_needed(len(ids), pool.block_size))
+    return _logits(engine, [ids])
+
+
+def _logits(engine: Engine, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+    pool, each = engine.scheduler.pool, blocks_needed(len(windows[0]), engine.scheduler.pool.block_size)
+    blocks = pool.allocate(each * len(windows))
     try:
-        entry = ScheduledRequest("window", 0, len(ids), False, list(ids), blocks, [])
-        return engine.runner.logits([entry])
+        entries = [
+            ScheduledRequest(f"window {i}", 0, len(ids), False, list(ids), blocks[i * each : (i + 1) * each], [])
+            for i, ids in enumerate(windows)
+        ]
+        return engine.runner.logits(entries)
     finally:
         pool.release(blocks)

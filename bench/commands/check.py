@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from gristmill import console
-from gristmill.bench.place import place
+from gristmill.bench.place import Place, place
 from gristmill.bench.problems import concrete, here_or_refuse, named
 from gristmill.kernel_registry.registry import default_registry
+
+if TYPE_CHECKING:
+    from gristmill.bench.baseline import Checked
+    from gristmill.bench.count_baseline import Counted
+
+EFFECT, COUNTED_EFFECT = 0.05, 0.02
+"""The least relative slow-down that counts, of times and of instructions."""
 
 
 @click.command()
@@ -20,9 +29,12 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--kernels", metavar="A,B", help="With --op: for these kernels.")
 @click.option("--yardstick", metavar="K", help="With --op: the kernel they are held against, timed in turn with them.")
 @click.option("--problem", "problem_texts", metavar="P", multiple=True, help="With --op: for this problem; repeatable.")
+@click.option("--instructions", is_flag=True,
+              help="Count instructions of C++ CPU kernels with valgrind instead of timing them: exact on any machine, however busy; "
+              "lines belong to a compiler and a level.")  # fmt: skip
 @click.option("--portable", is_flag=True,
               help="With --op: the lines hold on any device of this target, not on this one alone.")  # fmt: skip
-@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
+@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), show_default="0.05; 0.02 of instructions",
               help="The least relative slow-down that counts.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
               help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
@@ -34,8 +46,8 @@ from gristmill.kernel_registry.registry import default_registry
 @click.pass_context
 def check(
     context: click.Context, file: Path, update: bool, op_name: str | None, kernels: str | None, yardstick: str | None,
-    problem_texts: tuple[str, ...], portable: bool, min_effect: float, seconds: float, target: str | None, junit: Path | None,
-    markdown: Path | None, as_json: bool,
+    problem_texts: tuple[str, ...], instructions: bool, portable: bool, min_effect: float | None, seconds: float, target: str | None,
+    junit: Path | None, markdown: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Hold kernels against the baseline in FILE: ratios to a yardstick kernel timed in turn with them, which hold on busy
     machines. Results are checked before, while and after timing.
@@ -43,19 +55,27 @@ def check(
     \b
     kernelbench check base.json --update --op rms_norm --kernels rms_norm_cpu --yardstick rms_norm_torch
     kernelbench check base.json --junit report.xml --markdown summary.md
+    kernelbench check counts.json --instructions --target cpu:avx2
 
     \b
     Exit status
       0  nothing is slower         1  something is slower        2  a wrong result, or a mistaken command
       3  too noisy to say          4  the environment differs    5  there is no baseline
     """
-    from gristmill.bench import baseline, report_ci
+    from gristmill.bench import baseline
     from gristmill.bench.compare import Case, compare
     from gristmill.bench.statistics.verdict import Rule
 
     here = place(target)
     here_or_refuse(here)
-    rule = Rule(min_effect=min_effect)
+    if instructions:
+        if yardstick or portable:
+            raise click.UsageError("--yardstick and --portable are of ratios; counts need neither")
+        effect = min_effect or COUNTED_EFFECT
+        code = _update_counts(file, here, op_name, kernels, problem_texts, as_json) if update else _check_counts(
+            context, file, here, effect, junit, markdown, as_json)  # fmt: skip
+        context.exit(code)
+    rule = Rule(min_effect=min_effect or EFFECT)
     if update:
         wanted: list[Case] = []
         if op_name is None:
@@ -97,27 +117,86 @@ def check(
         rows = compare(baseline.cases(entries), here, rule, seconds=seconds, tell=tell)
     checked = baseline.against(entries, rows, rule)
     code = baseline.exit_code(checked)
-    for path, text in ((junit, report_ci.junit(checked, time.perf_counter() - begin)),
+    _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)
+    context.exit(code)
+
+
+def _update_counts(
+    file: Path, here: Place, op_name: str | None, kernels: str | None, problem_texts: tuple[str, ...], as_json: bool
+) -> int:
+    from gristmill.bench import baseline, count_baseline, counts
+
+    if gap := counts.missing(here):
+        raise click.UsageError(gap)
+    if op_name is None:
+        entries, differs = count_baseline.find(file, here) if file.exists() else (None, "there is no such file")
+        if entries is None:
+            raise click.UsageError(f"{file} has no lines for this environment ({differs}); name some with --op and --kernels")
+        work = count_baseline.work(entries)
+    else:
+        if not kernels:
+            raise click.UsageError("--op needs --kernels")
+        op = default_registry().op(op_name)
+        work = [(op, kernel, problem) for problem in concrete(op, problem_texts or op.bench) for kernel in named(op, kernels)]
+    found = count_baseline.measure(work, here)
+    written = count_baseline.update(file, here, work, found)
+    if as_json:
+        console.emit([vars(entry) for entry in written])
+    else:
+        console.table(f"Baseline {file}", ["operation", "problem", "kernel", "instructions"],
+                      [[e.op, e.problem, e.kernel, f"{e.instructions:,}"] for e in written], right=("instructions",))  # fmt: skip
+        for (_, kernel, problem), (wrong, _) in zip(work, found, strict=True):
+            if wrong:
+                console.out().print(f"not written: {kernel.name} {problem}: {wrong}")
+    return baseline.OK if len(written) == len(work) else baseline.BAD
+
+
+def _check_counts(
+    context: click.Context, file: Path, here: Place, min_effect: float, junit: Path | None, markdown: Path | None, as_json: bool
+) -> int:
+    from gristmill.bench import baseline, count_baseline
+
+    if not file.exists():
+        _stop(context, baseline.ABSENT, f"{file} does not exist; kernelbench check {file} --instructions --update --op OP ... writes it", as_json)
+    entries, differs = count_baseline.find(file, here)
+    if entries is None:
+        _stop(context, baseline.ELSEWHERE, f"{file} cannot be held against what is here: {differs}", as_json)
+    if not entries:
+        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", as_json)
+    begin = time.perf_counter()
+    checked = count_baseline.against(entries, count_baseline.measure(count_baseline.work(entries), here), min_effect)
+    code = count_baseline.exit_code(checked)
+    _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)
+    return code
+
+
+def _tell(
+    file: Path, here: Place, checked: Sequence[Checked | Counted], code: int, seconds: float, junit: Path | None,
+    markdown: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """What was found, on stdout and in the files asked for."""
+    from gristmill.bench import report_ci
+
+    for path, text in ((junit, report_ci.junit(checked, seconds)),
                        (markdown, report_ci.markdown(checked, f"kernelbench check on {here.target.name}: {_MEANS[code]}"))):  # fmt: skip
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if as_json:
         console.emit({"exit": code, "meaning": _MEANS[code], "rows": [one.as_dict() for one in checked]})
-    else:
-        console.table(
-            f"{file} on {here.target.name}: {_MEANS[code]}", ["operation", "problem", "kernel", "verdict", "change", "reason"],
-            [[c.entry.op, c.entry.problem, c.entry.kernel, c.verdict, "-" if c.change is None else f"{c.change - 1:+.1%}", c.reason]
-             for c in checked], right=("change",),
-        )  # fmt: skip
-    context.exit(code)
+        return
+    console.table(
+        f"{file} on {here.target.name}: {_MEANS[code]}", ["operation", "problem", "kernel", "verdict", "change", "now", "reason"],
+        [[c.entry.op, c.entry.problem, c.entry.kernel, c.verdict, "-" if c.change is None else f"{c.change - 1:+.1%}", c.now, c.reason]
+         for c in checked], right=("change", "now"),
+    )  # fmt: skip
 
 
 _MEANS = {0: "nothing is slower", 1: "something is slower", 2: "a wrong result", 3: "too noisy to say",
           4: "the environment differs", 5: "there is no baseline"}  # fmt: skip
 
 
-def _stop(context: click.Context, code: int, why: str, as_json: bool) -> None:
+def _stop(context: click.Context, code: int, why: str, as_json: bool) -> NoReturn:
     if as_json:
         console.emit({"exit": code, "meaning": _MEANS[code], "reason": why, "rows": []})
     else:

@@ -7,18 +7,19 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.place import Place, place
-from gristmill.bench.problems import able, concrete, here_or_refuse, named
+from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, problem_options
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.registry import default_registry
 
 
 @click.command()
-@click.argument("op_name", metavar="OP")
-@click.option("--baseline", metavar="K", help="The kernel that others are held against. Default: the one that selection would run.")
+@problem_options
+@model_options
+@click.option("--baseline", metavar="K", help="The kernel that others are held against; a pattern such as *_torch picks one for each "
+              "problem. Default: the one that selection would run.")  # fmt: skip
 @click.option("--kernels", metavar="A,B", help="The others; patterns such as *_cpu are allowed. Default: all that can run here.")
-@click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem; may be given several times.")
 @click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.03, show_default=True,
               help="The least relative change worth a verdict.")  # fmt: skip
 @click.option("--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory.")
@@ -29,10 +30,16 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def compare(
-    context: click.Context, op_name: str, baseline: str | None, kernels: str | None, problem_texts: tuple[str, ...],
-    min_effect: float, seconds: float, hot: bool, target: str | None, results: str | None, as_json: bool,
+    context: click.Context, op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, model: str | None, tp: int,
+    weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...], baseline: str | None,
+    kernels: str | None, min_effect: float, seconds: float, hot: bool, target: str | None, results: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare kernels of OP with a baseline: timed in turn over the same data, round by round, in an order drawn anew.
+    """Compare kernels of OP, of a suite, or of what a model calls, with a baseline: timed in turn over the same data, round by
+    round, in an order drawn anew.
+
+    \b
+    kernelbench compare rms_norm --baseline rms_norm_torch
+    kernelbench compare --model llama-3-8b --weights int4_g128 --mix decode --baseline "*_torch"
 
     \b
     FASTER, SLOWER   by more than the minimum effect, with false discoveries held to 5 % over all rows
@@ -52,15 +59,14 @@ def compare(
     from gristmill.bench.result_file import write
     from gristmill.bench.statistics.verdict import Rule
 
-    op, here = default_registry().op(op_name), place(target)
+    here = place(target)
     here_or_refuse(here)
-    problems = concrete(op, problem_texts or op.bench)
-    base = default_registry().kernel(op.name, baseline) if baseline else None
-    others = named(op, kernels) if kernels else able(op, here)
+    wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
+    others = chosen([*dict.fromkeys(one.op for one in wanted)], kernels, here)
     cases = []
-    for problem in problems:
-        first = base or _selected(op, problem, here)
-        cases.append(Case(op, problem, first, tuple(k for k in others if k.name != first.name)))
+    for one in wanted:
+        first = baseline_of(one.op, one.problem, baseline, here) if baseline else _selected(one.op, one.problem, here)
+        cases.append(Case(one.op, one.problem, first, tuple(k for k in others[one.op.name] if k.name != first.name)))
     if not any(case.others for case in cases):
         raise click.UsageError(f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels")
     with console.status(quiet=as_json) as tell:
@@ -71,9 +77,9 @@ def compare(
         console.emit([row.as_dict() for row in rows])
     else:
         console.table(
-            f"{op.name} on {here.target.name} {here.target.device}",
-            ["problem", "kernel", "baseline", "verdict", "µs", "baseline µs", "ratio", "interval", "noise", "error", "reason"],
-            [[r.problem, r.kernel, r.baseline, r.verdict, console.number(r.us), console.number(r.baseline_us),
+            f"{', '.join(dict.fromkeys(case.op.name for case in cases))} on {here.target.name} {here.target.device}",
+            ["operation", "problem", "kernel", "baseline", "verdict", "µs", "baseline µs", "ratio", "interval", "noise", "error", "reason"],
+            [[r.op, r.problem, r.kernel, r.baseline, r.verdict, console.number(r.us), console.number(r.baseline_us),
               *_ratio(r.found), _percent(r.noise), console.number(r.error), r.reason] for r in rows],
             right=("µs", "baseline µs", "ratio", "noise", "error"),
         )  # fmt: skip

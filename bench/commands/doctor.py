@@ -22,9 +22,10 @@ from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 def doctor(measure: bool, as_json: bool) -> None:
     """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing.
 
-    On a CPU also its cores, to how many of them this process is held, and torch's threads; on an NVIDIA GPU its clocks,
-    power, temperature, and whether it is being throttled. --measure keeps the ceilings beside the store; every roofline
-    figure uses them.
+    On a CPU also its cores, to which of them this process is pinned, its group's quota, NUMA nodes, and torch's threads; on
+    an NVIDIA GPU its clocks, power, temperature, and whether it is being throttled. --measure keeps the ceilings beside the
+    store, where every roofline figure finds them: read and copy bandwidth past the caches; rates of matrix products (on a
+    CPU those of fused multiply-add, fp32, AVX512-BF16 or AMX, bf16, and VNNI, int8); and what held the device back meanwhile.
     """
     found = probe_devices()
     build, policy, registry = Build.probe(), Policy.current(), default_registry()
@@ -48,9 +49,13 @@ def doctor(measure: bool, as_json: bool) -> None:
 
         names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
         for name, device in zip(names, report["devices"], strict=True):
-            limits = remeasure(name)
-            device["measured"] = {"read_gbs": limits.read_gbs, "copy_gbs": limits.copy_gbs, "tflops": dict(limits.tflops),
-                                  "launch_us": limits.launch_us}  # fmt: skip
+            device["measured"] = remeasure(name).as_dict()
+    else:
+        from gristmill.autotune.floor import kept
+
+        names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
+        for name, device in zip(names, report["devices"], strict=True):
+            device["measured"] = None if (limits := kept(name)) is None else limits.as_dict()
     if as_json:
         console.emit(report)
         return
@@ -106,6 +111,7 @@ def _print(report: dict[str, Any]) -> None:
             speeds = ", ".join(f"{what} {console.number(measured[f'{what}_gbs'])} GB/s" for what in ("read", "copy"))
             launch = f", launch {console.number(measured['launch_us'])} µs" if measured["launch_us"] else ""
             rows.append(["  measured", f"{speeds}, {rates}{launch}"])
+            rows += [["  throttled", f"{what}: the ceilings may be too low"] for what in measured["throttled"]]
     rows += [["no accelerator", reason] for reason in report["no_device"]]
     rows.append(["C++ levels", ", ".join(build["cpu_levels"]) or "none: run make build, or install with a C++20 compiler"])
     rows.append(["CUDA code", ", ".join(build["cuda"]) or "none: built without nvcc"])

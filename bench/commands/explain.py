@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import click
@@ -9,7 +11,7 @@ import click
 from gristmill import console
 from gristmill.bench.place import Place, place
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.plan import Plan, bucket_sizes, make_plan
+from gristmill.kernel_registry.plan import MoreMemory, Plan, SelectAt, bucket_sizes, make_plan, more_memory
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, Selection, select
@@ -46,6 +48,7 @@ def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_j
     shown = op.at_bucket(problem, 1) if layer else _closed(op, problem)
     selection = _selection(op, shown, here)
     plan = _plan(op, problem, here) if layer else None
+    more = _more_memory(op, problem, here, plan) if plan is not None else None
     if as_json:
         answer: dict[str, Any] = {
             "op": op.name,
@@ -57,9 +60,10 @@ def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_j
         if plan is not None:
             answer["plan"] = [entry.as_dict() for entry in plan.entries]
             answer["layouts"] = list(plan.layouts)
+            answer["more_memory"] = asdict(more) if more is not None else None
         console.emit(answer)
         return
-    _tables(op, shown, here, selection, plan)
+    _tables(op, shown, here, selection, plan, more)
 
 
 def _closed(op: Op, problem: Problem) -> Problem:
@@ -93,6 +97,21 @@ def _plan(op: Op, static: Problem, here: Place) -> Plan | None:
         return None
 
 
+def _more_memory(op: Op, static: Problem, here: Place, plan: Plan) -> MoreMemory | None:
+    """What the policy's bound on memory keeps from the plan; by the records as they are."""
+    registry = default_registry()
+    if here.device is not None:
+        from gristmill.autotune.resolve import Resolver
+
+        peek: SelectAt = partial(Resolver(here.device, here.policy).select, op)
+    else:
+
+        def peek(problem: Problem, layouts: frozenset[str] | None) -> Selection:
+            return _selection(op, problem, here, layouts)
+
+    return more_memory(op, static, registry.layouts, here.policy, peek, plan)
+
+
 def _axes(op: Op, as_json: bool) -> None:
     rows = [
         {"axis": a.name, "wants": a.wants(), "default": a.default, "dynamic": a.dynamic, "meaning": a.help} for a in op.axes
@@ -107,7 +126,7 @@ def _axes(op: Op, as_json: bool) -> None:
     console.out().print(f'\nFor example: kernelbench explain {op.name} --problem "{op.bench[0]}"')
 
 
-def _tables(op: Op, problem: Problem, here: Place, selection: Selection, plan: Plan | None) -> None:
+def _tables(op: Op, problem: Problem, here: Place, selection: Selection, plan: Plan | None, more: MoreMemory | None) -> None:
     where = here.target.name + ("" if here.device else " (not a device of this machine: nothing is verified)")
     console.table(
         f"{op.name} {problem} on {where}", ["kernel", "verdict", "expected µs", "source", "reasons"],
@@ -127,3 +146,7 @@ def _tables(op: Op, problem: Problem, here: Place, selection: Selection, plan: P
               ", ".join(f"{k}={v}" for k, v in entry.config.items())] for entry in plan.entries],
             right=(f"{op.bucket} up to", "expected µs"),
         )  # fmt: skip
+    if more is not None:
+        gain = f"expected {more.faster:.2f}x faster over the sizes" if more.faster else "preferred by priority, not timed"
+        console.out().print(f"\nMore memory: {' + '.join(more.layouts)} takes {more.memory:.2f}x the weight's bytes and is {gain}; "
+                            f"the policy's weight_memory allows {here.policy.weight_memory}.")  # fmt: skip

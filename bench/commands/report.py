@@ -19,7 +19,7 @@ def report(files: tuple[Path, ...], out: Path, title: str, as_json: bool) -> Non
     """Write result files as one HTML page that needs no network: rooflines with the measured ceilings, time by size,
     the fastest kernel by shape and size, history with its changes, and behind every point the command that repeats it.
     """
-    from gristmill.bench.page import page
+    from gristmill.bench.report.page import page
 
     data = [(path.name, result_file.read(path)) for path in files]
     text = page(data, title)

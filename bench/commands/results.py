@@ -83,7 +83,8 @@ def repro(file: Path, row: int, as_json: bool) -> None:
 
 
 _SCRIPT = '''from gristmill.autotune.device import device_target
-from gristmill.autotune.timing import measure
+from gristmill.autotune.rotation import Rotation
+from gristmill.bench.arms import KernelArm
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 
@@ -91,7 +92,9 @@ op = default_registry().op("{op}")
 kernel = default_registry().kernel("{op}", "{kernel}")
 problem = op.problem("{problem}")
 config = kernel.config(problem, device_target("{device}", Policy()))
-print(measure(op, kernel, config, problem, "{device}").us, "us")
+arm = KernelArm(kernel, config, Rotation(op, kernel, problem, "{device}"))
+print(sorted(arm.sample() for _ in range(15))[7], "us")
+arm.conclude()
 '''
 
 

@@ -22,8 +22,8 @@ from gristmill.kernel_registry.store import Store
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def shapes(
-    context: click.Context, model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...],
-    as_json: bool,
+    context: click.Context, model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...],
+    prefill: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Every problem that a model calls in a step, on one rank. Without --model: the models whose shapes are shipped.
 
@@ -33,7 +33,7 @@ def shapes(
     """
     if context.invoked_subcommand is not None:
         return
-    found = model_calls(model, tp, weights, decode, prefill)
+    found = model_calls(model, tp, weights, decode, prefill, mix)
     if model is None:
         rows = [{"model": name, "type": load_config(name)["model_type"], "layers": load_config(name)["num_hidden_layers"]}
                 for name in model_names()]  # fmt: skip
@@ -93,8 +93,8 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
               help="The store to ask. Default: the one in use.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def coverage(
-    model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...], target: str | None,
-    store_path: Path | None, as_json: bool,
+    model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...],
+    target: str | None, store_path: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Before serving: the share of a model's calls that the store knows exactly, nearly, or not at all.
 
@@ -112,7 +112,7 @@ def coverage(
     path = store_path or here.policy.store_path
     if store_path is not None and not store_path.exists():
         raise FileNotFoundError(f"{store_path} does not exist; expected a store")
-    found = covered_calls(model_calls(model, tp, weights, decode, prefill), here, Store.read(path))
+    found = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, Store.read(path))
     share = shares(found)
     if as_json:
         console.emit({"model": model, "tp": tp, "target": here.target.name, "shares": share, "calls": [c.as_dict() for c in found]})

@@ -24,6 +24,7 @@ def store() -> None:
     \b
     kernelbench store why linear "m=1,n=4096,k=4096,w=int4_g128"    which record decides, and by which rule
     kernelbench store lint                                          records that are of no use
+    kernelbench store revalidate                                    do another toolchain's times still hold?
     kernelbench store merge --into all.json a.json b.json
     kernelbench store diff a.json b.json
     """
@@ -107,6 +108,51 @@ def lint(context: click.Context, file: Path | None, target: str | None, as_json:
     rows = [_row(one.record) | {"finding": one.kind, "reason": one.reason} for one in found]
     _show(rows, f"Lint of {path}", ("finding", "op", "kernel", "problem", "target", "reason"), as_json)
     if any(one.kind != "failed" for one in found):
+        context.exit(1)
+
+
+@store.command()
+@click.option("--sample", type=click.IntRange(1), default=8, show_default=True, help="Records of each kernel to measure again.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which ones.")
+@click.option("--dry-run", is_flag=True, help="Measure, and write nothing.")
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def revalidate(context: click.Context, sample: int, seed: int, dry_run: bool, target: str | None, as_json: bool) -> None:
+    """After a change of toolchain: verify and time a sample of the times that another one measured, the shipped ones included.
+
+    \b
+    holds     as long as the store says, within a tenth: the kernel's other times are carried over to this toolchain
+    differs   faster or slower: the others stay what they are, near times; kernelbench tune --redo measures them
+    wrong     a result is wrong now: recorded as failed, which keeps that configuration out; the others stay near
+
+    Exit status 1 if a result is wrong.
+    """
+    from gristmill.autotune import store as writing
+    from gristmill.bench import revalidate as again
+    from gristmill.bench.problems import here_or_refuse
+
+    here = place(target)
+    here_or_refuse(here)
+    path = here.policy.store_path
+    found = again.groups(Store.read_over_shipped(path), here)
+    with console.status(quiet=as_json) as tell:
+        records = again.revalidate(found, here, sample=sample, seed=seed, tell=tell)
+    if records and not dry_run:
+        writing.update(path, lambda present: again.replaced(present, records))
+    rows = [group.as_dict() for group in found]
+    if as_json:
+        console.emit({"store": str(path), "toolchain": here.build.key(), "written": 0 if dry_run else len(records), "kernels": rows})
+    elif not rows:
+        console.out().print(f"{path}: no time of this device is another toolchain's")
+    else:
+        console.table(
+            f"Times of another toolchain than {here.build.key()}",
+            ["operation", "kernel", "outcome", "records", "sampled", "now / then", "least", "most", "reason"],
+            [[r["op"], r["kernel"], r["outcome"], r["records"], r["sampled"], *(console.number(r[k]) for k in ("ratio", "least", "most")),
+              "; ".join(r["reasons"])] for r in rows], right=("records", "sampled", "now / then", "least", "most"),
+        )  # fmt: skip
+    if any(group.outcome == again.WRONG for group in found):
         context.exit(1)
 
 

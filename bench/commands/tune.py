@@ -29,9 +29,9 @@ from gristmill.kernel_registry.store import Store
 @click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def tune(
-    op_name: str | None, model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...],
-    problem_texts: tuple[str, ...], captured: Path | None, minutes: float, redo: bool, workers: int, target: str | None, results: str | None,
-    as_json: bool,
+    op_name: str | None, model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...],
+    prefill: tuple[str, ...], problem_texts: tuple[str, ...], captured: Path | None, minutes: float, redo: bool, workers: int,
+    target: str | None, results: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Tune the problems of OP (its benchmark problems by default), or of a model, on this machine.
 
@@ -54,7 +54,7 @@ def tune(
         raise click.UsageError("name an operation, or a model with --model, or a file with --shapes: one of them")
     here = place(target)
     here_or_refuse(here)
-    calls = model_calls(model, tp, weights, decode, prefill)
+    calls = model_calls(model, tp, weights, decode, prefill, mix)
     if op_name is None:
         if problem_texts:
             raise click.UsageError("--problem goes with an operation")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gristmill.bench.clock import now
+from gristmill.autotune.clock import now
 from gristmill.bench.statistics.verdict import UNCLEAR, Rule, Verdict, judge
 
 REPEATS = 3

@@ -29,6 +29,20 @@ RAGGED_AXES = (
 )
 
 
+def misfit(problem: Problem) -> str | None:
+    """What keeps the ragged axes of `problem`, and its numbers of heads, from going together; None if nothing does."""
+    values = problem.as_dict()
+    heads, kv_heads = values["heads"], values.get("kv_heads", 1)
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        return f"{heads} query heads do not divide among {kv_heads} KV heads"
+    if any(values[axis.name] is None for axis in RAGGED_AXES):
+        return None
+    tokens, seqs, most = problem.integer("q_tokens"), problem.integer("seqs"), min(problem.integer("max_q"), problem.integer("max_ctx"))
+    if tokens > seqs * most:
+        return f"{tokens} new tokens do not fit in {seqs} sequences of at most {most}"
+    return None
+
+
 def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     """(new tokens, context) of each sequence, within the bounds of `problem`; the contexts include the new tokens.
 

@@ -1,28 +1,87 @@
-"""Launching the decode kernels over frag16 tiles: what both specs, of 4-bit and of 8-bit weights, call."""
+"""Launching the Hopper kernels over frag16 tiles: `launch` for few rows of x, `launch_tma` for many."""
 
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import dtype_name, row_stride
-from gristmill.kernels.linear.frag16_shapes import ROWS, ceil
+from gristmill.kernels.linear.frag16_shapes import ceil
+from gristmill.kernels.linear.frag16_tma_shapes import FLAG_BYTES, scratch_bytes
 from gristmill.kernels.native import check, cuda_function
 
 ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 13, c_void_p, c_void_p)
 """Of ``gm_linear_<format>_sm90``."""
+TMA_ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, *(c_int,) * 13, c_void_p)
+"""Of ``gm_linear_<format>_tma_sm90``."""
 GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void_p)
 TYPES = {"fp16": 1, "bf16": 2}
+
+
+class Call(NamedTuple):
+    """What a launch needs of its arguments, checked. x: its columns in the order of the packed ones, its rows `stride` apart."""
+
+    m: int
+    rows: int
+    k: int
+    x: Tensor
+    stride: int
+    target: Tensor
+    row_scale: int | None
+    dtype: int
+    scale_dtype: int
+    device: int
+    stream: int
 
 
 def launch(
     config: Config, x: Tensor, weight: list[Tensor], bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Tensor
 ) -> None:
-    """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; 16 rows of x a launch."""
+    """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
+    call = _checked(config, x, weight, silu_mul, out)
+    if call is None:
+        return
+    form = str(config["format"])
+    code = cuda_function(f"gm_linear_{form}_sm90", "sm_90a", ARGUMENTS)(
+        call.target.data_ptr(), call.x.data_ptr(), call.stride, weight[0].data_ptr(), None if bias is None else bias.data_ptr(),
+        None if residual is None or silu_mul else residual.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
+        config["nt"], config["rt"], config["wn"], config["wk"], config["split"], config["depth"], 1, call.device, call.stream,
+        call.row_scale,
+    )  # fmt: skip
+    check(code, f"linear of {form}")
+    _finish(call, residual, silu_mul, out)
+
+
+def launch_tma(
+    config: Config, x: Tensor, weight: list[Tensor], bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Tensor
+) -> None:
+    """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; any number of rows in one launch."""
+    call = _checked(config, x, weight, silu_mul, out)
+    if call is None:
+        return
+    form, read, stride = str(config["format"]), call.x, call.stride
+    if stride % 8 or stride < call.k or read.data_ptr() % 16:  # the tensor copy engine wants rows of 16 bytes
+        stride = ceil(call.k, 8) * 8
+        read = torch.empty(call.m, stride, dtype=x.dtype, device=x.device)
+        read[:, : call.k] = call.x.reshape(call.m, call.k)
+    space = _scratch(workspace, scratch_bytes(config), x.device) if config["even"] else None
+    code = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)(
+        call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(),
+        None if bias is None else bias.data_ptr(), None if residual is None or silu_mul else residual.data_ptr(),
+        call.row_scale, None if space is None else space.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
+        config["mt"], config["c"], config["split"], config["grid"], config["raster"], config["even"], 1,
+        call.device, call.stream,
+    )  # fmt: skip
+    check(code, f"linear of {form}")
+    _finish(call, residual, silu_mul, out)
+
+
+def _checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out: Tensor) -> Call | None:
+    """The call, or None where there are no rows. ValueError for tensors that are not such a weight."""
     tiles, second, perm = weight
     form, rows = str(config["format"]), out.shape[-1] * (2 if silu_mul else 1)
     k = perm.numel() or x.shape[-1]
@@ -34,37 +93,42 @@ def launch(
     if row_scale is not None and second.numel() != rows:
         raise ValueError(f"linear of {form}: expected {rows} row multipliers, got {second.numel()}")
     if m == 0:
-        return
-    device, item = x.get_device(), x.element_size()
+        return None
+    device = x.get_device()
     stream = torch.cuda.current_stream(device).cuda_stream
     stride = row_stride(x)
     if perm.numel():
-        x = _gathered(x, stride, perm, m, k, device, stream)
-        stride = k
+        x, stride = _gathered(x, stride, perm, m, device, stream), k
     # The gate and its partner are rows of different CTAs, so silu_mul follows in torch.
     target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
-    entry = cuda_function(f"gm_linear_{form}_sm90", "sm_90a", ARGUMENTS)
-    scale_type = TYPES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
-    for start in range(0, m, ROWS):
-        at = start * rows * item
-        code = entry(
-            target.data_ptr() + at, x.data_ptr() + start * stride * item, stride, tiles.data_ptr(),
-            None if bias is None else bias.data_ptr(), None if residual is None or silu_mul else residual.data_ptr() + at,
-            min(ROWS, m - start), rows, k, TYPES[dtype_name(x.dtype)], scale_type, config["nt"], config["rt"], config["wn"],
-            config["wk"], config["split"], config["depth"], 1, device, stream, row_scale,
-        )  # fmt: skip
-        check(code, f"linear of {form}")
+    scale_dtype = TYPES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
+    return Call(m, rows, k, x, stride, target, row_scale, TYPES[dtype_name(x.dtype)], scale_dtype, device, stream)
+
+
+def _finish(call: Call, residual: Any, silu_mul: bool, out: Tensor) -> None:
     if silu_mul:
         from gristmill.kernels.linear._epilogue import finish
 
         # bias is in the sums already
-        finish(target.view(*out.shape[:-1], rows), None, residual, True, out)
+        finish(call.target.view(*out.shape[:-1], call.rows), None, residual, True, out)
 
 
-def _gathered(x: Tensor, stride: int, perm: Tensor, m: int, k: int, device: int, stream: int) -> Tensor:
+def _gathered(x: Tensor, stride: int, perm: Tensor, m: int, device: int, stream: int) -> Tensor:
     """x's columns in the order of the packed ones, [M, K']."""
-    made = torch.empty(m, k, dtype=x.dtype, device=x.device)
+    made = torch.empty(m, perm.numel(), dtype=x.dtype, device=x.device)
     entry = cuda_function("gm_gather_columns_sm90", "sm_90a", GATHER_ARGUMENTS)
-    code = entry(made.data_ptr(), x.data_ptr(), stride, perm.data_ptr(), m, k, device, stream)
+    code = entry(made.data_ptr(), x.data_ptr(), stride, perm.data_ptr(), m, perm.numel(), device, stream)
     check(code, "gather_columns")
     return made
+
+
+def _scratch(given: Any, size: int, device: Any) -> Tensor:
+    """The caller's workspace, or fresh memory. ValueError for one that is too small or elsewhere."""
+    if given is None:
+        fresh = torch.empty(size, dtype=torch.uint8, device=device)
+        fresh[:FLAG_BYTES].zero_()
+        return fresh
+    if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
+        raise ValueError(f"linear: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
+                         f"got {given.nbytes} on {given.device}")  # fmt: skip
+    return given  # type: ignore[no-any-return]

@@ -115,7 +115,21 @@ struct Int8Tile {
   }
 };
 
-// FP8 (E4M3) under one float32 scale a row and tile. The layout spreads the bits of a word's two pairs for cheap placement.
+// The two pairs of a word of w8_frag16_v1 in FP8, exactly: the layout spreads their bits for cheap placement.
+template <typename T>
+__device__ __forceinline__ void fp8_pairs(uint32_t w, uint32_t (&a)[2]) {
+  if constexpr (std::is_same_v<T, __half>) {
+    constexpr uint32_t by = 0x5C005C00u;  // 2^8
+    a[0] = times_half<T, 0>((w & 0x80008000u) | ((w << 3) & 0x3F803F80u), by);
+    a[1] = times_half<T, 0>(((w << 4) & 0x80008000u) | ((w << 7) & 0x07800780u) | ((w >> 1) & 0x38003800u), by);
+  } else {
+    constexpr uint32_t by = 0x7B807B80u;  // 2^120
+    a[0] = times_half<T, 0>(w & 0x87F087F0u, by);
+    a[1] = times_half<T, 0>(((w << 4) & 0x80F080F0u) | ((w >> 4) & 0x07000700u), by);
+  }
+}
+
+// FP8 (E4M3) under one float32 scale a row and tile.
 template <typename T>
 struct Fp8Tile {
   static constexpr int kBytes = 2 * kCodeBytes + kTileRows * 4, kGroups = 1, kPlanes = 1;
@@ -131,16 +145,9 @@ struct Fp8Tile {
   __device__ __forceinline__ void pairs(int step, uint32_t (&a)[1][4]) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const uint32_t w = word_of(q[step >> 1], (step & 1) * 2 + j);
-      if constexpr (std::is_same_v<T, __half>) {
-        constexpr uint32_t by = 0x5C005C00u;  // 2^8
-        a[0][2 * j] = times_half<T, 0>((w & 0x80008000u) | ((w << 3) & 0x3F803F80u), by);
-        a[0][2 * j + 1] = times_half<T, 0>(((w << 4) & 0x80008000u) | ((w << 7) & 0x07800780u) | ((w >> 1) & 0x38003800u), by);
-      } else {
-        constexpr uint32_t by = 0x7B807B80u;  // 2^120
-        a[0][2 * j] = times_half<T, 0>(w & 0x87F087F0u, by);
-        a[0][2 * j + 1] = times_half<T, 0>(((w << 4) & 0x80F080F0u) | ((w >> 4) & 0x07000700u), by);
-      }
+      uint32_t two[2];
+      fp8_pairs<T>(word_of(q[step >> 1], (step & 1) * 2 + j), two);
+      a[0][2 * j] = two[0], a[0][2 * j + 1] = two[1];
     }
   }
   __device__ __forceinline__ float2 scale(int, const W4Params&) const { return scales; }

@@ -10,6 +10,7 @@ from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
+from gristmill.kernels.quantized_inputs import misfit, quantized
 
 EPILOGUE = ("bias", "residual", "silu_mul")
 LONGEST_N, LONGEST_K = 1536, 16384
@@ -190,14 +191,20 @@ def like(
     return (((*x.shape[:-1], rows // 2 if silu_mul else rows), x.dtype),)
 
 
+def check(problem: Problem) -> str | None:
+    """What keeps the axes of `problem` from going together."""
+    n = problem.integer("n")
+    if "silu_mul" in problem.flags("epilogue") and n % 2:
+        return f"silu_mul needs an even number of rows (gate, then up), got n={n}"
+    return misfit(problem.text("w"), problem.integer("k"), bool(problem["act_order"]))
+
+
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments; the weight is a QuantTensor whose rows and columns have very different sizes.
 
     So a wrong row, group or scale shows: the error is relative to each column of the output.
     """
     import torch
-
-    from gristmill.quant.rtn import quantize
 
     generator = torch.Generator().manual_seed(seed)
     m, n, k = (problem.integer(axis) for axis in "mnk")
@@ -208,15 +215,12 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     x = normal(m, k) * torch.exp(0.5 * normal(m, 1))
     weight = normal(n, k).to(device) * (torch.exp(0.5 * normal(n, 1)) / k**0.5).to(device)
-    g_idx = None
-    if problem["act_order"]:
-        size = scheme.group_size or k
-        g_idx = (torch.arange(k) // size)[torch.randperm(k, generator=generator)].to(device)
+    packed = quantized(weight, scheme, bool(problem["act_order"]), generator)
     flags = problem.flags("epilogue")
     columns = n // 2 if "silu_mul" in flags else n
     bias = normal(n).to(dtype).to(device) if "bias" in flags else None
     residual = normal(m, columns).to(dtype).to(device) if "residual" in flags else None
-    return [x.to(dtype).to(device), quantize(weight, scheme, g_idx=g_idx), bias, residual, "silu_mul" in flags, n, None]
+    return [x.to(dtype).to(device), packed, bias, residual, "silu_mul" in flags, n, None]
 
 
 def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -329,6 +333,7 @@ OP = Op(
     guard=guard,
     like=like,
     inputs=inputs,
+    check=check,
     cost=cost,
     tolerance=tolerance,
     error=error,
@@ -345,6 +350,7 @@ OP = Op(
         "m=1,n=65,k=129,x=fp16,w=fp8_ch", "m=9,n=257,k=129,x=bf16,w=fp8_block", "m=2,n=70,k=96,x=bf16,w=mxfp8",
         "m=7,n=34,k=96,x=bf16,w=mxfp4,epilogue=bias", "m=6,n=39,k=144,x=bf16,w=nvfp4", "m=3,n=20,k=80,x=fp32,w=nvfp4",
         "m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128", "m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token",
+        "m=3,n=40,k=104,w=int4_g64", "m=2,n=33,k=40,x=fp16,w=int8_g128", "m=4,n=24,k=136,w=mxfp4,act_order=true",
     ),
     bench=(
         "m=1,n=4096,k=4096", "m=1,n=4096,k=4096,w=int4_g128", "m=16,n=4096,k=4096,w=int4_g128",

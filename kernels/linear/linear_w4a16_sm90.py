@@ -15,14 +15,11 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.frag16_shapes import ROWS, ceil, format_of, ranked
-
-LARGEST_M = 128
-"""Above 16, a launch for each 16 rows that reads the weights again: right, and up to here no worse than dequantizing them."""
+from gristmill.kernels.linear.frag16_shapes import ROWS, format_of, ranked
 
 
 def accepts(problem: Problem) -> str | None:
-    """4-bit weights with half-precision activations of at most 128 rows."""
+    """4-bit weights with half-precision activations of at most 16 rows."""
     return refusal(problem, bits=4)
 
 
@@ -33,16 +30,15 @@ def refusal(problem: Problem, bits: int) -> str | None:
         return f"multiplies weight-only formats of {bits} bits" + (" but mxfp8" if bits == 8 else "") + f", not {scheme}"
     if problem.text("x") not in ("fp16", "bf16"):
         return f"takes fp16 or bf16 activations, not {problem.text('x')}"
-    largest = ROWS if scheme.weights == "int4_g128" else LARGEST_M
-    if problem.integer("m") > largest:
-        return f"made for M <= {largest}, not {problem.integer('m')}"
+    if problem.integer("m") > ROWS:
+        return f"made for M <= {ROWS}, not {problem.integer('m')}"
     return None
 
 
 def _found(problem: Problem, target: Target) -> tuple[tuple[float, dict[str, int]], ...]:
     m, n, k = (problem.integer(axis) for axis in "mnk")
     scheme = QuantScheme.parse(problem.text("w"))
-    return ranked(format_of(scheme), problem.text("x"), min(m, ROWS), n, k, target.multiprocessors or 132)
+    return ranked(format_of(scheme), problem.text("x"), m, n, k, target.multiprocessors or 132)
 
 
 def _complete(problem: Problem, config: dict[str, int]) -> Config:
@@ -63,7 +59,7 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 def estimate(problem: Problem, target: Target) -> float | None:
     """Microseconds by the cost model, on a Hopper with HBM3e."""
     gather = 2.0 if problem["act_order"] else 0.0
-    return _found(problem, target)[0][0] * ceil(max(problem.integer("m"), 1), ROWS) + gather
+    return _found(problem, target)[0][0] + gather
 
 
 def kernel(
@@ -83,7 +79,7 @@ def kernel(
         language="cuda",
         target="gristmill.kernels.linear._frag16_launch:launch",
         requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
-        summary=f"M <= 16 a launch: bulk copies into warps' own rings, {what} decoded into tensor-core operands, split-K over clusters",
+        summary=f"M <= 16: bulk copies into warps' own rings, {what} decoded into tensor-core operands, split-K over clusters",
         accepts=takes,
         config=config,
         space=space,

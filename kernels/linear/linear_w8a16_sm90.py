@@ -11,7 +11,7 @@ from gristmill.kernels.linear.linear_w4a16_sm90 import kernel, refusal
 
 
 def accepts(problem: Problem) -> str | None:
-    """8-bit weights with half-precision activations of at most 128 rows."""
+    """8-bit weights with half-precision activations of at most 16 rows."""
     return refusal(problem, bits=8)
 
 

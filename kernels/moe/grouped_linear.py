@@ -10,6 +10,7 @@ from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
 from gristmill.kernels.linear.linear import as_quant, layout_for
+from gristmill.kernels.quantized_inputs import misfit, quantized
 
 EPILOGUE = ("silu_mul",)
 
@@ -127,6 +128,14 @@ def like(
     return (((x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows), x.dtype),)
 
 
+def check(problem: Problem) -> str | None:
+    """What keeps the axes of `problem` from going together."""
+    n = problem.integer("n")
+    if "silu_mul" in problem.flags("epilogue") and n % 2:
+        return f"silu_mul needs an even number of rows (gate, then up), got n={n}"
+    return misfit(problem.text("w"), problem.integer("k"), bool(problem["act_order"]))
+
+
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Experts with very different numbers of rows (the second has none), and rows behind the last expert's."""
     import torch
@@ -153,14 +162,9 @@ def random_experts(
     """A QuantTensor [E, N, K] whose rows have very different sizes, so that a wrong row, group or scale shows."""
     import torch
 
-    from gristmill.quant.rtn import quantize
-
     e, n, k = shape
     weight = torch.randn(e, n, k, generator=generator) * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator)) / k**0.5
-    g_idx = None
-    if act_order:
-        g_idx = (torch.arange(k) // (scheme.group_size or k))[torch.randperm(k, generator=generator)].to(device)
-    return quantize(weight.to(device), scheme, g_idx=g_idx)
+    return quantized(weight.to(device), scheme, act_order, generator)
 
 
 def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -250,6 +254,7 @@ OP = Op(
     guard=guard,
     like=like,
     inputs=inputs,
+    check=check,
     cost=cost,
     tolerance=tolerance,
     error=error,

@@ -68,6 +68,23 @@ def _keys(values: Any) -> Any:
     return ordered * MOST_EXPERTS + torch.arange(n - 1, -1, -1, device=values.device)
 
 
+def misfit(experts: int, top_k: int, n_group: int, topk_group: int) -> str | None:
+    """What keeps these numbers from going together; None if nothing does."""
+    if not 1 <= experts <= MOST_EXPERTS:
+        return f"1 to {MOST_EXPERTS} experts, got {experts}"
+    if n_group < 1 or experts % n_group:
+        return f"n_group {n_group} does not divide {experts} experts"
+    if not 1 <= topk_group <= n_group:
+        return f"topk_group must be 1 to {n_group} (n_group), got {topk_group}"
+    kept = experts // n_group * topk_group
+    return None if 1 <= top_k <= kept else f"top_k must be 1 to {kept} (experts of the kept groups), got {top_k}"
+
+
+def check(problem: Problem) -> str | None:
+    """What keeps the axes of `problem` from going together."""
+    return misfit(*(problem.integer(axis) for axis in ("e", "top_k", "n_group", "topk_group")))
+
+
 def describe(
     logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
     renormalize: bool = True, scale: float = 1.0,
@@ -77,11 +94,8 @@ def describe(
     experts = logits.shape[-1]
     if dtype_name(logits.dtype) not in FLOATS:
         raise TypeError(f"grouped_topk: logits must be {', '.join(FLOATS)}, got {logits.dtype}")
-    need(1 <= experts <= MOST_EXPERTS, f"grouped_topk: 1 to {MOST_EXPERTS} experts, got {experts}")
-    need(n_group >= 1 and experts % n_group == 0, f"grouped_topk: n_group {n_group} does not divide {experts} experts")
-    need(1 <= topk_group <= n_group, f"grouped_topk: topk_group must be 1 to {n_group} (n_group), got {topk_group}")
-    kept = experts // n_group * topk_group
-    need(1 <= top_k <= kept, f"grouped_topk: top_k must be 1 to {kept} (experts of the kept groups), got {top_k}")
+    wrong = misfit(experts, top_k, n_group, topk_group)
+    need(wrong is None, f"grouped_topk: {wrong}")
     need(scoring in SCORINGS, f"grouped_topk: scoring is {' or '.join(SCORINGS)}, got {scoring!r}")
     need(math.isfinite(scale), f"grouped_topk: scale must be finite, got {scale}")
     if bias is not None:
@@ -235,6 +249,7 @@ OP = Op(
     guard=guard,
     like=like,
     inputs=inputs,
+    check=check,
     cost=cost,
     tolerance=tolerance,
     error=error,

@@ -14,6 +14,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
 from gristmill.kernels.linear.linear import as_quant, layout_for
 from gristmill.kernels.moe.grouped_linear import behind_silu, described_weight, need_bytes, random_experts
+from gristmill.kernels.quantized_inputs import misfit
 
 
 def reference(x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None) -> Any:
@@ -87,6 +88,11 @@ def like(
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output."""
     return ((x.shape, x.dtype),)
+
+
+def check(problem: Problem) -> str | None:
+    """What keeps the axes of `problem` from going together."""
+    return misfit(problem.text("w"), min(problem.integer("h"), problem.integer("i")), bool(problem["act_order"]))
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -200,6 +206,7 @@ OP = Op(
     guard=guard,
     like=like,
     inputs=inputs,
+    check=check,
     cost=cost,
     tolerance=tolerance,
     error=error,

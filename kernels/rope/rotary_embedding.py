@@ -112,6 +112,12 @@ def _plain(x: Any) -> bool:
     return bool(unit == 1 and by_head >= size and by_token >= by_head * (heads - 1) + size)
 
 
+def check(problem: Problem) -> str | None:
+    """What keeps the axes of `problem` from going together."""
+    rot, size = problem.integer("rot"), problem.integer("d")
+    return None if rot % 2 == 0 and 2 <= rot <= size else f"rot must be even, at least 2 and at most the head size {size}, got {rot}"
+
+
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments; the positions include the first and the last of the table."""
     import torch
@@ -176,6 +182,7 @@ OP = Op(
     guard=guard,
     like=lambda q, k, positions, cos_sin, interleaved=False: (),
     inputs=inputs,
+    check=check,
     cost=cost,
     tolerance=tolerance,
     error=error,

@@ -94,7 +94,8 @@ class Gptq:
             g_idx = self._g_idx(source, names[-1], k, groups)
         if groups == 1:
             g_idx = None
-        scheme = QuantScheme.integer(bits, None if groups == 1 else size, zero_points=not implicit)
+        # A group that is the whole row keeps its name: experts' matrices of other K have the same scheme.
+        scheme = QuantScheme.integer(bits, None if group == -1 or size > k else size, zero_points=not implicit)
         # a column of words is a row's bit stream
         stream = words.stream(codes.t(), bits, k)
         return StoredWeight(make(module, stream, scales, shape, scheme, None if implicit else zeros, g_idx=g_idx), tuple(names))

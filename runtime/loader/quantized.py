@@ -1,37 +1,39 @@
 """Writing quantized checkpoints: a Hugging Face directory whose linear weights are in one of the formats of
-`gristmill.quant.formats.writers`, gristmill's own unless another is named. Every other tensor is as it was, and config.json
-gains the format's ``quantization_config``.
+`gristmill.quant.formats.writers`, gristmill's own unless another is named. Every other tensor is as it was, but for norms that a
+method scales, and config.json gains the format's ``quantization_config``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gristmill import __version__
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import QuantTensor
-from gristmill.quant.formats import FormatError
-from gristmill.quant.formats.writers import open_writer
+from gristmill.quant.formats import FormatError, open_format
+from gristmill.quant.formats.writers import Writer, open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint
+from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint, Entry, read_header
 from gristmill.runtime.loader.config import read_json
+from gristmill.runtime.quantizing.unfinished import Unfinished
 
 if TYPE_CHECKING:
-    from gristmill.runtime.loader.weights import WeightTable
+    from gristmill.runtime.loader.weights import Weight, WeightTable
+    from gristmill.runtime.quantizing.methods import Method
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files of a source that are not copied: its weights, in any format."""
 SHARD_BYTES = 2 << 30
-"""Bytes after which a new file is begun: what writing holds in memory at most."""
+"""Up to this many bytes become one file; a larger model has one for each layer."""
 
 
 def write_quantized(
@@ -41,69 +43,129 @@ def write_quantized(
     scheme: QuantScheme,
     progress: Callable[[int, int], None] | None = None,
     form: str = "gristmill",
-    rounding: Callable[[str, Tensor, QuantTensor], QuantTensor] | None = None,
-) -> dict[str, int]:
-    """Quantize the linear weights of a model directory and write it, one tensor at a time, to `out`.
+    method: Method | None = None,
+) -> dict[str, Any]:
+    """Quantize the linear weights of a model directory and write it, one layer at a time, to `out`.
 
-    `out` appears whole or not at all: everything is written to a hidden folder beside it, which then takes its name.
-    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. rounding: (module,
-    weight, weight rounded to nearest) -> what is written instead. Returns {"tensors": quantized ones, "bytes_before",
-    "bytes_after"}.
+    `out` appears whole or not at all: layers are written to a hidden folder beside it, which then takes its name. A run that was
+    killed leaves that folder, and the same call goes on after its last whole layer, to the same result.
+
+    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. method: how weights are
+    rounded; None = to nearest. Returns {"tensors": quantized ones, "bytes_before", "bytes_after", "resumed": layers that were
+    there already, "notes": what the method says of weights that it treated otherwise}.
 
     Raises:
-        UsageError: `out` exists and is not empty, or cannot be written, the scheme is dense, the format does not hold it, or
-            the model has experts in one tensor; CheckpointError: the source's faults.
+        UsageError: `out` exists and is not empty, or cannot be written, or was begun with other options; the scheme is dense, the
+            format does not hold it, or the model has experts in one tensor. CheckpointError: the source's faults.
     """
+    from gristmill.runtime.quantizing.methods import RoundToNearest
+
+    target = _writer(source, table, scheme, form)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder: name a new one")
+    checkpoint, config = Checkpoint(source), read_json(source / "config.json")
+    if config.get("quantization_config"):
+        raise UsageError(f"{source} is quantized already: {config['quantization_config']}")
+    shapes = _shapes(table)
+    missing = [name for name in shapes if name not in checkpoint]
+    if missing:
+        raise CheckpointError(f"{source} has no tensor {missing[0]}")
+    config["quantization_config"] = target.config(_kept(checkpoint, shapes))
+    method = method or RoundToNearest()
+    identity = {"model": str(source.resolve()), "source": _fingerprint(checkpoint), "quant": str(scheme), "format": form,
+                "version": __version__, **method.identity}  # fmt: skip
+    stored = open_format(config["quantization_config"])
+    done = resumed = 0
+
+    def tell(names: Collection[str]) -> None:
+        nonlocal done
+        done += len(names)
+        if progress is not None:
+            progress(done, len(checkpoint.entries))
+
+    with Unfinished(out, identity) as unfinished:
+        rest = set(checkpoint)
+        for index, weights in enumerate(_layers(table)):
+            names = [name for name in _names(weights) if name in checkpoint]
+            rest -= {*names}
+            part = unfinished.read(f"{index:05d}")
+            if part is None:
+                part = _layer(index, weights, names, checkpoint, shapes, target, method)
+                unfinished.notes(method.notes)  # first: a layer that is there has said what it had to say
+                unfinished.write(f"{index:05d}", part)
+            else:
+                resumed += 1
+            method.advance(index, part, stored)
+            tell(names)
+        unfinished.write("rest", {name: checkpoint.read(name) for name in sorted(rest)})  # mapped, not read into memory
+        tell(rest)
+        notes = unfinished.notes()
+        after = _name_files(unfinished)
+        (unfinished.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for extra in sorted(source.iterdir()):
+            skipped = extra.suffix in WEIGHT_SUFFIXES or extra.name.endswith(".index.json") or extra.name == "config.json"
+            if extra.is_file() and not skipped:
+                shutil.copyfile(extra, unfinished.folder / extra.name)
+        unfinished.finish()
+    before = sum(_bytes(entry) for entry in checkpoint.entries.values())
+    return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after, "resumed": resumed, "notes": notes}
+
+
+def _writer(source: Path, table: WeightTable, scheme: QuantScheme, form: str) -> Writer:
     if scheme.is_dense:
         raise UsageError(f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4")
     if any(weight.stacked for weight in table.weights):
         raise UsageError(f"{source} has its experts in one tensor, which is not written quantized: quantize at load")
     try:
-        target = open_writer(form, scheme)
+        return open_writer(form, scheme)
     except FormatError as error:
         raise UsageError(str(error)) from error
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not an empty folder: name a new one")
-    checkpoint = Checkpoint(source)
-    config = read_json(source / "config.json")
-    if config.get("quantization_config"):
-        raise UsageError(f"{source} is quantized already: {config['quantization_config']}")
-    shapes = {
+
+
+def _shapes(table: WeightTable) -> dict[str, tuple[int, int | None]]:
+    """Name and shape of every tensor that is quantized."""
+    return {
         f"{name}.weight": (weight.rows[index % len(weight.rows)], weight.columns)
         for weight in table.weights if weight.kind == "linear"
         for index, name in enumerate(weight.part_names())
     }  # fmt: skip
-    missing = [name for name in shapes if name not in checkpoint]
-    if missing:
-        raise CheckpointError(f"{source} has no tensor {missing[0]}")
-    with _whole(out) as folder:
-        writer = _Writer(folder)
-        before = 0
-        for done, name in enumerate(sorted(checkpoint)):
-            tensor = checkpoint.read(name)
-            before += tensor.numel() * tensor.element_size()
-            if name in shapes:
-                base = name.removesuffix(".weight")
-                tensor = checkpoint.read(name, shapes[name], dtypes=FLOATS)
-                try:
-                    rounded = target.quantize(tensor)
-                    stored = target.tensors(rounded if rounding is None else rounding(base, tensor, rounded))
-                except ValueError as error:  # FormatError among them
-                    raise CheckpointError(f"{name}: {error}") from error
-                for field, value in stored.items():
-                    writer.add(f"{base}.{field}", value)
-            else:
-                writer.add(name, tensor.clone())
-            if progress is not None:
-                progress(done + 1, len(checkpoint.entries))
-        after = writer.close()
-        config["quantization_config"] = target.config(_kept(checkpoint, shapes))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for extra in sorted(source.iterdir()):
-            weights = extra.suffix in WEIGHT_SUFFIXES or extra.name.endswith(".index.json")
-            if extra.is_file() and not weights and extra.name != "config.json":
-                shutil.copyfile(extra, folder / extra.name)
-    return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after}
+
+
+def _layers(table: WeightTable) -> list[list[Weight]]:
+    """The table's entries by layer."""
+    found: dict[int, list[Weight]] = {}
+    for weight in table.weights:
+        first, _, following = weight.target.partition(".")
+        if first == "layers":
+            found.setdefault(int(following.partition(".")[0]), []).append(weight)
+    return [found[index] for index in sorted(found)]
+
+
+def _names(weights: Collection[Weight]) -> list[str]:
+    """Checkpoint tensors of these weights."""
+    return [f"{n}.weight" if weight.kind == "linear" else n for weight in weights for n in weight.part_names()]
+
+
+def _layer(
+    index: int, weights: list[Weight], names: Collection[str], checkpoint: Checkpoint, shapes: Mapping[str, Any],
+    target: Writer, method: Method,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What is stored of a layer."""
+    tensors = {name: checkpoint.read(name, shapes.get(name), dtypes=FLOATS) for name in names}
+    try:
+        rounded = method.round(index, weights, tensors, target)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"layer {index} of {checkpoint.directory}: {error}") from error
+    part = {name: rounded.changed.get(name, tensor) for name, tensor in tensors.items() if name not in shapes}
+    for module, weight in rounded.weights.items():
+        try:
+            stored = target.tensors(weight)
+        except FormatError as error:
+            raise CheckpointError(f"{module}.weight: {error}") from error
+        part |= {f"{module}.{field}": value for field, value in stored.items()}
+    return part
 
 
 def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
@@ -112,66 +174,38 @@ def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
     return [n.removesuffix(".weight") for n in matrices if not n.endswith("embed_tokens.weight")]
 
 
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` in the end, or is gone when writing fails."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    except OSError as error:
-        raise UsageError(f"cannot write to {out.parent}: {error.strerror or error}") from error
-    try:
-        yield folder
-        folder.chmod(0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
-        try:
-            folder.rename(out)
-        except OSError as error:
-            raise UsageError(f"{out} came to be while it was written, or cannot be made: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """What tells a source from one that was changed since: its configuration, and every tensor's place, size and date."""
+    digest = hashlib.sha256((checkpoint.directory / "config.json").read_bytes())
+    for file in sorted({entry.file for entry in checkpoint.entries.values()}):
+        stat = os.stat(file)
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _name_files(unfinished: Unfinished) -> int:
+    """Parts become the files of a checkpoint, small models' one file; bytes of all tensors.
+
+    A run that is killed meanwhile starts again from the parts that still have their names, and what it renamed it writes again.
+    """
+    parts = unfinished.parts()
+    headers = [read_header(path) for path in parts]
+    total = sum(_bytes(entry) for header in headers for entry in header.values())
+    if total <= SHARD_BYTES:
+        together = {name: tensor for path in parts for name, tensor in load_file(path).items()}
+        save_file(together, unfinished.folder / SINGLE, metadata={"format": "pt"})
+        for path in parts:
+            path.unlink()
+        return total
+    weight_map = {}
+    for number, (path, header) in enumerate(zip(parts, headers, strict=True), 1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        path.rename(unfinished.folder / name)
+        weight_map.update(dict.fromkeys(header, name))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (unfinished.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
 
 
-class _Writer:
-    """Safetensors files of bounded size, and their index."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.held: dict[str, Tensor] = {}
-        self.size = self.total = 0
-        self.files: list[tuple[Path, list[str]]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.contiguous()
-        size = tensor.numel() * tensor.element_size()
-        if self.held and self.size + size > SHARD_BYTES:
-            self._flush()
-        self.held[name] = tensor
-        self.size += size
-        self.total += size
-
-    def close(self) -> int:
-        """Write what is left, name the files and write the index; total bytes of tensors."""
-        self._flush()
-        count = len(self.files)
-        weight_map = {}
-        for number, (path, names) in enumerate(self.files, 1):
-            name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            path.rename(self.folder / name)
-            weight_map.update(dict.fromkeys(names, name))
-        if count > 1:
-            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        return self.total
-
-    def _flush(self) -> None:
-        path = self.folder / f"part-{len(self.files)}.safetensors"
-        save_file(self.held, path, metadata={"format": "pt"})
-        self.files.append((path, list(self.held)))
-        self.held, self.size = {}, 0
+def _bytes(entry: Entry) -> int:
+    return entry.dtype.itemsize * math.prod(entry.shape)

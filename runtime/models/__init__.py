@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import ModelConfig
 from gristmill.runtime.loader.weights import Weights, WeightTable
 
@@ -36,12 +37,18 @@ def model_table(config: ModelConfig) -> WeightTable:
 
 def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
     """The model with its parameters, every tensor of the checkpoint accounted for."""
-    model = _MODELS[config.architecture]()[1](config, weights, plans)
+    model: Model = _MODELS[config.architecture]()[1](config, weights, plans)
     weights.finish()
     return model
 
 
-_Maker = tuple[Callable[[ModelConfig], WeightTable], Callable[[ModelConfig, Weights, Plans], Model]]
+def make_layer(config: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> Any:
+    """One decoder layer alone: called as (x, residual, batch, cache), it returns what the next layer adds to the residual."""
+    return _MODELS[config.architecture]()[1].make_layer(config, weights, plans, index, rope)
+
+
+_Maker = tuple[Callable[[ModelConfig], WeightTable], Any]
+"""A model's table, and its class: of (config, weights, plans), with `make_layer`."""
 
 
 def _llama() -> _Maker:

@@ -116,6 +116,8 @@ class Layer:
 class DeepseekV3:
     """DeepseekV3ForCausalLM."""
 
+    make_layer = Layer
+
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
         self.plans = plans

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gristmill.autotune import floor
@@ -39,6 +41,8 @@ def test_ceilings_are_measured_once_and_kept(policy_file, monkeypatch: pytest.Mo
     with pytest.raises(CeilingsError, match=r"ceilings.json: line \d+: .*delete it"):
         floor.ceilings("cpu")
     path.unlink()
-    monkeypatch.setattr(floor, "_measure", lambda device: LIMITS)
-    assert floor.remeasure("cpu") == LIMITS and floor.ceilings("cpu") == LIMITS
+    assert floor.kept("cpu") is None
+    slowed = replace(LIMITS, throttled=("load 9",))
+    monkeypatch.setattr(floor, "_measure", lambda device: slowed)
+    assert floor.remeasure("cpu") == slowed and floor.ceilings("cpu") == slowed and floor.kept("cpu") == slowed
     floor.ceilings.cache_clear()

@@ -18,7 +18,7 @@ import pytest
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import Resolver, _Writer, confirmed_build
-from gristmill.autotune.worker import Worker
+from gristmill.autotune.worker import UnverifiableError, Worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
@@ -149,7 +149,7 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[object], 
     )
 
 
-RIGHT = {"ok": True, "error": 0.0, "reason": ""}
+RIGHT = {"ok": True, "error": 0.0, "reason": "", "judged": True}
 
 
 def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Resolver]) -> None:
@@ -162,6 +162,23 @@ def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Res
     found = resolver.resolve(OP, PROBLEM)
     assert found.best is not None and found.best.verdict == "selected"
     assert [v.ok for v in Store.read(resolver.policy.store_path).verifications.values()] == [True]
+
+
+def test_what_is_not_the_kernels_fault_is_raised_and_not_recorded(h200: Callable[[object], Resolver]) -> None:
+    """A device without memory to try a kernel on says nothing of the kernel: it must not be quarantined for good."""
+    resolver = h200({"ok": False, "error": None, "reason": "got no memory", "judged": False})
+    with pytest.raises(UnverifiableError, match="cannot be verified on cuda, and was not recorded: got no memory"):
+        resolver.resolve(OP, PROBLEM)
+    assert not resolver.store.verifications and not Store.read(resolver.policy.store_path).verifications
+
+
+def test_the_worker_tells_its_own_troubles_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child cannot make the arguments of a problem that no one can have; it lives on, and blames no kernel."""
+    worker, kernel = Worker(), default_registry().kernel("rms_norm", "rms_norm_torch")
+    answer = worker.verify(OP, kernel, {}, PROBLEM.with_values(m=1 << 40, n=1 << 20), "cpu")
+    assert answer["judged"] is False and "the reference of rms_norm" in answer["reason"]
+    assert worker.verify(OP, kernel, {}, PROBLEM, "cpu")["ok"]
+    worker.close()
 
 
 TRY = """

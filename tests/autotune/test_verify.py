@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gristmill.autotune.verify import verify
+from gristmill.autotune import verify as verifying
+from gristmill.autotune.verify import Verifier, verify
+from gristmill.autotune.worker import UnverifiableError
 from tests.autotune import zoo
 
 PROBLEM = zoo.OP.problem("m=7,n=257,x=bf16")
@@ -36,3 +38,42 @@ def test_a_wrong_kernel_does_not(function, seed: int) -> None:
 )
 def test_the_reason_says_what_was_wrong(function, reason: str) -> None:
     assert reason in verify(zoo.OP, zoo.kernel(function), {}, PROBLEM, "cpu").reason
+
+
+def test_a_kernel_that_gets_no_memory_is_not_wrong() -> None:
+    with pytest.raises(UnverifiableError, match="got no memory for rms_norm"):
+        verify(zoo.OP, zoo.kernel(zoo.gets_no_memory), {}, PROBLEM, "cpu")
+
+
+def test_arguments_are_made_once_for_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = [], verifying.asked
+    monkeypatch.setattr(verifying, "asked", lambda *given: made.append(given) or real(*given))
+    verifier, other = Verifier(), zoo.OP.problem("m=3,n=64,x=bf16")
+    for problem, count in ((PROBLEM, 1), (PROBLEM, 1), (other, 2), (other, 2), (PROBLEM, 3)):
+        assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, problem, "cpu").ok and len(made) == count
+
+
+@pytest.mark.parametrize("function", zoo.WRONG, ids=lambda f: f.__name__)
+def test_wrong_kernels_are_caught_with_kept_arguments_and_spoil_nothing(function) -> None:
+    verifier = Verifier()
+    assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
+    assert not verifier.verify(zoo.OP, zoo.kernel(function), {}, PROBLEM, "cpu").ok
+    assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
+
+
+def test_nobody_is_blamed_for_what_another_one_spoilt() -> None:
+    verifier = Verifier()
+    assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
+    verifier._given.reference[0].mul_(2)
+    assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
+
+
+def test_a_kernel_that_breaks_its_device_is_wrong_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = Verifier()
+    assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
+
+    def dead(*given):
+        raise UnverifiableError("no device answers")
+
+    monkeypatch.setattr(verifying, "asked", dead)
+    assert "no such instruction" in verifier.verify(zoo.OP, zoo.kernel(zoo.raises), {}, PROBLEM, "cpu").reason

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from gristmill.bench import clock
+from gristmill.autotune import clock
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement

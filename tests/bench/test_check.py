@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,15 @@ PROBLEM = "m=100,n=2048"
 LINEAR = default_registry().op("linear")
 
 
+WRONG_SCALE = {"place": -1, "factor": 2.0}
+"""Which block scale is wrong, counted along all of them, and by how much."""
+
+
 def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, out):
-    """linear_cpu over a weight of which one block scale is doubled."""
+    """linear_cpu over a weight of which one block scale is wrong."""
     wrong = [t.clone() for t in weight]
-    wrong[1].view(-1)[-1] *= 2
+    scales = wrong[1].view(-1)
+    scales[int(WRONG_SCALE["place"]) % len(scales)] *= WRONG_SCALE["factor"]
     default_registry().kernel("linear", "linear_cpu").load()(
         config, x, wrong, bias, residual, silu_mul, n, workspace, out
     )
@@ -92,8 +98,12 @@ def test_faster_is_fine(tmp_path: Path) -> None:
     assert found["exit"] == 0 and found["rows"][0]["verdict"] == FASTER
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))])
 def test_one_wrong_block_scale_is_2_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Any one of them, doubled, halved, zero or negative."""
+    chance = random.Random(seed)
+    monkeypatch.setitem(WRONG_SCALE, "place", chance.randrange(1 << 20))
+    monkeypatch.setitem(WRONG_SCALE, "factor", chance.choice([2.0, 0.5, 0.0, -1.0]))
     path = tmp_path / "b.json"
     entry = {"op": "linear", "problem": "m=33,n=256,k=512,w=int4_g128", "kernel": "linear_cpu",
              "yardstick": "linear_dequant_torch", "ratio": 1.0, "low": 1.0, "high": 1.0}  # fmt: skip

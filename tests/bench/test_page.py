@@ -7,10 +7,12 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from gristmill.bench.cli import cli
-from gristmill.bench.page import page
+from gristmill.bench.report.charts import LINE, spread
+from gristmill.bench.report.page import page
 
 
 def rows(count: int, factor: float = 1.0) -> list[dict]:
@@ -29,9 +31,9 @@ def content(count: int, when: str = "2026-01-01", factor: float = 1.0) -> dict:
 
 
 class Checker(HTMLParser):
-    """Every tag closed, nothing fetched, every circle's row in the table."""
+    """Every tag closed, nothing fetched; marks: the rows that a point or a button leads to."""
 
-    VOID = {"meta", "br", "path", "link", "img", "input"}
+    VOID = {"meta", "wbr", "input"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,15 +43,16 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
-        assert tag not in ("link", "img", "iframe") and "src" not in given and "href" not in given
+        assert tag not in ("link", "img", "iframe") and "src" not in given and given.get("href", "#").startswith("#")
         self.tags.append(tag)
-        if tag == "circle":
+        if "data-row" in given:
             self.marks.add(int(given["data-row"]))
         if tag not in self.VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -67,11 +70,11 @@ def test_every_row_is_there_with_its_command() -> None:
     text = page([("a.json", content(40))])
     checker = checked(text)
     assert checker.marks == set(range(40))
-    kept = json.loads(re.search(r'id="rows">(.*?)</script>', text)[1])
+    kept = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
     assert len(kept) == 40 and kept[0]["repro"].startswith("kernelbench bench linear --kernels linear_cpu --problem m=1,n=512,k=4096")
-    for heading in ("Rooflines", "Time by size", "Fastest, by shape and size", "All rows"):
-        assert f"<h2>{heading}</h2>" in text
-    assert "History" not in text and "1.09x" in text  # (10 + 2) / (10 + 1), the lead at m=1
+    for heading in ("Files", "Rooflines", "Time by size", "Fastest, by shape and size", "History", "All rows"):
+        assert f">{heading}</h2>" in text
+    assert "so there is no history" in text and "1.09×" in text  # (10 + 2) / (10 + 1), the lead at m=1
 
 
 def test_1000_rows_stay_under_3_mb_and_need_no_network() -> None:
@@ -85,7 +88,54 @@ def test_history_rings_the_change() -> None:
     files = [(f"{n}.json", content(4, f"2026-01-0{n}", 1.0 if n < 3 else 2.0)) for n in (1, 2, 3)]
     text = page(files)
     checked(text)
-    assert "<h2>History</h2>" in text and text.count(" ring") >= 4 and "changed +100%" in text
+    assert text.count('class="ring"') == 4 and "changed +100%" in text and "Nothing changed" not in text
+    assert "Nothing changed" in page(files[:2])
+
+
+def test_a_lead_within_the_noise_is_a_tie_and_devices_are_not_mixed() -> None:
+    near, far = content(2), content(2)
+    for row, us in zip(near["rows"] + far["rows"], (10.0, 10.02, 10.0, 11.0), strict=True):
+        row |= {"us": us, "samples": [us * (1 + 0.01 * i) for i in range(-4, 5)]}
+    assert "tie with torch" in page([("a.json", near)]) and "1.10×" in page([("b.json", far)])
+    far["environment"]["device"] = "Sundial"
+    far["rows"] = far["rows"][1:]
+    text = page([("a.json", near), ("b.json", far)])
+    assert "Fastest, linear on Abacus" in text and "Fastest, linear on Sundial" not in text and text.count('class="empty"') == 2
+
+
+def test_only_the_newest_time_of_a_row_is_compared() -> None:
+    old, new = content(2, "2026-01-01"), content(2, "2026-01-02", 3.0)
+    winners = page([("new.json", new), ("old.json", old)]).split('id="winners"')[1].split('id="history"')[0]
+    assert "33.0 µs, 1.09×" in winners and "11.0 µs" not in winners
+
+
+def test_how_a_kernel_was_timed_is_part_of_its_series() -> None:
+    data = content(2)
+    data["rows"][1] |= {"kernel": "linear_cpu", "timing": "eager,hot", "us": 5.0}
+    text = page([("a.json", data)])
+    assert "cpu (eager,hot)" in text and "linear_cpu (eager,hot)" in text
+
+
+def test_a_point_tells_its_other_timings_and_its_speed_up() -> None:
+    data = content(2)
+    data["rows"][0] |= {"timing": "eager,cold", "baseline": "linear_torch", "speedup": 1.25,
+                        "times": {"eager,cold": {"us": 11.0}, "eager,hot": {"us": 7.0}}}  # fmt: skip
+    kept = json.loads(re.search(r'id="data">(.*?)</script>', page([("a.json", data)]))[1])
+    assert kept[0]["timed"] == "eager,cold" and kept[0]["eager,hot"] == "7.00 µs" and kept[0]["speed-up"] == "1.25× linear_torch"
+    assert "eager,cold" not in kept[0] and "eager,hot" not in kept[1] and "speed-up" not in kept[1]
+
+
+def test_rows_without_a_time_say_why() -> None:
+    data = content(2)
+    data["rows"].append({"op": "linear", "problem": "m=1,n=512,k=4096", "kernel": "linear_humming", "us": None, "reason": "needs <CUDA>"})
+    text = page([("a.json", data)])
+    assert "1 row has no time" in text and "needs &lt;CUDA&gt;" in text and "2 of 3 rows timed" in text
+
+
+@pytest.mark.parametrize("heights", [[10.0, 10.0, 10.0], [229.0, 229.5, 230.0], [20.0, 100.0], [float(n) for n in range(10)]])
+def test_names_beside_a_chart_stay_apart_and_inside(heights: list[float]) -> None:
+    found = spread(heights, 10, 230)
+    assert all(b - a >= LINE - 1e-9 for a, b in zip(found, found[1:], strict=False)) and found[0] >= 10 - LINE and found[-1] <= 230
 
 
 def test_text_of_a_file_cannot_become_markup() -> None:
@@ -93,7 +143,7 @@ def test_text_of_a_file_cannot_become_markup() -> None:
     data["rows"][0]["kernel"] = '</script><script>alert("1")</script>'
     data["environment"]["command"] = "<b onload=x>"
     text = page([("<i>.json", data)], title="<u>")
-    assert checked(text).tags.count("script") == 2 and "<b onload" not in text and "<i>" not in text and "<u>" not in text
+    assert checked(text).tags.count("script") == 2 and "alert" in text and "<b onload" not in text and "<i>" not in text and "<u>" not in text
 
 
 def test_files_of_another_day_still_show() -> None:
@@ -101,7 +151,8 @@ def test_files_of_another_day_still_show() -> None:
     data["rows"] = [{"op": "gone", "problem": "a=1", "kernel": "k", "us": 3.0}, data["rows"][0] | {"problem": "m=1,colour=red"}]
     text = page([("a.json", data)])
     assert "gone" in text and "colour=red" in text
-    assert "No row of these files has a time" in page([("a.json", {"rows": []})])
+    text = page([("a.json", {"rows": []})])
+    assert "No row of these files has a time" in text and text.count('class="empty"') == 5
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
+from gristmill.autotune.disturbance import GPU_REASONS
+from gristmill.autotune.floor import remeasure
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench.arms import KernelArm, WrongResultError
 from gristmill.bench.compare import Case, compare
 from gristmill.bench.place import place
 from gristmill.bench.statistics.noise import self_test
 from gristmill.bench.statistics.verdict import FASTER, SLOWER, Rule
+from gristmill.bench.timings import TIMINGS, kernel_rows
 from gristmill.bench.tune import Job, tune
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
@@ -34,6 +39,18 @@ def work_left_on_another_stream(config, x, weight, eps, out):
         out.copy_(OP.reference(x, weight, eps))
 
 
+def work_started_early_on_another_stream(config, x, weight, eps, out):
+    """Does not wait for the stream that it is called on: its results are there before its turn has come."""
+    with torch.cuda.stream(STATE.setdefault("stream", torch.cuda.Stream())):
+        out.copy_(OP.reference(x, weight, eps))
+
+
+def work_handed_over_and_back(config, x, weight, eps, out):
+    """Honest: what another stream does, this one waits for."""
+    work_left_on_another_stream(config, x, weight, eps, out)
+    torch.cuda.current_stream().wait_stream(STATE["stream"])
+
+
 def results_cached_by_pointer(config, x, weight, eps, out):
     key = (x.data_ptr(), out.data_ptr())
     if key not in STATE:
@@ -46,9 +63,9 @@ def kernel(function, **more) -> Kernel:
                   target=f"{__name__}:{function.__name__}", requires=Requirement(), **more)  # fmt: skip
 
 
-def arm(spec: Kernel, problem: str = PROBLEM) -> KernelArm:
+def arm(spec: Kernel, problem: str = PROBLEM, *, hot: bool = False) -> KernelArm:
     config = spec.config(OP.problem(problem), place(None).target)
-    made = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0"))
+    made = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0", hot=hot))
     for _ in range(6):
         made.sample()
     made.conclude()
@@ -66,10 +83,19 @@ def test_an_honest_kernel_passes_captured_and_eager() -> None:
     assert made.repeatable and made.samples[-1] > 10
 
 
+@pytest.mark.parametrize("hot", [True, False])
 @pytest.mark.parametrize("capturable", [True, False])
-def test_work_left_on_another_stream_is_caught(capturable: bool) -> None:
-    with pytest.raises(WrongResultError, match="cannot be captured|error inf|changed after"):
-        arm(kernel(work_left_on_another_stream, capturable=capturable))
+@pytest.mark.parametrize("cheat", [work_left_on_another_stream, work_started_early_on_another_stream])
+def test_work_left_on_another_stream_is_caught(cheat, capturable: bool, hot: bool) -> None:
+    for problem in (PROBLEM, "m=64,n=2048"):  # long work, and work that is nearly done when the call returns
+        with pytest.raises(WrongResultError, match="cannot be captured|error inf|changed after"):
+            arm(kernel(cheat, capturable=capturable), problem, hot=hot)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_work_that_is_waited_for_is_none_of_that(hot: bool) -> None:
+    for problem in (PROBLEM, "m=64,n=2048"):
+        assert arm(kernel(work_handed_over_and_back, capturable=False), problem, hot=hot).timing == f"eager,{'hot' if hot else 'cold'}"
 
 
 @pytest.mark.parametrize("capturable", [True, False])
@@ -88,6 +114,37 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
     found = self_test(lambda name: KernelArm(ours, ours.config(OP.problem(PROBLEM), here.target), shared, name=name), Rule(),
                       comparisons=20)  # fmt: skip
     assert found.false == 0 and found.floor < 0.02, found
+
+
+def test_four_timings_stand_side_by_side(policy_file) -> None:
+    policy_file()
+    ours, theirs = (default_registry().kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch"))
+    row = kernel_rows(OP, OP.problem("m=16,n=4096"), [ours], place(None), baseline=theirs, seconds=0.2)[0]
+    assert tuple(row["times"]) == TIMINGS and row["timing"] == "graph,cold" and row["speedup"] > 0 and not row["reason"]
+    # A launch costs the host more than this takes on the device.
+    assert row["times"]["eager,cold"]["us"] > row["times"]["graph,cold"]["us"] >= 0.8 * row["times"]["graph,hot"]["us"]
+
+
+def test_an_old_graph_freed_meanwhile_does_not_spoil_a_capture() -> None:
+    spec = default_registry().kernel("rms_norm", "rms_norm_triton")
+    problem = OP.problem("m=16,n=4096")
+    config, rotation = spec.config(problem, place(None).target), Rotation(OP, spec, problem, "cuda:0")
+    before = gc.get_threshold()
+    gc.set_threshold(1)  # collects at nearly every allocation
+    try:
+        for _ in range(5):
+            made = KernelArm(spec, config, rotation)
+            made.self = made  # so that only a collection frees its graph
+            made.sample()
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_ceilings_say_what_held_the_device_back(policy_file) -> None:
+    policy_file()
+    found = remeasure("cuda:0")
+    assert found.read_gbs > 100 and dict(found.tflops)["bf16"] > 10 and found.launch_us > 0.2
+    assert set(found.throttled) <= set(GPU_REASONS.values())
 
 
 def test_tuning_finds_nothing_slower_than_the_default(policy_file) -> None:

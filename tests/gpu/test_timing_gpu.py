@@ -19,13 +19,13 @@ def test_timed_calls_wait_for_their_arguments() -> None:
     seen = torch.zeros((64, 1 << 20), dtype=torch.int32, device="cuda")
     calls = []
 
-    def call(arguments: list[torch.Tensor]) -> None:
+    def call() -> None:
         # No allocation and no new kernel: either would wait for the whole device.
         if not torch.cuda.is_current_stream_capturing():
-            seen[len(calls)].copy_(arguments[0])
+            seen[len(calls)].copy_(places)
             calls.append(True)
         else:
-            arguments[0].clone()
+            places.clone()
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -34,6 +34,6 @@ def test_timed_calls_wait_for_their_arguments() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)
     places.fill_(7)
-    timing._cuda_sampler(call, [[places]], 0.01, 2)
+    timing.Timed(call, "cuda:0").sample()
     torch.cuda.synchronize()
     assert calls and bool((seen[: len(calls)] == 7).all())

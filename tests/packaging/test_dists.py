@@ -25,7 +25,7 @@ def test_tests_import_this_tree() -> None:
 
 
 def good_wheel_names() -> list[str]:
-    names = [f"gristmill/{name}" for name in check_wheel.tracked() if name.startswith(check_wheel.FOLDERS) and name.endswith(".py")]
+    names = [f"gristmill/{name}" for name in check_wheel.tracked() if name.startswith(check_wheel.FOLDERS) and name.endswith(check_wheel.RUN)]
     names += ["gristmill/__init__.py", "gristmill/py.typed", "gristmill/_lib/manifest.json", "gristmill/_lib/libgristmill_cpu.so"]
     return names
 

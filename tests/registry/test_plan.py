@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gristmill.kernel_registry.build import Build
-from gristmill.kernel_registry.plan import BUCKETS, Plan, bucket_index, bucket_sizes, make_plan
+from gristmill.kernel_registry.plan import BUCKETS, Plan, bucket_index, bucket_sizes, make_plan, more_memory
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, select
@@ -52,6 +52,31 @@ def test_two_layouts_are_kept_only_when_memory_allows_and_they_pay():
     assert rich.layouts == ("one_v1", "two_v1") and rich.entries[0].kernel == "a" and rich.entries[-1].kernel == "b"
     useless = times(times(verified(a, b), "a", lambda m: m), "b", lambda m: m + 1.0)
     assert plan([a, b], both, useless, Policy(weight_memory=2.1)).layouts == ("one_v1",)
+
+
+def test_what_more_memory_buys_is_told_when_it_pays():
+    a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("two_v1",))
+    both = {x.name: x for x in (layout("one_v1", 1.0), layout("two_v1", 1.5))}
+
+    def told(store, policy=None):
+        def peek(p, chosen):
+            return select(OP, p, [a, b], H200, BUILD, store, policy or Policy(), layouts=chosen)
+
+        return more_memory(OP, STATIC, both, policy or Policy(), peek, plan([a, b], both.values(), store, policy))
+
+    faster = times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 50.0 if m > 1 else 200.0)
+    found = told(faster)
+    assert found.layouts == ("one_v1", "two_v1") and found.memory == pytest.approx(2.5) and found.faster == pytest.approx(2 ** (13 / 14))
+    assert told(faster, Policy(weight_memory=3.0)) is None, "the bound keeps nothing out"
+    assert told(times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 99.9)) is None, "a thousandth is not worth a word"
+    ranked = kernel("b", layouts=("two_v1",), priority=99)
+    untimed = verified(a, ranked)
+
+    def untimed_peek(p, chosen):
+        return select(OP, p, [a, ranked], H200, BUILD, untimed, Policy(), layouts=chosen)
+
+    unknown = more_memory(OP, STATIC, both, Policy(), untimed_peek, plan([a, ranked], both.values(), untimed))
+    assert unknown.layouts == ("two_v1",) and unknown.faster is None
 
 
 def test_the_best_layout_is_the_one_with_the_least_total_time():

@@ -11,20 +11,27 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats import open_format
 from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.quantized import write_quantized
 from gristmill.runtime.models import model_table
+from gristmill.runtime.quantizing.methods import make_method
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
-def write(name: str, out: Path, form: str, scheme: str) -> Path:
-    write_quantized(MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme), form=form)
+def write(name: str, out: Path, form: str, scheme: str, method: str = "rtn", policy: Policy | None = None) -> Path:
+    tokens = None if method == "rtn" else oracle.eval_tokens()[200_000:]
+    chosen = make_method(method, MODELS / name, tokens, window=256, windows=4, policy=policy)
+    table = model_table(load_config(MODELS / name))
+    write_quantized(MODELS / name, out, table, QuantScheme.parse(scheme), form=form, method=chosen)
     return out
 
 
@@ -57,10 +64,19 @@ OFTEN = ("int4_g128", "fp8_block", "nvfp4")
 SELDOM = ("int3_g64_zp", "int8_ch", "fp8", "fp8_ch", "mxfp4", "mxfp8")
 
 
-@pytest.mark.parametrize("scheme", [*OFTEN, *(pytest.param(s, marks=pytest.mark.slow) for s in SELDOM)])
-def test_transformers_with_compressed_tensors(scheme: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+METHODS = ("rtn", "gptq", "awq")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [pytest.param(s, m, marks=[] if (s in OFTEN and m == "rtn") or (s, m) == ("int4_g128", "awq") else pytest.mark.slow)
+     for s in (*OFTEN, *SELDOM) for m in METHODS],
+)  # fmt: skip
+def test_transformers_with_compressed_tensors(
+    scheme: str, method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors")
-    out = write(LLAMA, tmp_path / "out", "compressed-tensors", scheme)
+    out = write(LLAMA, tmp_path / "out", "compressed-tensors", scheme, method, policy)
     ids = oracle.window(1)[:33]
     model = by_transformers(out)
     model.hf_quantizer.compressor.decompress_model(model)
@@ -70,15 +86,56 @@ def test_transformers_with_compressed_tensors(scheme: str, make: Callable[..., L
     assert error < (2e-2 if scheme == "nvfp4" else 2e-3), error
 
 
-def test_transformers_with_fine_grained_fp8(make: Callable[..., LLM], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_transformers_with_fine_grained_fp8(method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import FineGrainedFP8Config
 
-    out = write(LLAMA, tmp_path / "out", "fp8", "fp8_block")
+    out = write(LLAMA, tmp_path / "out", "fp8", "fp8_block", method, policy)
     ids = oracle.window(1)[:33]
     theirs = oracle.logits(by_transformers(out, quantization_config=FineGrainedFP8Config(dequantize=True)), ids)
     mine = window_logits(make(out).engine, ids)
     assert float((mine - theirs).abs().max() / theirs.abs().max()) < 2e-3
+
+
+def by_hand(folder: Path) -> Any:
+    """transformers' float model with the values of a directory: weights dequantized here, all else as it is stored."""
+    config, checkpoint = load_config(folder), Checkpoint(folder)
+    assert config.quantization is not None
+    form = open_format(config.quantization)
+    model = oracle.load(MODELS / folder.name)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in checkpoint and checkpoint.spec(name)[0].is_floating_point and checkpoint.spec(name)[0].itemsize > 1:
+                parameter.copy_(checkpoint.read(name))
+            elif parameter.dim() == 2:
+                found = form.read(checkpoint, name.removesuffix(".weight"), tuple(parameter.shape))
+                assert found is not None, name
+                parameter.copy_(found.weight.dequantize())
+            else:  # experts of a layer in one tensor: gate and up together
+                for expert, matrix in enumerate(parameter):
+                    base = f"{name.rpartition('.')[0]}.{expert}"
+                    parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+                    rows = matrix.shape[0] // len(parts)
+                    read = [form.read(checkpoint, f"{base}.{part}", (rows, matrix.shape[1])) for part in parts]
+                    matrix.copy_(torch.cat([found.weight.dequantize() for found in read if found is not None]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"), [("gristmill", "int4_g64_zp"), ("gptq", "int4_g128"), ("modelopt", "nvfp4"), ("compressed-tensors", "mxfp4")]
+)
+@pytest.mark.parametrize("method", [pytest.param("rtn", marks=pytest.mark.slow), pytest.param("gptq", marks=pytest.mark.slow), "awq"])
+@pytest.mark.parametrize("name", [LLAMA, pytest.param(DEEPSEEK, marks=pytest.mark.slow)])
+def test_logits_are_transformers_with_the_same_values(
+    name: str, form: str, scheme: str, method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
+) -> None:
+    """Formats that transformers reads with packages that are not here, and experts, which it does not read from them."""
+    out = write(name, tmp_path / name, form, scheme, method, policy)
+    ids = oracle.window(1)[:33]
+    theirs, plain = oracle.logits(by_hand(out), ids), oracle.logits(oracle.oracle(name), ids)
+    scale = float(theirs.abs().max())
+    assert float((window_logits(make(out).engine, ids) - theirs).abs().max()) < 2e-3 * scale < float((plain - theirs).abs().max())
 
 
 def test_the_command(tmp_path: Path, make: Callable[..., LLM]) -> None:

@@ -55,7 +55,7 @@ def test_bytes_by_hand_4_bits() -> None:
         f"{NAME}.scales": torch.tensor([[1, 2, 4, 8, 0.5, 1, 1, 1]], dtype=torch.float16),
     }
     w = read(tensors, config(4, 8, sym=True), (8, 8))
-    assert str(w.scheme) == "int4_ch" and w.zero is None
+    assert str(w.scheme) == "int4_g8" and w.zero is None
     assert w.dequantize()[0].tolist() == [-8, -7, -6, -5, -4, -3, -2, -1]
     assert w.dequantize()[1].tolist() == [14.0] * 8
     assert w.dequantize()[2].tolist() == [-32.0] * 8

@@ -1,0 +1,70 @@
+"""What holds a device back while something is measured: quotas, other guests of the host, heat, the power limit."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gristmill.autotune.environment import gpu_state
+
+WORTH_SAYING = 0.01
+"""The share of the time from which on a disturbance is named."""
+
+GPU_REASONS = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat (driver)", 0x40: "heat (hardware)", 0x80: "power brake"}
+"""Bits of what holds an NVIDIA GPU's clocks down; idling and clocks that somebody asked for are no disturbance."""
+
+_CGROUP, _STAT = Path("/sys/fs/cgroup/cpu.stat"), Path("/proc/stat")
+
+
+@contextmanager
+def cpu_disturbances() -> Iterator[list[str]]:
+    """Sentences on what held this process's CPU back meanwhile; complete when the context ends."""
+    found: list[str] = []
+    before, begin = _counters(), time.perf_counter()
+    yield found
+    after, seconds = _counters(), time.perf_counter() - begin
+    found += disturbances(before, after, seconds, os.cpu_count() or 1, os.getloadavg()[0])
+
+
+def disturbances(before: dict[str, float], after: dict[str, float], seconds: float, cores: int, load: float) -> list[str]:
+    """Sentences on what two readings of the counters show. Counters are in seconds, of all cores together."""
+    found = []
+    for name, what in (("quota", "held by its quota (cgroup)"), ("steal", "taken by other guests of this host (steal)")):
+        share = (after.get(name, 0.0) - before.get(name, 0.0)) / max(seconds, 1e-9) / (cores if name == "steal" else 1)
+        if share >= WORTH_SAYING:
+            found.append(f"{share:.0%} of the time {what}")
+    if load > cores + 0.5:
+        found.append(f"load {load:.1f} on {cores} core(s): others ran too")
+    return found
+
+
+def gpu_disturbances(reasons: str | None) -> list[str]:
+    """What ``clocks_event_reasons.active`` of nvidia-smi says, in words; [] for None and for anything that is no number."""
+    try:
+        bits = int(reasons or "0", 16)
+    except ValueError:
+        return []
+    return [name for bit, name in GPU_REASONS.items() if bits & bit]
+
+
+def gpu_reasons_now() -> str | None:
+    """The bits of this moment; takes about a second, so ask while the device is busy."""
+    state = gpu_state()
+    return None if state is None else state.get("clocks_event_reasons.active")
+
+
+def _counters() -> dict[str, float]:
+    """Seconds for which this process's group was throttled, and of steal."""
+    found = {}
+    if _CGROUP.is_file():
+        fields = dict(line.split() for line in _CGROUP.read_text().splitlines() if len(line.split()) == 2)
+        if "throttled_usec" in fields:
+            found["quota"] = int(fields["throttled_usec"]) / 1e6
+    if _STAT.is_file():
+        parts = _STAT.read_text().split("\n", 1)[0].split()
+        if len(parts) > 8:
+            found["steal"] = int(parts[8]) / os.sysconf("SC_CLK_TCK")
+    return found

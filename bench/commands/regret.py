@@ -1,0 +1,72 @@
+"""kernelbench regret: what selection loses to exhaustive search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gristmill import console
+from gristmill.bench.place import place
+from gristmill.bench.problems import asked, here_or_refuse, problem_options
+
+
+@click.command()
+@problem_options
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
+              help="The budget; problems it does not reach are left out of the figures.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
+@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file, with samples of all near the best.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+def regret(
+    op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, minutes: float, workers: int, target: str | None,
+    results: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time every kernel at every configuration of OP's problems, or of a suite's, in one run, and say how much slower what
+    selection picks is than the best of all.
+
+    \b
+    kernelbench regret --suite linear_regret --minutes 10 --workers 14 --results regret.json
+
+    \b
+    store, tuned problems   what the store in use picks (shipped times included), where it has times of the very problem
+    store, other problems   the same, where it has none
+    tuned in this run       what a tuning by half of this run's rounds would pick, judged by the other half
+    left out of tuning      the same without the problem's own records
+    """
+    from gristmill.bench.regret import study
+    from gristmill.bench.regret import summary as summarized
+    from gristmill.bench.result_file import write
+    from gristmill.bench.tune import Job
+    from gristmill.kernel_registry.store import Store
+
+    here = place(target)
+    here_or_refuse(here)
+    jobs = [Job(one.op, one.problem) for one in asked(op_name, problem_texts, suite, ())]
+    store = Store.read_over_shipped(here.policy.store_path)
+    with console.status(quiet=as_json) as tell:
+        found = study(jobs, here, store, seconds=60 * minutes, workers=workers, tell=tell)
+    figures = {name: None if one is None else vars(one) for name, one in summarized(found).items()}
+    rows = [one.as_dict() for one in found]
+    if results:
+        write(results, here, rows, regret=figures, asked=len(jobs))
+    if as_json:
+        console.emit({"asked": len(jobs), "studied": len(rows), "regret": figures, "problems": rows})
+        return
+    console.table(
+        f"Regret on {here.target.name} {here.target.device}",
+        ["problem", "tried", "missing", "best", "µs", "by store", "tuned", "left out", "picked by store"],
+        [[r["problem"], r["candidates"], r["missing"] or "", r["kernel"], console.number(r["us"]),
+          *(_percent(r["picks"].get(name)) for name in ("store", "tuned", "left out")),
+          r["picks"].get("store", {}).get("kernel")] for r in rows],
+        right=("tried", "missing", "µs", "by store", "tuned", "left out"),
+    )  # fmt: skip
+    console.table("", ["of", "problems", "geometric mean", "median", "worst", "which"],
+                  [[name, *(["0", "-", "-", "-", ""] if one is None else
+                            [one["problems"], *(f"{one[k]:.1%}" for k in ("mean", "median", "worst")), one["where"]])]
+                   for name, one in figures.items()], right=("problems", "geometric mean", "median", "worst"))  # fmt: skip
+
+
+def _percent(pick: Any) -> str:
+    return "-" if pick is None else f"{pick['regret']:.1%}"

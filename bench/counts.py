@@ -1,0 +1,228 @@
+"""Instructions of C++ CPU kernels, counted by valgrind's callgrind: the same number to a ten-thousandth every
+time, however busy the machine is.
+
+A kernel is launched as ever, on the operation's inputs, and every call that it makes into the native library is recorded with
+the memory that it points to. `bench/replay.c` makes those calls again under callgrind, which counts from a call's first
+instruction to its last, on one thread, and compares what they leave with what they left when they were recorded.
+
+Counts belong to a compiler and a code level, not to a machine: a file has a part for each. Callgrind knows no AVX-512.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.place import Place
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+COUNTER = "callgrind"
+LEVELS = ("base", "avx2", "neon")
+"""Code levels whose instructions callgrind can run."""
+
+SECONDS = 300.0
+
+_TORCH = """#include <stdint.h>
+int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void *), void *context) {
+  if (begin < end) body(begin, end, context);
+  return 0;
+}
+int32_t torch_get_num_threads(uint32_t *threads) { *threads = 1; return 0; }
+"""
+"""Stands for torch's library in the replay: its thread pool, with one thread."""
+
+
+class CountError(ValueError):
+    """Instructions could not be counted; the message says what is missing or what went wrong."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call into the native library. arguments: ctypes' name of the type, and the value or (buffer, offset) for a pointer.
+    before, after: what the buffers held, as bytes.
+    """
+
+    symbol: str
+    arguments: tuple[tuple[str, Any], ...]
+    before: tuple[bytes, ...]
+    after: tuple[bytes, ...]
+
+
+def environment(here: Place) -> dict[str, str]:
+    """What has to be the same for counts to mean the same."""
+    from gristmill.kernels.native import manifest
+
+    libc = " ".join(platform.libc_ver()) or "unknown"
+    return {"counter": COUNTER, "target": here.target.name, "compiler": str(manifest().get("compiler")), "libc": libc}
+
+
+def missing(here: Place) -> str:
+    """Why nothing can be counted here, "" if it can."""
+    level = here.target.name.partition(":")[2]
+    if here.device != "cpu" or level not in LEVELS:
+        names = ", ".join(f"cpu:{name}" for name in LEVELS)
+        return f"callgrind runs no code of {here.target.name}; expected --target to be one of {names}, as far as this processor has it"
+    lacks = [name for name in ("valgrind", "cc") if shutil.which(name) is None]
+    return f"{' and '.join(lacks)} not installed; instructions are counted with valgrind, and a C compiler" if lacks else ""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One launch: its calls into the native library, and what was wrong with its result, "" for nothing."""
+
+    calls: tuple[Call, ...]
+    wrong: str
+
+
+def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
+    """The calls that one launch of `kernel` makes, on one thread, over poisoned outputs, its result held against the reference.
+
+    CountError if `kernel` cannot be recorded.
+    """
+    import torch
+
+    from gristmill.autotune.metrics import error_of
+    from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
+
+    neutral, calls, threads = op.inputs(problem, 0, "cpu"), [], torch.get_num_threads()
+    references = run_reference(op, neutral)
+    arguments = kernel_arguments(op, kernel, neutral)
+    kernel.load()  # its module must be there for its calls to be recorded
+    torch.set_num_threads(1)
+    try:
+        with _recording(calls, kernel.name):
+            results, wrong = run_guarded(op, kernel, kernel.config(problem, here.target), arguments)
+    finally:
+        torch.set_num_threads(threads)
+    if not calls:
+        raise CountError(f"{kernel.name} made no call into the native library; only C++ kernels can be counted")
+    error, limit = error_of(op, problem, neutral, results, references), op.tolerance(problem).limit
+    if not wrong and not error <= limit:
+        wrong = f"error {error:.3g} is over the tolerance {limit:.3g}"
+    return Recording(tuple(calls), wrong)
+
+
+@contextmanager
+def _recording(calls: list[Call], name: str) -> Iterator[None]:
+    """Every function that launchers get from the native library keeps a record of its calls."""
+    from gristmill.kernels import native
+
+    original = native.cpu_function
+
+    def recorded(symbol: str, level: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
+        function = original(symbol, level, argtypes)
+
+        def call(*values: Any) -> int:
+            return _keep(calls, name, f"{symbol}__{level}", function, argtypes, values)
+
+        return call
+
+    takers = [module for module in list(sys.modules.values()) if getattr(module, "cpu_function", None) is original]
+    for module in takers:
+        module.cpu_function = recorded  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in takers:
+            module.cpu_function = original  # type: ignore[attr-defined]
+
+
+def _keep(
+    calls: list[Call], name: str, symbol: str, function: Callable[..., int], argtypes: tuple[Any, ...], values: tuple[Any, ...]
+) -> int:
+    regions = _tensors() + [(ctypes.addressof(value), ctypes.sizeof(value)) for value in values if isinstance(value, ctypes.Array)]
+    used: list[tuple[int, int]] = []
+    arguments: list[tuple[str, Any]] = []
+    for kind, value in zip(argtypes, values, strict=True):
+        if kind.__name__.startswith("LP_"):
+            raise CountError(f"{name} passes a structure to {symbol}; only numbers and pointers to tensors and arrays can be recorded")
+        if kind in (ctypes.c_double, ctypes.c_longdouble):
+            raise CountError(f"{name} passes a {kind.__name__} to {symbol}, which bench/replay.c does not")
+        if kind is not ctypes.c_void_p or not value:
+            arguments.append((kind.__name__, value))
+            continue
+        address = ctypes.addressof(value) if isinstance(value, ctypes.Array) else value
+        found = next((region for region in regions if region[0] <= address < region[0] + region[1]), None)
+        if found is None:
+            raise CountError(f"{name} passes {symbol} a pointer into no tensor; it cannot be recorded")
+        if found not in used:
+            used.append(found)
+        arguments.append((kind.__name__, (used.index(found), address - found[0])))
+    before = tuple(ctypes.string_at(*region) for region in used)
+    code = function(*values)
+    calls.append(Call(symbol, tuple(arguments), before, tuple(ctypes.string_at(*region) for region in used)))
+    return code
+
+
+def _tensors() -> list[tuple[int, int]]:
+    """Address and bytes of the memory of every tensor there is."""
+    import torch
+
+    # By type(): isinstance would ask objects that warn when they are asked anything.
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu" and t.numel()]
+    return sorted({(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors)})
+
+
+def replayed(launches: Sequence[Sequence[Call]]) -> list[int]:
+    """Instructions of each launch, all counted in one process under callgrind."""
+    from gristmill.kernels.native import library_dir
+
+    with tempfile.TemporaryDirectory(prefix="kernelbench-") as name:
+        folder = Path(name)
+        (folder / "torch.c").write_text(_TORCH)
+        _run(["cc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", "-o", f"{name}/libtorch_cpu.so", f"{name}/torch.c"], folder)
+        _run(["cc", "-O1", "-o", f"{name}/replay", str(Path(__file__).with_name("replay.c")), "-ldl"], folder)
+        calls = [call for launch in launches for call in launch]
+        (folder / "script").write_text("".join(_script(call, folder / str(number)) for number, call in enumerate(calls)))
+        _run(["valgrind", "--tool=callgrind", f"--callgrind-out-file={name}/count", "--toggle-collect=counted", "--dump-after=counted",
+              f"{name}/replay", str(library_dir() / "libgristmill_cpu.so"), f"{name}/script"], folder)  # fmt: skip
+        counts = iter([_total(folder / f"count.{n + 1}") for n in range(len(calls))])
+    return [sum(next(counts) for _ in launch) for launch in launches]
+
+
+def _script(call: Call, stem: Path) -> str:
+    """A call in the words of `replay.c`; what its buffers hold is written beside `stem`."""
+    lines = [f"call {call.symbol}"]
+    for number, (before, after) in enumerate(zip(call.before, call.after, strict=True)):
+        paths = (Path(f"{stem}.{number}.before"), Path(f"{stem}.{number}.after"))
+        for path, content in zip(paths, (before, after), strict=True):
+            path.write_bytes(content)
+        lines.append(f"buffer {len(before)} {paths[0]} {paths[1]}")
+    for kind, value in call.arguments:
+        if isinstance(value, tuple):
+            lines.append(f"pointer {value[0]} {value[1]}")
+        elif kind == "c_float":
+            lines.append(f"float {struct.unpack('=I', struct.pack('=f', value))[0]:x}")
+        else:
+            lines.append(f"int {int(value or 0)}")
+    return "\n".join([*lines, "go", ""])
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    asked = {"PATH": os.environ.get("PATH", os.defpath), "LD_LIBRARY_PATH": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, env=asked)
+    if done.returncode != 0:
+        raise CountError(f"{command[0]} failed with status {done.returncode}: {' '.join(done.stderr.split()[-60:])}")
+
+
+def _total(path: Path) -> int:
+    """The instructions of one dump of callgrind."""
+    found = re.search(r"^(?:totals|summary): (\d+)", path.read_text(), re.MULTILINE) if path.exists() else None
+    if found is None or not int(found[1]):
+        raise CountError(f"callgrind wrote no count to {path.name}, expected one a call")
+    return int(found[1])

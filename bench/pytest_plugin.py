@@ -1,0 +1,134 @@
+"""A fixture for pytest-benchmark: a test suite measures kernels of the registry as `kernelbench` does.
+
+In a conftest.py:
+
+    pytest_plugins = ["gristmill.bench.pytest_plugin"]
+
+and in a test:
+
+    def test_norm(kernel_benchmark):
+        times = kernel_benchmark("rms_norm", "m=64,n=4096", kernel="rms_norm_cpu")
+        assert times.us < 100
+
+What pytest-benchmark then shows, stores and compares (--benchmark-json, --benchmark-compare) are microseconds a call on the
+device: over rotated arguments, as a CUDA graph on a GPU, and audited before, while and after, so that a kernel that is wrong
+fails its test. Needs the extra `pytest`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gristmill.bench.place import Place, place
+from gristmill.bench.statistics.rounds import ROUNDS
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+
+AUDITS = 4
+"""An audit every so many rounds, besides the first and the last."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """What was measured. us: the median of samples, microseconds a call. error: the worst of all audits, by the operation's
+    measure, of which tolerance is the limit. timing: how it was called, such as "graph,cold".
+    """
+
+    kernel: str
+    us: float
+    samples: tuple[float, ...]
+    error: float
+    tolerance: float
+    timing: str
+
+
+class _Clock:
+    """Time as pytest-benchmark is to see it: what samples took on the device, and nothing between them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def _kernel_clock(request: pytest.FixtureRequest) -> _Clock:
+    """Goes before `benchmark`, which asks the test's marker for its timer."""
+    clock = _Clock()
+
+    def kernelbench() -> float:  # named in pytest-benchmark's reports
+        return clock()
+
+    given = request.node.get_closest_marker("benchmark")
+    options = {**(given.kwargs if given else {}), "timer": kernelbench}
+    request.node.add_marker(pytest.mark.benchmark(**options), append=False)
+    return clock
+
+
+@pytest.fixture
+def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., KernelTimes]:
+    """``kernel_benchmark(op, problem, kernel=None, *, target=None, hot=False, rounds=16)`` -> `KernelTimes`, once a test.
+
+    kernel: a name, a `Kernel`, or None for the one that selection picks. target: as ``kernelbench --target`` takes it;
+    None: the first GPU, else the CPU. hot: arguments stay in the cache. A kernel that cannot run here skips the test and says
+    why; a problem that it does not take is a ValueError; a wrong result is a `WrongResultError`.
+    """
+
+    def run(
+        op: str, problem: str, kernel: str | Kernel | None = None, *, target: str | None = None, hot: bool = False,
+        rounds: int = ROUNDS,
+    ) -> KernelTimes:  # fmt: skip
+        from gristmill.bench.arms import KernelArm, shared_rotations
+
+        here, known = place(target), default_registry().op(op)
+        if here.device is None:
+            pytest.skip(f"{here.target.name} is not a device of this machine")
+        asked = known.problem(problem)
+        chosen, config = _chosen(known, kernel, asked, here)
+        arm = KernelArm(chosen, config, shared_rotations(known, asked, here.device, [chosen], hot=hot)[chosen.name])
+        samples: list[float] = []
+
+        def sample() -> None:
+            us = arm.sample()
+            samples.append(us)
+            _kernel_clock.seconds += us * 1e-6
+
+        def before() -> None:
+            if len(samples) % AUDITS == AUDITS - 1:
+                arm.audit()
+
+        benchmark.group = benchmark.group or f"{op} {asked}"
+        benchmark.pedantic(sample, setup=before, rounds=rounds)
+        arm.conclude()
+        cost, us = known.cost(asked), statistics.median(samples)
+        benchmark.extra_info |= {
+            "op": op, "problem": str(asked), "kernel": chosen.name, "config": dict(config), "target": here.target.name,
+            "device": here.target.device, "timing": arm.timing, "error": arm.error, "tolerance": known.tolerance(asked).limit,
+            "gbs": cost.bytes / us / 1e3, "tflops": cost.flops / us / 1e6,
+        }  # fmt: skip
+        return KernelTimes(chosen.name, us, tuple(samples), arm.error, known.tolerance(asked).limit, arm.timing)
+
+    return run
+
+
+def _chosen(op: Op, kernel: str | Kernel | None, problem: Problem, here: Place) -> tuple[Kernel, Config]:
+    """The kernel to measure and its configuration."""
+    if kernel is None:
+        from gristmill.autotune.resolve import Resolver
+
+        best = Resolver(here.device or "cpu", here.policy).resolve(op, problem).require()
+        return best.kernel, best.config or {}
+    found = default_registry().kernel(op.name, kernel) if isinstance(kernel, str) else kernel
+    if against := [*found.requires.check_hardware(here.target, here.build), *found.requires.check_build(here.target, here.build)]:
+        pytest.skip(f"{found.name} cannot run here: {'; '.join(against)}")
+    if refusal := found.accepts(problem):
+        raise ValueError(f"{found.name} does not take {problem}: {refusal}")
+    return found, found.config(problem, here.target)

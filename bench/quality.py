@@ -1,0 +1,197 @@
+"""What quantization costs: perplexity of models in every scheme by every method.
+
+    python -m gristmill.bench.quality --models examples/models/docs-llama --tokens examples/models/eval_tokens.u16 --out quality.json
+    python -m gristmill.bench.quality --table bench/results/quality.json --readme README.md
+
+Each row is what its own `command` prints: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
+dequantized and multiplied in float32, so that rows differ by their weights alone. The file is written after every row; rows
+that it has already are kept, so a sweep that ran out of time goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.place import place
+from gristmill.bench.quality_table import render
+from gristmill.bench.result_file import SCHEMA, replace
+from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+
+METHODS = ("rtn", "gptq", "awq")
+SCHEMES = tuple(name for name in ALL_WEIGHT_SCHEMES if not QuantScheme.parse(name).is_dense)
+FLOAT = "float"
+"""The scheme's name in the row of the model as it is stored."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of every row. tokens: the file that losses are measured on, from its first token, and methods are calibrated on, from `first`
+    on."""
+
+    tokens: str
+    window: int = 1024
+    windows: int = 96
+    first: int = 200_000
+    calibration_window: int = 512
+    calibration_windows: int = 64
+    device: str = "cpu"
+
+
+Case = tuple[str, str, str]
+"""(model directory, scheme or FLOAT, method)."""
+
+
+def cases(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str]) -> list[Case]:
+    """All rows, the models as they are first."""
+    return [(model, FLOAT, "rtn") for model in models] + [(m, s, how) for s in schemes for m in models for how in methods]
+
+
+def command(case: Case, settings: Settings, out: str = "OUT") -> str:
+    """The shell command that measures a row."""
+    model, scheme, method = case
+    evaluate = ["gristmill", "eval", "--model", model if scheme == FLOAT else out, "--quant", "fp32", "--dtype", "fp32"]
+    evaluate += ["--tokens", settings.tokens, "--window", str(settings.window), "--windows", str(settings.windows)]
+    evaluate += ["--device", settings.device]
+    if scheme == FLOAT:
+        return shlex.join(evaluate)
+    quantize = ["gristmill", "quantize", "--model", model, "--quant", scheme, "--out", out, "--method", method]
+    if method != "rtn":
+        quantize += ["--calibration", settings.tokens, "--first", str(settings.first), "--window", str(settings.calibration_window)]
+        quantize += ["--windows", str(settings.calibration_windows), "--device", settings.device]
+    return f"{shlex.join(quantize)} && {shlex.join(evaluate)}"
+
+
+def measure(case: Case, settings: Settings) -> dict[str, Any]:
+    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command", "window_losses"}."""
+    import torch
+
+    from gristmill.runtime.evaluate import evaluate, read_tokens
+    from gristmill.runtime.llm import LLM
+    from gristmill.runtime.loader.config import load_config
+    from gristmill.runtime.loader.quantized import write_quantized
+    from gristmill.runtime.models import model_table
+    from gristmill.runtime.quantizing.methods import make_method
+
+    if settings.device != "cpu":
+        torch.set_num_threads(1)  # processes share the cores
+    begin = time.perf_counter()
+    model, scheme, method = case
+    tokens = read_tokens(settings.tokens)
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(model)
+        if scheme != FLOAT:
+            directory = Path(folder) / "out"
+            chosen = make_method(
+                method, model, None if method == "rtn" else tokens[settings.first :], window=settings.calibration_window,
+                windows=settings.calibration_windows, device=settings.device,
+            )  # fmt: skip
+            table, parsed = model_table(load_config(model)), QuantScheme.parse(scheme)
+            notes = write_quantized(Path(model), directory, table, parsed, method=chosen)["notes"]
+        llm = LLM(
+            directory, dtype="fp32", quant="fp32", device=settings.device, max_batch_tokens=max(2048, settings.window),
+            num_blocks=4 * -(-settings.window // 16),
+        )  # fmt: skip
+        found = evaluate(llm.engine, tokens, settings.window, settings.windows)
+    return {
+        "model": Path(model).name, "scheme": scheme, "method": method, "loss": found.loss, "perplexity": found.perplexity,
+        "tokens": found.tokens, "seconds": round(time.perf_counter() - begin, 1), "notes": notes, "command": command(case, settings),
+        "window_losses": [round(loss, 6) for loss in found.window_losses],
+    }  # fmt: skip
+
+
+def sweep(todo: Sequence[Case], settings: Settings, jobs: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Rows as they are done, by `jobs` processes; none is begun after `seconds`."""
+    end, queue, running = time.monotonic() + seconds, list(todo), set[Future[dict[str, Any]]]()
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        while queue or running:
+            while queue and len(running) < jobs and time.monotonic() < end:
+                running.add(pool.submit(measure, queue.pop(0), settings))
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+
+
+def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], settings: Settings, out: Path, jobs: int, seconds: float) -> int:
+    """Measure what `out` lacks; how many rows are still missing."""
+    from gristmill.autotune.environment import environment
+
+    wanted = cases(models, schemes, methods)
+    fixed = {name: value for name, value in asdict(settings).items() if name != "device"}  # which every row's command says
+    data: dict[str, Any] = {"schema": SCHEMA, "settings": fixed, "runs": [], "rows": []}
+    if out.exists():
+        data = json.loads(out.read_text(encoding="utf-8"))
+        if data["settings"] != fixed:
+            raise SystemExit(f"{out} holds rows of other settings: {data['settings']}; name another file")
+    have = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
+    todo = [case for case in wanted if (Path(case[0]).name, *case[1:]) not in have]
+    order = {(Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))}
+    words = ["python", "-m", "gristmill.bench.quality", *sys.argv[1:]]
+    data["runs"].append(environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words)))
+    for row in sweep(todo, settings, jobs, seconds):
+        data["rows"].append(row | {"run": len(data["runs"]) - 1})
+        data["rows"].sort(key=lambda r: order.get((r["model"], r["scheme"], r["method"]), len(order)))
+        replace(out, _text(data))
+        print(f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s", flush=True)
+    found = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
+    return sum((Path(case[0]).name, *case[1:]) not in found for case in wanted)
+
+
+def _text(data: dict[str, Any]) -> str:
+    """JSON, a row a line."""
+    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1).removesuffix("\n}")
+    rows = ",\n  ".join(json.dumps(row) for row in data["rows"])
+    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=[], help="model directories, unquantized")
+    parser.add_argument("--tokens", help="token ids, little-endian uint16")
+    parser.add_argument("--schemes", default=",".join(SCHEMES), help="by commas; all of them if not given")
+    parser.add_argument("--methods", default=",".join(METHODS), help="by commas")
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=96)
+    parser.add_argument("--first", type=int, default=200_000, help="token that calibration begins at")
+    parser.add_argument("--calibration-windows", type=int, default=64, help="of 512 tokens")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that")
+    parser.add_argument("--out", type=Path, help="result file, JSON; rows that it has are not measured again")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a result file, and do nothing else")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="write that table between the marks of a document")
+    given = parser.parse_args()
+    if given.table is not None:
+        text = render(json.loads(given.table.read_text(encoding="utf-8")))
+        if given.readme is None:
+            print(text)
+        else:
+            from gristmill.bench.quality_table import into
+
+            replace(given.readme, into(given.readme.read_text(encoding="utf-8"), text))
+        return 0
+    if not given.models or given.tokens is None or given.out is None:
+        parser.error("--models, --tokens and --out are needed, or --table")
+    settings = Settings(
+        given.tokens, given.window, given.windows, given.first, 512, given.calibration_windows, given.device
+    )
+    missing = run(given.models, given.schemes.split(","), given.methods.split(","), settings, given.out, given.jobs, given.seconds)
+    print(f"{missing} rows missing" if missing else "all rows measured")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Result files as one page that needs no network."""

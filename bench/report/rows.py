@@ -1,0 +1,106 @@
+"""The rows of result files, made ready for the page: rates, spread, which device and which series they belong to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.bench import result_file
+from gristmill.bench.history import FEW, median_error
+from gristmill.kernel_registry.registry import UnknownError, default_registry
+
+Files = Sequence[tuple[str, dict[str, Any]]]
+"""(name, content) of result files."""
+
+
+@dataclass
+class PageRow:
+    """A row that has a time. us: median microseconds a call; low, high: the middle half of its samples, None with fewer
+    than three; margin: microseconds within which the median is known, None with fewer than five.
+
+    series: the kernel, and how it was timed where that is not the usual way. static: the problem without what changes from
+    call to call; size: that, where it is one number. bytes, flops, unit: the problem's cost, None where the operation or an
+    axis is unknown today. floor: measured floor over measured time. timing: how calls were timed, "" where the file does not
+    say; others: microseconds as timed otherwise (hot, eager). speedup: over what, and how many times as fast.
+    """
+
+    number: int
+    file: str
+    when: str
+    device: str
+    op: str
+    problem: str
+    kernel: str
+    series: str
+    us: float
+    low: float | None
+    high: float | None
+    margin: float | None
+    static: str
+    size: int | None
+    bytes: float | None
+    flops: float | None
+    unit: str | None
+    gbs: float | None
+    tflops: float | None
+    floor: float | None
+    error: float | None
+    verdict: str
+    repro: str
+    timing: str
+    others: dict[str, float]
+    speedup: tuple[str, float] | None
+
+    @property
+    def short(self) -> str:
+        """The series without the operation's name before it."""
+        return self.series.removeprefix(f"{self.op}_")
+
+
+def page_rows(files: Files) -> list[PageRow]:
+    """Every row with a time, numbered in order."""
+    pairs = [(name, data, row) for name, data in files for row in result_file.timed(data)]
+    return [_row(number, *pair) for number, pair in enumerate(pairs)]
+
+
+def latest(rows: Iterable[PageRow]) -> list[PageRow]:
+    """Of rows that measure the same on the same device, the newest; of undated ones, the last."""
+    found: dict[tuple[str, ...], PageRow] = {}
+    for row in sorted(rows, key=lambda row: row.when):
+        found[row.device, row.op, row.problem, row.series] = row
+    return sorted(found.values(), key=lambda row: row.number)
+
+
+def tied(first: PageRow, second: PageRow) -> bool:
+    """Whether the samples leave open which of two is faster."""
+    return abs(first.us - second.us) <= (first.margin or 0.0) + (second.margin or 0.0)
+
+
+def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> PageRow:
+    target = data.get("environment", {}).get("target")
+    taken, us = result_file.samples(row), float(row["us"])
+    few, timing = len(taken) < 3, str(row.get("timing") or "")
+    low, _, high = (us, us, us) if few else statistics.quantiles(taken, n=4, method="inclusive")
+    found = PageRow(
+        number=number, file=name, when=str(data.get("when") or ""), device=result_file.device_of(data), op=row["op"], problem=row["problem"],
+        kernel=row["kernel"], series=result_file.series(row, target), us=us, low=None if few else low, high=None if few else high,
+        margin=median_error(taken) if len(taken) >= FEW else None,
+        static=row["problem"], size=None, bytes=None, flops=None, unit=None, gbs=row.get("gbs"), tflops=row.get("tflops"),
+        floor=row.get("fraction_of_floor"), error=row.get("error"), verdict=row.get("verdict") or "", repro=result_file.command(row, target),
+        timing=timing, others={name: one["us"] for name, one in (row.get("times") or {}).items() if name != timing and one.get("us")},
+        speedup=(row["baseline"], row["speedup"]) if row.get("baseline") and row.get("speedup") else None,
+    )  # fmt: skip
+    try:
+        op = default_registry().op(found.op)
+        problem = op.problem(found.problem)
+    except (UnknownError, ValueError):
+        return found  # of an operation or an axis of another day: its times still are times
+    cost = op.cost(problem)
+    found.bytes, found.flops, found.unit, found.static = cost.bytes, cost.flops, cost.unit, str(op.static(problem))
+    found.gbs = found.gbs or cost.bytes / us / 1e3
+    found.tflops = found.tflops or cost.flops / us / 1e6
+    if op.bucket is not None:
+        found.size = problem.integer(op.bucket)
+    return found

@@ -1,0 +1,233 @@
+"""The page's sections: rooflines, time by size, who is fastest, history. Each says so where it has nothing to show."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+from gristmill.bench.history import history
+from gristmill.bench.report.charts import COLOURS, Axis, Mark, Roof, Series, broken, chart, key, number
+from gristmill.bench.report.rows import Files, PageRow, latest, tied
+from gristmill.bench.result_file import device_of
+from gristmill.kernel_registry.registry import UnknownError, default_registry
+
+Looks = dict[tuple[str, str], int]
+"""Looks of series by operation: equal everywhere on the page."""
+
+BARS = "Bars span the middle half of the samples."
+
+
+def looks(rows: Iterable[PageRow]) -> Looks:
+    """A look for every series, counted within its operation."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        found.setdefault(row.op, set()).add(row.series)
+    return {(op, series): n for op, names in found.items() for n, series in enumerate(sorted(names))}
+
+
+def label(row: PageRow) -> str:
+    """What a mark is called."""
+    return f"{row.series} {row.problem}: {number(row.us)} µs"
+
+
+def section(name: str, title: str, about: str, body: Sequence[str], empty: str) -> str:
+    """A section, or the sentence that says why it is empty."""
+    inside = f"<p>{about}</p>{''.join(body)}" if body else f'<p class="empty">{empty}</p>'
+    return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{inside}</section>'
+
+
+def charts(found: Sequence[str]) -> list[str]:
+    """Charts beside each other, as many as there is room for."""
+    return [f'<div class="charts">{"".join(found)}</div>'] if found else []
+
+
+def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
+    """One chart a device and operation: arithmetic intensity against the rate reached, under the ceilings measured there."""
+    limits: dict[tuple[str, str], dict] = {}
+    for _, data in sorted(files, key=lambda pair: str(pair[1].get("when") or "")):
+        for op in {row["op"] for row in data["rows"]} if data.get("ceilings") else ():
+            limits[device_of(data), op] = data["ceilings"]
+    groups: dict[tuple[str, str], list[PageRow]] = {}
+    for row in latest(rows):
+        if row.flops and row.bytes and (row.device, row.op) in limits:
+            groups.setdefault((row.device, row.op), []).append(row)
+    found = []
+    for (device, op), members in groups.items():
+        series: dict[str, Series] = {}
+        for row in members:
+            assert row.flops and row.bytes
+            one = series.setdefault(row.series, Series(row.short, row.series, shown[op, row.series]))
+            low, high = (row.flops / row.high / 1e6, row.flops / row.low / 1e6) if row.low and row.high else (None, None)
+            one.marks.append(Mark(row.flops / row.bytes, row.flops / row.us / 1e6, row.number, label(row), low, high))
+        found.append(chart(op, list(series.values()), Axis("operations a byte"), Axis("TFLOP/s"), _roofs(limits[device, op], members), device))
+    return section(
+        "rooflines", "Rooflines", f"The rate reached, under the memory and compute ceilings measured on the same device. {BARS}",
+        charts(found), "No file says its ceilings, so there is no roof to draw; those of <code>kernelbench bench --results</code> do.",
+    )  # fmt: skip
+
+
+def _roofs(limits: dict, rows: Sequence[PageRow]) -> list[Roof]:
+    """The memory roof over the rows' intensities, at least a decade, and the ceilings of the units they compute in."""
+    gbs, rates = limits["read_gbs"], dict(limits["tflops"])
+    places = [row.flops / row.bytes for row in rows if row.flops and row.bytes]
+    left, right = min(places) / 1.5, max(*places, min(places) * 6) * 1.5
+    units = sorted({row.unit for row in rows if row.unit})
+    knees = {unit: rates[unit] * 1e3 / gbs for unit in units if unit in rates}
+    end = min(right, max(knees.values())) if len(knees) == len(units) else right  # no rate is known: memory alone limits
+    found = []
+    if end > left:
+        found.append(Roof(f"{gbs:,.0f} GB/s", ((left, left * gbs / 1e3), (end, end * gbs / 1e3)), "slope"))
+    for unit, knee in knees.items():
+        if knee < right:
+            found.append(Roof(f"{unit} {number(rates[unit])} TFLOP/s", ((max(left, knee), rates[unit]), (right, rates[unit]))))
+    return found
+
+
+def shapes(rows: Iterable[PageRow]) -> dict[tuple[str, str, str], list[PageRow]]:
+    """Rows by device, operation and shape: all that is fixed, and where that leaves several problems of one size, all but
+    the size.
+    """
+    groups: dict[tuple[str, str, str], list[PageRow]] = {}
+    for row in latest(rows):
+        if row.size is not None:
+            groups.setdefault((row.device, row.op, row.static), []).append(row)
+    found: dict[tuple[str, str, str], list[PageRow]] = {}
+    for (device, op, static), members in groups.items():
+        sizes = {(row.size, row.problem) for row in members}
+        if len(sizes) == len({size for size, _ in sizes}):
+            found[device, op, static] = members
+            continue
+        bucket = f"{default_registry().op(op).bucket}="
+        for row in members:
+            rest = ",".join(part for part in row.problem.split(",") if not part.startswith(bucket))
+            found.setdefault((device, op, rest), []).append(row)
+    return found
+
+
+def size_name(op: str) -> str:
+    """The size axis, as the operation explains it."""
+    try:
+        known = default_registry().op(op)
+        return next(f"{axis.name}: {axis.help}" for axis in known.axes if axis.name == known.bucket)
+    except (UnknownError, StopIteration):
+        return "size"
+
+
+def latency(rows: Sequence[PageRow], shown: Looks) -> str:
+    """Time against the size of the batch: one chart a device, operation and shape, one line a kernel."""
+    found = []
+    for (device, op, shape), members in shapes(rows).items():
+        sizes = sorted({row.size for row in members if row.size})
+        if len(sizes) < 2:
+            continue
+        series: dict[str, Series] = {}
+        for row in sorted(members, key=lambda row: row.size or 0):
+            if row.size:
+                one = series.setdefault(row.series, Series(row.short, row.series, shown[op, row.series], joined=True))
+                one.marks.append(Mark(row.size, row.us, row.number, label(row), row.low, row.high))
+        ticks = tuple((float(size), f"{size:,}") for size in sizes)
+        found.append(chart(f"{op} {shape}", list(series.values()), Axis(size_name(op), ticks), Axis("µs a call"), about=device))
+    return section("latency", "Time by size", f"Median microseconds a call; lower is better, both axes logarithmic. {BARS}",
+                   charts(found), "No operation and shape was measured at two sizes or more.")  # fmt: skip
+
+
+def winners(rows: Sequence[PageRow], shown: Looks) -> str:
+    """Who is fastest: a table a device and operation, shapes down, sizes across."""
+    tables: dict[tuple[str, str], dict[str, dict[int, list[PageRow]]]] = {}
+    for (device, op, shape), members in shapes(rows).items():
+        for row in members:
+            assert row.size is not None
+            tables.setdefault((device, op), {}).setdefault(shape, {}).setdefault(row.size, []).append(row)
+    found = []
+    for (device, op), by_shape in tables.items():
+        if not any(len(cell) > 1 for sizes in by_shape.values() for cell in sizes.values()):
+            continue
+        sizes = sorted({size for cells in by_shape.values() for size in cells})
+        head = "".join(f'<th scope="col">{size:,}</th>' for size in sizes)
+        body = "".join(f'<tr><th scope="row">{broken(shape or op)}</th>'
+                       + "".join(_cell(cells.get(size, []), shown) for size in sizes) + "</tr>"
+                       for shape, cells in by_shape.items())  # fmt: skip
+        name = html.escape(f"{op} on {device}")
+        found.append(f'<h3>{html.escape(op)}<small>{html.escape(device)}</small></h3><div class="wide" tabindex="0" role="region" '
+                     f'aria-label="Fastest, {name}"><table class="map"><thead><tr><th scope="col">shape \\ {html.escape(size_name(op))}</th>'
+                     f"{head}</tr></thead><tbody>{body}</tbody></table></div>")  # fmt: skip
+    return section(
+        "winners", "Fastest, by shape and size",
+        "The fastest kernel, and how many times as long the second takes: the more, the deeper its colour. <em>tie</em>: the samples "
+        "leave the order of the two open. <em>alone</em>: nothing else was measured.",
+        found, "No problem was measured with two kernels or more.",
+    )  # fmt: skip
+
+
+def _cell(rows: Sequence[PageRow], shown: Looks) -> str:
+    if not rows:
+        return '<td class="none"><span aria-label="not measured">·</span></td>'
+    order = sorted(rows, key=lambda row: row.us)
+    best = order[0]
+    look, kind, tint = shown[best.op, best.series], "", 0.0
+    if len(order) == 1:
+        lead, kind = "alone", " weak"
+    elif tied(order[0], order[1]):
+        lead, kind = f"tie with {order[1].short}", " weak"
+    else:
+        lead = f"{order[1].us / best.us:.2f}×"
+        tint = min(34, 8 + 12 * math.log2(order[1].us / best.us))
+    return (f'<td class="c{look % COLOURS}{kind}" style="--tint:{tint:.0f}%"><button type="button" data-row="{best.number}">{key(look)}'
+            f"{html.escape(best.short)}<small>{number(best.us)} µs, {html.escape(lead)}</small></button></td>")  # fmt: skip
+
+
+FEW_CHARTS, FEW_CHANGES = 12, 8
+"""Charts of rows that did not change, and changes, that are shown at once; more are folded away."""
+
+
+def _changes(lines: Sequence[str]) -> list[str]:
+    """The largest changes, and the others behind a fold."""
+    found = [f'<ul class="changes">{"".join(lines[:FEW_CHANGES])}</ul>'] if lines else []
+    if rest := lines[FEW_CHANGES:]:
+        found.append(f'<details><summary>{len(rest)} smaller {"change" if len(rest) == 1 else "changes"}</summary>'
+                     f'<ul class="changes">{"".join(rest)}</ul></details>')  # fmt: skip
+    return found
+
+
+def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
+    """Rows that several files have, in order of their dates, with the changes that the samples bear out."""
+    where = {(row.file, row.op, row.problem, row.series, row.device): row for row in rows}
+    groups: dict[tuple[str, str, str], list] = {}
+    for one in history(files):
+        if len(one.points) > 1:
+            groups.setdefault((one.key[0], one.key[1], one.key[3]), []).append(one)
+    changed, steady, lines = [], [], []
+    for (op, problem, device), members in groups.items():
+        steps = sorted({(p.when, p.file) for one in members for p in one.points})
+        series, changes = [], False
+        for one in members:
+            name, marks = one.key[2], []
+            for point in one.points:
+                row = where[point.file, op, problem, name, device]
+                note = f"{point.change - 1:+.0%}" if point.change is not None else ""
+                text = f"{name} in {point.file} {point.when}: {number(point.us)} µs" + (f", changed {note}" if note else "")
+                marks.append(Mark(steps.index((point.when, point.file)) + 1, point.us, row.number, text, row.low, row.high, note))
+                if note:
+                    changes = True
+                    lines.append((abs(point.change - 1), f'<li><button type="button" data-row="{row.number}"><b>{note}</b> '
+                                  f"{html.escape(f'{name} {problem}, {point.file}, {device}')}</button></li>"))  # fmt: skip
+            series.append(Series(name.removeprefix(f"{op}_"), name, shown[op, name], marks, joined=True))
+        day = slice(11, 16) if len({when[:10] for when, _ in steps}) == 1 else slice(5, 10)  # the hour, where all are of one day
+        ticks = tuple((float(n + 1), when[day] or str(n + 1)) for n, (when, _) in enumerate(steps))
+        drawn = chart(f"{op} {problem}", series, Axis("files, by date", ticks, log=False), Axis("µs a call"), about=device)
+        (changed if changes else steady).append(drawn)
+    found = _changes([text for _, text in sorted(lines, reverse=True)])
+    if groups and not lines:
+        found.append("<p>Nothing changed.</p>")
+    found += charts(changed)
+    if len(steady) > FEW_CHARTS:
+        found.append(f"<details><summary>{len(steady)} problems without a change</summary>{''.join(charts(steady))}</details>")
+    else:
+        found += charts(steady)
+    return section(
+        "history", "History",
+        "Rows that several files have, in order of their dates, not to scale. A ring marks a change: more than 5&nbsp;%, and more than the "
+        f"samples' spread on both sides allows. {BARS}",
+        found, "No row is in two files or more, so there is no history.",
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""The times of kernels on a problem: cold and hot, captured and eager, side by side, taken in turn and audited.
+
+What `kernelbench bench` does. Every arm is the one that `compare` and `tune` race (`gristmill.bench.arms`), so there is one
+way of timing; what differs is that nothing is judged.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from gristmill.bench.compare import Watched, auditor, verified, why_not
+from gristmill.bench.place import Place
+from gristmill.bench.statistics.rounds import Heat
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+TIMINGS = ("graph,cold", "graph,hot", "eager,cold", "eager,hot")
+"""How calls can be timed, what deployment is like first: the first one that a kernel has is its time."""
+
+LEAST, MOST = 5, 64
+"""Rounds."""
+
+
+def kernel_rows(
+    op: Op, problem: Problem, kernels: Sequence[Kernel], here: Place, *, baseline: Kernel | None = None, seconds: float = 0.5,
+    all_timings: bool = True, seed: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each kernel; one that cannot run or is wrong has a reason instead of a time.
+
+    baseline: what speed-ups are against, timed in the same rounds. seconds: for each kernel, all its timings together.
+    all_timings: False for the first of TIMINGS alone.
+    """
+    rows = {kernel.name: _empty(op, problem, kernel) for kernel in kernels}
+    arms: dict[str, dict[str, Watched]] = {}
+    held = [*kernels, *([baseline] if baseline and baseline.name not in rows else [])]
+    for kernel in held:
+        row = rows.setdefault(kernel.name, _empty(op, problem, kernel))
+        config = None if why_not(kernel, problem, here) else dict(kernel.config(problem, here.target))
+        row["config"] = config
+        row["reason"] = why_not(kernel, problem, here)
+        if config is not None and (wrong := verified(op, kernel, config, problem, here.device or "cpu")):
+            row["reason"] = f"not timed: {wrong}"
+    fit = [kernel for kernel in held if not rows[kernel.name]["reason"]]
+    for kernel, timing, arm, wrong in _arms(op, problem, fit, rows, here, all_timings):
+        if arm is None:
+            rows[kernel.name]["reason"] = f"not timed: {wrong}"
+        else:
+            arms.setdefault(kernel.name, {})[timing] = Watched(arm)
+    racing = [watched for own in arms.values() for watched in own.values()]
+    if racing:
+        _race(racing, seconds * len(arms), seed)
+    for kernel in fit:
+        _fill(rows[kernel.name], op, problem, here, arms.get(kernel.name, {}))
+    if baseline is not None:
+        _hold(rows, baseline.name)
+    return [rows[kernel.name] for kernel in held]
+
+
+def _empty(op: Op, problem: Problem, kernel: Kernel) -> dict[str, Any]:
+    return {
+        "op": op.name, "problem": str(problem), "kernel": kernel.name, "us": None, "spread": None, "timing": None, "times": {},
+        "gbs": None, "tflops": None, "fraction_of_floor": None, "bound": None, "error": None,
+        "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "reason": "", "config": None, "samples": (),
+    }  # fmt: skip
+
+
+def _arms(op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, Any], here: Place, all_timings: bool) -> Any:
+    """(kernel, timing, arm or None, what was wrong) of everything that is timed."""
+    from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
+
+    device = here.device or "cpu"
+    for hot in (False, True) if all_timings else (False,):
+        rotations = shared_rotations(op, problem, device, kernels, hot=hot)
+        for kernel in kernels:
+            for eager in (False, True) if all_timings and device != "cpu" and kernel.capturable else (False,):
+                if rows[kernel.name]["reason"]:
+                    continue  # one of its other timings was wrong
+                try:
+                    arm = KernelArm(kernel, rows[kernel.name]["config"], rotations[kernel.name], eager=eager)
+                except WrongResultError as error:
+                    yield kernel, "", None, str(error)
+                    continue
+                arm.name = f"{kernel.name} {arm.timing}"
+                yield kernel, arm.timing, arm, ""
+
+
+def _race(arms: Sequence[Watched], seconds: float, seed: int) -> None:
+    chance = random.Random(seed)
+    heat = Heat(arms, between=auditor(arms, chance))
+    heat.run(LEAST, chance)
+    while heat.seconds < seconds and heat.rounds < MOST:
+        heat.run(2, chance)
+    for arm in arms:
+        arm.times = heat.times[arm.name]
+        arm.audit(last=True)
+
+
+def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[str, Watched]) -> None:
+    from gristmill.autotune.floor import ceilings
+    from gristmill.autotune.timing import summarize
+
+    if wrong := next((watched.wrong for watched in own.values() if watched.wrong), ""):
+        row["reason"] = f"WRONG: {wrong}"
+    if row["reason"] or not own:
+        return
+    for timing in TIMINGS:
+        if timing in own:
+            measured = summarize(own[timing].times)
+            row["times"][timing] = {"us": measured.us, "spread": measured.spread, "samples": measured.samples}
+    timing = next(iter(row["times"]))
+    limits, cost, us = ceilings(here.device or "cpu"), op.cost(problem), row["times"][timing]["us"]
+    row |= {
+        "timing": timing, **row["times"][timing], "gbs": cost.bytes / us / 1e3, "tflops": cost.flops / us / 1e6,
+        "bound": limits.bound(cost), "fraction_of_floor": limits.floor_us(cost) / us,
+        "error": max(watched.arm.error for watched in own.values()),
+    }  # fmt: skip
+
+
+def _hold(rows: dict[str, dict[str, Any]], baseline: str) -> None:
+    """How many times faster than the baseline each row is: the median over rounds that timed both."""
+    base = rows[baseline]
+    for row in rows.values():
+        row["baseline"] = baseline
+        if row["us"] is None or base["us"] is None:
+            continue
+        pairs = zip(row["samples"], base["samples"], strict=True)
+        row["speedup"] = math.exp(statistics.median(math.log(at / us) for us, at in pairs))

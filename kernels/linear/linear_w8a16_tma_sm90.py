@@ -1,0 +1,24 @@
+"""Weight-only linear of 8-bit weights in CUDA C++ for Hopper at M > 16 (`_linear_frag16_tma_sm90.cuh`), over frag16 tiles.
+
+int8 in groups of 128 or a row, as two planes of nibbles; FP8 (E4M3) under a scale of the tensor, of a row or of a 128 x 128 block.
+As linear_w4a16_tma_sm90 in everything else.
+"""
+
+from __future__ import annotations
+
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.linear.linear_w4a16_tma_sm90 import kernel, refusal
+
+
+def accepts(problem: Problem) -> str | None:
+    """8-bit weights with half-precision activations."""
+    return refusal(problem, bits=8)
+
+
+KERNEL = kernel(
+    "linear_w8a16_tma_sm90",
+    "8-bit weights",
+    ("w8_frag16_v1",),
+    ("_linear_w8a16_int8_tma_sm90.cu", "_linear_w8a16_fp8_tma_sm90.cu"),
+    accepts,
+)

@@ -1,0 +1,41 @@
+"""Quantized weights for tests, verification and benchmarks: also those that a tensor-parallel cut left inside a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.kernel_registry.scheme import QuantScheme
+
+
+def misfit(scheme: str, k: int, act_order: bool) -> str | None:
+    """What keeps a weight of `scheme` with k columns from having groups in any order; None if nothing does."""
+    if act_order and QuantScheme.parse(scheme).granularity not in ("group", "block"):
+        return f"act_order orders groups of columns, and {scheme} has none; expected a scheme such as int4_g128"
+    if act_order and k < 2:
+        return f"act_order needs at least 2 columns to order, got k={k}"
+    return None
+
+
+def quantized(weight: Any, scheme: QuantScheme, act_order: bool, generator: Any) -> Any:
+    """weight [..., N, K], rounded to nearest, as a QuantTensor. K need not be a multiple of the group.
+
+    A K that is none is what a cut across the columns leaves: the weight is quantized with a whole last group and cut.
+    With act_order, integer groups are in any order; other formats, and few columns, get a cut inside the first group.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    from gristmill.quant.rtn import quantize
+
+    k, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
+    if act_order and scheme.is_integer and k > size:
+        whole = -(-k // size) * size
+        order = torch.randperm(whole, generator=generator).to(weight.device)
+        full = quantize(pad(weight, (0, whole - k)), scheme, g_idx=torch.arange(whole, device=weight.device)[order] // size)
+        start = 0
+    else:
+        start = size - min(size, k) // 2 if act_order else 0
+        multiple = size if act_order else scheme.requires_k_multiple
+        whole = -(-(start + k) // multiple) * multiple
+        full = quantize(pad(weight, (start, whole - start - k)), scheme)
+    return full if whole == k else full.narrow(-1, start, k)

@@ -1,0 +1,194 @@
+"""How a layer's linear weights are rounded: to nearest, by GPTQ, or by AWQ's scaled channels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.quant import QuantTensor
+from gristmill.quant.formats import Format
+from gristmill.quant.formats.writers import Writer
+from gristmill.quant.gptq import Factor, gptq, search_scales
+from gristmill.runtime.errors import CheckpointError, UsageError
+from gristmill.runtime.loader.weights import Weight
+from gristmill.runtime.quantizing.folds import folds, search_and_fold
+from gristmill.runtime.quantizing.moments import Moments
+from gristmill.runtime.quantizing.stream import LayerStream
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A layer's rounded linears by module, on the CPU, and other tensors that are no longer what they were, by name."""
+
+    weights: Mapping[str, QuantTensor]
+    changed: Mapping[str, Tensor]
+
+
+class Method(Protocol):
+    """A way to round. `identity`: the options that results depend on. `notes`: what was not done as asked, and why."""
+
+    identity: Mapping[str, Any]
+    notes: list[str]
+
+    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+        """The linears of layer `index`; layers come in order, each followed by `advance`."""
+        ...
+
+    def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
+        """Layer `index` is written, as these tensors of this format."""
+        ...
+
+
+class RoundToNearest:
+    """Every weight on its own."""
+
+    def __init__(self) -> None:
+        self.identity: Mapping[str, Any] = {"method": "rtn"}
+        self.notes: list[str] = []
+
+    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+        modules = linears(weights)
+        return Rounded({module: nearest(target, module, tensors[f"{module}.weight"]) for module in modules}, {})
+
+    def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
+        """Nothing depends on what came before."""
+
+
+@dataclass
+class Calibrated:
+    """What methods share that look at inputs: windows of tokens that go through the layers as they are written.
+
+    tokens: from the first token of the first window on. device: where layers run and are rounded.
+
+    Raises:
+        UsageError: those of `LayerStream`.
+    """
+
+    directory: str | Path
+    tokens: Sequence[int]
+    window: int = 512
+    windows: int = 64
+    device: str = "cpu"
+    policy: Policy | None = None
+    notes: list[str] = field(default_factory=list)
+    name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        self.stream = LayerStream(self.directory, self.tokens, self.window, self.windows, self.device, self.policy)
+        used = self.tokens[: self.window * self.windows]
+        digest = hashlib.sha256(torch.tensor(used, dtype=torch.int64).numpy().tobytes()).hexdigest()
+        self.identity: dict[str, Any] = {
+            "method": self.name, "calibration": digest[:16], "window": self.window, "windows": self.windows, "device": self.device,
+        }  # fmt: skip
+
+    def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
+        """Take the windows through the layer as it will be served."""
+        if index + 1 < self.stream.config.num_layers:
+            self.stream.advance(index, tensors, stored)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.stream.plans.device)
+
+
+@dataclass
+class Gptq(Calibrated):
+    """GPTQ on searched scales. A linear that saw fewer tokens than it has inputs (an expert that is seldom chosen) is rounded to
+    nearest, and noted: its Hessian has no full rank, and GPTQ would fit those few tokens at the expense of all others.
+
+    act_order: take the columns of largest energy first.
+    """
+
+    act_order: bool = True
+    damping: float = 0.01
+    name: ClassVar[str] = "gptq"
+    _last: tuple[Tensor, Factor] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.identity |= {"act-order": self.act_order, "damping": self.damping}
+
+    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+        moments = self.stream.moments(index, tensors)
+        return Rounded({m: self._one(m, tensors[f"{m}.weight"], moments, target) for m in linears(weights)}, {})
+
+    def _one(self, module: str, stored: Tensor, moments: Moments, target: Writer) -> QuantTensor:
+        weight = self._placed(stored).float()
+        start = nearest(target, module, weight)
+        if start.scheme.minimums:
+            raise UsageError(f"GPTQ does not round {start.scheme}: schemes with minimums are rounded to nearest or by AWQ")
+        seen, needed = moments.tokens.get(module, 0), weight.shape[1]
+        if seen < needed:
+            self.notes.append(f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ wants {needed}")
+            return start.to("cpu")
+        hessian = moments.sums[module]
+        if start.scheme.bits < 8:  # of 8 bits, a clipped weight loses more than finer steps save
+            start = search_scales(weight, hessian, start)
+        return gptq(weight, self._factor(hessian), start).to("cpu")
+
+    def _factor(self, hessian: Tensor) -> Factor:
+        """Of the last Hessian asked for: q, k and v have one."""
+        if self._last is None or self._last[0] is not hessian:
+            self._last = (hessian, Factor.of(hessian, self.act_order, self.damping))
+        return self._last[1]
+
+
+@dataclass
+class Awq(Calibrated):
+    """Channels scaled by AWQ, scales folded into what stands before; then to nearest, on scales that are clipped where it helps."""
+
+    name: ClassVar[str] = "awq"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for index in range(self.stream.config.num_layers):
+            folds(self.stream.config, index, self.stream.weights_of(index))  # refuses before anything is done
+
+    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+        moments, scaled = self.stream.moments(index, tensors), dict(tensors)
+        found = folds(self.stream.config, index, tuple(weights))
+        search_and_fold(found, scaled, moments, target.quantize)
+        made = {}
+        for module in linears(weights):
+            weight = self._placed(scaled.pop(f"{module}.weight")).float()
+            start, hessian = nearest(target, module, weight), moments.sums.get(module)
+            if hessian is None:
+                self.notes.append(f"{module}: rounded to nearest: no calibration token reached it")
+            made[module] = (start if hessian is None else search_scales(weight, hessian, start)).to("cpu")
+        return Rounded(made, {name: tensor for name, tensor in scaled.items() if tensor is not tensors[name]})
+
+
+def linears(weights: Sequence[Weight]) -> list[str]:
+    """The modules that are quantized, in the table's order."""
+    return [name for weight in weights if weight.kind == "linear" for name in weight.part_names()]
+
+
+def nearest(target: Writer, module: str, weight: Tensor) -> QuantTensor:
+    """A weight rounded to nearest; CheckpointError names the module where the format cannot hold it."""
+    try:
+        return target.quantize(weight)
+    except ValueError as error:
+        raise CheckpointError(f"{module}.weight: {error}") from error
+
+
+METHODS = ("rtn", "gptq", "awq")
+
+
+def make_method(
+    name: str, directory: str | Path, tokens: Sequence[int] | None = None, *, window: int = 512, windows: int = 64,
+    device: str = "cpu", policy: Policy | None = None, act_order: bool = True,
+) -> Method:  # fmt: skip
+    """A method by its name; UsageError for an unknown one, or one that needs calibration tokens and has none."""
+    if name == "rtn" and tokens is None:
+        return RoundToNearest()
+    if name not in METHODS or (name == "rtn") != (tokens is None):
+        raise UsageError(f"method {name!r}: rtn takes no calibration tokens, gptq and awq need them")
+    if name == "awq":
+        return Awq(directory, tokens or (), window, windows, device, policy)
+    return Gptq(directory, tokens or (), window, windows, device, policy, act_order=act_order)

@@ -1,0 +1,128 @@
+"""Calibration tokens on their way through a model: hidden states before one layer after another, never more than a layer in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats import Format, Tensors
+from gristmill.runtime.batch import make_batch
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.evaluate import windows_at_once
+from gristmill.runtime.kv_cache import blocks_needed
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.config import load_config
+from gristmill.runtime.loader.load import parse_device
+from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.models import make_layer, model_table
+from gristmill.runtime.quantizing.moments import Moments, watch
+from gristmill.runtime.scheduler import ScheduledRequest
+
+BLOCK_SIZE = 16
+
+
+class LayerStream:
+    """Windows of tokens before a layer, in float32, and the layers that they go through.
+
+    Layer i is made of the tensors that it is given: of the checkpoint to see what its linears see (`moments`), and as it was
+    written to go on (`advance`), so that layer i + 1 sees the inputs that it will get when the model is served.
+
+    Raises:
+        UsageError: too few tokens, a token that is not in the vocabulary, a window longer than the model's positions, a model
+            whose experts are in one tensor (gpt-oss), or no such device.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        tokens: Sequence[int],
+        window: int = 512,
+        windows: int = 64,
+        device: str = "cpu",
+        policy: Policy | None = None,
+    ) -> None:
+        self.config = load_config(directory)
+        self.table = model_table(self.config)
+        if window < 2 or windows < 1 or len(tokens) < window * windows:
+            raise UsageError(f"calibration wants {windows} windows of {window} tokens, got {len(tokens)} tokens")
+        if window > self.config.max_position:
+            raise UsageError(f"a calibration window of {window} tokens is longer than the model's {self.config.max_position}")
+        if max(tokens[: window * windows]) >= self.config.vocab_size:
+            raise UsageError(f"token ids must be below the vocabulary's size {self.config.vocab_size}: these tokens are another model's")
+        if any(weight.stacked for weight in self.table.weights):
+            raise UsageError(f"{self.config.architecture} has its experts in one tensor, which is not calibrated")
+        self.directory = Path(directory)
+        self.plans = _Passing(parse_device(device), torch.float32, policy)
+        self.rope = Rope(self.plans, self.config)
+        at_once, each = windows_at_once(self.plans.device, window, windows, windows), blocks_needed(window, BLOCK_SIZE)
+        # Layers do not look at the tokens, and each window is read as a whole: one batch and one cache serve all steps.
+        entries = [
+            ScheduledRequest(f"window {i}", 0, window, False, [0] * window, list(range(i * each, (i + 1) * each)), [])
+            for i in range(at_once)
+        ]
+        self.batch = make_batch(entries, BLOCK_SIZE, self.plans.device, all_rows=True)
+        one = replace(self.config, num_layers=1)
+        self.cache = PagedCache(one, at_once * each, BLOCK_SIZE, torch.float32, self.plans.device).layers[0]
+        self.states = self._embedded(tokens, at_once * window, windows // at_once)
+
+    def weights_of(self, index: int) -> tuple[Weight, ...]:
+        """The table's entries of a layer."""
+        return tuple(weight for weight in self.table.weights if weight.target.startswith(f"layers.{index}."))
+
+    @torch.inference_mode()
+    def moments(self, index: int, tensors: Mapping[str, Tensor]) -> Moments:
+        """What the linears of layer `index` see, made of float `tensors`; the windows stay where they are."""
+        layer = self._layer(index, tensors, None)
+        found = watch(layer, self.weights_of(index), tensors)
+        for x, residual in self.states:
+            layer(x.clone(), residual.clone(), self.batch, self.cache)
+        return found
+
+    @torch.inference_mode()
+    def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format | None = None) -> None:
+        """Move the windows behind layer `index`, made of `tensors` in the format `stored` (None: floats)."""
+        layer = self._layer(index, tensors, stored)
+        self.states = [(layer(x, residual, self.batch, self.cache), residual) for x, residual in self.states]
+
+    def _layer(self, index: int, tensors: Mapping[str, Tensor], stored: Format | None) -> Any:
+        source = _Held(tensors, self.directory)
+        dense = None if stored is None else QuantScheme.parse("fp32")
+        weights = Weights(
+            source, WeightTable(self.weights_of(index)), torch.float32, self.plans.device, dense, stored  # type: ignore[arg-type]
+        )
+        return make_layer(self.config, weights, self.plans, index, self.rope)
+
+    def _embedded(self, tokens: Sequence[int], length: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+        (entry,) = (weight for weight in self.table.weights if weight.target == "embedding")
+        matrix = Checkpoint(self.directory).read(entry.sources[0], (entry.rows[0], entry.columns or 0))
+        found = []
+        for i in range(steps):
+            ids = torch.tensor(tokens[i * length : (i + 1) * length])
+            x = matrix[ids].to(device=self.plans.device, dtype=torch.float32)
+            found.append((x, torch.zeros_like(x)))
+        return found
+
+
+class _Passing(Plans):
+    """Plans of layers that come and go: nobody holds their weights."""
+
+    def own(self, *tensors: Tensor | None) -> None:
+        """Nothing is counted."""
+
+
+class _Held(Tensors):
+    """Tensors in memory in place of a directory's."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
+        super().__init__(tensors)
+        self.directory = directory

@@ -1,0 +1,123 @@
+"""A folder that is being written, layer by layer, by a run that may be killed: what is whole stays, and the same run goes on from it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.loader.checkpoint import read_header
+from gristmill.runtime.loader.config import read_json
+
+RUN, LOCK, NOTES = "run.json", "lock", "notes.json"
+
+
+class Unfinished:
+    """`.NAME.unfinished` beside `out`, which becomes `out` in the end.
+
+    Parts are safetensors files that appear whole; a run that ends early leaves them. identity: what they depend on, option by
+    option: a folder with another one is refused, naming the options. As a context manager: a `UsageError` (a fault of the
+    arguments or of the source, which another run would meet again) removes the folder, any other end keeps it.
+
+    Raises:
+        UsageError: the folder cannot be made, is in use by another process, or was begun with other options.
+    """
+
+    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
+        self.out = out
+        self.folder = out.parent / f".{out.name}.unfinished"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise UsageError(f"cannot write to {out.parent}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check(json.loads(json.dumps(dict(identity))))
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UsageError(f"{out} is being written by another process") from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, UsageError):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def read(self, part: str) -> dict[str, Tensor] | None:
+        """The tensors of a part; None when it was not written yet."""
+        path = self._path(part)
+        if not path.exists():
+            return None
+        read_header(path)  # a file that a full disk cut short is refused by name
+        return load_file(path)
+
+    def write(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a part in one step."""
+        path = self._path(part)
+        temporary = path.with_suffix(".writing")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+
+    def notes(self, new: Sequence[str] = ()) -> list[str]:
+        """What earlier runs and this one noted, `new` included, each once."""
+        path = self.folder / NOTES
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        found = list(dict.fromkeys([*known, *new]))
+        if found != known:
+            _replace(path, json.dumps(found, indent=1))
+        return found
+
+    def parts(self) -> list[Path]:
+        """The files of all parts, by name."""
+        return sorted(self.folder.glob("part-*.safetensors"))
+
+    def finish(self) -> None:
+        """Give the folder its name; UsageError when something is there by now."""
+        for name in (RUN, LOCK, NOTES):
+            (self.folder / name).unlink(missing_ok=True)
+        for stale in self.folder.glob("*.writing"):
+            stale.unlink()
+        try:
+            self.folder.rename(self.out)
+        except OSError as error:
+            raise UsageError(f"{self.out} came to be while it was written, or cannot be made: {error.strerror or error}") from error
+
+    def _path(self, part: str) -> Path:
+        return self.folder / f"part-{part}.safetensors"
+
+    def _check(self, identity: dict[str, Any]) -> None:
+        path = self.folder / RUN
+        if not path.exists():
+            _replace(path, json.dumps(identity, indent=1))
+            return
+        before = read_json(path)
+        other = [
+            f"{name} {before.get(name)}, not {identity.get(name)}"
+            for name in sorted(before.keys() | identity.keys()) if before.get(name) != identity.get(name)
+        ]  # fmt: skip
+        if other:
+            raise UsageError(
+                f"{self.folder} was begun with {'; '.join(other)}: run with the same options to go on, or delete that folder"
+            )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step."""
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

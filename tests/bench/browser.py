@@ -1,0 +1,80 @@
+"""A page in a real headless Chromium, and what is wrong with it: serious findings of axe-core, horizontal overflow, errors on
+the console, requests to any network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+LOCAL = ("file:", "data:", "blob:", "about:")
+
+
+def missing() -> str:
+    """What is not installed, in words; "" if nothing is."""
+    lacks = [] if _chromium() else ["chromium"]
+    lacks += [name for name in ("playwright", "axe_playwright_python") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(lacks)}; ci/browser.sh installs it" if lacks else ""
+
+
+def _chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=_chromium(), args=FLAGS)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+@dataclass
+class Opened:
+    """A page that was opened, and what it has done wrong so far: errors on its console, requests to a network."""
+
+    page: Any
+    heard: list[str] = field(default_factory=list)
+
+    def faults(self, axe: bool = True) -> list[str]:
+        """All that is wrong with the page as it stands, a line each."""
+        found = list(self.heard)
+        width, content = self.page.evaluate("[document.documentElement.clientWidth, document.documentElement.scrollWidth]")
+        if content > width:
+            found.append(f"overflow: {content} pixels wide in {width}")
+        if axe:
+            from axe_playwright_python.sync_playwright import Axe
+
+            answer = Axe().run(self.page).response
+            assert answer["passes"], "axe-core looked at nothing"
+            for one in answer["violations"]:
+                if one["impact"] in ("serious", "critical"):
+                    found.append(f"axe: {one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}: {one['nodes'][0]['failureSummary']}")
+        return found
+
+
+@contextmanager
+def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[Opened]:
+    """A page in a window `width` pixels wide. scheme: ``light`` or ``dark``."""
+    context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    try:
+        found = Opened(context.new_page())
+        found.page.on("console", lambda said: said.type == "error" and found.heard.append(f"console: {said.text}"))
+        found.page.on("pageerror", lambda error: found.heard.append(f"console: {error}"))
+        found.page.on("request", lambda asked: asked.url.startswith(LOCAL) or found.heard.append(f"network: {asked.url}"))
+        found.page.goto(path.resolve().as_uri())
+        yield found
+    finally:
+        context.close()

@@ -1,0 +1,144 @@
+"""bench and compare: timings side by side, speed-ups, gaps by name, suites and models, and what a wrong kernel gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from gristmill.bench.arms import timing_name
+from gristmill.bench.cli import cli
+from gristmill.bench.place import place
+from gristmill.bench.problems import asked, baseline_of, chosen, missing_peers
+from gristmill.bench.shapes import MIXES, calls, load_config
+from gristmill.bench.suites import SuiteError, expand, load_suite, suite_names
+from gristmill.bench.timings import kernel_rows
+from gristmill.kernel_registry.registry import UnknownError, default_registry
+from tests.bench import cheats
+
+OP = default_registry().op("rms_norm")
+
+
+@pytest.fixture(autouse=True)
+def own_store(policy_file):
+    policy_file()
+    cheats.leave()
+    yield
+    cheats.leave()
+
+
+def answer(*arguments: str) -> list[dict]:
+    done = CliRunner().invoke(cli, [*arguments, "--target", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_cold_and_hot_stand_side_by_side_with_a_speed_up(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    rows = answer("bench", "rms_norm", "--problem", "m=256|512,n=4096", "--kernels", "rms_norm_cpu", "--baseline", "*_torch",
+                  "--seconds", "0.05", "--results", str(path))  # fmt: skip
+    assert [(r["problem"], r["kernel"]) for r in rows] == [
+        (f"m={m},n=4096", name) for m in (256, 512) for name in ("rms_norm_cpu", "rms_norm_torch")]  # fmt: skip
+    for row in rows:
+        assert row["times"].keys() == {"eager,cold", "eager,hot"} and row["timing"] == "eager,cold"
+        assert row["us"] == row["times"]["eager,cold"]["us"] and row["baseline"] == "rms_norm_torch"
+        assert row["bound"] == "memory" and row["fraction_of_floor"] > 0 and row["error"] is not None
+    assert all(row["speedup"] == pytest.approx(1.0) for row in rows if row["kernel"] == "rms_norm_torch")
+    assert all(row["speedup"] > 1.2 for row in rows if row["kernel"] == "rms_norm_cpu")  # fused, against five passes
+    kept = json.loads(path.read_text())["rows"][0]
+    assert len(kept["samples"]) >= 5 and len(kept["times"]["eager,hot"]["samples"]) == len(kept["samples"])
+
+
+def test_quick_times_what_is_deployed_alone() -> None:
+    rows = answer("bench", "rms_norm", "--problem", "m=4,n=256", "--seconds", "0.05", "--quick")
+    assert all(row["times"].keys() == {"eager,cold"} for row in rows)
+
+
+def test_a_kernel_that_cheats_has_a_reason_and_no_time() -> None:
+    cheat = cheats.kernel(cheats.results_cached_by_pointer)
+    honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
+    rows = kernel_rows(OP, OP.problem("m=64,n=2048"), [cheat, honest], place("cpu"), baseline=cheat, seconds=0.05)
+    assert rows[0]["us"] is None and "over the tolerance" in rows[0]["reason"] and rows[0]["times"] == {}
+    assert rows[1]["us"] > 0 and rows[1]["speedup"] is None  # there is no baseline left
+
+
+def test_a_kernel_caught_late_loses_its_time_too() -> None:
+    cheat = cheats.kernel(cheats.writes_skipped_after_a_while)
+    row = kernel_rows(OP, OP.problem("m=64,n=2048"), [cheat], place("cpu"), seconds=0.05)[0]
+    assert row["us"] is None and "error inf" in row["reason"]
+
+
+def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, here = default_registry().op("linear"), place("h200")
+    gaps = {kernel.name for kernel in missing_peers(op, here)}
+    assert "linear_humming" in gaps and all(default_registry().kernel("linear", name).provider != "gristmill" for name in gaps)
+    assert gaps <= {kernel.name for kernel in chosen([op], None, here)["linear"]}
+    rows = answer("bench", "linear", "--problem", "m=1,n=64,k=128,w=int4_g128", "--kernels", "linear_humming,linear_cpu", "--seconds", "0.05")
+    assert rows[0]["us"] is None and rows[0]["reason"] and rows[1]["us"] > 0
+
+
+def test_problems_may_be_written_together() -> None:
+    assert expand("m=1|16,n=4,w=a|b") == ["m=1,n=4,w=a", "m=1,n=4,w=b", "m=16,n=4,w=a", "m=16,n=4,w=b"]
+
+
+def test_every_shipped_suite_loads_and_has_no_problem_twice() -> None:
+    for name in suite_names():
+        suite = load_suite(name)
+        assert suite.what and suite.problems and len(set(suite.problems)) == len(suite.problems), name
+        assert not any(problem.open_axes for _, problem in suite.problems), name
+
+
+def test_a_suite_of_ones_own_and_its_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"what": "x", "problems": {"rms_norm": ["m=1|2,n=64"]}}')
+    rows = answer("bench", "--suite", str(path), "--kernels", "*_cpu", "--seconds", "0.05")
+    assert [row["problem"] for row in rows] == ["m=1,n=64", "m=2,n=64"]
+    for text, complaint in (("{", "line 1"), ("[]", "expected {"), ('{"problems": {"rms_norm": "m=1"}}', "expected {")):
+        path.write_text(text)
+        with pytest.raises(SuiteError, match=complaint):
+            load_suite(str(path))
+    with pytest.raises(SuiteError, match="one of attention_decode"):
+        load_suite("no_such_suite")
+
+
+def test_a_models_calls_are_asked_once_each_with_their_weight() -> None:
+    found = asked(None, (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
+    assert len({(one.op.name, str(one.problem)) for one in found}) == len(found)
+    assert {"linear", "paged_attention", "sample", "rms_norm"} <= {one.op.name for one in found} and all(one.weight for one in found)
+    only = asked("linear", (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
+    assert only and {one.op.name for one in only} == {"linear"}
+
+
+def test_bench_and_compare_take_a_model(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "intermediate_size": 128}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    arguments = ("--model", str(path), "--tp", "2", "--decode", "2x16", "--kernels", "*_cpu")
+    rows = answer("bench", *arguments, "--seconds", "0.02", "--quick")
+    assert all(row["us"] > 0 and row["weight"] >= 1 for row in rows) and len({row["op"] for row in rows}) > 5
+    verdicts = answer("compare", "rms_norm", *arguments, "--baseline", "*_torch", "--seconds", "0.5")
+    assert [(row["kernel"], row["baseline"]) for row in verdicts] == [("rms_norm_cpu", "rms_norm_torch")]
+
+
+def test_mistakes_are_named() -> None:
+    here, linear = place("cpu"), default_registry().op("linear")
+    with pytest.raises(click.UsageError, match="give one of them"):
+        asked("rms_norm", ("m=1,n=4",), "examples", ())
+    with pytest.raises(click.UsageError, match="name an operation, a suite"):
+        asked(None, (), None, ())
+    with pytest.raises(click.UsageError, match="no problem of sample in norms"):
+        asked("sample", (), "norms", ())
+    with pytest.raises(UnknownError, match="no kernel of rms_norm, linear matches 'rms_nrom'"):
+        chosen([OP, linear], "rms_nrom", here)
+    dense, packed = linear.problem("m=1,n=64,k=128"), linear.problem("m=1,n=64,k=128,w=int4_g128")
+    assert baseline_of(linear, dense, "*_torch", here).name == "linear_torch"
+    assert baseline_of(linear, packed, "*_torch", here).name == "linear_dequant_torch"
+
+
+def test_names_of_timings() -> None:
+    assert [timing_name(captured, hot) for captured in (True, False) for hot in (False, True)] == [
+        "graph,cold", "graph,hot", "eager,cold", "eager,hot"]  # fmt: skip

@@ -1,0 +1,134 @@
+"""The many-row kernels over frag16 tiles without a GPU: what they take, configurations that fit, the library's own arithmetic."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import frag16_tma_shapes as shapes
+from gristmill.kernels.linear import linear_w4a16_tma_sm90 as spec
+from gristmill.kernels.linear import linear_w8a16_tma_sm90 as wide
+from gristmill.kernels.linear.frag16_shapes import format_of
+from gristmill.kernels.native import cuda_function, library_dir
+
+OP = default_registry().op("linear")
+TARGET = Target.parse("sm_90")
+FOLDER = Path(spec.__file__).parent
+SCHEMES = tuple(
+    scheme for name in ("w4", "f4", "w8") for scheme in default_registry().layout(f"{name}_frag16_v1").schemes
+)
+FORMATS = tuple(dict.fromkeys(format_of(QuantScheme.parse(scheme)) for scheme in SCHEMES))
+needs_library = pytest.mark.skipif(
+    not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(), reason="the CUDA library is not built: needs nvcc"
+)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("m=1,n=64,k=256,w=int4_g128", None),
+        ("m=100000,n=17,k=128,x=fp16,w=int4_g128,epilogue=bias+residual+silu_mul", None),
+        ("m=0,n=64,k=256,w=int4_g128", None),
+        ("m=64,n=64,k=256,w=int4_g64_zp,act_order=true", None),
+        ("m=64,n=64,k=208,w=nvfp4", None),
+        ("m=64,n=64,k=129,w=int4_ch", None),
+        ("m=64,n=64,k=256,x=fp32,w=int4_g128", "fp16 or bf16"),
+        ("m=64,n=64,k=256,w=int8_ch", "4 bits, not int8_ch"),
+        ("m=64,n=64,k=256,w=nvfp4.nvfp4", "weight-only"),
+    ],
+)
+def test_accepts(problem: str, reason: str | None) -> None:
+    said = spec.accepts(OP.problem(problem))
+    assert said is None if reason is None else said is not None and reason in said
+
+
+def test_every_scheme_that_is_accepted_has_a_layout() -> None:
+    for kernel in (spec.KERNEL, wide.KERNEL):
+        layouts = [default_registry().layout(name) for name in kernel.layouts]
+        for scheme in SCHEMES:
+            taken = kernel.accepts(OP.problem(f"m=64,n=64,k=256,w={scheme}")) is None
+            assert taken == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
+
+
+def test_hardware_is_hopper_alone() -> None:
+    for name in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942"):
+        assert spec.KERNEL.requires.check_hardware(Target.parse(name)), name
+    assert not spec.KERNEL.requires.check_hardware(TARGET)
+
+
+@pytest.mark.parametrize("m", [0, 1, 17, 64, 65, 128, 257, 1000, 4096, 20000])
+@pytest.mark.parametrize(("n", "k"), [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096)])
+@pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4", "int4_g32_zp"])
+def test_the_default_is_the_first_to_try_and_says_its_workspace(scheme: str, m: int, n: int, k: int) -> None:
+    problem = OP.problem(f"m={m},n={n},k={k},w={scheme}")
+    config = spec.config(problem, TARGET)
+    assert config == next(iter(spec.space(problem, TARGET)))
+    estimate = spec.estimate(problem, TARGET)
+    assert estimate is not None and 0 < estimate < 1e5
+    room = spec.workspace(problem, config)
+    assert room.bytes == shapes.scratch_bytes(config) and room.zeroed == bool(config["even"])
+    assert room.bytes < 1 << 25
+
+
+def test_the_instances_are_those_of_the_source() -> None:
+    text = (FOLDER / "_linear_frag16_tma_entry_sm90.h").read_text(encoding="utf-8")
+    for name, expected in (("GM_FEW", shapes.FEW), ("GM_ALL", shapes.ALL[len(shapes.FEW) :])):
+        listed = re.search(rf"#define {name}\(S, \.\.\.\)(.*?)\n(?:#define|\n)", text, re.S)
+        assert listed is not None
+        found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])]
+        assert found == [tuple(shape) for shape in expected]
+    keys = [(s.mt, s.c) for s in shapes.ALL]
+    assert len(set(keys)) == len(keys), "an instance is found by these two"
+
+
+def _call(form: str = "int4_g128", **changed: int) -> int:
+    from gristmill.kernels.linear._frag16_launch import TMA_ARGUMENTS
+
+    given = {"m": 64, "n": 64, "k": 256, "ldx": 256, "dtype": 2, "scales": 2, "mt": 64, "c": 2, "split": 1, "grid": 132,
+             "raster": 1, "even": 0, "device": -1} | changed  # fmt: skip
+    entry = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)
+    return int(entry(None, None, given["ldx"], *[None] * 5, given["m"], given["n"], given["k"], given["dtype"], given["scales"],
+                     given["mt"], given["c"], given["split"], given["grid"], given["raster"], given["even"],
+                     1, given["device"], None))  # fmt: skip
+
+
+@needs_library
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
+    for dtype, x in ((2, "bf16"), (1, "fp16")):
+        for shape in shapes.shapes_of(form, x):
+            for scales in (1, 2):
+                size = _call(form.name, mt=shape.mt, c=shape.c, dtype=dtype, scales=scales)
+                slots = shape.ws4 if form.tile_bytes < 2000 else shape.ws8
+                rings = shape.xs * shape.mt * 128 + slots * shape.c * 4 * form.tile_bytes
+                sums = shape.mt * shape.c * 256  # of a cluster's CTAs, in the place of the rings
+                assert sums <= rings < size and (size + 1024) * shape.ctas <= 228 * 1024, shape
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"mt": 48}, -5),
+        ({"c": 3}, -5),
+        ({"split": 3}, -5),
+        ({"mt": 32, "split": 8}, -5),
+        ({"grid": 0}, -5),
+        ({"grid": 5000}, -5),
+        ({"raster": 0}, -5),
+        ({"m": -1}, -2),
+        ({"k": 0}, -2),
+        ({"n": 0}, -2),
+        ({"ldx": 250}, -2),
+        ({"ldx": 260}, -2),
+        ({"dtype": 0}, -1),
+        ({"scales": 3}, -1),
+    ],
+)
+def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
+    assert _call(**changed) == code
