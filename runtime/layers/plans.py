@@ -23,7 +23,8 @@ LAYOUT_SIZES = (1, 16, 256)
 class Plans:
     """Binds plans on `device` under `policy` (None: the one GRISTMILL_POLICY names), one for each (op, static problem).
 
-    dtype: of activations. Every plan is remembered: `bound` is what `explain` reports and what `prepare` warms up.
+    dtype: of activations. Every plan is remembered: `bound` is what `explain` reports and what `prepare` warms up. owned: the
+    parameters, packed as they are.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, policy: Policy | None = None) -> None:
@@ -31,7 +32,7 @@ class Plans:
         self.dtype = dtype
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[str, str, frozenset[str] | None], BoundPlan] = {}
-        self._owned: list[Tensor] = []
+        self.owned: list[Tensor] = []
         self._layouts: dict[tuple[str, frozenset[str]], frozenset[str]] = {}
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
@@ -43,12 +44,12 @@ class Plans:
 
     def own(self, *tensors: Tensor | None) -> None:
         """Count these parameters among the model's resident weights."""
-        self._owned += [tensor for tensor in tensors if tensor is not None]
+        self.owned += [tensor for tensor in tensors if tensor is not None]
 
     @property
     def weight_bytes(self) -> int:
         """Resident bytes of all parameters, packed as they are; memory that two of them share counts once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._owned}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.owned}
         return sum(storages.values())
 
     def bind(self, op: str, problem: str, layouts: frozenset[str] | None = None) -> BoundPlan:
