@@ -85,13 +85,13 @@ def awq() -> Case:
 
 
 CASES: Mapping[str, Callable[[], Case]] = {
-    "modelopt nvfp4": lambda: written("modelopt", "nvfp4"),
-    "modelopt mxfp4": lambda: written("modelopt", "mxfp4"),
-    "modelopt mxfp8": lambda: written("modelopt", "mxfp8"),
     "fp8 fp8_block": lambda: written("fp8", "fp8_block"),
+    "gptq int4_g128": lambda: written("gptq", "int4_g128"),
+    "modelopt nvfp4": lambda: written("modelopt", "nvfp4"),
     "compressed-tensors int4_g128": lambda: written("compressed-tensors", "int4_g128"),
     "compressed-tensors int8_ch": lambda: written("compressed-tensors", "int8_ch.int8_token"),
-    "gptq int4_g128": lambda: written("gptq", "int4_g128"),
+    "modelopt mxfp4": lambda: written("modelopt", "mxfp4"),
+    "modelopt mxfp8": lambda: written("modelopt", "mxfp8"),
     "gristmill int4_g128_zp": lambda: written("gristmill", "int4_g128_zp"),
     "awq int4_g128_zp": awq,
 }
@@ -228,12 +228,10 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
         finally:
             shutil.rmtree(made)
         click.echo(f"{name}: {rows[-1]['reader_wall_median']:.2f}", err=True)
-    if out:
-        command = f"python -m gristmill.bench.loading --gigabytes {gigabytes:g} --rounds {rounds}"
-        about = {**environment(place("cpu").target, command), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-                 "load": os.getloadavg()[0]}  # fmt: skip
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
+        if out:  # after every case: what was measured is not lost with what was not
+            command = f"python -m gristmill.bench.loading --gigabytes {gigabytes:g} --rounds {rounds}"
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n")
     figures = ("GB", "safetensors GB/s", "reader", "least", "CPU", "loader", "least", "CPU")
     ratios = [f"{who}_{which}" for who in ("reader", "loader") for which in ("wall_median", "wall_min", "cpu_median")]
     console.table(

@@ -16,6 +16,7 @@ A group of zeros gets scale 1 (E8M0: 2**-127, nvfp4: 2**-9) and codes that mean 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
@@ -27,8 +28,8 @@ from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
 from gristmill.quant import numeric, sharding
 from gristmill.quant.tensor import DENSE_DTYPES, QuantTensor, scales_to_float32
 
-_CHUNK: Final = 1 << 22
-"""Weights rounded at a time: temporaries stay near 100 MB whatever the matrix."""
+_CHUNK: Final = 1 << 18
+"""Weights rounded at a time: temporaries stay near 6 MB whatever the matrix."""
 _E4M3_MIN: Final = 2.0**-9
 _NVFP4_MIN_GLOBAL: Final = 2.0**-117
 """Keeps scale * global a normal number; only weights below 2e-32 notice."""
@@ -101,8 +102,15 @@ def _quantize_matrix(
     step = max(1, _CHUNK // k)
     if scheme.granularity == "block":
         step = -(-step // BLOCK) * BLOCK
-    pieces = [_quantize_rows(weight[i : i + step].to(torch.float32), scheme, g_idx, shared) for i in range(0, n, step)]
-    return {name: torch.cat([p[name] for p in pieces]) for name in pieces[0]} | shared
+    fields: dict[str, Tensor] = {}
+    for start in range(0, n, step):
+        piece = _quantize_rows(weight[start : start + step].to(torch.float32), scheme, g_idx, shared)
+        for name, rows in piece.items():
+            height = BLOCK if name == "scales" and scheme.granularity == "block" else 1
+            if name not in fields:
+                fields[name] = rows.new_empty(-(-n // height), *rows.shape[1:])
+            fields[name][start // height : start // height + rows.shape[0]] = rows
+    return fields | shared
 
 
 def _quantize_rows(
@@ -184,7 +192,8 @@ def _bf16_scale(scale: Tensor) -> Tensor:
 
 def _global_scale(weight: Tensor, scheme: QuantScheme) -> Tensor:
     """float32 [1]: the multiplier of a whole matrix."""
-    amax = weight.abs().amax().to(torch.float32).view(1)  # exact in the weight's own dtype
+    low, high = weight.aminmax()  # exact in the weight's own dtype
+    amax = torch.maximum(-low, high).to(torch.float32).view(1)
     if scheme.weight != "nvfp4":
         return _fp8_scale(amax)
     top = amax / (numeric.E2M1_MAX * numeric.E4M3_MAX)
@@ -212,8 +221,9 @@ def _check_weight(weight: Tensor, scheme: QuantScheme) -> None:
             f"{list(weight.shape)} is not a multiple of {multiple}"
         )
     for index, matrix in enumerate(weight.reshape(-1, *weight.shape[-2:])):
-        # float64 beyond float32 becomes infinite here, where it is named
-        bad = ~torch.isfinite(matrix.to(torch.float32) if matrix.dtype == torch.float64 else matrix)
+        if all(_is_finite(rows) for rows in matrix.split(max(1, _CHUNK // matrix.shape[1]))):
+            continue
+        bad = ~torch.isfinite(matrix.to(torch.float32))
         if bool(bad.any()):
             n, k = (int(i) for i in bad.nonzero()[0])
             where = f"[{n}, {k}]" if weight.dim() == 2 else f"expert {index}, [{n}, {k}]"
@@ -221,6 +231,12 @@ def _check_weight(weight: Tensor, scheme: QuantScheme) -> None:
                 f"weight {list(weight.shape)} has {int(bad.sum())} values that are NaN or infinite in float32, "
                 f"the first at {where}: cannot quantize to {scheme}"
             )
+
+
+def _is_finite(rows: Tensor) -> bool:
+    """Whether every value is finite in float32; float64 beyond it becomes infinite."""
+    low, high = (float(v.to(torch.float32)) for v in rows.aminmax())
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def _check_g_idx(g_idx: Tensor, weight: Tensor, scheme: QuantScheme) -> Tensor:

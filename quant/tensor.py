@@ -24,8 +24,8 @@ from gristmill.quant import numeric, sharding
 
 DENSE_DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLOAT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK: Final = 1 << 22
-"""Weights decoded at a time: temporaries stay near 100 MB whatever the matrix."""
+_CHUNK: Final = 1 << 18
+"""Weights decoded at a time: temporaries stay near 6 MB whatever the matrix."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -26,12 +26,17 @@ NAME = "cpu_rows16_v1"
 _ONE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
 
 
+_CHUNK = 1 << 20
+"""Weights brought in order at a time, so that the scratch memory stays small beside the weight."""
+
+
 def pack(weight: QuantTensor) -> Packed:
     """A copy in the interleaved order."""
     device, scheme = weight.device, weight.scheme
     if scheme.is_dense:
         dense = weight.dense()
-        padded = pad(dense, (0, padded_k(scheme, weight.k) - weight.k))
+        missing = padded_k(scheme, weight.k) - weight.k
+        padded = pad(dense, (0, missing)) if missing else dense  # pad copies even where it adds nothing
         slots = {
             "codes": _interleave(padded.view(torch.uint8), scheme.bits, 0),
             "scales": empty(torch.float32, device),
@@ -40,8 +45,27 @@ def pack(weight: QuantTensor) -> Packed:
             "perm": no_perm(device),
         }
         return Packed(NAME, scheme, weight.shape, slots)
-    columns = sort_columns(weight)
-    row_scale = weight.row_scale()
+    count, step = torch.Size(weight.lead).numel(), max(ROWS, _CHUNK // weight.k // ROWS * ROWS)
+    slots, columns = {}, None
+    for i, expert in enumerate(weight.experts()):
+        for start in range(0, weight.n, step):
+            fields, columns = _pack_rows(expert.narrow(0, start, min(step, weight.n - start)))
+            for name, piece in fields.items():
+                if name not in slots:
+                    blocks = (count, -(-weight.n // ROWS), *piece.shape[1:])
+                    slots[name] = piece.new_empty(blocks) if piece.numel() else piece
+                if piece.numel():
+                    slots[name][i, start // ROWS : start // ROWS + piece.shape[0]] = piece
+    if columns is None:
+        raise ValueError(f"{NAME} packs at least one matrix, got {weight}")
+    slots = {name: t.view(*weight.lead, *t.shape[1:]) if t.numel() else t for name, t in slots.items()}
+    n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
+    return Packed(NAME, scheme, weight.shape, {**slots, "perm": columns.perm}, weight.segments, columns.run_groups, n_idx)
+
+
+def _pack_rows(weight: QuantTensor) -> tuple[dict[str, Tensor], Columns]:
+    """The slots of a matrix but for perm, by blocks of rows, and its columns in order."""
+    device, scheme, columns, row_scale = weight.device, weight.scheme, sort_columns(weight), weight.row_scale()
     scales, zero = columns.scales, columns.zero
     if scheme.granularity == "block":
         scales = select(scales, -2, weight.row_blocks().to(torch.int64))
@@ -56,10 +80,8 @@ def pack(weight: QuantTensor) -> Packed:
         "row_scale": empty(torch.float32, device)
         if row_scale is None
         else _by_block(row_scale[..., None], 1.0)[..., 0, :],
-        "perm": columns.perm,
     }
-    n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
-    return Packed(NAME, scheme, weight.shape, slots, weight.segments, columns.run_groups, n_idx)
+    return slots, columns
 
 
 def unpack(packed: Packed) -> QuantTensor:
@@ -101,7 +123,8 @@ def _pad_columns(weight: QuantTensor, columns: Columns) -> Tensor:
 
 def _interleave(codes: Tensor, bits: int, pad_code: int) -> Tensor:
     """[..., N, K'] 4-bit codes one a byte, or [..., N, bytes] -> [..., blocks, words, 64]."""
-    codes = pad(codes, (0, 0, 0, -codes.shape[-2] % ROWS), value=pad_code)
+    missing = -codes.shape[-2] % ROWS
+    codes = pad(codes, (0, 0, 0, missing), value=pad_code) if missing else codes
     if bits == 4:
         halves = codes.unflatten(-1, (-1, 2, 4))
         codes = (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)

@@ -32,12 +32,14 @@ class MixtureOfExperts:
             f"e={moe.num_experts},top_k={moe.top_k},n_group={moe.num_groups},topk_group={moe.top_groups},x=fp32,"
             f"scoring={moe.scoring},bias={str(moe.choice_bias).lower()},renormalize={str(moe.norm_topk_prob).lower()}",
         )
-        gate_up, down = weights.linear(f"{name}.experts.gate_up"), weights.linear(f"{name}.experts.down")
+        down = weights.linear(f"{name}.experts.down")
         problem = f"top_k={moe.top_k},e={moe.num_experts},h={down.n},i={down.k},x={plans.x},w={down.scheme}"
         layouts = plans.layouts("moe", problem)
         self.experts = plans.bind("moe", problem, layouts)
-        self.inner = down.k
-        self.gate_up, self.down = (pack(weight, next(iter(layouts))).tensors for weight in (gate_up, down))
+        self.inner, layout = down.k, next(iter(layouts))
+        self.down = pack(down, layout).tensors
+        del down  # one of the two is in memory beside its packing, never both
+        self.gate_up = pack(weights.linear(f"{name}.experts.gate_up"), layout).tensors
         plans.own(*self.gate_up, *self.down)
         self.shared = MLP(plans, weights, f"{name}.shared") if moe.num_shared else None
 
