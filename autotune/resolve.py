@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gristmill.autotune.worker import UnverifiableError, Worker, shared_worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.plan import Plan, bucket_sizes, make_plan
+from gristmill.kernel_registry.plan import Plan, bucket_sizes, make_plan, readable
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import Registry, default_registry
@@ -95,10 +95,13 @@ class Resolver:
         self._record(done)
         return done
 
-    def plan(self, op: Op, static: Problem, sizes: Sequence[int] | None = None) -> Plan:
-        """The plan of a layer: every bucket resolved."""
+    def plan(
+        self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
+    ) -> Plan:
+        """The plan of a layer: every bucket resolved. without: layouts that cannot hold its weight."""
+        layouts = readable(self.registry.kernels_of(op.name), self.registry.layouts, self.target, self.build, without)
         return make_plan(
-            op, static, self.registry.layouts, self.policy, lambda problem, layouts: self.resolve(op, problem, layouts),
+            op, static, layouts, self.policy, lambda problem, layouts: self.resolve(op, problem, layouts),
             sizes=sizes or bucket_sizes(), peek=lambda problem, layouts: self.select(op, problem, layouts),
         )  # fmt: skip
 

@@ -59,7 +59,8 @@ def verify(
     arguments, reference = given.arguments, given.reference
     try:
         with on_device(device):
-            outputs, trespass = run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))
+            given = with_workspace(op, kernel, config, problem, kernel_arguments(op, kernel, arguments))
+            outputs, trespass = run_guarded(op, kernel, config, given)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UnverifiableError(f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}") from error
     except Exception as error:
@@ -109,6 +110,25 @@ class Verifier:
 def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
     """`arguments` as `kernel` takes them: operations with packed weights pack theirs for its layout."""
     return list(arguments) if op.pack is None else op.pack(kernel, arguments)
+
+
+def with_workspace(op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]) -> list[Any]:
+    """`arguments` with the scratch memory that `kernel` asks for."""
+    given = list(arguments)
+    found = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
+    if found is not None:
+        given[found[0]] = found[1]
+    return given
+
+
+def scratch(op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any) -> tuple[int, torch.Tensor] | None:
+    """Scratch memory as the runtime hands it over, and its place among the arguments: zeros, or NaN in all float types, which
+    stands for what others left there. None for a kernel that needs none."""
+    need = kernel.workspace(problem, config)
+    place = next((i for i, p in enumerate(op.parameters) if p.name == "workspace"), None)
+    if place is None or not need.bytes:
+        return None
+    return place, torch.full((need.bytes,), 0 if need.zeroed else 0xFF, dtype=torch.uint8, device=device)
 
 
 def run_reference(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from gristmill.autotune import clock
 from gristmill.autotune.device import on_device
 from gristmill.autotune.rotation import Finding, Rotation
 from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed
+from gristmill.autotune.verify import scratch
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.interpreter import load
@@ -61,6 +62,8 @@ class KernelArm:
         self.fresh: list[float] = []
         self._clock = clock.originals()
         self._launch = load(kernel)
+        # Of its own: rotations are shared among kernels.
+        self._scratch = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
         lists = len(rotation.sets)
         # Going around twice would call again on a list that the first call has changed.
         once_only = rotation.in_place and lists > 1
@@ -81,7 +84,11 @@ class KernelArm:
             raise WrongResultError(f"{self.kernel.name}: cannot be captured, and is declared to be: {error}") from error
 
     def _step(self) -> None:
-        self._launch(self.config, *self.rotation.next())
+        arguments = self.rotation.next()
+        if self._scratch is not None:
+            place, memory = self._scratch
+            arguments[place] = memory
+        self._launch(self.config, *arguments)
 
     @property
     def calls(self) -> int:

@@ -9,6 +9,7 @@ from gristmill.bench.commands.bench import bench
 from gristmill.bench.commands.bisect import bisect
 from gristmill.bench.commands.check import check
 from gristmill.bench.commands.compare import compare
+from gristmill.bench.commands.decode import decode
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
@@ -39,6 +40,7 @@ def cli() -> None:
     kernelbench regret --suite linear_regret     what selection loses to the best of all candidates
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
+    kernelbench decode --quant int4_g128        milliseconds a token of a whole model, and where they go
     kernelbench rerun results.json              every row again, here, and where it differs; repro, history
     kernelbench bisect --good v0.1 -- kernelbench check base.json      the commit since which it is slower
     kernelbench report results.json --html p    one page, no network: rooflines, winners, history
@@ -49,8 +51,8 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, regret, rerun, repro,
-                 history, report, bisect):  # fmt: skip
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, decode, regret, rerun,
+                 repro, history, report, bisect):  # fmt: skip
     cli.add_command(_command)
 
 

@@ -114,10 +114,7 @@ def kernels(q: QuantTensor, n: int, k: int, humming: bool) -> dict[str, Any]:
     for kernel in registry.all_kernels():
         if kernel.op != "linear" or kernel.name not in (*OURS, *(("linear_humming",) if humming else ())):
             continue
-        if kernel.layouts:
-            tensors = pack(q, kernel.layouts[0]).tensors
-        else:
-            tensors = __import__(kernel.module, fromlist=["x"]).pack_weight(q)
+        tensors = pack(q, kernel.layouts[0]).tensors
         copies = max(2, COLD // sum(t.nbytes for t in tensors) + 1)
         made[kernel.name] = (op, kernel, target, load(kernel), [[t.clone() for t in tensors] for _ in range(copies)])
     return made

@@ -132,9 +132,10 @@ class Sweep:
             return None
         if module.accepts(problem) is not None:
             return None
-        tensors = module.pack_weight(q)
+        tensors = pack(q, "humming_v1").tensors
         count = max(2, COLD // sum(t.nbytes for t in tensors) + 1)
-        return [[t.clone() for t in tensors[:5]] + [tensors[5]] for _ in range(count)]
+        locks = torch.zeros(module.LOCKS.bytes // 4, dtype=torch.int32, device=DEVICE)
+        return [[*(t.clone() for t in tensors[:4]), locks, tensors[4]] for _ in range(count)]
 
     def _row(
         self, n: int, k: int, m: int, wide: torch.Tensor, packed: dict[str, list[Any]], humming: Any, dense: list[Any],

@@ -24,7 +24,11 @@ Config = Mapping[str, ConfigValue]
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory a launch needs: bytes, and whether it must be zero at first (the kernel leaves it zero again)."""
+    """Scratch memory a launch needs: bytes, and whether it must be zero at first.
+
+    A kernel that wants zeros leaves, whatever its configuration, zeros wherever its own next call wants them; other kernels
+    get other memory.
+    """
 
     bytes: int = 0
     zeroed: bool = False

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.select import Candidate, NoKernelError, Selection
+from gristmill.kernel_registry.target import Target
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LAST_BUCKET = 8192
@@ -77,6 +79,15 @@ class Plan:
         """Equal on every rank of a tensor-parallel group, or they do not run the same plan."""
         text = json.dumps([self.op, str(self.problem), self.layouts, [e.as_dict() for e in self.entries]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def readable(
+    kernels: Sequence[Kernel], layouts: Mapping[str, Layout], target: Target, build: Build, without: Collection[str] = ()
+) -> dict[str, Layout]:
+    """The layouts that some kernel reads which device and installation can run: no others are worth packing for."""
+    read = {name for k in kernels if not k.requires.check_hardware(target, build) and not k.requires.check_build(target, build)
+            for name in k.layouts}  # fmt: skip
+    return {name: layout for name, layout in layouts.items() if name in read and name not in without}
 
 
 SelectAt = Callable[[Problem, frozenset[str] | None], Selection]

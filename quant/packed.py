@@ -49,18 +49,29 @@ class Packed:
         return replace(self, slots={name: t.to(device) for name, t in self.slots.items()})
 
 
+class LayoutError(ValueError):
+    """A weight that a layout cannot hold. layout: its name."""
+
+    def __init__(self, layout: str, reason: str) -> None:
+        super().__init__(reason)
+        self.layout = layout
+
+
 def pack(weight: QuantTensor, layout: Layout | str) -> Packed:
     """The weight in a layout, given as spec or name.
 
     Raises:
-        ValueError: the layout does not hold the weight's scheme.
+        LayoutError: the layout does not hold the weight's scheme, or this weight of it.
         LookupError: no layout of that name.
     """
     spec = _spec(layout)
     reason = spec.why_not(weight.scheme)
     if reason is not None:
-        raise ValueError(reason)
-    packed: Packed = spec.load_pack()(weight)
+        raise LayoutError(spec.name, reason)
+    try:
+        packed: Packed = spec.load_pack()(weight)
+    except ValueError as error:
+        raise LayoutError(spec.name, str(error)) from error
     return packed
 
 

@@ -65,7 +65,9 @@ def model_options(function: F) -> F:
               help="Draw from the likeliest tokens that reach probability P together.")  # fmt: skip
 @click.option("--min-p", type=float, default=0.0, metavar="P", help="Draw from tokens at least P times as likely as the best.")
 @click.option("--seed", type=int, metavar="S", help="The same seed draws the same tokens. Default: one fixed by the engine.")
-@click.option("--explain", is_flag=True, help="Say which kernel each operation ran, and why.")
+@click.option("--decode-graphs/--no-decode-graphs", default=None,
+              help="Run steps of one new token a request as CUDA graphs. Default: on a GPU.")  # fmt: skip
+@click.option("--explain", is_flag=True, help="Say which kernel each operation ran, and why; which steps ran as CUDA graphs.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout, at the end.")
 def generate(
     prompt: str, max_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None,
@@ -77,7 +79,8 @@ def generate(
 
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
-    "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null)}
+    "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs" (likewise:
+    {"seqs", "max_ctx", "captured", "steps", "reason"})}
     """
     from gristmill.runtime.sampling_params import SamplingParams
 
@@ -93,18 +96,25 @@ def generate(
         if not as_json:
             click.echo(chunk.text, nl=False)
     seconds = time.perf_counter() - begin
-    rows = llm.explain() if explain else None
+    rows, graphs = (llm.explain(), llm.explain_graphs()) if explain else (None, None)
     if as_json:
         console.emit({
             "prompt": prompt, "text": text, "token_ids": ids, "finish_reason": reason,
             "prompt_tokens": len(llm.tokenizer.encode(prompt)), "seconds": seconds,
             "tokens_per_second": len(ids) / seconds, "weight_bytes": llm.weight_bytes, "explain": rows,
+            "decode_graphs": graphs,
         })  # fmt: skip
         return
     click.echo()
     console.err().print(f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}", style="dim")
     if rows is not None:
         _kernels(rows)
+    if graphs:
+        console.table(
+            "Decode steps", ["requests up to", "context up to", "CUDA graph", "steps", "why not"],
+            [[r["seqs"] or "", r["max_ctx"] or "", "yes" if r["captured"] else "no", r["steps"], r["reason"]] for r in graphs],
+            right=("requests up to", "context up to", "steps"),
+        )  # fmt: skip
 
 
 @cli.command(name="eval")

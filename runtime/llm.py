@@ -64,6 +64,7 @@ class LLM:
     memory; the default is 85 % of a GPU's free memory, on a CPU what max_seqs full sequences need but 1 GiB at most.
     max_batch_tokens, max_seqs: tokens and requests a step. max_model_len: prompt and output of one request at most, None =
     the model's own limit. max_chunk: prompt tokens of one request a step. seed: for requests without a seed of their own.
+    decode_graphs: run steps of one new token a request as CUDA graphs; None = on a GPU. On a CPU the same steps run, uncaptured.
 
     Raises:
         UsageError (and its kinds ConfigError, CheckpointError), PolicyError, NoKernelError.
@@ -86,6 +87,7 @@ class LLM:
         max_chunk: int | None = None,
         enable_prefix_cache: bool = True,
         seed: int = 0,
+        decode_graphs: bool | None = None,
     ) -> None:
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
         if policy is not None and not isinstance(policy, Policy):
@@ -105,7 +107,7 @@ class LLM:
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         cache = _cache(self.model, num_blocks, block_size)
-        self.engine = Engine(Runner(self.model, cache), config, seed)
+        self.engine = Engine(Runner(self.model, cache, decode_graphs), config, seed)
         self._tokenizer: Tokenizer | None = None
         self._requests = 0
 
@@ -153,6 +155,11 @@ class LLM:
     def explain(self) -> list[dict[str, Any]]:
         """Which kernel each operation of this model uses so far, by size, and why; rows as `explain --json` prints them."""
         return explain_plans(self.model.plans)
+
+    def explain_graphs(self) -> list[dict[str, Any]]:
+        """Which steps ran as CUDA graphs so far, and why the others did not; rows as `DecodeGraphs.explain` gives them."""
+        decode = self.engine.runner.decode
+        return [] if decode is None else decode.explain()
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Chunk]:
         engine = self.engine

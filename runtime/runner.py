@@ -9,19 +9,25 @@ from torch import Tensor
 
 from gristmill.runtime.batch import Batch, make_batch
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 
 
 class Runner:
-    """A model on a device with its paged cache."""
+    """A model on a device with its paged cache.
 
-    def __init__(self, model: Model, cache: PagedCache) -> None:
+    decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU.
+    """
+
+    def __init__(self, model: Model, cache: PagedCache, decode_graphs: bool | None = None) -> None:
         self.model = model
         self.cache = cache
         self.device = model.plans.device
         self.sampler = Sampler(model.plans, model.config.vocab_size)
+        wanted = self.device.type == "cuda" if decode_graphs is None else decode_graphs
+        self.decode = DecodeGraphs(model, cache, self.sampler) if wanted else None
 
     @torch.inference_mode()
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
@@ -29,6 +35,8 @@ class Runner:
 
         Logits are computed for those alone, and the ids are all that comes back from the device.
         """
+        if self.decode is not None and (ids := self.decode.run(entries, rows)) is not None:
+            return ids
         batch = make_batch(entries, self.cache.block_size, self.device)
         hidden = self.model.forward(batch, self.cache)
         if not rows:

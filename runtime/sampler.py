@@ -22,6 +22,18 @@ class SamplingRow:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """`SamplingRow`s as tensors [rows] on the device: temperature, top_p, min_p float32; seed, index int64; top_k int32."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    index: Tensor
+    top_k: Tensor
+
+
 class Sampler:
     """One call of `sample` for all rows: greedy and drawn requests side by side."""
 
@@ -31,16 +43,27 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """logits [rows, vocab] -> an id for each row; -1 for a row that holds no fair answer (NaN, or nothing finite)."""
-        if logits.dtype is torch.float16:
-            logits = logits.float()
         count, device = len(rows), logits.device
-        wishes = [row.params for row in rows]
-        shares = [w.temperature for w in wishes] + [w.top_p for w in wishes] + [w.min_p for w in wishes]
+        params = [row.params for row in rows]
+        shares = [w.temperature for w in params] + [w.top_p for w in params] + [w.min_p for w in params]
         temperature, top_p, min_p = send(shares, torch.float32, device).view(3, count)
         seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(2, count)
-        top_k = send([min(w.top_k, self.vocab_size) for w in wishes], torch.int32, device)
+        top_k = send([self.top_k(row) for row in rows], torch.int32, device)
         ids = torch.empty(count, dtype=torch.int64, device=device)
+        self.draw(logits, Wishes(temperature, top_p, min_p, seed, index, top_k), ids)
+        return ids.tolist()
+
+    def top_k(self, row: SamplingRow) -> int:
+        """A row's top_k as the operation takes it: no more than there are tokens."""
+        return min(row.params.top_k, self.vocab_size)
+
+    def draw(self, logits: Tensor, wishes: Wishes, ids: Tensor) -> None:
+        """logits [rows, vocab] -> ids int64 [rows], all on the device, nothing waited for."""
+        if logits.dtype is torch.float16:
+            logits = logits.float()
         x = "bf16" if logits.dtype is torch.bfloat16 else "fp32"
         plan = self.plans.bind("sample", f"v={self.vocab_size},x={x}")
-        plan(logits, temperature, top_k, top_p, min_p, seed, index, self.plans.scratch(plan, count), ids)
-        return ids.tolist()
+        plan(
+            logits, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.seed, wishes.index,
+            self.plans.scratch(plan, len(ids)), ids,
+        )  # fmt: skip

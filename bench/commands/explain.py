@@ -11,7 +11,7 @@ import click
 from gristmill import console
 from gristmill.bench.place import Place, place
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.plan import MoreMemory, Plan, SelectAt, bucket_sizes, make_plan, more_memory
+from gristmill.kernel_registry.plan import MoreMemory, Plan, SelectAt, bucket_sizes, make_plan, more_memory, readable
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, Selection, select
@@ -91,7 +91,8 @@ def _plan(op: Op, static: Problem, here: Place) -> Plan | None:
 
             resolver = Resolver(here.device, here.policy)
             return resolver.plan(op, static)
-        return make_plan(op, static, registry.layouts, here.policy,
+        layouts = readable(registry.kernels_of(op.name), registry.layouts, here.target, here.build)
+        return make_plan(op, static, layouts, here.policy,
                          lambda problem, layouts: _selection(op, problem, here, layouts), sizes=bucket_sizes())  # fmt: skip
     except NoKernelError:
         return None

@@ -90,7 +90,7 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
 @model_options
 @click.option("--target", metavar="T", help="A device: h200, sm_90, gfx942, cpu:avx2 ... Default: this machine.")
 @click.option("--store", "store_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="The store to ask. Default: the one in use.")  # fmt: skip
+              help="The store to ask, alone. Default: the one in use, over the times that are shipped.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def coverage(
     model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...],
@@ -112,7 +112,8 @@ def coverage(
     path = store_path or here.policy.store_path
     if store_path is not None and not store_path.exists():
         raise FileNotFoundError(f"{store_path} does not exist; expected a store")
-    found = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, Store.read(path))
+    held = Store.read(path) if store_path else Store.read_over_shipped(path)
+    found = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, held)
     share = shares(found)
     if as_json:
         console.emit({"model": model, "tp": tp, "target": here.target.name, "shares": share, "calls": [c.as_dict() for c in found]})

@@ -162,7 +162,8 @@ def revalidate(context: click.Context, sample: int, seed: int, dry_run: bool, ta
 @click.option("--target", metavar="T", help="A device: sm_90, h200, cpu:avx2 ... Default: this machine.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> None:
-    """Which kernel a problem gets, which record of the store decides it, and by which rule. Verifies and times nothing.
+    """Which kernel a problem gets, which record decides it, of the store in use or of the shipped times, and by which rule.
+    Verifies and times nothing.
 
     \b
     measured   a time of this very problem, with the present code and toolchain
@@ -178,7 +179,7 @@ def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> N
     problem = op.problem(problem_text)
     if problem.open_axes:
         raise click.UsageError(f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value")
-    held = Store.read(here.policy.store_path)
+    held = Store.read_over_shipped(here.policy.store_path)
     selection = select(op, problem, registry.kernels_of(op.name), here.target, here.build, held, here.policy,
                        foreign=here.device is None)  # fmt: skip
     times = Times(op, problem, here.target, here.build, held)

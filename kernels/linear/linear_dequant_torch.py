@@ -23,7 +23,7 @@ def launch(
     """
     import torch
 
-    from gristmill.kernels.linear._epilogue import finish
+    from gristmill.kernels.linear._epilogue import finish_in_torch
     from gristmill.kernels.linear._slots import dequantize_rows, gather, perm_of
     from gristmill.quant.activations import quantize_activation
 
@@ -41,7 +41,7 @@ def launch(
         stop = min(rows, start + step)
         part = dequantize_rows(weight, scheme, k, start, stop).to(flat.dtype)
         z[:, start:stop] = flat @ part.T
-    finish(
+    finish_in_torch(
         z, bias, None if residual is None else residual.view(-1, out.shape[-1]), silu_mul, out.view(-1, out.shape[-1])
     )
 

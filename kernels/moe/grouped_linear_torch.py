@@ -16,7 +16,7 @@ def launch(
     config: Config, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
 ) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
-    from gristmill.kernels.linear._epilogue import finish
+    from gristmill.kernels.linear._epilogue import finish_in_torch
     from gristmill.kernels.linear._slots import dequantize_rows, gather, perm_of
 
     scheme, k = QuantScheme.parse(str(config["scheme"])), x.shape[1]
@@ -32,7 +32,7 @@ def launch(
         else:
             expert = of_expert(weight, e)
             part, dense = gather(part, perm_of(expert)), dequantize_rows(expert, scheme, k, 0, rows)
-        finish(part @ dense[:, : part.shape[1]].T, None, None, silu_mul, out[start:stop])
+        finish_in_torch(part @ dense[:, : part.shape[1]].T, None, None, silu_mul, out[start:stop])
     out[ends[-1] :].zero_()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from gristmill.kernels.common import dtype_name
 from gristmill.kernels.linear.weight import LinearWeight, problem_of
 from gristmill.quant import QuantTensor
+from gristmill.quant.packed import LayoutError
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Part, Weights
 
@@ -31,10 +34,9 @@ class Linear:
         x = dtype_name(dtype or plans.dtype)
         act_order = weight.g_idx is not None
         problem = problem_of(weight.scheme, weight.n, weight.k, x, bias is not None, False, silu_mul, act_order)
-        layouts = plans.layouts("linear", problem)
         self.plans = plans
+        self.weight, layouts = _packed(plans, weight, problem)
         self.plan = plans.bind("linear", problem, layouts)
-        self.weight = LinearWeight.pack(weight, sorted(layouts))
         self.bias = bias
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
@@ -51,6 +53,19 @@ class Linear:
             scratch = self.plans.scratch(self.plan, rows)
             self.plan(x, tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
         return out
+
+
+def _packed(plans: Plans, weight: QuantTensor, problem: str) -> tuple[LinearWeight, frozenset[str]]:
+    """The weight in the layouts of its plan. A layout that takes the scheme may not take this weight of it: then, with a
+    warning, the plan is made without it."""
+    refused: frozenset[str] = frozenset()
+    while True:
+        layouts = plans.layouts("linear", problem, refused)
+        try:
+            return LinearWeight.pack(weight, sorted(layouts)), layouts
+        except LayoutError as error:
+            refused |= {error.layout}
+            warnings.warn(f"a weight of {problem} is not packed as {error.layout}: {error}", RuntimeWarning, stacklevel=2)
 
 
 class SplitLinear:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gristmill import ops
 from gristmill.autotune.bound import BoundPlan
+from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import dtype_name
 from gristmill.kernels.linear.linear import layout_for
+from gristmill.runtime.workspace import Arenas
 
 LAYOUT_SIZES = (1, 16, 256)
 """Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
@@ -33,9 +33,9 @@ class Plans:
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[str, str, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
-        self._layouts: dict[str, frozenset[str]] = {}
-        self._needs: dict[tuple[int, int], Any] = {}
-        self._arenas: dict[bool, Tensor] = {}
+        self._layouts: dict[tuple[str, frozenset[str]], frozenset[str]] = {}
+        self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
+        self.arenas = Arenas(device)
 
     @property
     def x(self) -> str:
@@ -59,39 +59,29 @@ class Plans:
             self.bound[key] = ops.bind(op, problem, self.device, self.policy, layouts)
         return self.bound[key]
 
-    def layouts(self, op: str, problem: str) -> frozenset[str]:
-        """The layouts in which the weights of a static problem are to be packed."""
-        if problem not in self._layouts:
+    def layouts(self, op: str, problem: str, without: frozenset[str] = frozenset()) -> frozenset[str]:
+        """The layouts in which the weights of a static problem are to be packed. without: those that cannot hold the weight."""
+        if (problem, without) not in self._layouts:
             definition = default_registry().op(op)
             static = definition.problem(problem)
             resolver = ops.resolver(self.device, self.policy)
             if {"n", "k"} <= static.as_dict().keys():
-                chosen = resolver.plan(definition, static, LAYOUT_SIZES).layouts
+                chosen = resolver.plan(definition, static, LAYOUT_SIZES, without).layouts
             else:
                 # Experts are packed once, for the kernel of a middling batch.
                 best = resolver.resolve(definition, definition.at_bucket(static, LAYOUT_SIZES[1])).require()
                 chosen = (layout_for(best.kernel, QuantScheme.parse(static.text("w"))).name,)
-            self._layouts[problem] = frozenset(chosen)
-        return self._layouts[problem]
+            self._layouts[problem, without] = frozenset(chosen)
+        return self._layouts[problem, without]
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
-        """Scratch memory for a call of this size, uint8; None when its kernel needs none.
-
-        One arena for kernels that need zeros (and leave zeros), one for the others; both only grow, and layers run one
-        after another on one stream.
-        """
+        """Scratch memory for a call of this size on the current stream, uint8; None when its kernel needs none."""
         key = (id(plan), bucket_index(size))
         need = self._needs.get(key)
         if need is None:
             # The upper bound of the bucket: a smaller call of the same kernel never needs more.
             bound = BUCKETS[key[1]] if key[1] < len(BUCKETS) else size
-            need = plan.workspace(bound)
+            need = (plan.entry(bound).kernel, plan.workspace(bound))
             if key[1] < len(BUCKETS):
                 self._needs[key] = need
-        if need.bytes == 0:
-            return None
-        arena = self._arenas.get(need.zeroed)
-        if arena is None or arena.numel() < need.bytes:
-            make = torch.zeros if need.zeroed else torch.empty
-            self._arenas[need.zeroed] = arena = make(need.bytes, dtype=torch.uint8, device=self.device)
-        return arena
+        return self.arenas.take(*need)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from gristmill.quant.formats.kv_scales import kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, Checkpoint
 from gristmill.runtime.loader.gguf import GgufCheckpoint
+
+if TYPE_CHECKING:
+    from gristmill.runtime.loader.random import RandomCheckpoint
 
 Kind = Literal["linear", "kept", "fp32"]
 
@@ -85,7 +88,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | GgufCheckpoint,
+        checkpoint: Checkpoint | GgufCheckpoint | RandomCheckpoint,
         table: WeightTable,
         dtype: torch.dtype,
         device: torch.device,

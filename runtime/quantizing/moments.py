@@ -39,7 +39,7 @@ def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) 
     """
     table = {weight.target: weight for weight in weights}
     found = Moments()
-    for owner, name, inner in list(_linears([layer])):
+    for owner, name, inner in list(find_linears([layer])):
         if isinstance(inner, MixtureOfExperts):
             setattr(owner, name, _Experts(inner, table, found, tensors))
         else:
@@ -47,7 +47,7 @@ def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) 
     return found
 
 
-def _linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
+def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, layer) of all linear layers that a table knows, and of mixtures of experts."""
     for item in items:
         for name, value in list(vars(item).items()):
@@ -55,7 +55,7 @@ def _linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
                 if value.target:
                     yield item, name, value
             elif type(value).__module__.startswith("gristmill.runtime.layers.") and hasattr(value, "__dict__"):
-                yield from _linears([value])
+                yield from find_linears([value])
                 if isinstance(value, MixtureOfExperts):
                     yield item, name, value
 

@@ -77,7 +77,7 @@ def test_coverage_knows_exact_near_and_default(policy_file) -> None:
     assert shares(coverage(calls(load_config("llama-3-8b"), 1, DECODE), here, Store()))["default"] == 1
 
 
-def test_the_command_line(policy_file) -> None:
+def test_the_command_line(policy_file, tmp_path: Path) -> None:
     policy_file()
     done = CliRunner().invoke(cli, ["shapes", "--json"])
     assert [row["model"] for row in json.loads(done.stdout)] == model_names()
@@ -87,3 +87,9 @@ def test_the_command_line(policy_file) -> None:
     done = CliRunner().invoke(cli, ["coverage", "--model", "gpt-oss-20b", "--target", "h200", "--json"])
     found = json.loads(done.stdout)
     assert found["shares"]["default"] == 1 and {c["step"] for c in found["calls"]} == {str(step) for step in MIX}
+    given = ["coverage", "--model", "llama-3-8b", "--weights", "int4_g128", "--mix", "decode", "--target", "h200", "--json"]
+    shipped = json.loads(CliRunner().invoke(cli, given).stdout)
+    assert {c["level"] for c in shipped["calls"] if c["problem"] == "m=1,n=4096,k=4096,w=int4_g128"} <= {"near", "exact"}
+    (tmp_path / "empty.json").write_text('{"schema": 1, "verified": [], "timed": []}')
+    alone = json.loads(CliRunner().invoke(cli, [*given, "--store", str(tmp_path / "empty.json")]).stdout)
+    assert shipped["shares"]["default"] < 1 and alone["shares"]["default"] == 1

@@ -32,7 +32,7 @@ needs_library = pytest.mark.skipif(
     ("problem", "reason"),
     [
         ("m=1,n=64,k=256,w=int4_g128", None),
-        ("m=100000,n=17,k=128,x=fp16,w=int4_g128,epilogue=bias+residual+silu_mul", None),
+        ("m=100000,n=18,k=128,x=fp16,w=int4_g128,epilogue=bias+residual+silu_mul", None),
         ("m=0,n=64,k=256,w=int4_g128", None),
         ("m=64,n=64,k=256,w=int4_g64_zp,act_order=true", None),
         ("m=64,n=64,k=208,w=nvfp4", None),

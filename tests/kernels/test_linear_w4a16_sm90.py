@@ -28,7 +28,7 @@ SCHEMES = tuple(
     ("problem", "reason"),
     [
         ("m=1,n=64,k=256,w=int4_g128", None),
-        ("m=16,n=17,k=128,x=fp16,w=int4_g128,epilogue=bias+residual+silu_mul", None),
+        ("m=16,n=18,k=128,x=fp16,w=int4_g128,epilogue=bias+residual+silu_mul", None),
         ("m=0,n=64,k=256,w=int4_g128", None),
         ("m=17,n=64,k=256,w=int4_g128", "M <= 16"),
         ("m=16,n=33,k=144,w=nvfp4", None),

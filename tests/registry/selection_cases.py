@@ -157,9 +157,9 @@ fused_add_rms_norm | m=16,n=4096 | cpu:avx512_bf16 | x86-avx2 | - | fused_add_rm
 silu_and_mul | m=16,n=4096 | cpu:avx512_vnni-avx512_vnni-avx512 | x86 | - | silu_and_mul_cpu@avx2
 paged_attention | ~paged | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
 # linear: every scheme somewhere
-linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_triton
-linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_triton
-linear | m=16,n=4096,k=4096,x=fp32,w=fp32 | sm_120 | cuda | - | linear_triton
+linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_torch
+linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_torch
+linear | m=16,n=4096,k=4096,x=fp32,w=fp32 | sm_120 | cuda | - | linear_torch
 linear | m=16,n=4096,k=4096 | sm_90 | torch | - | linear_torch
 linear | m=16,n=4096,k=4096 | cpu:avx2 | x86 | - | linear_cpu@avx2
 linear | m=16,n=4096,k=4096,w=int4_g32 | sm_80 | cuda | - | linear_w_triton
@@ -204,7 +204,8 @@ linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx950 | aiter | aiter | linear_aiter
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming
-linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_w_triton
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_humming
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming-old | humming | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | humming | linear_w_triton
@@ -329,7 +330,6 @@ rms_norm | m=1,n=4096 | sm_90 | cuda | torch | rms_norm_triton | policy | strict
 rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_triton | policy | excluded by '*triton*'
 rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_aiter | policy | runs only when pinned
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_triton | policy | only interprets, for tests
-linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | - | linear_humming | policy | runs only when pinned
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_humming | policy | not deterministic
 paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance
 paged_attention | ~paged | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | asks for batch invariance

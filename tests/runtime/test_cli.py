@@ -80,11 +80,15 @@ def test_generate(gristmill: Command) -> None:
     found = json.loads(as_json.stdout)
     assert found.keys() == {
         "prompt", "text", "token_ids", "finish_reason", "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
-        "explain",
+        "explain", "decode_graphs",
     }  # fmt: skip
-    assert (len(found["token_ids"]), found["finish_reason"], found["explain"]) == (8, "length", None)
+    assert (len(found["token_ids"]), found["finish_reason"], found["explain"], found["decode_graphs"]) == (8, "length", None, None)
     assert plain.stdout.startswith(found["text"]) and "paged_attention" in plain.stdout
     assert "8 tokens in" in plain.stderr
+    graphs = gristmill(*options, "--decode-graphs", "--explain", "--json")
+    same = json.loads(graphs.stdout)
+    assert same["token_ids"] == found["token_ids"]
+    assert [(r["seqs"], r["captured"], r["steps"]) for r in same["decode_graphs"]] == [(1, False, 7), (None, False, 1)]
 
 
 def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:

@@ -1,0 +1,178 @@
+"""Decoding end to end: a model of random weights, one token after another, and where the time goes.
+
+`step`: a step of the engine as a caller sees it: scheduling, inputs to the device, the decode graph, sampled ids back. `device`: the
+graph alone, replayed back to back. `linear`: the model's linear layers alone, in the model's order, as a graph of their own; `head`:
+the logits head likewise. Weights of a large model do not stay in any cache from one replay to the next. `floor`: the bytes of weights
+over the device's measured rate of reading.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gristmill.autotune.floor import ceilings
+from gristmill.bench.shapes import ShapeError
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.runtime.engine import Engine
+from gristmill.runtime.explain import explain_plans, summarize
+from gristmill.runtime.layers.linear import Linear, SplitLinear
+from gristmill.runtime.loader.config import ModelConfig, parse_config
+from gristmill.runtime.loader.random import random_model
+from gristmill.runtime.models import Model
+from gristmill.runtime.quantizing.moments import find_linears
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import SchedulerConfig
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+                 "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
+WARM_STEPS = 4
+CHUNK = 256
+"""Prompt tokens of a step."""
+
+
+def model_config(shape: Mapping[str, Any]) -> ModelConfig:
+    """The runtime's configuration of a model of which little more than the sizes is known; ShapeError if it has no such model."""
+    kind = str(shape["model_type"])
+    if kind not in ARCHITECTURES:
+        raise ShapeError(f"model_type {kind!r}: decoding is measured for {', '.join(ARCHITECTURES)}")
+    data = {"architectures": [ARCHITECTURES[kind]], "max_position_embeddings": 8192, "dtype": "bfloat16", **shape}
+    return parse_config({**data, "quantization_config": None})
+
+
+def measure_decode(
+    config: ModelConfig, quant: str, batches: tuple[int, ...], context: int, steps: int, device: str, policy: Policy | None = None
+) -> Iterator[dict[str, Any]]:
+    """A row for each batch: milliseconds a step, with samples, and what they consist of.
+
+    quant: of linear weights; ``bf16`` keeps them. context: tokens of a prompt; `steps` steps follow it and are measured.
+    """
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        model = random_model(config, "bf16", None if quant == "bf16" else quant, device, policy)
+    _wait(device)
+    made = time.perf_counter() - begin
+    for batch in batches:
+        row = {"quant": quant, "batch": batch, "context": context, "steps": steps, "load_s": made}
+        yield row | _decode(model, batch, context, steps, device)
+
+
+def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> dict[str, Any]:
+    chunk = max(CHUNK, batch)
+    # Requests whose prompt came first are ahead by the steps that the other prompts take.
+    length = steps + WARM_STEPS + 2 * batch * context // chunk + 2
+    blocks = -(-(context + length) // 16) * batch
+    plans = model.plans
+    runner = Runner(model, PagedCache(model.config, blocks, 16, plans.dtype, plans.device), decode_graphs=True)
+    engine = Engine(runner, SchedulerConfig(num_blocks=blocks, max_batch_tokens=chunk, max_seqs=batch, prefix_caching=False))
+    draw = random.Random(0)
+    for index in range(batch):
+        prompt = [draw.randrange(model.config.vocab_size) for _ in range(context)]
+        engine.add_request(str(index), prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+    decoding: set[str] = set()
+    while len(decoding) < batch:
+        decoding.update(output.id for output in engine.step())
+    taken: list[float] = []
+    for _ in range(WARM_STEPS + steps):
+        begin = time.perf_counter()
+        engine.step()  # it ends when the ids are here
+        taken.append((time.perf_counter() - begin) * 1e3)
+    graphs = runner.decode.explain() if runner.decode is not None else []
+    if not any(graph["steps"] for graph in graphs if graph["seqs"]):
+        raise ValueError(f"no decode step ran as a graph: {'; '.join(graph['reason'] for graph in graphs)}")
+    engine.abort([str(index) for index in range(batch)])
+    step = taken[WARM_STEPS:]
+    return _parts(model, runner, batch, context, device) | {
+        "step_ms": statistics.median(step), "tokens_per_s": batch / statistics.median(step) * 1e3, "step_samples_ms": step,
+        "graphs": graphs, "kernels": summarize(explain_plans(plans)),
+    }  # fmt: skip
+
+
+def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) -> dict[str, Any]:
+    """Times of the device and of the linear layers, and the floors of what they read."""
+    rows = 1 << (batch - 1).bit_length()
+    linears = [layer for _, _, layer in find_linears(model.layers) if isinstance(layer, Linear | SplitLinear)]  # type: ignore[attr-defined]
+    wide = {layer: _input(layer, rows, model) for layer in [*linears, model.head]}  # type: ignore[attr-defined]
+    whole = _samples(_graph_of(runner, batch, context), device)
+    linear = _samples(_captured(lambda: [layer(wide[layer]) for layer in linears], device), device)
+    head = _samples(_captured(lambda: model.head(wide[model.head]), device), device)  # type: ignore[attr-defined]
+    weights = sum(_bytes(layer) for layer in linears)
+    head_bytes = _bytes(model.head)  # type: ignore[attr-defined]
+    cached = batch * context * token_bytes(model.config, model.plans.dtype)
+    rate = ceilings(device).read_gbs
+    ms = {"device_ms": whole, "linear_ms": linear, "head_ms": head}
+    found: dict[str, Any] = {name: statistics.median(values) for name, values in ms.items()}
+    return found | {
+        "linear_share": found["linear_ms"] / found["device_ms"],
+        "linear_floor_ms": weights / rate / 1e6, "floor_ms": (weights + head_bytes + cached) / rate / 1e6, "read_gbs": rate,
+        "linear_bytes": weights, "head_bytes": head_bytes, "kv_bytes": cached, "weight_bytes": model.plans.weight_bytes,
+        "samples_ms": ms,
+    }  # fmt: skip
+
+
+def _graph_of(runner: Runner, batch: int, context: int) -> Callable[[], Any]:
+    """The decode graph that the steps ran, as a call; uncaptured where it is not."""
+    decode = runner.decode
+    if decode is None:
+        raise ValueError("the runner has no decode graphs")
+    graph = decode.graph(batch, context + 1)
+    return graph.graph.replay if graph.captured else lambda: decode.compute(graph)
+
+
+def _input(layer: Linear | SplitLinear, rows: int, model: Model) -> torch.Tensor:
+    weight = layer.parts[0].weight if isinstance(layer, SplitLinear) else layer.weight
+    return torch.randn(rows, weight.k, device=model.plans.device).to(model.plans.dtype)
+
+
+def _bytes(layer: Linear | SplitLinear) -> int:
+    """Bytes of the weights as their scheme has them, whatever the packing pads."""
+    weights = [part.weight for part in layer.parts] if isinstance(layer, SplitLinear) else [layer.weight]
+    return sum(weight.scheme.weight_bytes(weight.n, weight.k) for weight in weights)
+
+
+def _captured(call: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """The call as the replay of a CUDA graph, on a GPU."""
+    with torch.inference_mode():
+        call()
+        if not device.startswith("cuda"):
+            return torch.inference_mode()(call)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        return graph.replay
+
+
+def _samples(call: Callable[[], Any], device: str, rounds: int = 21) -> list[float]:
+    """Milliseconds a call, of calls back to back."""
+    for _ in range(3):
+        call()
+    _wait(device)
+    if not device.startswith("cuda"):
+        found = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - begin) * 1e3)
+        return found
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    for mark in marks:
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -1,0 +1,76 @@
+"""A model of random weights, for timing: nothing is read, nothing is stored, tensors are made on the device when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.loader.config import ModelConfig
+from gristmill.runtime.loader.load import parse_device, parse_dtype, parse_scheme
+from gristmill.runtime.loader.weights import Weights
+from gristmill.runtime.models import Model, build_model, model_table
+
+if TYPE_CHECKING:
+    from gristmill.runtime.loader.weights import WeightTable
+
+
+class RandomCheckpoint:
+    """The tensors of a table as a checkpoint would have them: normal, a hundredth to a tenth in size; vectors are around 1.
+
+    The same seed gives a tensor of some name and device the same values, in whatever order they are asked for.
+    """
+
+    directory = Path("random weights")
+
+    def __init__(self, table: WeightTable, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self.dtype, self.device, self.seed = dtype, device, seed
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for weight in table.weights:
+            if weight.stacked:
+                raise UsageError(f"{weight.target} has its experts in one tensor: no random weights are made of that kind")
+            for index, name in enumerate(weight.part_names()):
+                rows = weight.rows[index % len(weight.rows)]
+                full = f"{name}.weight" if weight.kind == "linear" else name
+                self.shapes[full] = (rows,) if weight.columns is None else (rows, weight.columns)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape."""
+        return self.dtype, self.shapes[name]
+
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+    ) -> Tensor:
+        """A tensor on the device."""
+        generator = torch.Generator(self.device).manual_seed(crc32(f"{self.seed} {name}".encode()))
+        shape = self.shapes[name]
+        values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+        return 1 + 0.05 * values if len(shape) == 1 else values * shape[1] ** -0.5
+
+
+def random_model(
+    config: ModelConfig,
+    dtype: str = "auto",
+    quant: str | None = None,
+    device: str = "cpu",
+    policy: Policy | None = None,
+    seed: int = 0,
+) -> Model:
+    """A model of random weights; arguments as of `load_model`. UsageError: an unknown dtype, scheme or device, stacked experts."""
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
+    table = model_table(config)
+    checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)
+    return build_model(config, Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant)), plans)

@@ -1,0 +1,49 @@
+"""Scratch memory that the layers of a model share: one arena a stream, handed to every kernel that asks for a workspace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gristmill.autotune.bound import UnpreparedError
+from gristmill.kernel_registry.kernel import Workspace
+
+
+class Arenas:
+    """Scratch memory on one device.
+
+    Work of one stream runs in order, so its kernels use the same memory one after another; another stream has memory of its
+    own. A kernel that wants zeros leaves them for its own next call and nobody else's: it has an arena to itself. Arenas only
+    grow. A CUDA graph that was captured on a stream holds what `held` gives there, since it goes on using that memory when
+    the arena has grown out of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._arenas: dict[tuple[int, str], Tensor] = {}
+
+    def take(self, kernel: str, need: Workspace) -> Tensor | None:
+        """At least `need.bytes` bytes for a launch of `kernel` on the current stream, uint8; None when it needs none.
+
+        Raises:
+            UnpreparedError: the arena would have to grow while a graph is captured.
+        """
+        if need.bytes == 0:
+            return None
+        key = (self._stream(), kernel if need.zeroed else "")
+        arena = self._arenas.get(key)
+        if arena is None or arena.numel() < need.bytes:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise UnpreparedError(f"{kernel} needs {need.bytes} bytes of scratch memory, more than there is: run the step "
+                                      "once on this stream before it is captured")  # fmt: skip
+            make = torch.zeros if need.zeroed else torch.empty
+            self._arenas[key] = arena = make(need.bytes, dtype=torch.uint8, device=self.device)
+        return arena
+
+    def held(self) -> tuple[Tensor, ...]:
+        """The arenas of the current stream."""
+        stream = self._stream()
+        return tuple(arena for (owner, _), arena in self._arenas.items() if owner == stream)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0

@@ -1,0 +1,66 @@
+"""Scratch memory in verification: handed over as the runtime does, dirty or zero, and guarded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gristmill.autotune.rotation import Rotation
+from gristmill.autotune.verify import verify
+from gristmill.bench.arms import KernelArm, WrongResultError
+from gristmill.kernel_registry.kernel import Kernel, Workspace
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.requirement import Requirement
+
+OP = default_registry().op("linear")
+
+
+def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+    """Sums into its workspace without clearing it: right only when that is zero."""
+    y = OP.reference(x, weight[0])
+    sums = workspace.view(torch.float32)[: y.numel()].view(y.shape)
+    sums += y.float()
+    out.copy_(sums)
+    sums.zero_()
+
+
+def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+    """Leaves its sums where its next call wants zeros."""
+    sums = workspace.view(torch.float32)[: out.numel()].view(out.shape)
+    sums += OP.reference(x, weight[0])
+    out.copy_(sums)
+
+
+def writes_past_its_workspace(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+    out.copy_(OP.reference(x, weight[0]))
+    torch.as_strided(workspace, (1,), (1,), workspace.storage_offset() + workspace.numel()).fill_(3)
+
+
+def kernel(function, size: int, zeroed: bool) -> Kernel:
+    return Kernel(op="linear", name=function.__name__, provider="test", language="python",
+                  target=f"{__name__}:{function.__name__}", requires=Requirement(), layouts=("dense_v1",),
+                  workspace=lambda problem, config: Workspace(size, zeroed))  # fmt: skip
+
+
+def found(function, size: int, zeroed: bool):
+    return verify(OP, kernel(function, size, zeroed), {}, OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu")
+
+
+def test_zeros_are_given_to_those_who_ask() -> None:
+    assert found(adds_what_is_there, 3 * 16 * 4, True).ok
+    assert not found(adds_what_is_there, 3 * 16 * 4, False).ok
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_writing_past_the_workspace_shows(zeroed: bool) -> None:
+    outcome = found(writes_past_its_workspace, 64, zeroed)
+    assert not outcome.ok and outcome.reason == "wrote outside workspace"
+
+
+def test_timing_hands_it_over_too() -> None:
+    """To each kernel its own, though they share argument lists."""
+    rotation = Rotation(OP, kernel(adds_what_is_there, 192, True), OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu")
+    arms = [KernelArm(kernel(adds_what_is_there, 192, True), {}, rotation) for _ in range(2)]
+    assert all(arm.sample() > 0 and arm.error < 1e-6 for arm in arms)
+    with pytest.raises(WrongResultError):
+        KernelArm(kernel(forgets_to_clear, 192, True), {}, rotation)

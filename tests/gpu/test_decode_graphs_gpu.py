@@ -1,0 +1,110 @@
+"""Decode steps as CUDA graphs: the same ids as kernel by kernel, under preemption and prefix cache, on two streams, and why not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from gristmill.autotune.bound import UnpreparedError
+from gristmill.kernel_registry.kernel import Workspace
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.engine import Engine
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.runtime.workspace import Arenas
+from tests.runtime import oracle
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+
+pytestmark = pytest.mark.gpu
+PARAMS = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=9, temperature=0.8, seed=3),
+          SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5), SamplingParams(max_tokens=30)]  # fmt: skip
+# Kernels whose rows do not depend on the batch: a step padded to a power of two gives the same bits.
+TRITON = Policy(pins={"*": ("*_triton",)}, strict=True, origin="strict Triton")
+
+
+def prompts() -> list[list[int]]:
+    start = oracle.eval_tokens()[:40]
+    return [start + oracle.eval_tokens()[n : n + 7] for n in (100, 200, 300, 400)] + [start] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 14, "max_seqs": 4}, {"max_chunk": 8}], ids=["plain", "preemption", "chunks"])
+@pytest.mark.parametrize("quant", [None, "int4_g128"])
+def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
+    given = {"num_blocks": 256, **options}
+    without, through = (LLM(MODELS / LLAMA, dtype="fp32", quant=quant, device="cuda", policy=TRITON, decode_graphs=on, **given)
+                        for on in (False, True))  # fmt: skip
+    params = [PARAMS[i % 4] for i in range(7)]
+    expected = without.generate(prompts(), params)
+    assert through.generate(prompts(), params) == expected
+    assert through.generate(prompts(), params) == expected  # replays alone
+    rows = through.explain_graphs()
+    assert all(row["captured"] for row in rows if row["seqs"]) and sum(row["steps"] for row in rows if row["seqs"]) > 40
+
+
+@pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
+def test_default_kernels_in_bf16(name: str) -> None:
+    """Whatever selection chooses can be captured; ids need not be the same to the bit."""
+    llm = LLM(MODELS / name, dtype="bf16", quant="int4_g128", device="cuda", num_blocks=256)
+    results = llm.generate(prompts(), SamplingParams(max_tokens=20, ignore_eos=True))
+    assert all(len(result.token_ids) == 20 for result in results)
+    assert {row["captured"] for row in llm.explain_graphs() if row["seqs"]} == {True}
+
+
+def test_a_kernel_that_cannot_be_captured_is_named() -> None:
+    policy = Policy(pins={"moe": ("moe_chain_torch",)}, origin="torch experts")
+    llm = LLM(MODELS / DEEPSEEK, dtype="fp32", device="cuda", policy=policy, num_blocks=64)
+    found = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(found[0].token_ids) == 5
+    (row,) = [r for r in llm.explain_graphs() if r["seqs"]]
+    assert not row["captured"] and "moe_chain_torch" in row["reason"] and row["steps"] == 0
+
+
+def test_two_engines_on_two_streams() -> None:
+    """One model, two caches, two threads with a stream each: graphs and scratch memory are kept apart."""
+    llm = LLM(MODELS / LLAMA, dtype="fp32", quant="int4_g128", device="cuda", policy=TRITON, num_blocks=128)
+    model, config = llm.model, SchedulerConfig(num_blocks=128, max_seqs=8)
+    answers: dict[int, list[list[int]]] = {}
+
+    def serve(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            engine = Engine(runners[index], config)
+            for place, prompt in enumerate(prompts()):
+                engine.add_request(str(place), prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+            ids: list[list[int]] = [[] for _ in prompts()]
+            while engine.has_unfinished():
+                for output in engine.step():
+                    ids[int(output.id)] += output.new_ids
+            answers[index] = ids
+
+    runners = [Runner(model, PagedCache(model.config, 128, 16, model.plans.dtype, model.plans.device)) for _ in range(2)]
+    serve(0)
+    expected = answers.pop(0)
+    serve(1)
+    assert answers.pop(1) == expected  # both have their graphs now: what follows is replays
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {0: expected, 1: expected}
+
+
+def test_arenas_of_streams_and_graphs() -> None:
+    arenas = Arenas(torch.device("cuda", 0))
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        mine = arenas.take("a", Workspace(1000))
+        held = arenas.held()
+    with torch.cuda.stream(second):
+        assert arenas.take("a", Workspace(1000)) is not mine and arenas.held()[0] is not mine
+    assert mine is not None and len(held) == 1 and held[0] is mine
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=first):
+        mine.add_(1)
+        with pytest.raises(UnpreparedError, match="2000 bytes of scratch memory"):
+            arenas.take("a", Workspace(2000))

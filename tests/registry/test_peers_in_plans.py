@@ -1,0 +1,68 @@
+"""Other libraries' products as choices of a plan: by measured time, within the bound on memory, in layouts of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.kernel_registry.plan import bucket_sizes, make_plan, readable
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.select import select
+from gristmill.kernel_registry.store import Store, Timing, target_key
+from gristmill.kernel_registry.target import Target
+from tests.registry.selection_cases import BUILDS
+
+REGISTRY = default_registry()
+OP = REGISTRY.op("linear")
+KERNELS = REGISTRY.kernels_of("linear")
+H200 = Target.parse("h200")
+FRAG16 = ("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1")
+
+
+def plan(scheme: str, build: str, us: dict[str, float], policy: Policy | None = None):
+    """The plan of a layer whose kernels were all measured: `us` for those named, 100 µs for the others."""
+    policy, store = policy or Policy(), Store()
+    static = OP.static(OP.problem(f"n=4096,k=4096,w={scheme}"))
+    for size in bucket_sizes():
+        problem = OP.at_bucket(static, size)
+        for k in KERNELS:
+            if not k.requires.check_hardware(H200) and k.accepts(problem) is None:
+                store.add(Timing(op="linear", kernel=k.name, code="", config=dict(k.config(problem, H200)), problem=str(problem),
+                                 target=target_key(H200), toolchain=BUILDS[build].key(), us=us.get(k.name, 100.0), timing="graph,cold"))  # fmt: skip
+    layouts = readable(KERNELS, REGISTRY.layouts, H200, BUILDS[build])
+    return make_plan(OP, static, layouts, policy, lambda p, chosen: select(
+        OP, p, KERNELS, H200, BUILDS[build], store, policy, layouts=chosen, foreign=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scheme, build, kernel, layout",
+    [("int4_g128", "humming", "linear_humming", "humming_v1"), ("nvfp4", "humming", "linear_humming", "humming_v1"),
+     ("int4_g128", "cuda", "linear_int4_torch", "tinygemm_v1"), ("nvfp4", "sm90a", "linear_dequant_frag16", "f4_frag16_v1")],
+)  # fmt: skip
+def test_the_fastest_is_chosen_whoever_wrote_it(scheme: str, build: str, kernel: str, layout: str) -> None:
+    found = plan(scheme, build, {kernel: 5.0})
+    assert found.layouts == (layout,) and {entry.kernel for entry in found.entries} == {kernel}
+    slow = plan(scheme, build, {kernel: 500.0})
+    assert kernel not in {entry.kernel for entry in slow.entries}
+
+
+def test_a_library_that_is_not_installed_is_no_choice() -> None:
+    assert plan("int4_g128", "cuda", {"linear_humming": 1.0}).layouts != ("humming_v1",)
+
+
+def test_the_bound_on_memory_holds_for_them_too() -> None:
+    """tinygemm keeps 4 bytes a group where others keep 2: 11 % more at groups of 32."""
+    assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}).layouts != ("tinygemm_v1",)
+    assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}, Policy(weight_memory=1.12)).layouts == ("tinygemm_v1",)
+
+
+@pytest.mark.parametrize("layout", FRAG16)
+def test_dequantize_and_multiply_is_a_candidate_of_every_frag16_scheme(layout: str) -> None:
+    kernel = REGISTRY.kernel("linear", "linear_dequant_frag16")
+    for scheme in REGISTRY.layout(layout).schemes:
+        for more in ("", ",epilogue=bias+residual+silu_mul", *((",act_order=true",) if QuantScheme.parse(scheme).group_size else ())):
+            problem = OP.problem(f"m=4096,n=4096,k=4096,w={scheme}{more}")
+            assert kernel.accepts(problem) is None
+        chosen = select(OP, problem, KERNELS, H200, BUILDS["sm90a"], Store(), Policy(), layouts=frozenset({layout}), foreign=True)
+        assert "linear_dequant_frag16" in {c.kernel.name for c in chosen.candidates if c.verdict == "unverified"}
