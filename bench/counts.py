@@ -132,7 +132,8 @@ def _recording(calls: list[Call], name: str) -> Iterator[None]:
 
         return call
 
-    takers = [module for module in list(sys.modules.values()) if getattr(module, "cpu_function", None) is original]
+    # By their dictionaries: other packages' modules import more, and may fail, when asked for what they do not have.
+    takers = [module for module in list(sys.modules.values()) if vars(module).get("cpu_function") is original]
     for module in takers:
         module.cpu_function = recorded  # type: ignore[attr-defined]
     try:

@@ -18,7 +18,9 @@ endfunction()
 
 set(GM_CUDA_MANIFEST "")
 file(GLOB_RECURSE GM_SM90_SOURCES CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu")
-list(APPEND GM_SM90_SOURCES ${GRISTMILL_EXTRA_SM90_SOURCES})  # for tests of the build itself
+if(GRISTMILL_SM90_SOURCES)  # for tests of the build itself: these alone
+  set(GM_SM90_SOURCES ${GRISTMILL_SM90_SOURCES})
+endif()
 
 # NVCC names the compiler; NVCC_PREPEND_FLAGS is nvcc's own variable for, say, -ccbin.
 find_program(GRISTMILL_NVCC NAMES nvcc HINTS ENV NVCC ENV CUDACXX ENV CUDA_HOME PATH_SUFFIXES bin)

@@ -54,11 +54,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     (place / "test_theirs.py").write_text(SUITE)
     (place / "pytest.ini").write_text("[pytest]\n")
     (place / "policy.toml").write_text(f'cache = "{place}"\n')
+    outer = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # says that this suite is shared out
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "--benchmark-only",
          "--benchmark-json=out.json"], cwd=place, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": path, "GRISTMILL_POLICY": str(place / "policy.toml")},
+        env={**outer, "PYTHONPATH": path, "GRISTMILL_POLICY": str(place / "policy.toml")},
     )  # fmt: skip
     assert (place / "out.json").exists(), done.stdout + done.stderr
     return done.stdout, json.loads((place / "out.json").read_text())

@@ -224,9 +224,9 @@ def test_lengths_keep_their_bounds(seed: int) -> None:
 
 
 def test_lengths_that_cannot_be_are_refused() -> None:
-    problem = OP.problem("q_tokens=9,seqs=2,max_q=4,max_ctx=8,total_ctx=16,heads=1,kv_heads=1")
+    problem = OP.problem("q_tokens=8,seqs=2,max_q=4,max_ctx=8,total_ctx=16,heads=1,kv_heads=1")
     with pytest.raises(ValueError, match="9 new tokens do not fit in 2 sequences of at most 4"):
-        lengths(problem, 0)
+        lengths(problem.with_values(q_tokens=9), 0)
 
 
 LONG = "q_tokens=6,seqs=4,max_q=3,max_ctx=1500,total_ctx=3300,heads=4,kv_heads=2,head_dim=48,x=bf16,sinks=true,lse=true"

@@ -56,7 +56,7 @@ def test_without_nvcc(tmp_path: Path) -> None:
 
 @needs_nvcc
 def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_EXTRA_SM90_SOURCES={SCALE}")
+    done = configure(tmp_path, "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={SCALE}")
     assert "sm_90a by nvcc" in status_line(done)
     subprocess.run(["cmake", "--build", tmp_path, "--target", "gristmill_cuda_sm90a"], check=True, capture_output=True)
     entry = json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"]["sm_90a"]
