@@ -12,8 +12,11 @@ from gristmill.bench.compare import why_not
 from gristmill.bench.place import Place
 from gristmill.bench.result_file import samples, timed
 from gristmill.bench.statistics.rounds import REPEATS
-from gristmill.bench.statistics.verdict import Rule, Verdict, judge
+from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, judge, merge
 from gristmill.kernel_registry.registry import UnknownError, default_registry
+
+MOST_TURNS = 8
+"""How many times the rounds asked for may be taken."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     timing = str(row.get("timing") or "")  # files of before it was written: as a kernel is deployed, cold
     rotation = Rotation(op, kernel, problem, device, hot=timing.endswith(",hot"))
     arm = KernelArm(kernel, config, rotation, eager=timing.startswith("eager"))
-    times = [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
+    times: list[float] = []
+    # Rounds that resemble their neighbours are worth less: more of them, until they are worth a verdict or that takes too long.
+    while len(times) < MOST_TURNS * rounds and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS:
+        times += [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
     arm.conclude()
     return times, arm.error
 
