@@ -101,6 +101,8 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
 def _check_rotation(path: str | Path, config: Mapping[str, Any], rotated: Any, factors: int) -> None:
     """ConfigError unless whole heads are rotated, and factors of frequencies are as many as pairs of a head."""
     hidden, heads, width = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if isinstance(heads, int) and heads < 1:
+        raise ConfigError(f"{path}: attention.head_count must be at least 1, got {heads}")
     if width is None and isinstance(hidden, int) and isinstance(heads, int):
         width = hidden // heads
     if isinstance(width, int) and rotated not in (None, width):

@@ -173,6 +173,18 @@ def test_more_layers_than_tensors(tmp_path: Path) -> None:
         gguf_config(path)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+def test_no_heads(family: str, tmp_path: Path) -> None:
+    """Found by mutation: the width of a head was divided by their number."""
+    random_model(tmp_path / "hf", family)
+    path = converted(tmp_path / "hf", tmp_path / "m.gguf", family)
+    data, key = path.read_bytes(), f"{family}.attention.head_count".encode()
+    at = data.index(key) + len(key) + 4
+    path.write_bytes(data[:at] + (0).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises((CheckpointError, ConfigError), match="attention.head_count must be .*, got 0"):
+        gguf_config(path)
+
+
 def byte_level() -> dict[str, Any]:
     """The example model's tokenizer as key-value pairs: its way to cut text is the one that ggml calls smollm."""
     data = json.loads((MODELS / LLAMA / "tokenizer.json").read_text())
