@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ import click
 from gristmill import console
 from gristmill.bench.place import Place, place
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.plan import MoreMemory, Plan, SelectAt, bucket_sizes, make_plan, more_memory, readable
+from gristmill.kernel_registry.plan import MoreMemory, Plan, bucket_sizes, make_plan, more_memory, readable
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError, Selection, select
@@ -46,9 +45,10 @@ def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_j
     problem = op.problem(text)
     layer = op.bucket is not None and op.bucket in problem.open_axes
     shown = op.at_bucket(problem, 1) if layer else _closed(op, problem)
-    selection = _selection(op, shown, here)
-    plan = _plan(op, problem, here) if layer else None
-    more = _more_memory(op, problem, here, plan) if plan is not None else None
+    asker = _Asker(op, here)
+    selection = asker.selection(shown)
+    plan = asker.plan(problem) if layer else None
+    more = asker.more_memory(problem, plan) if plan is not None else None
     if as_json:
         answer: dict[str, Any] = {
             "op": op.name,
@@ -74,43 +74,44 @@ def _closed(op: Op, problem: Problem) -> Problem:
     return op.problem({**dict(op.at_bucket(op.static(problem), problem.integer(op.bucket)).values), **given})
 
 
-def _selection(op: Op, problem: Problem, here: Place, layouts: frozenset[str] | None = None) -> Selection:
-    if here.device is not None:
-        from gristmill.autotune.resolve import Resolver
+class _Asker:
+    """Selections and plans of one operation here; the store and the installation are read once for all of them."""
 
-        return Resolver(here.device, here.policy).resolve(op, problem, layouts)
-    kernels, store = default_registry().kernels_of(op.name), Store.read_over_shipped(here.policy.store_path)
-    return select(op, problem, kernels, here.target, here.build, store, here.policy, layouts=layouts, foreign=True)
-
-
-def _plan(op: Op, static: Problem, here: Place) -> Plan | None:
-    registry = default_registry()
-    try:
+    def __init__(self, op: Op, here: Place) -> None:
+        self.op, self.here, self.registry = op, here, default_registry()
+        self.resolver, self.build = None, here.build
         if here.device is not None:
             from gristmill.autotune.resolve import Resolver
 
-            resolver = Resolver(here.device, here.policy)
-            return resolver.plan(op, static)
-        layouts = readable(registry.kernels_of(op.name), registry.layouts, here.target, here.build)
-        return make_plan(op, static, layouts, here.policy,
-                         lambda problem, layouts: _selection(op, problem, here, layouts), sizes=bucket_sizes())  # fmt: skip
-    except NoKernelError:
-        return None
+            self.resolver = Resolver(here.device, here.policy)
+            self.build = self.resolver.build
+        else:
+            self.store = Store.read_over_shipped(here.policy.store_path)
+        self.layouts = readable(self.registry.kernels_of(op.name), self.registry.layouts, here.target, self.build)
 
+    def selection(self, problem: Problem) -> Selection:
+        """What runs `problem`; on a device of this machine it is verified."""
+        return self.peek(problem, None) if self.resolver is None else self.resolver.resolve(self.op, problem)
 
-def _more_memory(op: Op, static: Problem, here: Place, plan: Plan) -> MoreMemory | None:
-    """What the policy's bound on memory keeps from the plan; by the records as they are."""
-    registry = default_registry()
-    if here.device is not None:
-        from gristmill.autotune.resolve import Resolver
+    def peek(self, problem: Problem, layouts: frozenset[str] | None) -> Selection:
+        """Selection by the records as they are."""
+        if self.resolver is not None:
+            return self.resolver.select(self.op, problem, layouts)
+        kernels, here = self.registry.kernels_of(self.op.name), self.here
+        return select(self.op, problem, kernels, here.target, self.build, self.store, here.policy, layouts=layouts, foreign=True)
 
-        peek: SelectAt = partial(Resolver(here.device, here.policy).select, op)
-    else:
+    def plan(self, static: Problem) -> Plan | None:
+        """The plan of a layer; None where nothing runs it."""
+        try:
+            if self.resolver is not None:
+                return self.resolver.plan(self.op, static)
+            return make_plan(self.op, static, self.layouts, self.here.policy, self.peek, sizes=bucket_sizes())
+        except NoKernelError:
+            return None
 
-        def peek(problem: Problem, layouts: frozenset[str] | None) -> Selection:
-            return _selection(op, problem, here, layouts)
-
-    return more_memory(op, static, registry.layouts, here.policy, peek, plan)
+    def more_memory(self, static: Problem, plan: Plan) -> MoreMemory | None:
+        """What the policy's bound on memory keeps from the plan."""
+        return more_memory(self.op, static, self.layouts, self.here.policy, self.peek, plan)
 
 
 def _axes(op: Op, as_json: bool) -> None:

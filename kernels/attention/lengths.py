@@ -53,7 +53,8 @@ def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     tokens, seqs = problem.integer("q_tokens"), problem.integer("seqs")
     max_ctx = problem.integer("max_ctx")
     most = min(problem.integer("max_q"), max_ctx)
-    need(tokens <= seqs * most, f"{problem.op}: {tokens} new tokens do not fit in {seqs} sequences of at most {most}")
+    wrong = misfit(problem)
+    need(wrong is None, f"{problem.op}: {wrong}")
     draw = random.Random(seed)
     queries = [0] * seqs
     queries[0] = min(most, tokens)

@@ -9,8 +9,8 @@ from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
-from gristmill.kernels.linear.linear import as_quant, layout_for
-from gristmill.kernels.quantized_inputs import misfit, quantized
+from gristmill.kernels.linear.linear import as_quant, check, layout_for
+from gristmill.kernels.quantized_inputs import quantized
 
 EPILOGUE = ("silu_mul",)
 
@@ -126,14 +126,6 @@ def like(
     need(rows >= 1 and (first is weight or rows <= 2 * first.nbytes),
          f"grouped_linear: n is {n}, which the weight {first.shape} cannot have")  # fmt: skip
     return (((x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows), x.dtype),)
-
-
-def check(problem: Problem) -> str | None:
-    """What keeps the axes of `problem` from going together."""
-    n = problem.integer("n")
-    if "silu_mul" in problem.flags("epilogue") and n % 2:
-        return f"silu_mul needs an even number of rows (gate, then up), got n={n}"
-    return misfit(problem.text("w"), problem.integer("k"), bool(problem["act_order"]))
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
