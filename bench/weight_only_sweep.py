@@ -212,6 +212,8 @@ def main() -> int:
     shapes = sets.get(given.shapes) or tuple(tuple(int(v) for v in s.split("x")) for s in given.shapes.split(","))
     before, rows, store = environment(), [], Store()
     data = torch.randint(0, 1 << 30, ((2 * COLD + (512 << 20)) // 4,), dtype=torch.int32, device=DEVICE)
+    command = " ".join(["python -m gristmill.bench.weight_only_sweep", *sys.argv[1:]])
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     for scheme in given.schemes.split(","):
         sweep = Sweep(scheme, peers)
         for n, k in shapes:
@@ -219,11 +221,9 @@ def main() -> int:
                 continue
             rows += sweep.shape(n, k, tuple(int(m) for m in given.m.split(",")), data)
             torch.cuda.empty_cache()
+            given.out.write_text(json.dumps({"command": command, "before": before, "after": environment(), "rows": rows}))
         for timing in sweep.timings:
             store.add(timing)
-        command = " ".join(["python -m gristmill.bench.weight_only_sweep", *sys.argv[1:]])
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"command": command, "before": before, "after": environment(), "rows": rows}))
         if given.tuned:
             given.tuned.write_text(dump(store))
     judged = [row for row in rows if row["met"] is not None]
