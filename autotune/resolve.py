@@ -179,6 +179,11 @@ def confirmed_build(registry: Registry, target: Target, policy: Policy | None = 
     vendor = target.vendor
     kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
     build = Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])
-    pinned = [k for k in kernels if policy is not None and policy.rank(k.op, k.name) is not None]
-    ready = [k for k in pinned if not any(build.why_not_package(*package) for package in k.requires.packages)]
+    return imported_build(build, [k for k in kernels if policy is not None and policy.rank(k.op, k.name) is not None])
+
+
+def imported_build(build: Build, kernels: Sequence[Kernel]) -> Build:
+    """`build` once the modules that `kernels` need were imported, of installed packages, where their source does not tell
+    what they offer."""
+    ready = [k for k in kernels if not any(build.why_not_package(*package) for package in k.requires.packages)]
     return build.confirm([offer for kernel in ready for offer in kernel.requires.offers], importing=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gristmill.autotune.resolve import confirmed_build
+from gristmill.autotune.resolve import confirmed_build, imported_build
 from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
@@ -42,6 +44,24 @@ def place(text: str | None) -> Place:
     if target.name in probe_cpu().levels:
         return _cpu(policy, target.name.partition(":")[2])
     return Place(target, None, _foreign_build(target), policy)
+
+
+def imported(here: Place, kernels: Iterable[Kernel]) -> Place:
+    """`here`, with modules imported that `kernels` need and whose source does not tell what they offer.
+
+    Selection and lists take "only an import can tell" for an answer; whoever measures a kernel means it.
+    """
+    fit = [k for k in kernels if here.device is not None and not k.requires.check_hardware(here.target, here.build)]
+    if not any(here.build.why_not_offer(offer) for kernel in fit for offer in kernel.requires.offers):
+        return here
+    from gristmill.autotune import clock
+
+    before = clock.originals()
+    build = imported_build(here.build, fit)
+    if changed := clock.tampered(before):
+        raise RuntimeError(f"a module that {', '.join(k.name for k in fit)} need replaced {changed} when it was imported; "
+                           "no time could be trusted: leave its kernel out with --kernels")  # fmt: skip
+    return replace(here, build=build)
 
 
 def _cpu(policy: Policy, level: str | None) -> Place:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.bench.place import Place, place
+from gristmill.bench.place import Place, imported, place
 from gristmill.bench.statistics.rounds import ROUNDS
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
@@ -127,6 +127,7 @@ def _chosen(op: Op, kernel: str | Kernel | None, problem: Problem, here: Place) 
         best = Resolver(here.device or "cpu", here.policy).resolve(op, problem).require()
         return best.kernel, best.config or {}
     found = default_registry().kernel(op.name, kernel) if isinstance(kernel, str) else kernel
+    here = imported(here, [found])
     if against := [*found.requires.check_hardware(here.target, here.build), *found.requires.check_build(here.target, here.build)]:
         pytest.skip(f"{found.name} cannot run here: {'; '.join(against)}")
     if refusal := found.accepts(problem):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gristmill.bench.compare import why_not
-from gristmill.bench.place import Place
+from gristmill.bench.place import Place, imported
 from gristmill.bench.result_file import samples, timed
 from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, judge, merge
@@ -49,10 +49,12 @@ def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, te
     """
     from gristmill.bench.arms import WrongResultError
 
+    rows = timed(data)
+    here = imported(here, [k for row in rows for k in default_registry().all_kernels() if (k.op, k.name) == (row["op"], row["kernel"])])
     found: list[Again] = []
     logs: list[list[float]] = []
     taken: list[int] = []
-    for row in timed(data):
+    for row in rows:
         then = statistics.median(samples(row))
         tell(f"{row['kernel']} {row['problem']}")
         try:

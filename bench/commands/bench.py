@@ -8,8 +8,8 @@ import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
-from gristmill.bench.place import Place, place
-from gristmill.bench.problems import Asked, asked, baseline_of, chosen, here_or_refuse, problem_options
+from gristmill.bench.place import Place, imported, place
+from gristmill.bench.problems import Asked, asked, baseline_of, chosen, here_or_refuse, named, problem_options
 from gristmill.bench.result_file import write
 from gristmill.kernel_registry.registry import default_registry
 
@@ -53,7 +53,9 @@ def bench(
     here = place(target)
     here_or_refuse(here)
     wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
-    held = chosen([*dict.fromkeys(one.op for one in wanted)], kernels, here)
+    ops = [*dict.fromkeys(one.op for one in wanted)]
+    held = chosen(ops, kernels, here)
+    here = imported(here, [k for op in ops for k in (*held[op.name], *(named(op, baseline) if baseline else ()))])
     rows: list[dict[str, Any]] = []
     for one in console.progress(wanted, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None

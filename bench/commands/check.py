@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from gristmill import console
-from gristmill.bench.place import Place, place
+from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import concrete, here_or_refuse, named
 from gristmill.kernel_registry.registry import default_registry
 
@@ -90,6 +90,7 @@ def check(
             against = default_registry().kernel(op.name, yardstick)
             others = tuple(k for k in named(op, kernels) if k.name != against.name)
             wanted = [Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)]
+        here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
         with console.status(quiet=as_json) as tell:
             rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
         written = baseline.update(file, here, rows, portable)
@@ -113,8 +114,10 @@ def check(
     if not entries:
         _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", as_json)
     begin = time.perf_counter()
+    wanted = baseline.cases(entries)
+    here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
     with console.status(quiet=as_json) as tell:
-        rows = compare(baseline.cases(entries), here, rule, seconds=seconds, tell=tell)
+        rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
     checked = baseline.against(entries, rows, rule)
     code = baseline.exit_code(checked)
     _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)

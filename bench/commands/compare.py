@@ -8,8 +8,8 @@ import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
-from gristmill.bench.place import Place, place
-from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, problem_options
+from gristmill.bench.place import Place, imported, place
+from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, named, problem_options
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 
@@ -62,7 +62,9 @@ def compare(
     here = place(target)
     here_or_refuse(here)
     wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
-    others = chosen([*dict.fromkeys(one.op for one in wanted)], kernels, here)
+    ops = [*dict.fromkeys(one.op for one in wanted)]
+    others = chosen(ops, kernels, here)
+    here = imported(here, [k for op in ops for k in (*others[op.name], *(named(op, baseline) if baseline else ()))])
     cases = []
     for one in wanted:
         first = baseline_of(one.op, one.problem, baseline, here) if baseline else _selected(one.op, one.problem, here)

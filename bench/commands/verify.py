@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gristmill import console
-from gristmill.bench.place import Place, place
+from gristmill.bench.place import Place, imported, place
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -38,9 +38,9 @@ def verify(context: click.Context, op_name: str | None, kernel_name: str | None,
     if op_name is not None:
         registry.op(op_name)
     work: list[tuple[Op, Kernel, str]] = []
-    for kernel in registry.all_kernels():
-        if (op_name and kernel.op != op_name) or (kernel_name and kernel.name != kernel_name):
-            continue
+    meant = [k for k in registry.all_kernels() if op_name in (None, k.op) and kernel_name in (None, k.name)]
+    here = imported(here, meant)
+    for kernel in meant:
         if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build):
             continue
         op = registry.op(kernel.op)
