@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_NAMES: dict[Any, str] = {}
 _TEXT = {
     "torch.float32": "fp32",
     "torch.float16": "fp16",
@@ -22,15 +21,20 @@ CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
 """Dtype codes of the C++ entry points."""
 
 
-def dtype_name(dtype: Any) -> str:
-    """The problem-string name of a torch dtype; TypeError if gristmill has no name for it."""
-    name = _NAMES.get(dtype)
-    if name is None:
+class _Names(dict[Any, str]):
+    """Names of torch dtypes, each found by its text when first asked for."""
+
+    def __missing__(self, dtype: Any) -> str:
         name = _TEXT.get(str(dtype))
         if name is None:
             raise TypeError(f"dtype {dtype} is not supported; supported: {', '.join(sorted(_TEXT.values()))}")
-        _NAMES[dtype] = name
-    return name
+        self[dtype] = name
+        return name
+
+
+dtype_name = _Names().__getitem__
+"""The problem-string name of a torch dtype; TypeError if gristmill has no name for it. A dictionary's own method: it is asked
+once or more in every planned call."""
 
 
 def torch_dtype(name: str) -> Any:

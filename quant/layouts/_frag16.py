@@ -79,14 +79,14 @@ def _pack(weight: QuantTensor, name: str) -> Packed:
         for part, view in block_views(out, count, groups, size):
             view[..., CODE_BYTES[code_order(scheme)] :] = made[part].view(*view.shape[:3], -1)
         rows.append(factor)
-    if device.type == "cuda":  # kernels may start to read an immutable weight before the work queued ahead of them has ended
-        torch.cuda.current_stream(device).synchronize()
     second = (
         {"row_scale": torch.stack([r for r in rows if r is not None]).view(*lead, weight.n)}
         if name == "f4_frag16_v1"
         else {"scale_type": empty(scales.dtype, device)}
     )
     slots = {"tiles": tiles.view(*lead, -1) if lead else tiles[0], **second, "perm": perm}
+    if device.type == "cuda":  # kernels may start to read an immutable weight before the work queued ahead of them has ended
+        torch.cuda.current_stream(device).synchronize()
     n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
     run_groups = None if columns is None else columns.run_groups
     return Packed(name, scheme, weight.shape, slots, weight.segments, run_groups, n_idx)

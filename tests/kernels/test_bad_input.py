@@ -7,6 +7,7 @@ outputs of the `.out` overload too. Nothing may crash, end in an error of anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch
     plan = planned("rms_norm", op.static(problem))
 
     def faults(guard: Callable[..., int]) -> str:
-        monkeypatch.setattr(plan, "_guard", guard)
+        monkeypatch.setattr(plan, "_guard", partial(guard, plan.static))
         # Wider elements only: without a guard narrower ones would be read past their end.
         found = [verdict(op, lambda a: ops.rms_norm(*a, plan=plan), bad, None) for what, bad in mutations(op, arguments)
                  if what.endswith(("float64", "int64"))]  # fmt: skip
