@@ -51,20 +51,52 @@ class Finding:
     repeatable: bool
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What argument lists hold, before any kernel's packing: CONTENTS lists of arguments, and what the reference makes of each.
+
+    base: the arguments of seed 0. seconds: how long all of it took. Nothing writes to it, so rotations may share one.
+    """
+
+    base: Sequence[Any]
+    neutral: Sequence[Sequence[Any]]
+    references: Sequence[Sequence[torch.Tensor]]
+    seconds: float
+
+    @staticmethod
+    def first(op: Op, problem: Problem, device: str) -> Contents:
+        """Those that a rotation begins with."""
+        begin = _now()
+        base = op.inputs(problem, 0, device)
+        return Contents._of(op, problem, device, base, 0, begin)
+
+    def later(self, op: Op, problem: Problem, device: str, seed: int) -> Contents:
+        """Others, of `seed` and those that follow it."""
+        return Contents._of(op, problem, device, self.base, seed, _now())
+
+    @staticmethod
+    def _of(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: int, begin: float) -> Contents:
+        neutral = [_content(op, problem, device, base, one) for one in range(seed, seed + CONTENTS)]
+        references = [run_reference(op, arguments) for arguments in neutral]
+        return Contents(base, neutral, references, _now() - begin)
+
+
 class Rotation:
     """Argument lists of `problem` as `kernel` takes them, outputs included.
 
     hot: one list only, so that calls find their arguments in the cache. Otherwise lists amount to several times the
     last cache, and calls that go around them find their arguments in memory.
+    contents: what they begin with, where other kernels get the same; made here otherwise.
     """
 
-    def __init__(self, op: Op, kernel: Kernel, problem: Problem, device: str, *, hot: bool = False) -> None:
+    def __init__(self, op: Op, kernel: Kernel, problem: Problem, device: str, *, hot: bool = False,
+                 contents: Contents | None = None) -> None:  # fmt: skip
         self.op, self.problem, self.device = op, problem, device
         self._kernel, self._seed = kernel, 0
+        contents = contents or Contents.first(op, problem, device)
         begin = _now()
-        self._base = op.inputs(problem, 0, device)
-        self._fill()
-        self._quick = _now() - begin < PATIENCE
+        self._take(contents)
+        self._quick = contents.seconds + _now() - begin < PATIENCE
         budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
         count = 1 if hot else max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
         self.sets = [self._set(index % CONTENTS) for index in range(count)]
@@ -84,7 +116,7 @@ class Rotation:
     def refresh(self) -> None:
         """Other content at the same addresses, everything that is to be written poisoned, and the turn at its start."""
         if self._quick:
-            self._fill()
+            self._take(self._contents.later(self.op, self.problem, self.device, self._seed))
         for here in self.sets:
             here.content = (here.content + 1) % CONTENTS
         self.restore()
@@ -131,30 +163,23 @@ class Rotation:
             if first is not result and all(map(same_bits, first, result)):
                 continue  # compared already
             repeatable = repeatable and first is result
-            figure = error_of(self.op, self.problem, self._neutral[here.content], result, self.references[here.content])
+            contents = self._contents
+            figure = error_of(self.op, self.problem, contents.neutral[here.content], result, contents.references[here.content])
             error = max(error, figure)
             if not figure <= limit:
                 return Finding(f"error {figure:.3g} is over the tolerance {limit:.3g}", figure, repeatable)
         return Finding("", error, repeatable)
 
-    def _fill(self) -> None:
-        """New contents, and what the reference makes of them."""
-        seeds = range(self._seed, self._seed + CONTENTS)
-        self._seed += CONTENTS
-        self._neutral = [self._content(seed) for seed in seeds]
-        self.references = [run_reference(self.op, arguments) for arguments in self._neutral]
-        self._masters = [kernel_arguments(self.op, self._kernel, arguments) for arguments in self._neutral]
+    @property
+    def references(self) -> Sequence[Sequence[torch.Tensor]]:
+        """What the reference makes of each content."""
+        return self._contents.references
 
-    def _content(self, seed: int) -> list[Any]:
-        """Arguments of the same work: where a seed decides more than numbers (lengths, block tables, experts), those of
-        the first seed with their numbers moved along the rows."""
-        base = self._base
-        if seed == 0:
-            return base
-        other = self.op.inputs(self.problem, seed, self.device)
-        if all(_same_work(mine, theirs) for mine, theirs in zip(base, other, strict=True)):
-            return other
-        return [_rolled(argument, seed) for argument in base]
+    def _take(self, contents: Contents) -> None:
+        """Go on with other contents: packed, and not yet in the lists."""
+        self._contents = contents
+        self._seed += CONTENTS
+        self._masters = [kernel_arguments(self.op, self._kernel, arguments) for arguments in contents.neutral]
 
     def _results(self, here: _Set) -> list[torch.Tensor]:
         return [*here.outputs, *written(self.op, here.arguments)]
@@ -184,6 +209,17 @@ class Rotation:
                 guards.append(Guarded.make(name, shape, dtype, self.device))
                 outputs.append(guards[-1].tensor)
         return _Set(arguments, outputs, guards, content)
+
+
+def _content(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: int) -> Sequence[Any]:
+    """Arguments of the same work as `base`: where a seed decides more than numbers (lengths, block tables, experts), those of
+    `base` with their numbers moved along the rows."""
+    if seed == 0:
+        return base
+    other = op.inputs(problem, seed, device)
+    if all(_same_work(mine, theirs) for mine, theirs in zip(base, other, strict=True)):
+        return other
+    return [_rolled(argument, seed) for argument in base]
 
 
 def _same_work(a: Any, b: Any) -> bool:

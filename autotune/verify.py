@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.interpreter import load
 
 
@@ -30,10 +31,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Asked:
-    """Random arguments of a problem, and what the reference makes of them."""
+    """Random arguments of a problem, and what the reference makes of them. packed: the arguments as kernels take them, by
+    `packing`, filled as they are asked for."""
 
     arguments: Sequence[Any]
     reference: Sequence[torch.Tensor]
+    packed: dict[str, list[Any]] = field(default_factory=dict)
+
+    def for_kernel(self, op: Op, kernel: Kernel, problem: Problem) -> list[Any]:
+        """The arguments as `kernel` takes them, packed once for all kernels that read them alike."""
+        key = packing(op, kernel, problem)
+        if key not in self.packed:
+            self.packed[key] = kernel_arguments(op, kernel, self.arguments)
+        return list(self.packed[key])
 
 
 def asked(op: Op, problem: Problem, device: str, seed: int = 0) -> Asked:
@@ -59,8 +69,8 @@ def verify(
     arguments, reference = given.arguments, given.reference
     try:
         with on_device(device):
-            given = with_workspace(op, kernel, config, problem, kernel_arguments(op, kernel, arguments))
-            outputs, trespass = run_guarded(op, kernel, config, given)
+            taken = with_workspace(op, kernel, config, problem, given.for_kernel(op, kernel, problem))
+            outputs, trespass = run_guarded(op, kernel, config, taken)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UnverifiableError(f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}") from error
     except Exception as error:
@@ -105,6 +115,16 @@ class Verifier:
             return failed  # it left a device that answers nobody any more
         self._given = given if outcome.ok else None
         return outcome
+
+
+def packing(op: Op, kernel: Kernel, problem: Problem) -> str:
+    """What tells the arguments of kernels apart: the layout that `kernel` gets this problem's weights in, or the kernel with one
+    of its own; "" where an operation packs nothing."""
+    if op.pack is None:
+        return ""
+    registry, scheme = default_registry(), dict(problem.values).get("w")
+    fitting = [name for name in kernel.layouts if scheme is None or registry.layout(name).accepts(str(scheme))]
+    return fitting[0] if fitting else kernel.name
 
 
 def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:

@@ -16,11 +16,10 @@ import torch
 
 from gristmill.autotune import clock
 from gristmill.autotune.device import on_device
-from gristmill.autotune.rotation import Finding, Rotation
+from gristmill.autotune.rotation import Contents, Finding, Rotation
 from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed
-from gristmill.autotune.verify import scratch
+from gristmill.autotune.verify import packing, scratch
 from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.interpreter import load
 
 LEAD = 3
@@ -199,21 +198,16 @@ def timing_name(captured: bool, hot: bool) -> str:
 
 def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False) -> dict[str, Rotation]:
     """A rotation for each kernel, the same one for kernels that take the same arguments: equal data at equal addresses."""
-    made: dict[Any, Rotation] = {}
+    made: dict[str, Rotation] = {}
     found = {}
+    contents: Contents | None = None
     for kernel in kernels:
-        key = None if op.pack is None else _packing(kernel, problem)
+        key = packing(op, kernel, problem)
         if key not in made:
-            made[key] = Rotation(op, kernel, problem, device, hot=hot)
+            contents = contents or Contents.first(op, problem, device)
+            made[key] = Rotation(op, kernel, problem, device, hot=hot, contents=contents)
         found[kernel.name] = made[key]
     return found
-
-
-def _packing(kernel: Kernel, problem: Any) -> str:
-    """What tells arguments apart: the layout that `kernel` gets this problem's weights in, or the kernel with one of its own."""
-    registry, scheme = default_registry(), dict(problem.values).get("w")
-    fitting = [name for name in kernel.layouts if scheme is None or registry.layout(name).accepts(str(scheme))]
-    return fitting[0] if fitting else kernel.name
 
 
 def _threads() -> set[str]:

@@ -1,8 +1,8 @@
 """What selection loses to exhaustive search: every candidate of every problem timed in one run, and what the store would pick.
 
 For each problem every kernel at every configuration of its space is verified and timed in turn, in `ROUNDS` rounds (one, if
-it is `SLOW` times behind); nothing is ruled out by cost models, no space is sampled. Regret is the time of what selection
-picks over the least of all, less one.
+it is `SLOW` times behind; two samples, if `HOPELESS` times); nothing is ruled out by cost models, no space is sampled. Regret is
+the time of what selection picks over the least of all, less one.
 It is asked of several stores:
 
 - ``store``: the one in use, shipped times included, whatever it knows; by problems that it has times of, and others;
@@ -18,14 +18,15 @@ import gc
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.bench.options import Job, Option, options
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import Heat
-from gristmill.bench.tune import Job, Option, options, verify_all
+from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
@@ -39,11 +40,15 @@ FINALISTS = 3
 SLOW = 2.0
 """A candidate this many times slower than the best of the first round is timed no further."""
 
-SHOWN = 1.2
-"""Candidates within this factor of the best are kept in result files with their samples; of others there is a count."""
+HOPELESS = 3.0
+"""A candidate whose first two samples are this many times the least first one is not timed again."""
 
-VERIFYING = 0.6
-"""The share of the time that verification, which compiles, may take."""
+SHOWN = 1.2
+"""Candidates within this factor of the best are kept in result files with their samples; of others, the least time."""
+
+BURST = 24
+"""Problems that are verified, by all workers, before they are timed, by nobody else at work: enough to keep every worker busy,
+few enough that a deadline finds most of what was verified timed too."""
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Studied:
     """One problem. times: of every candidate that ran, by (kernel, configuration): one a round, microseconds.
 
     exact: the store in use has times of this very problem. missing: candidates that were not tried, for lack of time.
-    picks: store -> (kernel, configuration); regrets: store -> what it loses.
+    picks: store -> (kernel, configuration); regrets: store -> what it loses. seconds: that timing took.
     """
 
     job: Job
@@ -64,6 +69,7 @@ class Studied:
     best: tuple[str, str] | None = None
     picks: dict[str, tuple[str, str]] = field(default_factory=dict)
     regrets: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def tuned_us(self, key: tuple[str, str]) -> float:
         """By the rounds that tune."""
@@ -85,7 +91,17 @@ class Studied:
             "picks": {name: {"kernel": k, "config": c, "us": self.judged_us((k, c)), "regret": self.regrets[name]}
                       for name, (k, c) in self.picks.items()},
             "near": [{"kernel": k, "config": c, "samples": self.times[k, c]} for k, c in sorted(near, key=self.judged_us)],
+            "times": self._table(), "seconds": round(self.seconds, 2),
         }  # fmt: skip
+
+    def _table(self) -> dict[str, dict[str, Any]]:
+        """The judged time of every candidate by kernel: the names of a configuration's parts once, then their values."""
+        found: dict[str, dict[str, Any]] = {}
+        for kernel, config in sorted(self.times, key=self.judged_us):
+            names = ",".join(part.partition("=")[0] for part in config.split(","))
+            values = ",".join(part.partition("=")[2] for part in config.split(","))
+            found.setdefault(kernel, {"of": names, "us": {}})["us"][values] = round(self.judged_us((kernel, config)), 3)
+        return found
 
 
 def study(
@@ -100,27 +116,41 @@ def study(
 
     begin, jobs = now(), list(jobs)
     random.Random(seed).shuffle(jobs)
-    candidates = {str(job.problem): _candidates(job, here, store) for job in jobs}
     pool = [Worker() for _ in range(workers)]
-    tell(f"verifying {sum(map(len, candidates.values()))} candidates of {len(jobs)} problems")
+    found: list[Studied] = []
+    records: list[Verification] = []
+    outcomes: dict[Any, Verification] = {}
     try:
-        records = verify_all([(job, option) for job in jobs for option in candidates[str(job.problem)]], here, pool,
-                             begin + VERIFYING * seconds)  # fmt: skip
+        for first in range(0, len(jobs), BURST):
+            burst = jobs[first : first + BURST]
+            if now() - begin > seconds:
+                break
+            candidates = {str(job.problem): _candidates(job, here, store) for job in burst}
+            asked = [(job, option) for job in burst for option in candidates[str(job.problem)]
+                     if _key(job, option) not in outcomes]  # fmt: skip
+            tell(f"{first + 1}/{len(jobs)}: verifying {len(asked)} candidates of {len(burst)} problems")
+            made, since = verify_all(asked, here, pool, begin + seconds), now()
+            tell(f"{first + 1}/{len(jobs)}: verified {len(made)}; {seconds - now() + begin:.0f} s left")
+            records += made
+            outcomes |= {(r.op, r.problem, r.kernel, r.config): r for r in made}
+            for number, job in enumerate(burst, first + 1):
+                if now() - begin > seconds:
+                    break
+                tell(f"{number}/{len(jobs)} {job.op.name} {job.problem}: {seconds - now() + begin:.0f} s left")
+                one = _time(job, candidates[str(job.problem)], outcomes, here, store, random.Random(seed))
+                one.seconds, since = now() - since, now()
+                found.append(one)
+                each(one)
     finally:
         for worker in pool:
             worker.close()
-    outcomes = {(r.op, r.problem, r.kernel, r.config): r for r in records}
-    tell(f"verified {len(records)} in {now() - begin:.0f} s")
-    found = []
-    for number, job in enumerate(jobs):
-        if now() - begin > seconds:
-            break
-        tell(f"{number + 1}/{len(jobs)} {job.op.name} {job.problem}: {seconds - now() + begin:.0f} s left")
-        one = _time(job, candidates[str(job.problem)], outcomes, here, store, random.Random(seed))
-        found.append(one)
-        each(one)
-    _ask(found, here, store, records)
+    ask(found, here, store, records)
     return found
+
+
+def _key(job: Job, option: Option) -> tuple[str, str, str, str]:
+    """What a verification is of, as far as problems share it."""
+    return job.op.name, str(job.op.verification(job.problem)), option.kernel.name, config_key(option.config)
 
 
 def _candidates(job: Job, here: Place, store: Store) -> list[Option]:
@@ -138,9 +168,9 @@ def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verificati
 
     own = [t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)]
     one = Studied(job, exact=bool(own))
-    small, fit = str(job.op.verification(job.problem)), []
+    fit = []
     for option in candidates:
-        record = outcomes.get((job.op.name, small, option.kernel.name, config_key(option.config)))
+        record = outcomes.get(_key(job, option))
         if record is None:
             one.missing += 1
         elif record.ok:
@@ -160,12 +190,15 @@ def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verificati
             one.wrong.append(f"{option.name}: {error}")
     if not arms:
         return one
-    heat = Heat([*arms.values()])
+    once = {key: arm.sample() for key, arm in arms.items()}
+    far = HOPELESS * min(once.values())
+    once |= {key: min(us, arms[key].sample()) for key, us in once.items() if us > far}  # it may have been disturbed
+    heat = Heat([arm for key, arm in arms.items() if once[key] <= far])
     heat.run(1, chance)
     best_us = min(us for times in heat.times.values() for us in times)
     heat.arms = [arm for arm in heat.arms if heat.times[arm.name][0] <= SLOW * best_us]
     heat.run(ROUNDS - 1, chance)
-    one.times = {key: heat.times[arm.name] for key, arm in arms.items()}
+    one.times = {key: heat.times.get(arm.name, [once[key]]) for key, arm in arms.items()}
     while one.times:  # what is called best has given right results while it was timed
         best = min(one.times, key=one.judged_us)
         try:
@@ -178,7 +211,7 @@ def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verificati
     return one
 
 
-def _ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[Verification]) -> None:
+def ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[Verification]) -> None:
     """Fill in what each store picks, and what that loses."""
     tuned = {str(one.job.problem): _remembered(one, here) for one in found if one.best is not None}
     failed = [record for record in records if not record.ok]
@@ -192,7 +225,7 @@ def _ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[
             "left out": _with(failed, [t for problem, timings in tuned.items() if problem != mine for t in timings]),
         }
         for name, held in stores.items():
-            picked = _pick(one.job, here, held)
+            picked = _pick(one.job, here, held, {kernel for kernel, _ in one.times})
             key = None if picked is None else (picked[0].name, config_key(picked[1]))
             if key is not None and key in one.times:
                 one.picks[name], one.regrets[name] = key, one.judged_us(key) / one.judged_us(one.best) - 1
@@ -215,9 +248,10 @@ def _with(failed: Sequence[Verification], timings: Sequence[Timing]) -> Store:
     return held
 
 
-def _pick(job: Job, here: Place, store: Store) -> Any:
-    """(kernel, configuration) that selection takes by `store`; None where nothing can run."""
-    best = select(job.op, job.problem, default_registry().kernels_of(job.op.name), here.target, here.build, store, here.policy).best
+def _pick(job: Job, here: Place, store: Store, among: Collection[str] | None = None) -> Any:
+    """(kernel, configuration) that selection takes by `store`; None where nothing can run. among: kernels by name."""
+    kernels = [k for k in default_registry().kernels_of(job.op.name) if among is None or k.name in among]
+    best = select(job.op, job.problem, kernels, here.target, here.build, store, here.policy).best
     return None if best is None else (best.kernel, dict(best.config or {}))
 
 
@@ -253,3 +287,7 @@ def _regret(pairs: Sequence[tuple[Studied, float]]) -> Regret | None:
     one, worst = max(pairs, key=lambda pair: pair[1])
     mean = math.exp(statistics.mean(math.log1p(r) for _, r in pairs)) - 1
     return Regret(len(pairs), mean, worst, str(one.job.problem), statistics.median(r for _, r in pairs))
+
+def unknown(found: Sequence[Studied], name: str) -> int:
+    """Problems whose pick by the store `name` was not timed: it was wrong, or (from a file) no candidate then."""
+    return sum(one.best is not None and name not in one.regrets for one in found)

@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.autotune.clock import now
-from gristmill.bench.compare import why_not
 from gristmill.bench.halving import halve
+from gristmill.bench.options import Job, options
 from gristmill.bench.place import Place
 from gristmill.bench.shapes import Call
-from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.problem import Problem
+from gristmill.bench.verifying import verify_all
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
-
-MODEL_SLACK = 3.0
-"""A kernel whose cost model says this many times the best estimate is not tried."""
-
-MOST = 48
-"""Configurations of one kernel at most; a larger space is sampled evenly, its first one included."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One problem to tune, and how often it is called (relatively): what is called most is tuned first."""
-
-    op: Op
-    problem: Problem
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Option:
-    """A kernel at a configuration. default: the one that would run untuned."""
-
-    kernel: Kernel
-    config: Config
-    default: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel.name}[{config_key(self.config)}]"
+from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
 
 
 @dataclass
@@ -85,27 +54,6 @@ def jobs_of(calls: Iterable[Call]) -> list[Job]:
 def _size(job: Job) -> float:
     cost = job.op.cost(job.problem)
     return cost.bytes + cost.flops / 150  # a device does some hundred operations in the time of a byte
-
-
-def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
-    """Every kernel and configuration worth trying: those that can run, less what the cost models rule out, large spaces
-    sampled. every: all of them."""
-    kernels = [k for k in default_registry().kernels_of(job.op.name) if not why_not(k, job.problem, here)]
-    kernels = [k for k in kernels if k.auto and not here.policy.excludes(k.name) and not (k.language == "triton" and here.device == "cpu")]
-    estimates = {k.name: k.estimate(job.problem, here.target) if k.estimate else None for k in kernels}
-    best = min((us for us in estimates.values() if us is not None), default=None)
-    found: list[Option] = []
-    for kernel in kernels:
-        estimate = estimates[kernel.name]
-        if not every and best is not None and estimate is not None and estimate > MODEL_SLACK * best:
-            continue
-        default = dict(kernel.config(job.problem, here.target))
-        found.append(Option(kernel, default, True))
-        others = [dict(c) for c in kernel.space(job.problem, here.target)] if kernel.space is not None else []
-        others = [c for c in others if config_key(c) != config_key(default)]
-        step = 1 if every else max(1, -(-len(others) // MOST))
-        found += [Option(kernel, config, False) for config in others[::step]]
-    return found
 
 
 def known(job: Job, here: Place, store: Store) -> bool:
@@ -157,7 +105,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
     tuned = Tuned(job.op.name, str(job.problem), job.weight, "tuned")
     candidates = options(job, here)
     tuned.options = len(candidates)
-    records: list[Any] = _verify(job, candidates, here, pool, deadline)
+    records: list[Any] = [*verify_all([(job, option) for option in candidates], here, pool, deadline)]
     verdicts = {(r.kernel, r.config): r for r in records}
     fit = []
     for option in candidates:
@@ -201,41 +149,3 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         tuned.state = "nothing ran"
     tuned.seconds = now() - begin
     return tuned, records
-
-
-def _verify(job: Job, candidates: Sequence[Option], here: Place, pool: Sequence[Any], deadline: float) -> list[Verification]:
-    """Verify candidates in several child processes at once: that compiles in parallel too. Defaults go first."""
-    return verify_all([(job, option) for option in candidates], here, pool, deadline)
-
-
-def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float) -> list[Verification]:
-    """A record of every option that was verified, in any order; past `deadline` only defaults still are.
-
-    What several problems have in common, the same cut-out of a weight at the same configuration, is verified once.
-    """
-    once = {(job.op.name, str(job.op.verification(job.problem)), option.name): (job, option)
-            for job, option in sorted(pairs, key=lambda pair: pair[1].default)}  # fmt: skip
-    waiting = deque(sorted(once.values(), key=lambda pair: not pair[1].default))
-
-    def work(worker: Any) -> list[Verification]:
-        found = []
-        while waiting:
-            try:
-                job, option = waiting.popleft()
-            except IndexError:  # another thread had it
-                break
-            if not option.default and now() > deadline:
-                break
-            small = job.op.verification(job.problem)
-            outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
-            if not outcome["judged"]:
-                continue
-            found.append(Verification(
-                op=job.op.name, kernel=option.kernel.name, code=option.kernel.code_hash(), config=config_key(option.config),
-                problem=str(small), target=target_key(here.target), toolchain=here.build.key(), ok=outcome["ok"],
-                error=outcome["error"], reason=outcome["reason"],
-            ))  # fmt: skip
-        return found
-
-    with ThreadPoolExecutor(len(pool)) as threads:
-        return [record for part in threads.map(work, pool) for record in part]

@@ -17,17 +17,20 @@ from gristmill.bench.problems import asked, here_or_refuse, problem_options
               help="The budget; problems it does not reach are left out of the figures.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@click.option("--replay", "replayed", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="Measure nothing: what selection picks now, by the times in a result file of this command.")  # fmt: skip
 @click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file, with samples of all near the best.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def regret(
     op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, minutes: float, workers: int, target: str | None,
-    results: str | None, as_json: bool,
+    replayed: str | None, results: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time every kernel at every configuration of OP's problems, or of a suite's, in one run, and say how much slower what
     selection picks is than the best of all.
 
     \b
     kernelbench regret --suite linear_regret --minutes 10 --workers 14 --results regret.json
+    kernelbench regret --replay regret.json
 
     \b
     store, tuned problems   what the store in use picks (shipped times included), where it has times of the very problem
@@ -35,24 +38,32 @@ def regret(
     tuned in this run       what a tuning by half of this run's rounds would pick, judged by the other half
     left out of tuning      the same without the problem's own records
     """
-    from gristmill.bench.regret import study
+    from gristmill.bench.options import Job
+    from gristmill.bench.regret import study, unknown
     from gristmill.bench.regret import summary as summarized
-    from gristmill.bench.result_file import write
-    from gristmill.bench.tune import Job
+    from gristmill.bench.replay import replay
+    from gristmill.bench.result_file import read, write
     from gristmill.kernel_registry.store import Store
 
-    here = place(target)
-    here_or_refuse(here)
-    jobs = [Job(one.op, one.problem) for one in asked(op_name, problem_texts, suite, ())]
-    store = Store.read_over_shipped(here.policy.store_path)
-    with console.status(quiet=as_json) as tell:
-        found = study(jobs, here, store, seconds=60 * minutes, workers=workers, tell=tell)
+    if replayed:
+        if op_name or problem_texts or suite or target or results:
+            raise click.UsageError("--replay takes problems and device from its file, and writes none")
+        here, found = replay(read(replayed))
+        asked_for = len(found)
+    else:
+        here = place(target)
+        here_or_refuse(here)
+        jobs = [Job(one.op, one.problem) for one in asked(op_name, problem_texts, suite, ())]
+        asked_for = len(jobs)
+        store = Store.read_over_shipped(here.policy.store_path)
+        with console.status(quiet=as_json) as tell:
+            found = study(jobs, here, store, seconds=60 * minutes, workers=workers, tell=tell)
     figures = {name: None if one is None else vars(one) for name, one in summarized(found).items()}
     rows = [one.as_dict() for one in found]
     if results:
-        write(results, here, rows, regret=figures, asked=len(jobs))
+        write(results, here, rows, regret=figures, asked=asked_for)
     if as_json:
-        console.emit({"asked": len(jobs), "studied": len(rows), "regret": figures, "problems": rows})
+        console.emit({"asked": asked_for, "studied": len(rows), "regret": figures, "problems": rows})
         return
     console.table(
         f"Regret on {here.target.name} {here.target.device}",
@@ -66,6 +77,9 @@ def regret(
                   [[name, *(["0", "-", "-", "-", ""] if one is None else
                             [one["problems"], *(f"{one[k]:.1%}" for k in ("mean", "median", "worst")), one["where"]])]
                    for name, one in figures.items()], right=("problems", "geometric mean", "median", "worst"))  # fmt: skip
+    for name in ("store", "tuned", "left out"):
+        if lost := unknown(found, name):
+            console.out().print(f"{name}: {lost} pick(s) have no time, and are in no figure")
 
 
 def _percent(pick: Any) -> str:

@@ -46,8 +46,9 @@ def tune(
     """
     from gristmill.autotune.store import save
     from gristmill.bench.capture import read as read_shapes
+    from gristmill.bench.options import Job
     from gristmill.bench.result_file import write
-    from gristmill.bench.tune import Job, jobs_of
+    from gristmill.bench.tune import jobs_of
     from gristmill.bench.tune import tune as run
 
     if sum(given is not None for given in (op_name, model, captured)) != 1:

@@ -79,18 +79,24 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def slots(shape: Shape, k: int, split: int, depth: int) -> int:
+    """Slots of a ring that is asked to have `depth`: whole steps along K, and no more than there are."""
+    sub = ceil(shape.rt, shape.slot)
+    chunks = ceil(ceil(ceil(k, 128), split), shape.wk) * sub
+    return min(max(min(depth, chunks) // sub * sub, sub), _MAX_DEPTH // sub * sub)
+
+
 def shared_bytes(shape: Shape, tile_bytes: int, m: int, k: int, split: int, depth: int) -> int:
     """Dynamic shared memory of a CTA, the same sum as in `_linear_frag16_entry_sm90.h`."""
-    warps, sub = shape.wn * shape.wk, ceil(shape.rt, shape.slot)
-    chunks = ceil(ceil(ceil(k, 128), split), shape.wk) * sub
-    depth = min(max(min(depth, chunks) // sub * sub, sub), _MAX_DEPTH // sub * sub)
+    warps, depth = shape.wn * shape.wk, slots(shape, k, split, depth)
     rings = warps * depth * shape.slot * tile_bytes + shape.wk * shape.nx * m * 256
     sums = warps * shape.rt * shape.nt * 512
     return max(rings, sums) + (shape.wn * shape.rt * shape.nt * 512 if split > 1 else 0)
 
 
 def candidates(form: Format, x: str, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
-    """(shape, split, depth, shared bytes) that fit and leave no warp without work. m is at most 16."""
+    """(shape, split, depth, shared bytes) that fit and leave no warp without work, each once: depths that make the same ring
+    are one. m is at most 16."""
     need = 1 if m <= 8 else 2
     groups, tiles = ceil(k, 128), ceil(n, 16)
     for shape in shapes_of(form, x):
@@ -99,7 +105,11 @@ def candidates(form: Format, x: str, m: int, n: int, k: int) -> Iterator[tuple[S
         for split in (1, 2, 4, 8):
             if split > 1 and (groups < split * shape.wk or ceil(tiles, shape.rt * shape.wn) * split > 4096):
                 continue
+            rings: set[int] = set()
             for depth in DEPTHS:
+                if (ring := slots(shape, k, split, depth)) in rings:
+                    continue
+                rings.add(ring)
                 size = shared_bytes(shape, form.tile_bytes, m, k, split, depth)
                 if size + shape.wn * shape.wk * _MAX_DEPTH * 8 + _KEPT_BYTES <= SHARED_BYTES:
                     yield shape, split, depth, size

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from gristmill.bench import regret
 from gristmill.bench.cli import cli
+from gristmill.bench.options import Job, Option
 from gristmill.bench.place import place
 from gristmill.bench.regret import Studied, summary
-from gristmill.bench.tune import Job, Option
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
 from tests.bench import cheats
@@ -49,7 +49,7 @@ def test_a_store_with_wrong_times_is_seen_to_lose() -> None:
     store = Store()
     for name, us in (("rms_norm_cpu", 30.0), ("rms_norm_torch", 20.0)):
         store.add(timing("m=64,n=512", name, us))  # the wrong way around
-    regret._ask(found, place("cpu"), store, [])
+    regret.ask(found, place("cpu"), store, [])
     assert [one.regrets["store"] for one in found] == pytest.approx([0.5, 0.5])
     assert [one.regrets["tuned"] for one in found] == [0.0, 0.0]
     figures = summary(found)["store, tuned problems"]
@@ -59,7 +59,7 @@ def test_a_store_with_wrong_times_is_seen_to_lose() -> None:
 def test_left_out_means_without_its_own_records() -> None:
     """Neighbours speak for a problem that is left out; where they are of another mind, that is its regret."""
     found = [studied("m=64,n=512", cpu=10.0, torch=12.0), studied("m=96,n=512", cpu=20.0, torch=10.0)]
-    regret._ask(found, place("cpu"), Store(), [])
+    regret.ask(found, place("cpu"), Store(), [])
     assert [one.regrets["tuned"] for one in found] == [0.0, 0.0]
     assert [one.regrets["left out"] for one in found] == pytest.approx([0.2, 1.0])
 
@@ -69,14 +69,14 @@ def test_a_choice_is_judged_by_rounds_that_did_not_make_it() -> None:
     lucky = next(key for key in one.times if key[0] == "rms_norm_torch")
     one.times[lucky] = [5.0, 5.0, 11.0, 11.0]
     one.best = min(one.times, key=one.judged_us)
-    regret._ask([one], place("cpu"), Store(), [])
+    regret.ask([one], place("cpu"), Store(), [])
     assert one.regrets["tuned"] == pytest.approx(0.1)
 
 
 def test_problems_with_untried_candidates_do_not_count() -> None:
     whole, part = studied("m=64,n=512", 10.0, 11.0), studied("m=96,n=512", 10.0, 11.0)
     part.missing = 1
-    regret._ask([whole, part], place("cpu"), Store(), [])
+    regret.ask([whole, part], place("cpu"), Store(), [])
     figures = summary([whole, part])["tuned in this run"]
     assert figures is not None and figures.problems == 1 and summary([part])["tuned in this run"] is None
 

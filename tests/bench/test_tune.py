@@ -12,9 +12,10 @@ from click.testing import CliRunner
 from gristmill.bench import tune as tuning
 from gristmill.bench.cli import cli
 from gristmill.bench.halving import halve
+from gristmill.bench.options import MOST, Job, Option, options
 from gristmill.bench.place import place
 from gristmill.bench.shapes import Step, calls, load_config
-from gristmill.bench.tune import Job, Option, jobs_of, options
+from gristmill.bench.tune import jobs_of
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from tests.bench import cheats, slowed
@@ -91,15 +92,15 @@ def test_wrong_and_cheating_candidates_do_not_win(policy_file, monkeypatch: pyte
     cheat = Option(cheats.kernel(cheats.results_cached_by_pointer), {}, False)
     wrong = Option(default_registry().kernel("rms_norm", "rms_norm_torch"), {"no": "such thing"}, False)
     monkeypatch.setattr(tuning, "options", lambda job, here: [cheat, honest, wrong])
-    real = tuning._verify
+    real = tuning.verify_all
 
-    def verify(job, candidates, *rest):
+    def verify(pairs, *rest):
         """The zoo is unknown to child processes: as if it had passed there, which it would."""
-        found = real(job, [c for c in candidates if c.kernel.provider != "test"], *rest)
+        found = real([pair for pair in pairs if pair[1].kernel.provider != "test"], *rest)
         template = next(r for r in found if r.kernel == honest.kernel.name)
         return [*found, type(template)(**{**vars(template), "kernel": cheat.kernel.name, "config": ""})]
 
-    monkeypatch.setattr(tuning, "_verify", verify)
+    monkeypatch.setattr(tuning, "verify_all", verify)
     saved: list = []
     found = tuning.tune([Job(slowed.OP, slowed.PROBLEM)], place("cpu"), lambda r: saved.extend(r) or Store(), seconds=60, store=Store())
     assert found[0].kernel == "rms_norm_cpu" and any("over the tolerance" in text for text in found[0].wrong)
@@ -110,7 +111,7 @@ def test_a_space_is_sampled_and_cost_models_prune() -> None:
     op = default_registry().op("linear")
     found = options(Job(op, op.problem("m=1,n=4096,k=4096,w=int4_g128")), here)
     counts = {name: sum(o.kernel.name == name for o in found) for name in {o.kernel.name for o in found}}
-    assert counts and max(counts.values()) <= tuning.MOST + 1
+    assert counts and max(counts.values()) <= MOST + 1
     assert all(sum(o.default for o in found if o.kernel.name == name) == 1 for name in counts)
 
 

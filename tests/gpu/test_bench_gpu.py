@@ -12,11 +12,12 @@ from gristmill.autotune.floor import remeasure
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench.arms import KernelArm, WrongResultError
 from gristmill.bench.compare import Case, compare
+from gristmill.bench.options import Job
 from gristmill.bench.place import place
 from gristmill.bench.statistics.noise import self_test
 from gristmill.bench.statistics.verdict import FASTER, SLOWER, Rule
 from gristmill.bench.timings import TIMINGS, kernel_rows
-from gristmill.bench.tune import Job, tune
+from gristmill.bench.tune import tune
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement

@@ -1,0 +1,62 @@
+"""What there is to try for a problem: every kernel that can run it here, at the configurations of its space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gristmill.bench.compare import why_not
+from gristmill.bench.place import Place
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import config_key
+
+MODEL_SLACK = 3.0
+"""A kernel whose cost model says this many times the best estimate is not tried."""
+
+MOST = 48
+"""Configurations of one kernel at most; a larger space is sampled evenly, its first one included."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One problem to tune, and how often it is called (relatively): what is called most is tuned first."""
+
+    op: Op
+    problem: Problem
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A kernel at a configuration. default: the one that would run untuned."""
+
+    kernel: Kernel
+    config: Config
+    default: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name}[{config_key(self.config)}]"
+
+
+def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
+    """Every kernel and configuration worth trying: those that can run, less what the cost models rule out, large spaces
+    sampled. every: all of them."""
+    kernels = [k for k in default_registry().kernels_of(job.op.name) if not why_not(k, job.problem, here)]
+    kernels = [k for k in kernels if k.auto and not here.policy.excludes(k.name) and not (k.language == "triton" and here.device == "cpu")]
+    estimates = {k.name: k.estimate(job.problem, here.target) if k.estimate else None for k in kernels}
+    best = min((us for us in estimates.values() if us is not None), default=None)
+    found: list[Option] = []
+    for kernel in kernels:
+        estimate = estimates[kernel.name]
+        if not every and best is not None and estimate is not None and estimate > MODEL_SLACK * best:
+            continue
+        default = dict(kernel.config(job.problem, here.target))
+        found.append(Option(kernel, default, True))
+        others = [dict(c) for c in kernel.space(job.problem, here.target)] if kernel.space is not None else []
+        others = [c for c in others if config_key(c) != config_key(default)]
+        step = 1 if every else max(1, -(-len(others) // MOST))
+        found += [Option(kernel, config, False) for config in others[::step]]
+    return found

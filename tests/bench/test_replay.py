@@ -1,0 +1,100 @@
+"""Regret replayed from a file: the same figures from the same code, other figures from another default, gaps counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gristmill.bench import regret
+from gristmill.bench.cli import cli
+from gristmill.bench.options import Job, options
+from gristmill.bench.place import place
+from gristmill.bench.regret import Studied, ask, summary, unknown
+from gristmill.bench.replay import replay
+from gristmill.bench.result_file import ResultError, record
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, config_key
+
+OP = default_registry().op("linear")
+HERE = place("h200")
+PROBLEMS = ("m=1,n=4096,k=4096,w=int4_g128", "m=1,n=6144,k=4096,w=int4_g128")
+
+
+@pytest.fixture(autouse=True)
+def own_store(policy_file):
+    policy_file()
+
+
+def studied(text: str) -> Studied:
+    """Every candidate that this installation has for an H200, with invented times: kernels apart, configurations less so."""
+    one = Studied(Job(OP, OP.problem(text)), exact=False)
+    for number, option in enumerate(options(one.job, HERE, every=True)):
+        key = option.kernel.name, config_key(option.config)
+        kernel = 5.0 if option.kernel.name == "linear_w4a16_sm90" else 20.0
+        one.times[key] = [kernel * (1 + ((number * 7 + 3) % 50) / 100)] * regret.ROUNDS
+        one.configs[key] = dict(option.config)
+        one.defaults |= {key} if option.default else set()
+    one.best = min(one.times, key=one.judged_us)
+    return one
+
+
+@pytest.fixture
+def written() -> tuple[list[Studied], dict]:
+    found = [studied(text) for text in PROBLEMS]
+    ask(found, HERE, Store(), [])
+    data = record(HERE, [one.as_dict() for one in found], regret={}, asked=2)
+    data["environment"] |= {"device": "NVIDIA H200", "target": "sm_90"}
+    return found, json.loads(json.dumps(data))
+
+
+def test_a_replay_by_the_same_code_says_the_same(written: tuple[list[Studied], dict]) -> None:
+    then, data = written
+    _, now = replay(data, Store())
+    assert [one.picks for one in now] == [one.picks for one in then]
+    assert [one.best for one in now] == [one.best for one in then]
+    for old, new in zip(then, now, strict=True):
+        assert new.regrets == pytest.approx(old.regrets, abs=1e-3) and len(new.times) == len(old.times)
+        assert new.regrets["store"] > 0 and new.regrets["tuned"] == 0.0
+
+
+def test_another_default_has_another_regret(written: tuple[list[Studied], dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replay is for: a better default shows without a device."""
+    then, data = written
+    kernel = default_registry().kernel("linear", "linear_w4a16_sm90")
+    best = {str(one.job.problem): one.configs[one.best] for one in then if one.best}
+    better = replace(kernel, config=lambda problem, target: best[str(problem)])
+    kernels = [better if k.name == kernel.name else k for k in default_registry().kernels["linear"]]
+    monkeypatch.setitem(default_registry().kernels, "linear", kernels)
+    _, now = replay(data, Store())
+    assert [one.regrets["store"] for one in now] == [0.0, 0.0]
+
+
+def test_what_was_no_candidate_is_counted_and_what_is_gone_is_left_out(written: tuple[list[Studied], dict]) -> None:
+    then, data = written
+    for row in data["rows"]:
+        row["times"]["linear_gone"] = {"of": "", "us": {"": 0.1}}
+    _, now = replay(data, Store())
+    assert [one.best for one in now] == [one.best for one in then]
+    for row in data["rows"]:
+        pick = row["picks"]["store"]
+        values = ",".join(part.partition("=")[2] for part in pick["config"].split(","))
+        del row["times"][pick["kernel"]]["us"][values]
+        row["near"] = [near for near in row["near"] if near["config"] != pick["config"]]
+    _, now = replay(data, Store())
+    assert unknown(now, "store") == 2 and unknown(now, "tuned") == 0 and summary(now)["store, other problems"] is None
+
+
+def test_the_command_replays_and_refuses_other_files(written: tuple[list[Studied], dict], tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(written[1]))
+    done = CliRunner().invoke(cli, ["regret", "--replay", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["studied"] == 2
+    assert CliRunner().invoke(cli, ["regret", "linear", "--replay", str(path)]).exit_code == 2
+    del written[1]["regret"]
+    with pytest.raises(ResultError, match="it has no regret"):
+        replay(written[1])
