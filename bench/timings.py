@@ -35,11 +35,11 @@ def kernel_rows(
     baseline: what speed-ups are against, timed in the same rounds. seconds: for each kernel, all its timings together.
     all_timings: False for the first of TIMINGS alone.
     """
-    rows = {kernel.name: _empty(op, problem, kernel) for kernel in kernels}
+    rows = {kernel.name: _empty(op, problem, kernel.name) for kernel in kernels}
     arms: dict[str, dict[str, Watched]] = {}
     held = [*kernels, *([baseline] if baseline and baseline.name not in rows else [])]
     for kernel in held:
-        row = rows.setdefault(kernel.name, _empty(op, problem, kernel))
+        row = rows.setdefault(kernel.name, _empty(op, problem, kernel.name))
         config = None if why_not(kernel, problem, here) else dict(kernel.config(problem, here.target))
         row["config"] = config
         row["reason"] = why_not(kernel, problem, here)
@@ -61,11 +61,16 @@ def kernel_rows(
     return [rows[kernel.name] for kernel in held]
 
 
-def _empty(op: Op, problem: Problem, kernel: Kernel) -> dict[str, Any]:
+def gap_row(op: Op, problem: Problem, name: str, reason: str) -> dict[str, Any]:
+    """The row of something that has no time here, and why."""
+    return _empty(op, problem, name) | {"reason": reason}
+
+
+def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
     return {
-        "op": op.name, "problem": str(problem), "kernel": kernel.name, "us": None, "spread": None, "timing": None, "times": {},
+        "op": op.name, "problem": str(problem), "kernel": name, "us": None, "spread": None, "timing": None, "times": {},
         "gbs": None, "tflops": None, "fraction_of_floor": None, "bound": None, "error": None,
-        "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "reason": "", "config": None, "samples": (),
+        "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "reason": "", "note": "", "config": None, "samples": (),
     }  # fmt: skip
 
 
@@ -114,11 +119,21 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
             row["times"][timing] = {"us": measured.us, "spread": measured.spread, "samples": measured.samples}
     timing = next(iter(row["times"]))
     limits, cost, us = ceilings(here.device or "cpu"), op.cost(problem), row["times"][timing]["us"]
+    share = limits.floor_us(cost) / us
     row |= {
         "timing": timing, **row["times"][timing], "gbs": cost.bytes / us / 1e3, "tflops": cost.flops / us / 1e6,
-        "bound": limits.bound(cost), "fraction_of_floor": limits.floor_us(cost) / us,
+        "bound": limits.bound(cost), "fraction_of_floor": share, "note": above_floor(share, limits.bound(cost)),
         "error": max(watched.arm.error for watched in own.values()),
     }  # fmt: skip
+
+
+def above_floor(share: float | None, bound: str | None) -> str:
+    """What to think of a time that is below its floor; "" for one that is not, or whose floor is unknown."""
+    if share is None or share <= 1.0:
+        return ""
+    which = f"{bound} ceiling" if bound else "ceilings"
+    return (f"{share:.1%} of the floor: nothing is faster than its floor, so the measured {which} was stale, disturbed or not "
+            "reached by what measured it; kernelbench doctor --measure")  # fmt: skip
 
 
 def _hold(rows: dict[str, dict[str, Any]], baseline: str) -> None:

@@ -8,6 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.peers import unwrapped
 from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import Asked, asked, baseline_of, chosen, here_or_refuse, named, problem_options
 from gristmill.bench.result_file import write
@@ -46,9 +47,10 @@ def bench(
     error               the operation's error figure against the reference, the worst of all audits
     speedup             the baseline's time over this one, of the rounds that timed both
     reason              why there is no time: what a peer lacks here, what the problem asks too much, what was wrong
+    note                what to think of the time: faster than the floor means that the ceilings are too low
     """
     from gristmill.autotune.floor import ceilings
-    from gristmill.bench.timings import kernel_rows
+    from gristmill.bench.timings import gap_row, kernel_rows
 
     here = place(target)
     here_or_refuse(here)
@@ -60,6 +62,7 @@ def bench(
     for one in console.progress(wanted, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None
         made = kernel_rows(one.op, one.problem, held[one.op.name], here, baseline=base, seconds=seconds, all_timings=not quick)
+        made += [gap_row(one.op, one.problem, name, why) for name, why in unwrapped(one.op, here).items() if kernels is None]
         rows += [row | ({} if one.weight is None else {"weight": one.weight}) for row in made]
     if save:
         _save(rows, here)
@@ -86,7 +89,7 @@ def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baselin
         [[*([r["op"]] if several else []), r["problem"], r["kernel"],
           *(console.number(r["times"].get(name, {}).get("us")) for name in timed), _percent(r["spread"]), console.number(r["gbs"]),
           console.number(r["tflops"]), _percent(r["fraction_of_floor"]), r["bound"], console.number(r["error"]),
-          *([console.number(r["speedup"])] if baseline else []), r["reason"]] for r in rows],
+          *([console.number(r["speedup"])] if baseline else []), r["reason"] or r["note"]] for r in rows],
         right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speed-up"),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.peers import unwrapped
 from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, named, problem_options
 from gristmill.kernel_registry.kernel import Kernel
@@ -54,7 +55,7 @@ def compare(
 
     Exit status 0; 1 if a kernel was WRONG.
     """
-    from gristmill.bench.compare import GAP, WRONG, Case
+    from gristmill.bench.compare import GAP, WRONG, Case, Row
     from gristmill.bench.compare import compare as run
     from gristmill.bench.result_file import write
     from gristmill.bench.statistics.verdict import Rule
@@ -73,6 +74,9 @@ def compare(
         raise click.UsageError(f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels")
     with console.status(quiet=as_json) as tell:
         rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, tell=tell)
+    if kernels is None:
+        rows += [Row(one.op.name, str(one.problem), name, case.baseline.name, GAP, why)
+                 for one, case in zip(wanted, cases, strict=True) for name, why in unwrapped(one.op, here).items()]  # fmt: skip
     if results:
         write(results, here, [row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples} for row in rows])
     if as_json:

@@ -53,7 +53,7 @@ def _shown(row: PageRow) -> dict[str, object]:
         "kernel": row.series, "op": row.op, "problem": row.problem, "time": f"{number(row.us)} µs a call", "timed": row.timing, "middle half": spread,
         **{name: f"{number(us)} µs" for name, us in row.others.items()}, "speed-up": row.speedup and f"{row.speedup[1]:.2f}× {row.speedup[0]}",
         "rate": row.tflops and f"{number(row.tflops)} TFLOP/s", "memory": row.gbs and f"{number(row.gbs)} GB/s",
-        "of floor": row.floor and f"{row.floor:.0%}", "error": row.error is not None and number(row.error), "verdict": row.verdict,
+        "of floor": row.floor and _share(row), "error": row.error is not None and number(row.error), "verdict": row.verdict,
         "device": row.device, "file": row.file, "measured": row.when.replace("T", " ")[:16], "repro": row.repro,
     }  # fmt: skip
     return {name: value for name, value in found.items() if value}
@@ -98,7 +98,7 @@ def _table(rows: list[PageRow], shown: sections.Looks) -> str:
 def _line(row: PageRow, look: int) -> str:
     spread = (row.high - row.low) / row.us if row.low and row.high else None
     numbers = [(row.us, number(row.us)), (spread, spread is not None and f"{spread:.1%}"), (row.gbs, row.gbs and number(row.gbs)),
-               (row.tflops, row.tflops and number(row.tflops)), (row.floor, row.floor and f"{row.floor:.0%}"),
+               (row.tflops, row.tflops and number(row.tflops)), (row.floor, row.floor and _share(row)),
                (row.error, row.error is not None and number(row.error))]  # fmt: skip
     cells = [f'<td><button type="button" data-row="{row.number}" aria-label="command of row {row.number}">command</button></td>'
              f"<td>{html.escape(row.op)}</td><td>{broken(row.problem)}</td><td>{key(look)}{html.escape(row.series)}</td>"]  # fmt: skip
@@ -106,6 +106,11 @@ def _line(row: PageRow, look: int) -> str:
               for value, text in numbers]  # fmt: skip
     cells.append(f"<td>{html.escape(row.verdict)}</td><td>{html.escape(row.file)}</td>")
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _share(row: PageRow) -> str:
+    """The share of the floor; one above 100 % says that it cannot be."""
+    return f"{row.floor:.0%}" + (" (above its floor: ceilings too low)" if (row.floor or 0) > 1 else "")
 
 
 def _untimed(files: Files) -> str:

@@ -160,3 +160,10 @@ def test_the_command_line(tmp_path: Path) -> None:
     source.write_text(json.dumps(content(6)))
     done = CliRunner().invoke(cli, ["report", str(source), "--html", str(out), "--json"])
     assert json.loads(done.stdout) == {"page": str(out), "bytes": out.stat().st_size, "rows": 6}
+
+
+def test_a_time_below_its_floor_is_marked() -> None:
+    data = content(4)
+    for row, share in zip(data["rows"], (0.5, 1.0, 1.05, 2.0), strict=True):
+        row["fraction_of_floor"] = share
+    assert page([("a.json", data)]).count("above its floor") == 2 * 2  # in the table, and in the panel's data

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.bench.peers import PEERS, unwrapped
 from gristmill.bench.place import imported, place
 from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 
 KERNELS = '''
@@ -92,3 +94,23 @@ def test_a_library_that_replaces_a_timer_when_imported_is_refused(tmp_path: Path
                     requires=Requirement(offers=("gm_slow_clock:Wrapper.plan",)))  # fmt: skip
     with pytest.raises(RuntimeError, match="slow_clock need replaced time.perf_counter"):
         imported(place("cpu"), [kernel])
+
+
+def test_libraries_that_nothing_wraps_are_gaps_by_name(peer: Path) -> None:
+    (peer / "torchao-0.9.dist-info").mkdir()
+    problem = ("linear", "--problem", "m=1,n=64,k=128,w=int4_g128")
+    rows = {row["kernel"]: row for row in ask(peer, "bench", *problem, "--quick", "--seconds", "0.02")}
+    assert rows["torchao"]["us"] is None and rows["torchao"]["reason"] == "no kernel here, and torchao 0.9 is installed"
+    rows = {row["kernel"]: row for row in ask(peer, "compare", *problem, "--seconds", "0.3")}
+    assert rows["torchao"]["verdict"] == "GAP" and "no kernel here" in rows["torchao"]["reason"]
+    named = ask(peer, "bench", *problem, "--kernels", "linear_cpu", "--quick", "--seconds", "0.02")
+    assert [row["kernel"] for row in named] == ["linear_cpu"]  # whoever names kernels gets those
+
+
+def test_peers_are_of_a_device_and_of_an_operation() -> None:
+    registry, cpu, h200 = default_registry(), place("cpu"), place("h200")
+    assert {"gemlite", "torchao"} <= unwrapped(registry.op("linear"), h200).keys() and "gemlite" not in unwrapped(registry.op("linear"), cpu)
+    assert "flashinfer" in unwrapped(registry.op("sample"), h200) and not unwrapped(registry.op("sample"), cpu)
+    for op in registry.ops.values():  # a library is a candidate or a gap of an operation, never both
+        assert not unwrapped(op, h200).keys() & {kernel.provider for kernel in registry.kernels_of(op.name)}
+    assert all(name in registry.ops for one in PEERS for name in one.ops)

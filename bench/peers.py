@@ -1,0 +1,44 @@
+"""Peers of which no kernel here is made: libraries that do the same work and that no spec wraps, as named gaps.
+
+A library that a spec wraps is a candidate where it is installed, and a gap with its refusal where it is not
+(`gristmill.bench.problems.missing_peers`). These are gaps wherever they are: what is not measured is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gristmill.bench.place import Place
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.registry import default_registry
+
+
+@dataclass(frozen=True)
+class Peer:
+    """name: of the library; package: its distribution; ops: what it does too; vendors: on whose devices."""
+
+    name: str
+    package: str
+    ops: tuple[str, ...]
+    vendors: tuple[str, ...]
+
+
+PEERS = (
+    Peer("gemlite", "gemlite", ("linear",), ("nvidia", "amd")),
+    Peer("torchao", "torchao", ("linear",), ("nvidia", "cpu")),
+    Peer("humming", "humming-kernels", ("grouped_linear", "moe"), ("nvidia",)),
+    Peer("flashinfer", "flashinfer-python",
+         ("fused_add_rms_norm", "rotary_embedding", "silu_and_mul", "sample", "reshape_and_cache", "varlen_attention", "moe"), ("nvidia",)),
+    Peer("onnxruntime", "onnxruntime", ("linear", "rms_norm", "fused_add_rms_norm", "rotary_embedding", "moe"), ("cpu",)),
+)  # fmt: skip
+
+
+def unwrapped(op: Op, here: Place) -> dict[str, str]:
+    """Why there is no time, by the name of each library that does what `op` does on such a device and has no kernel here."""
+    wrapped = {kernel.provider for kernel in default_registry().kernels_of(op.name)}
+    gaps = {}
+    for peer in PEERS:
+        if op.name in peer.ops and here.target.vendor in peer.vendors and peer.name not in wrapped:
+            version = here.build.version(peer.package)
+            gaps[peer.name] = "no kernel here, and " + ("not installed" if version is None else f"{peer.package} {version} is installed")
+    return gaps
