@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter as _now
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,15 @@ class _Set:
     outputs: list[torch.Tensor]
     guards: list[Guarded]
     content: int
+
+
+class _Knot(NamedTuple):
+    """What ties an argument list to its neighbours. flag: the last byte of its result; element: one number of its input, and
+    kept: the same elsewhere."""
+
+    flag: torch.Tensor
+    element: torch.Tensor
+    kept: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ class Rotation:
         self._quick = contents.seconds + _now() - begin < PATIENCE
         budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
         count = 1 if hot else max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
+        self._knots: list[_Knot] = []
         self.sets = [self._set(index % CONTENTS) for index in range(count)]
         self.turn = 0
 
@@ -129,12 +139,36 @@ class Rotation:
                 guard.renew()
         self.touch()
 
+    def tie(self) -> None:
+        """Make the next call's input depend on what the last call wrote: its first number is written once more, the same one, by
+        an operation that reads the last byte of that result. Nothing of the next call that needs its input can begin before."""
+        torch.where(self._knots[self.turn - 1].flag, self._knots[self.turn].kept, self._knots[self.turn].kept,
+                    out=self._knots[self.turn].element)  # fmt: skip
+
+    def tied(self) -> str:
+        """Get ready for `tie`: "", or why no input of this operation can be made to depend on a result."""
+        if self._knots:
+            return ""  # once only: graphs hold them
+        knots = []
+        for here in self.sets:
+            results, element = self._results(here), _element(self.op, here.arguments)
+            if element is None:
+                return f"{self.op.name} reads nothing that it does not write too"
+            if not results or not results[0].numel():
+                return "nothing is written"
+            flag = results[0].view(-1)[-1:].view(torch.uint8)[-1:].view(torch.bool)
+            knots.append(_Knot(flag, element, element.clone()))
+        self._knots = knots
+        return ""
+
     def touch(self) -> None:
         """The content that every list has, written once more, and the turn at its start: a refresh that changes nothing."""
         for here in self.sets:
             for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
                 for to, source in zip(tensors(mine), tensors(master), strict=True):
                     to.copy_(source)
+        for knot in self._knots:
+            knot.kept.copy_(knot.element)
         self.turn = 0
 
     def snapshot(self, count: int, into: Sequence[Sequence[torch.Tensor]] | None = None) -> Sequence[Sequence[torch.Tensor]]:
@@ -209,6 +243,13 @@ class Rotation:
                 guards.append(Guarded.make(name, shape, dtype, self.device))
                 outputs.append(guards[-1].tensor)
         return _Set(arguments, outputs, guards, content)
+
+
+def _element(op: Op, arguments: Sequence[Any]) -> torch.Tensor | None:
+    """The first number of the first tensor that is read and not written: of floating point numbers, if there is such a one."""
+    read = [t for p, a in zip(op.parameters, arguments, strict=True) if not p.mutable for t in tensors(a) if t.numel() and t.dim()]
+    found = next((t for t in read if t.dtype.is_floating_point), next(iter(read), None))
+    return None if found is None else found[(0,) * (found.dim() - 1)][:1]
 
 
 def _content(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: int) -> Sequence[Any]:

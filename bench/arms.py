@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,37 +48,45 @@ class KernelArm:
     """`kernel` at `config` over the argument lists of `rotation`. name: in tables; the kernel's own by default.
 
     eager: on a GPU, call it one by one even if a graph could hold it. A kernel that none can hold is always called so.
+    isolated: each call's input depends on the last call's output, so that no call begins before the last one ended; what the
+        ties between calls take by themselves is taken off. ValueError where the operation has no such input.
     audited: audit it now. Without, it is one of many candidates, and whoever ends up believing its time audits it then.
     error: the worst error figure of all audits. repeatable: equal inputs gave equal bits in all of them.
     WrongResultError, at construction or from `audit`, says what was wrong.
     """
 
     def __init__(self, kernel: Kernel, config: Config, rotation: Rotation, *, name: str = "", eager: bool = False,
-                 audited: bool = True) -> None:  # fmt: skip
+                 isolated: bool = False, audited: bool = True) -> None:  # fmt: skip
         self.name, self.kernel, self.config, self.rotation = name or kernel.name, kernel, dict(config), rotation
         self.error, self.repeatable = 0.0, True
         self.samples: list[float] = []
         self.fresh: list[float] = []
         self._clock = clock.originals()
         self._launch = load(kernel)
+        self._isolated = isolated
+        if isolated and (why := rotation.tied()):
+            raise ValueError(f"{kernel.name} cannot be timed isolated: {why}")
         # Of its own: rotations are shared among kernels.
         self._scratch = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
         lists = len(rotation.sets)
         # Going around twice would call again on a list that the first call has changed.
         once_only = rotation.in_place and lists > 1
-        self._timed = self._made(None if rotation.device == "cpu" else lists if once_only else max(lists, GPU_CALLS), eager)
+        calls = None if rotation.device == "cpu" else lists if once_only else max(lists, GPU_CALLS)
+        self._timed = self._made(self._step, calls, eager)
         self._once = self._timed
         if rotation.device != "cpu" and rotation.in_place and not once_only:
-            self._once = self._made(lists, eager)  # what audits go around; with one list, a sample is many calls all the same
+            self._once = self._made(self._step, lists, eager)  # what audits go around; with one list, a sample is many calls all the same
+        self._ties = self._made(self._tie, self._timed.calls, eager) if isolated else None
+        self._tie_us = self._ties.sample() if self._ties is not None else 0.0
         if audited:
             self.audit()
 
-    def _made(self, calls: int | None, eager: bool) -> Timed:
+    def _made(self, step: Callable[[], None], calls: int | None, eager: bool) -> Timed:
         def start() -> None:
             self.rotation.turn = 0
 
         try:
-            return Timed(self._step, self.rotation.device, calls=calls, graph=self.kernel.capturable and not eager, start=start)
+            return Timed(step, self.rotation.device, calls=calls, graph=self.kernel.capturable and not eager, start=start)
         except CaptureError as error:
             raise WrongResultError(f"{self.kernel.name}: cannot be captured, and is declared to be: {error}") from error
 
@@ -88,6 +96,12 @@ class KernelArm:
             place, memory = self._scratch
             arguments[place] = memory
         self._launch(self.config, *arguments)
+        if self._isolated:
+            self.rotation.tie()
+
+    def _tie(self) -> None:
+        self.rotation.next()
+        self.rotation.tie()
 
     @property
     def calls(self) -> int:
@@ -97,13 +111,15 @@ class KernelArm:
     @property
     def timing(self) -> str:
         """How it is timed, as entries of the store say it."""
-        return timing_name(self._timed.captured, len(self.rotation.sets) == 1)
+        return timing_name(self._timed.captured, len(self.rotation.sets) == 1, self._isolated)
 
     def sample(self) -> float:
         """Microseconds a call, over `calls` of them."""
         us = self._timed.sample()
-        self.samples.append(us)
-        return us
+        if self._ties is not None:
+            self._tie_us = self._ties.sample()
+        self.samples.append(max(us - self._tie_us, 1e-3))
+        return self.samples[-1]
 
     def audit(self) -> None:
         """A sample over fresh content, checked. WrongResultError names what was wrong."""
@@ -178,11 +194,11 @@ class KernelArm:
         count = self._audited()
         if self.rotation.device != "cpu":
             # Eagerly once only: a second time would leave an unfinished call's work looking done.
-            return self._once.sample(count)
+            return self._once.sample(count) - self._tie_us
         lead = min(LEAD, count // 2)
         for _ in range(lead):
             self._step()
-        return self._timed.sample(count - lead)
+        return self._timed.sample(count - lead) - self._tie_us
 
     def _audited(self) -> int:
         """How many lists an audit goes over. Once around at most: a second call on the same list would start from what the
@@ -191,9 +207,23 @@ class KernelArm:
         return lists if self.rotation.device != "cpu" else min(max(self.calls, 2 * LEAD), lists)
 
 
-def timing_name(captured: bool, hot: bool) -> str:
-    """How calls were timed, as entries of the store say it: ``graph,cold``, ``eager,hot`` ..."""
-    return f"{'graph' if captured else 'eager'},{'hot' if hot else 'cold'}"
+def timing_name(captured: bool, hot: bool, isolated: bool = False) -> str:
+    """How calls were timed, as entries of the store say it: ``graph,cold``, ``eager,hot``, ``eager,cold,isolated`` ..."""
+    return f"{'graph' if captured else 'eager'},{'hot' if hot else 'cold'}{',isolated' if isolated else ''}"
+
+
+class Way(NamedTuple):
+    """A way of timing, by its name in entries of the store and in result files; "" there means as a kernel is deployed."""
+
+    eager: bool
+    hot: bool
+    isolated: bool
+
+    @staticmethod
+    def parse(name: str) -> Way:
+        """The inverse of `timing_name`."""
+        parts = name.split(",")
+        return Way("eager" in parts, "hot" in parts, "isolated" in parts)
 
 
 def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False) -> dict[str, Rotation]:

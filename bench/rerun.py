@@ -79,7 +79,7 @@ class _Gap(Exception):
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
     from gristmill.autotune.rotation import Rotation
-    from gristmill.bench.arms import KernelArm, WrongResultError
+    from gristmill.bench.arms import KernelArm, Way, WrongResultError
     from gristmill.bench.compare import verified
 
     try:
@@ -95,9 +95,8 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     device = here.device or "cpu"
     if wrong := verified(op, kernel, config, problem, device):
         raise WrongResultError(f"{kernel.name}: {wrong}")
-    timing = str(row.get("timing") or "")  # files of before it was written: as a kernel is deployed, cold
-    rotation = Rotation(op, kernel, problem, device, hot=timing.endswith(",hot"))
-    arm = KernelArm(kernel, config, rotation, eager=timing.startswith("eager"))
+    way = Way.parse(str(row.get("timing") or ""))  # files of before it was written: as a kernel is deployed, cold
+    arm = KernelArm(kernel, config, Rotation(op, kernel, problem, device, hot=way.hot), eager=way.eager, isolated=way.isolated)
     times: list[float] = []
     # Rounds that resemble their neighbours are worth less: more of them, until they are worth a verdict or that takes too long.
     while len(times) < MOST_TURNS * rounds and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS:

@@ -137,7 +137,7 @@ _KEY = ("op", "kernel", "config", "problem", "target", "toolchain", "timing")
 
 def _again(timing: Timing, here: Place) -> Again:
     from gristmill.autotune.rotation import Rotation
-    from gristmill.bench.arms import KernelArm, WrongResultError
+    from gristmill.bench.arms import KernelArm, Way, WrongResultError
     from gristmill.bench.compare import verified
 
     op, kernel, problem = _named(timing)
@@ -145,8 +145,8 @@ def _again(timing: Timing, here: Place) -> Again:
     if wrong := verified(op, kernel, timing.config, problem, device):
         return Again(timing, None, reason=wrong)
     try:
-        arm = KernelArm(kernel, timing.config, Rotation(op, kernel, problem, device, hot=timing.timing.endswith(",hot")),
-                        eager=timing.timing.startswith("eager"))  # fmt: skip
+        way = Way.parse(timing.timing)
+        arm = KernelArm(kernel, timing.config, Rotation(op, kernel, problem, device, hot=way.hot), eager=way.eager, isolated=way.isolated)
         samples = tuple(min(arm.sample() for _ in range(REPEATS)) for _ in range(ROUNDS))
         arm.conclude()
     except WrongResultError as error:

@@ -19,8 +19,9 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
-TIMINGS = ("graph,cold", "graph,hot", "eager,cold", "eager,hot")
-"""How calls can be timed, what deployment is like first: the first one that a kernel has is its time."""
+TIMINGS = ("graph,cold", "graph,hot", "eager,cold", "eager,hot", "graph,cold,isolated", "eager,cold,isolated")
+"""How calls can be timed, what deployment is like first: the first one that a kernel has is its time. Calls are back to back,
+or isolated: each one's input depends on the last one's output."""
 
 LEAST, MOST = 5, 64
 """Rounds."""
@@ -82,11 +83,16 @@ def _arms(op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, A
     for hot in (False, True) if all_timings else (False,):
         rotations = shared_rotations(op, problem, device, kernels, hot=hot)
         for kernel in kernels:
-            for eager in (False, True) if all_timings and device != "cpu" and kernel.capturable else (False,):
+            ways = [(False, False)]
+            if all_timings and device != "cpu" and kernel.capturable:
+                ways.append((True, False))
+            if all_timings and not hot and not rotations[kernel.name].tied():
+                ways.append((False, True))
+            for eager, isolated in ways:
                 if rows[kernel.name]["reason"]:
                     continue  # one of its other timings was wrong
                 try:
-                    arm = KernelArm(kernel, rows[kernel.name]["config"], rotations[kernel.name], eager=eager)
+                    arm = KernelArm(kernel, rows[kernel.name]["config"], rotations[kernel.name], eager=eager, isolated=isolated)
                 except WrongResultError as error:
                     yield kernel, "", None, str(error)
                     continue

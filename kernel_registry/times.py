@@ -39,7 +39,7 @@ class Times:
                 if timing.problem not in seen:
                     seen[timing.problem] = self._place(store.problem(op, timing.problem))
                 place = seen[timing.problem]
-                if place is not None and timing.toolchain.endswith(",interpreter") == build.triton_interpreter:
+                if place is not None and deployed(timing) and timing.toolchain.endswith(",interpreter") == build.triton_interpreter:
                     self._near.setdefault(timing.kernel, []).append(_Near(timing, *place, sibling))
 
     def config(self, kernel: Kernel) -> Config | None:
@@ -101,6 +101,12 @@ class Times:
         if not self.target.bandwidth_gbs or not peak:
             return moved
         return max(moved / (self.target.bandwidth_gbs * 1e3), cost.flops / (peak * 1e6))
+
+
+def deployed(timing: Timing) -> bool:
+    """Whether calls were timed as they come in a model: arguments in memory, calls back to back. Times of hot or isolated calls
+    are kept under keys of their own, and rank nothing: kernels would be held against others that were timed otherwise."""
+    return not {"hot", "isolated"} & set(timing.timing.split(","))
 
 
 def _nearest(known: list[_Near]) -> _Near | None:

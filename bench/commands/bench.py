@@ -22,8 +22,8 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--baseline", metavar="K", help="What speed-ups are against; a pattern such as *_torch picks one for each problem.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="Time spent on each row.")
-@click.option("--quick", is_flag=True, help="Cold calls alone, as they are deployed; hot and eager ones are not timed.")
-@click.option("--save", is_flag=True, help="Write the times to the store, where selection reads them.")
+@click.option("--quick", is_flag=True, help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.")
+@click.option("--save", is_flag=True, help="Write the times to the store, each under its own key; selection reads those of cold calls back to back.")
 @click.option("--results", type=click.Path(dir_okay=False), metavar="FILE",
               help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
@@ -40,7 +40,8 @@ def bench(
 
     \b
     us, spread          median microseconds a call, and the interquartile range over it: cold, as one graph on a GPU
-    times               every way it was timed: graph or eager (GPU), cold (arguments in memory) or hot (in the cache)
+    times               every way it was timed: graph or eager (GPU), cold (arguments in memory) or hot (in the cache), back to
+                        back or isolated (each call's input depends on the last call's output)
     gbs, tflops         fewest bytes, and operations, of the problem, over that time
     fraction_of_floor   measured floor over measured time: 1 = nothing can be faster
     bound               what the floor consists of: memory, compute or launch (kernelbench doctor --measure)
@@ -94,7 +95,8 @@ def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baselin
     )  # fmt: skip
 
 
-_HEADS = {"graph,cold": "µs cold", "graph,hot": "µs hot", "eager,cold": "µs cold eager", "eager,hot": "µs hot eager"}
+_HEADS = {"graph,cold": "µs cold", "graph,hot": "µs hot", "eager,cold": "µs cold eager", "eager,hot": "µs hot eager",
+          "graph,cold,isolated": "µs isolated", "eager,cold,isolated": "µs isolated eager"}  # fmt: skip
 
 
 def _save(rows: list[dict[str, Any]], here: Place) -> None:
@@ -111,8 +113,9 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
         records.append(Verification(op=op.name, kernel=row["kernel"], code=code, config=config_key(row["config"]),
                                     problem=str(op.verification(op.problem(row["problem"]))), ok=True,
                                     error=row["error"], **where))  # fmt: skip
-        records.append(Timing(op=op.name, kernel=row["kernel"], code=code, config=row["config"], problem=row["problem"],
-                              us=row["us"], samples=tuple(row["samples"]), **where, timing=row["timing"]))  # fmt: skip
+        records += [Timing(op=op.name, kernel=row["kernel"], code=code, config=row["config"], problem=row["problem"],
+                           us=one["us"], samples=tuple(one["samples"]), **where, timing=timing)
+                    for timing, one in row["times"].items()]  # fmt: skip
     save(here.policy.store_path, records)
 
 

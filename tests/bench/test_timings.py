@@ -43,7 +43,7 @@ def test_cold_and_hot_stand_side_by_side_with_a_speed_up(tmp_path: Path) -> None
     assert [(r["problem"], r["kernel"]) for r in rows] == [
         (f"m={m},n=4096", name) for m in (256, 512) for name in ("rms_norm_cpu", "rms_norm_torch")]  # fmt: skip
     for row in rows:
-        assert row["times"].keys() == {"eager,cold", "eager,hot"} and row["timing"] == "eager,cold"
+        assert row["times"].keys() == {"eager,cold", "eager,hot", "eager,cold,isolated"} and row["timing"] == "eager,cold"
         assert row["us"] == row["times"]["eager,cold"]["us"] and row["baseline"] == "rms_norm_torch"
         assert row["bound"] == "memory" and row["fraction_of_floor"] > 0 and row["error"] is not None
     assert all(row["speedup"] == pytest.approx(1.0) for row in rows if row["kernel"] == "rms_norm_torch")

@@ -1,0 +1,128 @@
+"""Isolated calls: each one's input depends on the last one's output, which shows what calls back to back hide."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gristmill.autotune.rotation import Rotation
+from gristmill.bench.arms import KernelArm, Way, WrongResultError, timing_name
+from gristmill.bench.cli import cli
+from gristmill.bench.place import place
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.times import deployed
+from tests.bench import cheats
+
+PROBLEM = cheats.OP.problem("m=16,n=256")
+WORK, AHEAD = 1.5e-3, 0.6e-3
+"""Seconds that a call's own part takes, and the part that can be done before."""
+
+POOL = ThreadPoolExecutor(1)
+DONE: dict = {}
+
+
+def overlaps_with_its_neighbour(config, x, weight, eps, out):
+    """Right, and no cheat that reads a result it has no right to: it begins with the next call's input while this call still
+    runs, on the guess that the one at that address stays as it is, and begins again where it did not."""
+    key, version = x.data_ptr(), x._version
+    ahead = DONE.pop(key, None)
+    if ahead is None or ahead[0] != version:
+        time.sleep(AHEAD)
+    else:
+        ahead[1].result()
+    follows = DONE.setdefault("follows", {})
+    follows[DONE.get("last")] = x
+    DONE["last"] = key
+    if (then := follows.get(key)) is not None:
+        DONE[then.data_ptr()] = (then._version, POOL.submit(time.sleep, AHEAD))
+    time.sleep(WORK)
+    cheats.honest(config, x, weight, eps, out)
+
+
+@pytest.fixture(autouse=True)
+def own_store(policy_file):
+    DONE.clear()
+    POOL.submit(int).result()  # its thread is there before any call
+    return policy_file()
+
+
+def us(kernel, *, isolated: bool) -> float:
+    arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu", hot=True), isolated=isolated)
+    found = statistics.median(arm.sample() for _ in range(40))
+    arm.conclude()  # no audit minds
+    return found
+
+
+def test_an_overlap_with_the_neighbour_shows_in_isolated_calls_alone() -> None:
+    kernel = replace(cheats.kernel(overlaps_with_its_neighbour), target=f"{__name__}:overlaps_with_its_neighbour")
+    hidden, shown = us(kernel, isolated=False), us(kernel, isolated=True)
+    assert hidden < 0.85 * shown, (hidden, shown)
+    assert shown == pytest.approx(1e6 * (WORK + AHEAD), rel=0.35)  # all of it, and not the ties
+
+
+def test_an_honest_kernel_takes_as_long_isolated() -> None:
+    honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
+    problem = cheats.OP.problem("m=256,n=4096")
+    config, rotation = honest.config(problem, place("cpu").target), Rotation(cheats.OP, honest, problem, "cpu")
+    arms = [KernelArm(honest, config, rotation, isolated=isolated) for isolated in (False, True)]
+    times = [[min(arm.sample() for _ in range(3)) for arm in arms] for _ in range(15)]
+    assert statistics.median(b / a for a, b in times) == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_tie_changes_no_bit_and_is_seen_by_whoever_waits_for_it() -> None:
+    kernel = cheats.kernel(cheats.honest)
+    rotation = Rotation(cheats.OP, kernel, PROBLEM, "cpu")
+    assert rotation.tied() == ""
+    before = [here.arguments[0].clone() for here in rotation.sets]
+    for _ in range(2 * len(rotation.sets)):
+        x, weight, eps, out = rotation.next()
+        following = rotation.sets[rotation.turn].arguments[0]
+        cheats.honest({}, x, weight, eps, out)
+        version = following._version
+        rotation.tie()
+        assert following._version == version + 1  # written, behind a read of `out`
+    assert all(torch.equal(a, here.arguments[0]) for a, here in zip(before, rotation.sets, strict=True))
+    rotation.refresh()  # other content: what ties write is of that content
+    fresh = [here.arguments[0].clone() for here in rotation.sets]
+    for _ in rotation.sets:
+        rotation.next()
+        rotation.tie()
+    assert all(torch.equal(a, here.arguments[0]) for a, here in zip(fresh, rotation.sets, strict=True))
+
+
+def test_cheats_are_caught_in_isolated_calls_too() -> None:
+    cheats.leave()
+    kernel = cheats.kernel(cheats.writes_skipped_after_a_while)
+    with pytest.raises(WrongResultError):
+        arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu"), isolated=True)
+        for _ in range(60):
+            arm.sample()
+        arm.conclude()
+    cheats.leave()
+
+
+def test_names_of_ways_read_back() -> None:
+    for captured in (False, True):
+        for hot in (False, True):
+            for isolated in (False, True):
+                assert Way.parse(timing_name(captured, hot, isolated)) == (not captured, hot, isolated)
+    assert Way.parse("") == (False, False, False)
+
+
+def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_back_to_back(own_store: Path) -> None:
+    done = CliRunner().invoke(cli, ["bench", "rms_norm", "--problem", "m=4,n=256", "--kernels", "rms_norm_cpu", "--target", "cpu",
+                                    "--seconds", "0.05", "--save", "--json"])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    kept = Store.read(Policy.current().store_path).timings
+    assert {t.timing for t in kept} == {"eager,cold", "eager,hot", "eager,cold,isolated"} and len({t.key for t in kept}) == 3
+    assert [t.timing for t in kept if deployed(t)] == ["eager,cold"]
+    assert all(t.samples for t in kept)
