@@ -15,12 +15,13 @@ from gristmill.kernel_registry.registry import default_registry
 
 @dataclass(frozen=True)
 class Peer:
-    """name: of the library; package: its distribution; ops: what it does too; vendors: on whose devices."""
+    """name: of the library; package: its distribution; ops: what it does too; vendors: on whose devices; why: nothing wraps it."""
 
     name: str
     package: str
     ops: tuple[str, ...]
     vendors: tuple[str, ...]
+    why: str = ""
 
 
 PEERS = (
@@ -29,7 +30,9 @@ PEERS = (
     Peer("humming", "humming-kernels", ("grouped_linear", "moe"), ("nvidia",)),
     Peer("flashinfer", "flashinfer-python",
          ("fused_add_rms_norm", "rotary_embedding", "silu_and_mul", "sample", "reshape_and_cache", "varlen_attention", "moe"), ("nvidia",)),
-    Peer("onnxruntime", "onnxruntime", ("linear", "rms_norm", "fused_add_rms_norm", "rotary_embedding", "moe"), ("cpu",)),
+    Peer("onnxruntime", "onnxruntime", ("linear",), ("cpu",),
+         "its MatMulNBits is fast only over constant weights that a session packs for itself, and cannot follow content rewritten in place"),
+    Peer("onnxruntime", "onnxruntime", ("fused_add_rms_norm", "rotary_embedding", "moe"), ("cpu",)),
 )  # fmt: skip
 
 
@@ -40,5 +43,6 @@ def unwrapped(op: Op, here: Place) -> dict[str, str]:
     for peer in PEERS:
         if op.name in peer.ops and here.target.vendor in peer.vendors and peer.name not in wrapped:
             version = here.build.version(peer.package)
-            gaps[peer.name] = "no kernel here, and " + ("not installed" if version is None else f"{peer.package} {version} is installed")
+            state = "not installed" if version is None else f"{peer.package} {version} is installed"
+            gaps[peer.name] = f"no kernel here, and {state}" + (f": {peer.why}" if peer.why else "")
     return gaps

@@ -35,10 +35,11 @@ COLUMNS = (
 
 LETTERS = {
     "cuda": "H", "triton": "T", "cpp": "C", "torch": "t", "flashinfer": "F", "humming": "U", "deepgemm": "D", "aiter": "A",
+    "onnxruntime": "O",
 }  # fmt: skip
 LEGEND = (
     "`H` CUDA C++, `T` Triton, `C` C++ for CPUs, `t` torch; wrapped libraries, when installed: `F` FlashInfer, "
-    "`U` humming, `D` DeepGEMM, `A` AITER. In brackets: only when a policy pins it. sm_86, sm_87 and sm_89 are as sm_80, "
+    "`U` humming, `D` DeepGEMM, `A` AITER, `O` ONNX Runtime. In brackets: only when a policy pins it. sm_86, sm_87 and sm_89 are as sm_80, "
     "sm_103 as sm_100, sm_121 as sm_120. What a letter needs, promises, and where it has run: `docs/kernels.md`."
 )
 

@@ -22,6 +22,7 @@ _PAGED = tuple(f"flashinfer:Batch{kind}WithPagedKVCacheWrapper.plan" for kind in
 _FLASHINFER = frozenset({"flashinfer.norm:rmsnorm", *_PAGED, "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan"})
 _HUMMING = frozenset({"humming.ops:humming_gemm", "humming.layer:HummingLayer"})
 _AITER = frozenset({"aiter:gemm_a8w8", "aiter.ops.rmsnorm:rmsnorm2d_fwd"})
+_ONNXRUNTIME = frozenset({"onnxruntime:InferenceSession", "onnx.helper:make_model"})
 
 BUILDS: dict[str, Build] = {
     "none": Build.none(),
@@ -56,6 +57,7 @@ BUILDS: dict[str, Build] = {
         {**_TRITON, "aiter": "0.13.2"}, triton_backends=("hip",),
         lacks=tuple((offer, f"aiter is installed, but has no {offer}") for offer in sorted(_AITER)),
     ),
+    "onnxruntime": Build.of({**_TRITON, "onnxruntime": "1.31", "onnx": "1.23"}, cpu_levels=_X86, offers=_ONNXRUNTIME, **_CUDA),
     "sm90a": Build.of(_TRITON, cuda_archs=("sm_90a",), **_CUDA),
     "blackwell": Build.of(
         {**_TRITON, "nvidia-cutlass-dsl": "4.2"}, cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"), **_CUDA
@@ -82,6 +84,7 @@ POLICIES: dict[str, Policy] = {
     "humming-det": Policy(pins={"linear": ("linear_humming",)}, deterministic=True),
     "deepgemm": Policy(pins={"linear": ("linear_deepgemm",)}),
     "aiter": Policy(pins={"*": ("*_aiter",)}),
+    "onnxruntime": Policy(pins={"*": ("*_onnxruntime",)}),
 }
 
 PROBLEMS = {
@@ -137,6 +140,8 @@ rms_norm | m=1,n=4096 | sm_90 | flashinfer-moved | flashinfer | rms_norm_triton
 rms_norm | m=1,n=4096 | gfx942 | aiter | aiter | rms_norm_aiter
 rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_triton
 rms_norm | m=1,n=4096 | gfx942 | aiter-other | aiter | rms_norm_triton
+rms_norm | m=1,n=4096,x=fp32 | cpu:avx2 | onnxruntime | onnxruntime | rms_norm_onnxruntime
+rms_norm | m=1,n=4096,x=fp32 | cpu:avx2 | onnxruntime | - | rms_norm_cpu
 rms_norm | m=0,n=4096 | sm_90 | cuda | torch | rms_norm_torch
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | triton | rms_norm_triton
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_cpu@avx2
@@ -329,6 +334,9 @@ mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton |
 rms_norm | m=1,n=4096 | sm_90 | cuda | torch | rms_norm_triton | policy | strict policy: not among the pinned kernels
 rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_triton | policy | excluded by '*triton*'
 rms_norm | m=1,n=4096 | gfx942 | aiter | - | rms_norm_aiter | policy | runs only when pinned
+rms_norm | m=1,n=4096,x=fp32 | cpu:avx2 | onnxruntime | - | rms_norm_onnxruntime | policy | runs only when pinned
+rms_norm | m=1,n=4096,x=bf16 | cpu:avx2 | onnxruntime | onnxruntime | rms_norm_onnxruntime | problem | fp32 and fp16
+rms_norm | m=1,n=4096,x=fp32 | cpu:avx2 | x86 | onnxruntime | rms_norm_onnxruntime | build | onnxruntime is not installed
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_triton | policy | only interprets, for tests
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_humming | policy | not deterministic
 paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance

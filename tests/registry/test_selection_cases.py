@@ -101,7 +101,8 @@ _EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100")
 def test_every_kernel_is_reachable(kernel) -> None:
     """With everything installed and the kernel pinned, some target and some problem run it."""
     build = Build.of(
-        {"torch": "2.13.0", "triton": "3.9.0", "flashinfer-python": "1.0", "humming-kernels": "1.0", "nvidia-cutlass-dsl": "9"},
+        {"torch": "2.13.0", "triton": "3.9.0", "flashinfer-python": "1.0", "humming-kernels": "1.0", "nvidia-cutlass-dsl": "9",
+         "onnxruntime": "9", "onnx": "9"},
         triton_backends=("cuda", "hip"), cpu_levels=("base", "avx2"), cuda_archs=("sm_90a", "sm_100a"), hip_archs=("gfx942",),
         offers=frozenset(kernel.requires.offers),
     )  # fmt: skip
