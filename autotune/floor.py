@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,10 @@ from gristmill.kernel_registry.store import target_key
 SCHEMA = 1
 GPU_ROUNDS, CPU_ROUNDS = 5, 25
 """Samples of which the least counts: on a CPU more, since others disturb more of them."""
+
+
+_ABSENT = re.compile("not implemented|not supported|only supported|not_supported|could not run", re.IGNORECASE)
+"""torch's ways of saying that a device has no such product: NotImplementedError, or a RuntimeError that says so in words."""
 
 
 class CeilingsError(ValueError):
@@ -165,7 +170,9 @@ def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: in
     try:
         call = make(size, device)
         call()
-    except (RuntimeError, NotImplementedError, TypeError):  # torch's ways of saying that this device has no such product
+    except RuntimeError as error:
+        if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or not _ABSENT.search(str(error)):
+            raise  # the product is there, and something is wrong
         return None
     return 2 * size**3 / min(measure_call(call, device, rounds=rounds).samples) / 1e6
 

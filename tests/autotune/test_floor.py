@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gristmill.autotune import floor
 from gristmill.autotune.floor import Ceilings, CeilingsError
@@ -46,3 +47,37 @@ def test_ceilings_are_measured_once_and_kept(policy_file, monkeypatch: pytest.Mo
     monkeypatch.setattr(floor, "_measure", lambda device: slowed)
     assert floor.remeasure("cpu") == slowed and floor.ceilings("cpu") == slowed and floor.kept("cpu") == slowed
     floor.ceilings.cache_clear()
+
+
+def raising(error: Exception):
+    def make(size: int, device: str):
+        raise error
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("\"addmm_impl_cpu_\" not implemented for 'Float8_e4m3fn'"),
+        NotImplementedError("Could not run 'aten::_int_mm' with arguments from the 'Meta' backend"),
+        RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"),
+    ],
+)
+def test_a_product_that_a_device_does_not_have_has_no_rate(error: Exception) -> None:
+    assert floor._rate(raising(error), "cpu", 1) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered; operation not supported"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        TypeError("randn() received an invalid combination of arguments"),
+    ],
+)
+def test_what_else_goes_wrong_is_not_taken_for_that(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        floor._rate(raising(error), "cpu", 1)
