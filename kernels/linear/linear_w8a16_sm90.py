@@ -6,19 +6,8 @@ As linear_w4a16_sm90 in everything else.
 
 from __future__ import annotations
 
-from gristmill.kernel_registry.problem import Problem
-from gristmill.kernels.linear.linear_w4a16_sm90 import kernel, refusal
-
-
-def accepts(problem: Problem) -> str | None:
-    """8-bit weights with half-precision activations of at most 16 rows."""
-    return refusal(problem, bits=8)
-
+from gristmill.kernels.linear._frag16_kernel import FEW, kernel
 
 KERNEL = kernel(
-    "linear_w8a16_sm90",
-    "8-bit weights",
-    ("w8_frag16_v1",),
-    ("_linear_w8a16_int8_sm90.cu", "_linear_w8a16_fp8_sm90.cu"),
-    accepts,
+    "linear_w8a16_sm90", FEW, 8, ("w8_frag16_v1",), ("_linear_w8a16_int8_sm90.cu", "_linear_w8a16_fp8_sm90.cu")
 )

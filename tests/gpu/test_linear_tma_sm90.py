@@ -55,7 +55,7 @@ def default(scheme: str, m: int, n: int, k: int) -> Config:
     from gristmill.autotune.device import device_target
     from gristmill.kernel_registry.policy import Policy
 
-    return dict(spec.config(OP.problem(f"m={m},n={n},k={k},w={scheme}"), device_target(DEVICE, Policy())))  # type: ignore[arg-type]
+    return dict(spec.KERNEL.config(OP.problem(f"m={m},n={n},k={k},w={scheme}"), device_target(DEVICE, Policy())))
 
 
 def run(x: torch.Tensor, n: int, config: Config, tensors: list[torch.Tensor], shift: int = 0, **epilogue: torch.Tensor) -> torch.Tensor:

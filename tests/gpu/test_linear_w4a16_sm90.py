@@ -56,7 +56,7 @@ def run(
 
 
 def default(m: int, n: int, k: int, scheme: str, x: str = "bf16") -> dict[str, object]:
-    return dict(spec.config(OP.problem(f"m={m},n={n},k={k},w={scheme},x={x}"), TARGET))
+    return dict(spec.KERNEL.config(OP.problem(f"m={m},n={n},k={k},w={scheme},x={x}"), TARGET))
 
 
 def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:

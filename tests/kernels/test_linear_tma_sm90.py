@@ -43,7 +43,7 @@ needs_library = pytest.mark.skipif(
     ],
 )
 def test_accepts(problem: str, reason: str | None) -> None:
-    said = spec.accepts(OP.problem(problem))
+    said = spec.KERNEL.accepts(OP.problem(problem))
     assert said is None if reason is None else said is not None and reason in said
 
 
@@ -66,11 +66,11 @@ def test_hardware_is_hopper_alone() -> None:
 @pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4", "int4_g32_zp"])
 def test_the_default_is_the_first_to_try_and_says_its_workspace(scheme: str, m: int, n: int, k: int) -> None:
     problem = OP.problem(f"m={m},n={n},k={k},w={scheme}")
-    config = spec.config(problem, TARGET)
-    assert config == next(iter(spec.space(problem, TARGET)))
-    estimate = spec.estimate(problem, TARGET)
+    config = spec.KERNEL.config(problem, TARGET)
+    assert config == next(iter(spec.KERNEL.space(problem, TARGET)))
+    estimate = spec.KERNEL.estimate(problem, TARGET)
     assert estimate is not None and 0 < estimate < 1e5
-    room = spec.workspace(problem, config)
+    room = spec.KERNEL.workspace(problem, config)
     assert room.bytes == shapes.scratch_bytes(config) and room.zeroed == bool(config["even"])
     assert room.bytes < 1 << 25
 

@@ -42,15 +42,15 @@ SCHEMES = tuple(
     ],
 )
 def test_accepts(problem: str, reason: str | None) -> None:
-    said = spec.accepts(OP.problem(problem))
+    said = spec.KERNEL.accepts(OP.problem(problem))
     assert said is None if reason is None else said is not None and reason in said
 
 
 def test_eight_bits() -> None:
     for scheme in ("int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block"):
-        assert wide.accepts(OP.problem(f"m=3,n=33,k=384,w={scheme}")) is None
-    assert "mxfp8" in (wide.accepts(OP.problem("m=1,n=64,k=256,w=mxfp8")) or "")
-    assert "8 bits" in (wide.accepts(OP.problem("m=1,n=64,k=256,w=nvfp4")) or "")
+        assert wide.KERNEL.accepts(OP.problem(f"m=3,n=33,k=384,w={scheme}")) is None
+    assert "mxfp8" in (wide.KERNEL.accepts(OP.problem("m=1,n=64,k=256,w=mxfp8")) or "")
+    assert "8 bits" in (wide.KERNEL.accepts(OP.problem("m=1,n=64,k=256,w=nvfp4")) or "")
 
 
 def test_every_scheme_that_is_accepted_has_a_layout_and_the_bytes_agree() -> None:
@@ -77,14 +77,14 @@ def test_hardware_is_hopper_alone() -> None:
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "nvfp4", "fp8"])
 def test_the_default_fits_and_is_among_those_to_try(scheme: str, m: int, n: int, k: int) -> None:
     problem = OP.problem(f"m={m},n={n},k={k},w={scheme}")
-    config, form = spec.config(problem, TARGET), shapes.format_of(QuantScheme.parse(scheme))
-    assert config == next(iter(spec.space(problem, TARGET)))
+    config, form = spec.KERNEL.config(problem, TARGET), shapes.format_of(QuantScheme.parse(scheme))
+    assert config == next(iter(spec.KERNEL.space(problem, TARGET)))
     key = tuple(config[name] for name in ("nt", "rt", "wn", "wk"))
     shape = next(s for s in shapes.shapes_of(form, "bf16") if (s.nt, s.rt, s.wn, s.wk) == key)
     assert shape.nt * 8 >= m
     size = shapes.shared_bytes(shape, form.tile_bytes, max(m, 1), k, int(config["split"]), int(config["depth"]))
     assert size < shapes.SHARED_BYTES
-    estimate = spec.estimate(problem, TARGET)
+    estimate = spec.KERNEL.estimate(problem, TARGET)
     assert estimate is not None and 0 < estimate < 1e4
 
 

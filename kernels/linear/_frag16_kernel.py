@@ -1,0 +1,110 @@
+"""What the Hopper kernels over frag16 layouts say of themselves: for few rows of x (`FEW`) and for many (`MANY`), of 4-bit and 8-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import frag16_shapes, frag16_tma_shapes
+
+Ranked = Callable[[frag16_shapes.Format, str, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
+
+
+class Family(NamedTuple):
+    """launch: in _frag16_launch. ranked: configurations by the cost model, best first; tried: how many of them. rows: the most of x."""
+
+    launch: str
+    ranked: Ranked
+    tried: int
+    rows: int | None
+    summary: str
+    sources: tuple[str, ...]
+    priority: int
+
+
+FEW = Family(
+    launch="launch",
+    ranked=frag16_shapes.ranked,
+    tried=64,
+    rows=frag16_shapes.ROWS,
+    summary="M <= 16: bulk copies into warps' own rings, {} decoded into tensor-core operands, split-K over clusters",
+    sources=("_linear_frag16_entry_sm90.h", "_linear_w4a16_sm90.cuh"),
+    priority=110,
+)
+MANY = Family(
+    launch="launch_tma",
+    ranked=frag16_tma_shapes.ranked,
+    tried=1000,
+    rows=None,
+    summary="M > 16: warp-specialised, {} decoded into the register operand of wgmma while the product before runs",
+    sources=("_linear_frag16_tma_entry_sm90.h", "_linear_frag16_tma_sm90.cuh", "_tiles_of_y_sm90.cuh", "_wgmma_weights_sm90.cuh",
+             "_wgmma_rs_sm90.cuh"),
+    priority=108,
+)  # fmt: skip
+SHARED = ("_frag16_launch.py", "_frag16_kernel.py", "_weight_tiles_sm90.cuh", "_w4_frag16_sm90.cuh", "_fp4_sm90.cuh",
+          "_gather_columns_sm90.cu")  # fmt: skip
+
+
+def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sources: tuple[str, ...]) -> Kernel:
+    """The spec of one kernel. sources: its own files, beside those of the family."""
+
+    def accepts(problem: Problem) -> str | None:
+        scheme = QuantScheme.parse(problem.text("w"))
+        if scheme.is_dense or scheme.activation is not None or scheme.bits != bits or scheme.weights == "mxfp8":
+            return (
+                f"multiplies weight-only formats of {bits} bits"
+                + (" but mxfp8" if bits == 8 else "")
+                + f", not {scheme}"
+            )
+        if problem.text("x") not in ("fp16", "bf16"):
+            return f"takes fp16 or bf16 activations, not {problem.text('x')}"
+        if family.rows is not None and problem.integer("m") > family.rows:
+            return f"made for M <= {family.rows}, not {problem.integer('m')}"
+        return None
+
+    def form(problem: Problem) -> frag16_shapes.Format:
+        return frag16_shapes.format_of(QuantScheme.parse(problem.text("w")))
+
+    def found(problem: Problem, target: Target) -> tuple[tuple[float, dict[str, int]], ...]:
+        m, n, k = (problem.integer(axis) for axis in "mnk")
+        return family.ranked(form(problem), problem.text("x"), max(m, 1), n, k, target.multiprocessors or 132)
+
+    def space(problem: Problem, target: Target) -> Iterable[Config]:
+        fixed: Config = {"format": form(problem).name, "tile_bytes": form(problem).tile_bytes}
+        return [{**fixed, **config} for _, config in found(problem, target)[: family.tried]]
+
+    def config(problem: Problem, target: Target) -> Config:
+        return next(iter(space(problem, target)))
+
+    def estimate(problem: Problem, target: Target) -> float | None:  # microseconds on a Hopper with HBM3e
+        return found(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
+
+    def workspace(problem: Problem, config: Config) -> Workspace:  # partial sums, where tiles are dealt out along K
+        dealt = family is MANY and bool(config["even"])
+        return Workspace(frag16_tma_shapes.scratch_bytes(config) if dealt else 0, zeroed=dealt)
+
+    return Kernel(
+        op="linear",
+        name=name,
+        provider="gristmill",
+        language="cuda",
+        target=f"gristmill.kernels.linear._frag16_launch:{family.launch}",
+        requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
+        summary=family.summary.format(f"{bits}-bit weights"),
+        accepts=accepts,
+        config=config,
+        space=space,
+        workspace=workspace,
+        estimate=estimate,
+        layouts=layouts,
+        sources=(*sources, *family.sources, *SHARED),
+        waits=True,
+        triggers=True,
+        priority=family.priority,
+        proven="sm_90: H200",
+    )
