@@ -1,9 +1,12 @@
-"""Weight-only linear side by side on one GPU: our kernels, humming, cuBLAS in bf16, and kernels that only read the bytes.
+"""Weight-only linear on one GPU: every registered kernel that can run, peers among them, beside cuBLAS in bf16 and the read floor.
 
-    python -m gristmill.bench.linear_weight_only --out bench/results/h200/linear_weight_only.json
+    python -m gristmill.bench.linear_weight_only --schemes int4_g128,nvfp4 --shapes table --m 1,16,64,256,1024 --out found.json
 
-Same quantized weights for everyone, rotating over four times the 60 MB of L2; activations and outputs warm; each candidate
-a CUDA graph of calls back to back, the graphs of one problem replayed in turn. Raw samples, clocks and versions are kept.
+The same quantized weight for everyone, copied until four times the L2 lies between two uses; activations and outputs warm. A candidate is a
+CUDA graph of calls; those of a problem are replayed in turn, back to back and, with ``--isolated``, with a link between calls that makes
+each call's x depend on the output before. ``--tuned`` tries every configuration of a kernel and keeps its fastest four, of humming several
+choices of its own heuristics. Where clocks move, medians of different candidates may come from different clocks: a row says how each
+candidate stands to the best peer round by round. The result is written after each shape.
 """
 
 from __future__ import annotations
@@ -11,237 +14,265 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from gristmill.autotune.device import device_target
+from gristmill.autotune.resolve import confirmed_build
+from gristmill.autotune.store import dump
+from gristmill.bench.gpu_graphs import (
+    DEVICE,
+    Call,
+    Graphs,
+    cold_copies,
+    cold_data,
+    column_error,
+    environment,
+    floor_us,
+    links,
+)
+from gristmill.bench.humming_choices import humming_choices
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, Timing, target_key
 from gristmill.kernels.interpreter import load
-from gristmill.quant import QuantTensor, pack, quantize
+from gristmill.quant import pack, quantize
+from gristmill.quant.packed import LayoutError
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
 MORE = ((2112, 7168), (5120, 27648), (8192, 8192), (10240, 8192), (1280, 8192), (3584, 8192), (6144, 4096), (18944, 3584),
         (3584, 18944), (57344, 8192))  # fmt: skip
-COLD = 260 << 20
-ROUNDS = 11
-OURS = ("linear_w4a16_sm90", "linear_w4a16_tma_sm90")
-DEVICE = "cuda:0"
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LIMIT = {"bf16": 6e-3, "fp16": 2e-3}
+"""Error by column above which a candidate is not timed."""
+CUBLAS = "cublas"
+SLOW = ("linear_dequant_torch",)
+"""Left out: the last fallback, hundreds of times slower than the others."""
+SLACK = {"mxfp4": 1.12, "nvfp4": 1.12}
+"""Time that formats of more bytes than int4_g128 may take beside it."""
+KEPT = 4
+"""Configurations of a kernel that are timed in the end."""
 
 
-@triton.jit
-def _read(data, sink, count, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.int32)
-    base = tl.program_id(0).to(tl.int64) * (BLOCK * PARTS)
-    for part in tl.static_range(PARTS):
-        at = base + part * BLOCK + tl.arange(0, BLOCK)
-        total ^= tl.load(data + at, mask=at < count, other=0)
-    found = tl.sum((total == 0x5A5A1234).to(tl.int32))
-    tl.store(sink, found, mask=found == BLOCK)
-
-
-class Graphs:
-    """Candidates of one problem, replayed in turn."""
-
-    def __init__(self) -> None:
-        self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-
-    def add(self, name: str, calls: list[Callable[[], Any]]) -> None:
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        graph.replay()
-        self.graphs[name] = (graph, len(calls))
-
-    def samples(self, rounds: int = ROUNDS) -> dict[str, list[float]]:
-        """Microseconds a call, by name."""
-        taken: dict[str, list[float]] = {name: [] for name in self.graphs}
-        for _ in range(rounds):
-            for name, (graph, calls) in self.graphs.items():
-                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                before.record()
-                graph.replay()
-                after.record()
-                after.synchronize()
-                taken[name].append(before.elapsed_time(after) * 1e3 / calls)
-        return taken
-
-
-def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-    """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over all rows and columns (few rows say little about one column)."""
-    scale = x.float().norm(dim=1, keepdim=True) * w.norm(dim=1) / w.shape[1] ** 0.5
-    return float(((y.float() - x.float() @ w.T) / scale).square().mean().sqrt())
-
-
-def floor_us(data: torch.Tensor, size: int) -> tuple[float, str]:
-    """The fastest of 12 kernels that read `size` cold bytes."""
-    count, copies = size // 4, max(2, COLD // size + 1)
-    words, sink = data.view(torch.int32), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    step = -(-count // 64) * 64
-    best = (float("inf"), "")
-    for block in (1024, 2048, 4096):
-        for parts in (1, 2):
-            for warps in (4, 8):
-
-                def call(i: int, block: int = block, parts: int = parts, warps: int = warps) -> None:
-                    grid = (-(-count // (block * parts)),)
-                    _read[grid](words[i % copies * step :], sink, count, BLOCK=block, PARTS=parts, num_warps=warps)
-
-                graphs = Graphs()
-                graphs.add("read", [lambda i=i: call(i) for i in range(max(copies, 20))])
-                best = min(best, (statistics.median(graphs.samples(5)["read"]), f"{block}x{parts}, {warps} warps"))
-    return best
-
-
-def kernels(q: QuantTensor, n: int, k: int, humming: bool) -> dict[str, Any]:
-    """Launchers with their packed weights, copied until they are cold."""
-    registry, target = default_registry(), device_target(DEVICE, Policy())
-    op = registry.op("linear")
-    made: dict[str, Any] = {}
-    for kernel in registry.all_kernels():
-        if kernel.op != "linear" or kernel.name not in (*OURS, *(("linear_humming",) if humming else ())):
-            continue
-        tensors = pack(q, kernel.layouts[0]).tensors
-        copies = max(2, COLD // sum(t.nbytes for t in tensors) + 1)
-        made[kernel.name] = (op, kernel, target, load(kernel), [[t.clone() for t in tensors] for _ in range(copies)])
-    return made
-
-
-def our_calls(
-    launcher: Any, config: dict[str, Any], x: Any, weights: list[Any], n: int, out: Any, space: Any = None
-) -> list[Callable[[], Any]]:
-    """Calls over all copies of a weight, at least 20 (6 where they are long). space: the workspace, one for all."""
+def calls_of(kernel_call: Any, x: torch.Tensor, n: int, copies: int) -> list[Call]:
+    """Calls over all copies of a weight, at least 20 (6, or 3, where they are long)."""
     products = x.shape[0] * x.shape[1] * n
-
-    def call(index: int) -> None:
-        launcher(config, x, weights[index % len(weights)], None, None, False, n, space, out)
-
-    return [partial(call, index) for index in range(6 if products > 2e10 else max(len(weights), 20))]
+    count = 3 if products > 2e11 else 6 if products > 2e10 else max(copies, 20)
+    return [partial(kernel_call, index) for index in range(count)]
 
 
-def workspace(kernel: Any, problem: Any, configs: list[Any]) -> Any:
-    """Zeroed memory for the neediest of some configurations; None if none needs any."""
-    size = max(kernel.workspace(problem, config).bytes for config in configs)
-    return torch.zeros(size, dtype=torch.uint8, device=DEVICE) if size else None
+class Shape:
+    """One weight [n, k] and everything that multiplies by it."""
+
+    def __init__(self, scheme: str, n: int, k: int, data: torch.Tensor | None, options: argparse.Namespace) -> None:
+        self.scheme, self.n, self.k, self.options = scheme, n, k, options
+        self.registry, self.target = default_registry(), device_target(DEVICE, Policy())
+        self.op, self.build = self.registry.op("linear"), confirmed_build(self.registry, self.target)
+        wanted = [name for name in options.kernels.split(",") if name]
+        self.kernels = [
+            kernel for kernel in self.registry.kernels_of("linear")
+            if kernel.name not in SLOW and (kernel.name in wanted if wanted else True)
+            and not kernel.requires.check_hardware(self.target, self.build) and not kernel.requires.check_build(self.target, self.build)
+        ]  # fmt: skip
+        self.q = quantize(torch.randn(n, k, device=DEVICE), scheme)
+        self.wide = self.q.dequantize()
+        self.floor, self.how = floor_us(data, self.q.nbytes) if data is not None else (0.0, "not measured")
+        self.packed: dict[str, list[list[torch.Tensor]]] = {}
+        self.dense: list[torch.Tensor] = []
+
+    def weights(self, kernel: Kernel) -> list[list[torch.Tensor]]:
+        """Cold copies in the layout of a kernel. LayoutError if none of its layouts takes this weight."""
+        names = [name for name in kernel.layouts if self.registry.layout(name).accepts(self.scheme)]
+        if not names:
+            raise LayoutError(f"no layout of {kernel.name} takes {self.scheme}")
+        if names[0] not in self.packed:
+            self.packed[names[0]] = cold_copies(pack(self.q, names[0]).tensors)
+        return self.packed[names[0]]
+
+    def row(self, m: int, x_name: str, store: Store) -> dict[str, Any]:
+        """What came of M rows of x; the times of registered kernels go to `store`."""
+        dtype = TYPES[x_name]
+        problem = self.op.problem(f"m={m},n={self.n},k={self.k},x={x_name},w={self.scheme}")
+        found = Row(self, problem, torch.randn(m, self.k, device=DEVICE).to(dtype), LIMIT[x_name])
+        if not self.options.alone:
+            if not self.dense or self.dense[0].dtype != dtype:
+                self.dense = [t[0] for t in cold_copies([self.wide.to(dtype)])]
+            found.add(CUBLAS, lambda i: torch.mm(found.x, self.dense[i % len(self.dense)].T, out=found.out), len(self.dense))
+        for kernel in self.kernels:
+            found.kernel(kernel)
+        result = found.timed()
+        for name, config in found.configs.items():
+            store.add(Timing(
+                op="linear", kernel=name.split("/")[0], code="", config=config, problem=str(problem), target=target_key(self.target),
+                toolchain=self.build.key(), us=round(result["us"][name], 3), timing="graph,cold",
+            ))  # fmt: skip
+        return {"scheme": self.scheme, "n": self.n, "k": self.k, "m": m, "x": x_name, "floor_us": self.floor, "floor_how": self.how, **result}
 
 
-def dense_calls(x: Any, dense: list[Any], out: Any) -> list[Callable[[], Any]]:
-    """torch.mm with bf16 weights."""
-    return [partial(torch.mm, x, dense[index % len(dense)].T, out=out) for index in range(20)]
+class Row:
+    """The candidates of one problem."""
 
+    def __init__(self, shape: Shape, problem: Problem, x: torch.Tensor, limit: float) -> None:
+        self.shape, self.problem, self.x, self.limit = shape, problem, x, limit
+        self.out = torch.empty(x.shape[0], shape.n, dtype=x.dtype, device=DEVICE)
+        self.graphs, self.apart = Graphs(), Graphs()
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.ours: set[str] = set()
+        self.errors: dict[str, float] = {}
+        self.refused: dict[str, str] = {}
 
-def fastest(
-    launcher: Any, options: list[Any], x: Any, weights: list[Any], n: int, out: Any, space: Any
-) -> dict[str, Any]:
-    """The fastest of some configurations."""
-    trial = Graphs()
-    for index, option in enumerate(options):
-        trial.add(str(index), our_calls(launcher, dict(option), x, weights, n, out, space))
-    medians = {name: statistics.median(v) for name, v in trial.samples(5).items()}
-    return dict(options[int(min(medians, key=lambda name: medians[name]))])
+    def add(self, name: str, call: Any, copies: int) -> bool:
+        """Times `call(index)` too, if what it writes is right."""
+        self.out.fill_(float("nan"))
+        call(0)
+        self.errors[name] = column_error(self.out, self.x, self.shape.wide)
+        if not self.errors[name] < self.limit:
+            self.refused[name] = f"wrong: error {self.errors[name]:.2g}"
+            return False
+        calls = calls_of(call, self.x, self.shape.n, copies)
+        self.graphs.add(name, calls)
+        if self.shape.options.isolated:
+            self.apart.add(name, links(self.x, self.out, calls))
+        return True
 
-
-def run_shape(
-    n: int, k: int, ms: tuple[int, ...], humming: bool, data: torch.Tensor, tuned: bool
-) -> list[dict[str, Any]]:
-    """Rows of the result: one for each m."""
-    q = quantize(torch.randn(n, k, device=DEVICE), "int4_g128")
-    w = q.dequantize()
-    floor, how = floor_us(data, n * k // 2 + n * k // 64)
-    made = kernels(q, n, k, humming)
-    dense = [w.bfloat16().clone() for _ in range(max(2, COLD // (n * k * 2) + 1))]
-    rows = []
-    for m in ms:
-        x, graphs, errors, configs, refused = torch.randn(m, k, device=DEVICE).bfloat16(), Graphs(), {}, {}, {}
-        out = torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
-        graphs.add("cublas_bf16", dense_calls(x, dense, out))
-        for name, (op, kernel, target, launcher, weights) in made.items():
-            problem = op.problem(f"m={m},n={n},k={k},w=int4_g128")
-            if kernel.accepts(problem) is not None:
-                continue
-            config = dict(kernel.config(problem, target))
-            options = list(kernel.space(problem, target))[:16] if tuned and kernel.space is not None else [config]
-            space = workspace(kernel, problem, options)
-            if len(options) > 1:
-                config = fastest(launcher, options, x, weights, n, out, space)
-            out.fill_(float("nan"))
-            try:
-                launcher(config, x, weights[0], None, None, False, n, space, out)
-            except AssertionError as refusal:  # humming has no configuration for some shapes, and says so this way
-                if name in OURS:
-                    raise
-                refused[name] = repr(refusal)
-                continue
-            configs[name] = config
-            errors[name] = column_error(out, x, w)
-            graphs.add(name, our_calls(launcher, config, x, weights, n, out, space))
-        samples = graphs.samples()
-        us = {name: statistics.median(v) for name, v in samples.items()}
-        ours = min((us[name] for name in OURS if name in us), default=None)
-        peers = {name: v for name, v in us.items() if name not in OURS}
-        bar = max(min(peers.values()) / (1.5 if m <= 16 else 1.2 if m <= 128 else 1.0), floor / 0.85)
-        rows.append({"n": n, "k": k, "m": m, "floor_us": floor, "floor_how": how, "us": us, "errors": errors, "configs": configs,
-                     "refused": refused, "bar_us": bar, "met": ours is not None and ours <= bar, "samples": samples})  # fmt: skip
-        shown = "  ".join(f"{name.removeprefix('linear_')} {v:.2f}" for name, v in us.items())
-        print(
-            f"{n}x{k} m={m}: floor {floor:.2f}  bar {bar:.2f}  {shown}  {'met' if rows[-1]['met'] else 'NOT met'}",
-            flush=True,
-        )
-    return rows
-
-
-def environment() -> dict[str, Any]:
-    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    smi = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True, check=False
-    )
-    versions = {}
-    for name in ("torch", "triton", "humming-kernels", "gristmill"):
+    def kernel(self, kernel: Kernel) -> None:
+        """A registered kernel at its default configuration, or at the fastest few."""
+        if reason := kernel.accepts(self.problem):
+            self.refused[kernel.name] = reason
+            return
         try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {"nvidia_smi": smi.stdout, "versions": versions, "cuda": torch.version.cuda, "time": time.time()}
+            weights = self.shape.weights(kernel)
+            if kernel.provider == "humming" and self.shape.options.tuned:
+                for name, call in humming_choices(weights, self.x, self.out).items():
+                    self.add(name, call, len(weights))
+                return
+            for place, (config, call) in enumerate(self._configs(kernel, weights)):
+                name = f"{kernel.name}/{place}" if self.shape.options.tuned else kernel.name
+                if self.add(name, call, len(weights)):
+                    self.configs[name] = config
+                    if kernel.provider == "gristmill":
+                        self.ours.add(name)
+                elif kernel.provider == "gristmill":
+                    raise RuntimeError(f"{kernel.name} at {config} is wrong for {self.problem}: {self.refused[name]}")
+        except (LayoutError, AssertionError) as refusal:  # humming says by an assertion that it has no configuration
+            self.refused[kernel.name] = repr(refusal)
+
+    def _configs(self, kernel: Kernel, weights: list[list[torch.Tensor]]) -> list[tuple[dict[str, Any], Any]]:
+        """Configurations to be timed, each with its call: the default one, or the fastest few by the better of two replays."""
+        launcher, options = load(kernel), [dict(kernel.config(self.problem, self.shape.target))]
+        if self.shape.options.tuned and kernel.space is not None:
+            options += [dict(c) for c in kernel.space(self.problem, self.shape.target) if dict(c) != options[0]]
+        size = max(kernel.workspace(self.problem, option).bytes for option in options)
+        space = torch.zeros(size, dtype=torch.uint8, device=DEVICE) if size else None
+
+        def call(config: dict[str, Any], index: int) -> None:
+            launcher(config, self.x, weights[index % len(weights)], None, None, False, self.shape.n, space, self.out)
+
+        made = [(option, partial(call, option)) for option in options]
+        if len(made) > KEPT:
+            trial = Graphs()
+            for place, (_, one) in enumerate(made):
+                trial.add(str(place), calls_of(one, self.x, self.shape.n, min(len(weights), 8)))
+            best = {int(name): min(samples) for name, samples in trial.samples(2).items()}
+            made = [made[place] for place in sorted(best, key=lambda place: best[place])[:KEPT]]
+        return made
+
+    def timed(self) -> dict[str, Any]:
+        """Samples, and what they say."""
+        if not self.graphs.graphs:
+            raise RuntimeError(f"nothing that is registered runs {self.problem}: {self.refused}")
+        rounds = self.shape.options.rounds
+        if self.x.shape[0] >= 1024:
+            self.graphs.settle(0.3)
+        samples = self.graphs.samples(rounds)
+        result: dict[str, Any] = {"us": {name: statistics.median(v) for name, v in samples.items()}, "errors": self.errors,
+                                  "configs": self.configs, "refused": self.refused, "samples": samples}  # fmt: skip
+        if self.shape.options.isolated:
+            self.apart.add("links", links(self.x, self.out))
+            result["isolated_samples"] = apart = self.apart.samples(rounds)
+            link = statistics.median(apart["links"])
+            result["isolated_us"] = {name: statistics.median(v) - link for name, v in apart.items() if name != "links"}
+        return result | verdict(samples, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
+
+
+def verdict(samples: dict[str, list[float]], ours: set[str], m: int, scheme: str, floor: float) -> dict[str, Any]:
+    """Our best against the best peer. bar_us: the peer's time over a share that falls with M, or that of the floor; over_peer: our time
+    over the peer's round by round, (second least, median, second greatest), which is what counts. None where one of the two is missing.
+    """
+    us = {name: statistics.median(v) for name, v in samples.items()}
+    peers = [name for name in us if name not in ours]
+    if not peers or not ours:
+        return {"bar_us": None, "met": None}
+    best, peer = min(ours, key=lambda name: us[name]), min(peers, key=lambda name: us[name])
+    share = (1.5 if m <= 16 else 1.2 if m <= 128 else 1.0) / SLACK.get(scheme, 1.0)
+    ratios = sorted(mine / theirs for mine, theirs in zip(samples[best], samples[peer], strict=True))
+    bar = max(us[peer] / share, floor / 0.85)
+    low, high = ratios[min(1, len(ratios) - 1)], ratios[max(0, len(ratios) - 2)]
+    ratio = statistics.median(ratios)
+    return {"best": best, "peer": peer, "over_peer": [low, ratio, high], "bar_us": bar, "met": ratio * share <= 1 or us[best] <= floor / 0.85}
+
+
+def shapes_of(text: str) -> tuple[tuple[int, ...], ...]:
+    """``table``, ``more``, ``all``, or NxK by commas."""
+    sets = {"table": TABLE, "more": MORE, "all": TABLE + MORE}
+    return sets.get(text) or tuple(tuple(int(v) for v in shape.split("x")) for shape in text.split(","))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row on the screen."""
+    shown = "  ".join(f"{name.removeprefix('linear_')} {us:.2f}" for name, us in sorted(row["us"].items(), key=lambda i: i[1]))
+    met = "" if row["met"] is None else f"bar {row['bar_us']:.2f} {'met' if row['met'] else 'NOT met'}  "
+    return f"{row['scheme']} {row['x']} {row['n']}x{row['k']} m={row['m']}: {met}floor {row['floor_us']:.2f}  {shown}"
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--store", type=Path, help="write the times of registered kernels as a store, too")
+    parser.add_argument("--schemes", default="int4_g128,nvfp4,mxfp4", help="by commas")
+    parser.add_argument("--x", default="bf16", help="types of activations, by commas")
+    parser.add_argument("--shapes", default="table", help="table, more, all, or NxK by commas")
+    parser.add_argument("--m", default="1,4,16,32,64,128,256,1024,4096", help="rows of x, by commas")
+    parser.add_argument("--kernels", default="", help="these registered kernels alone, by commas")
+    parser.add_argument("--tuned", action="store_true", help="every configuration of a kernel's space instead of the default one")
+    parser.add_argument("--isolated", action="store_true", help="also with each call after the end of the one before")
+    parser.add_argument("--alone", action="store_true", help="without cuBLAS and the floor")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after that long")
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--shapes", choices=("table", "more", "all"), default="all")
-    parser.add_argument("--m", default="1,4,16,32,64", help="rows of x, by commas")
-    parser.add_argument("--tuned", action="store_true", help="try 16 configurations of ours instead of the default one")
-    given = parser.parse_args()
-    try:
-        version("humming-kernels")
-        humming = True
-    except PackageNotFoundError:
-        humming = False
-    before = environment()
-    data = torch.randint(0, 1 << 30, ((2 * COLD + (512 << 20)) // 4,), dtype=torch.int32, device=DEVICE)
-    shapes = TABLE if given.shapes == "table" else MORE if given.shapes == "more" else TABLE + MORE
-    rows = []
-    for n, k in shapes:
-        rows += run_shape(n, k, tuple(int(m) for m in given.m.split(",")), humming, data, given.tuned)
-        torch.cuda.empty_cache()
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        command = ["python -m gristmill.bench.linear_weight_only", *sys.argv[1:]]
-        given.out.write_text(
-            json.dumps({"command": " ".join(command), "before": before, "after": environment(), "rows": rows})
-        )
-    print(f"bars met: {sum(row['met'] for row in rows)} of {len(rows)}")
+    options = arguments().parse_args()
+    start, before, store = time.monotonic(), environment(), Store()
+    rows: list[dict[str, Any]] = []
+    data = None if options.alone else cold_data()
+    command = " ".join(["python -m gristmill.bench.linear_weight_only", *sys.argv[1:]])
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for scheme in options.schemes.split(","):
+        for n, k in shapes_of(options.shapes):
+            if time.monotonic() - start > options.seconds:
+                continue
+            shape = Shape(scheme, n, k, data, options)
+            for x in options.x.split(","):
+                for m in options.m.split(","):
+                    rows.append(shape.row(int(m), x, store))
+                    print(line(rows[-1]), flush=True)
+            del shape
+            torch.cuda.empty_cache()
+            options.out.write_text(json.dumps({"command": command, "before": before, "after": environment(), "rows": rows}))
+            if options.store:
+                options.store.write_text(dump(store))
+    judged = [row["met"] for row in rows if row["met"] is not None]
+    print(f"bars met: {sum(judged)} of {len(judged)}; {time.monotonic() - start:.0f} s")
     return 0
 
 

@@ -1,0 +1,45 @@
+"""humming at several configurations of its own heuristics: for the M at hand, and for some others where its choice is not its best."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def humming_choices(weights: list[list[torch.Tensor]], x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
+    """Calls by index of a copy of the weight, by name. weights: copies of the five tensors of humming_v1; x [M, K] and out [M, N] in bf16."""
+    from humming.ops import humming_gemm
+
+    from gristmill.kernels.linear.linear_humming import LOCKS
+
+    layer = weights[0][4].numpy().tobytes().decode()
+    locks = torch.zeros(LOCKS.bytes // 4, dtype=torch.int32, device=x.device)
+
+    def call(tuning: str, index: int) -> None:
+        given = [t if t.numel() else None for t in weights[index % len(weights)][:4]]
+        humming_gemm(
+            layer_config=layer, inputs=x, weight=given[0], weight_scale=given[1], zero_point=given[2], weight_scale_2=given[3],
+            outputs=out, locks=locks, tuning_config=tuning,
+        )  # fmt: skip
+
+    return {name: partial(call, tuning) for name, tuning in _tunings(layer, x.shape[0]).items()}
+
+
+def _tunings(layer_config: str, m: int) -> dict[str, str]:
+    from humming.tune import get_heuristics_config
+
+    layer = json.loads(layer_config)
+    layer.pop("sublayer_name", None)
+    found: dict[str, str] = {}
+    more = (1, 16, 32, 64) if m <= 16 else (32, 64) if m <= 64 else ()
+    for rows in dict.fromkeys((m, *more)):
+        try:
+            text = json.dumps(get_heuristics_config(layer, shape_m=rows, device=0), default=str)
+        except (AssertionError, ValueError):  # it has none for some shapes, and says so this way
+            continue
+        if text not in found.values():
+            found[f"humming m={rows}"] = text
+    return found

@@ -1,0 +1,54 @@
+"""The program that times weight-only linear, as far as it runs without a GPU: what it is asked, how it judges."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.bench import linear_weight_only as program
+
+
+def samples(**us: float) -> dict[str, list[float]]:
+    return {name: [value] * 11 for name, value in us.items()}
+
+
+@pytest.mark.parametrize(
+    ("m", "scheme", "ours", "peer", "floor", "met"),
+    [
+        (16, "int4_g128", 10.0, 15.0, 1.0, True),
+        (16, "int4_g128", 10.1, 15.0, 1.0, False),
+        (16, "int4_g128", 10.1, 15.0, 8.6, True),  # 0.85 of the floor's speed is enough
+        (128, "int4_g128", 10.0, 12.0, 1.0, True),
+        (129, "int4_g128", 10.0, 10.0, 1.0, True),
+        (129, "int4_g128", 10.1, 10.0, 1.0, False),
+        (129, "nvfp4", 11.2, 10.0, 1.0, True),
+        (129, "nvfp4", 11.3, 10.0, 1.0, False),
+    ],
+)
+def test_the_bar(m: int, scheme: str, ours: float, peer: float, floor: float, met: bool) -> None:
+    found = program.verdict(samples(a=ours, b=ours + 1, p=peer, q=peer + 1), {"a", "b"}, m, scheme, floor)
+    assert found["met"] is met
+    assert found["best"] == "a" and found["peer"] == "p"
+
+
+def test_clocks_that_fall_in_the_middle_do_not_decide() -> None:
+    """Both take 10 % longer from some round on; by medians alone the one whose step came a round earlier would lose."""
+    taken = {"ours": [100.0] * 5 + [110.0] * 6, "peer": [100.5] * 6 + [110.5] * 5}
+    found = program.verdict(taken, {"ours"}, 1024, "int4_g128", 1.0)
+    assert found["bar_us"] == 100.5 and found["met"]
+    low, ratio, high = found["over_peer"]
+    assert [low, ratio, high] == pytest.approx([0.995] * 3, abs=1e-3)  # the round between the two steps is left out
+    slower = {"ours": [102.0] * 11, "peer": [100.0] * 11}
+    assert not program.verdict(slower, {"ours"}, 1024, "int4_g128", 1.0)["met"]
+
+
+def test_without_peers_nothing_is_judged() -> None:
+    assert program.verdict(samples(a=1.0), {"a"}, 1, "int8_ch", 0.0) == {"bar_us": None, "met": None}
+
+
+def test_what_it_is_asked() -> None:
+    options = program.arguments().parse_args(["--out", "found.json"])
+    assert options.x == "bf16" and not options.tuned and not options.isolated
+    assert program.shapes_of("table") == program.TABLE and len(program.shapes_of("all")) == 16
+    assert program.shapes_of("96x128,5x7") == ((96, 128), (5, 7))
+    with pytest.raises(SystemExit):
+        program.arguments().parse_args([])
