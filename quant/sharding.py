@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import BLOCK
-from gristmill.quant import numeric
+from gristmill.quant import memory, numeric
 
 if TYPE_CHECKING:
     from gristmill.quant.tensor import QuantTensor
@@ -120,7 +120,7 @@ def stack(tensors: Iterable[QuantTensor], count: int | None = None) -> QuantTens
         held = {name: t for name, t in tensor.tensors().items() if name not in _SHARED}
         if first is None:
             first = tensor
-            out = {name: torch.empty((count, *t.shape), dtype=t.dtype, device=t.device) for name, t in held.items()}
+            out = {name: memory.empty((count, *t.shape), t.dtype, t.device) for name, t in held.items()}
         _check_joinable(first, tensor, 0, whole=True)
         _check_experts(first, tensor, 0)
         _need(all(t.shape == out[name].shape[1:] for name, t in held.items()), first, tensor, 0, "numbers of scales differ")

@@ -1,4 +1,4 @@
-"""The tensors of compressed-tensors' formats, one function a format: (source, module, shape, scheme, activation, static)."""
+"""The tensors of compressed-tensors' formats, one function a format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import (
     FLOATS,
     FormatError,
+    Place,
     Source,
     StoredWeight,
     as_bytes,
@@ -22,7 +23,7 @@ from gristmill.quant.sharding import drop_regular
 
 
 def packed(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool
+    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
 ) -> StoredWeight:
     """Integers of 1 to 8 bits in int32 words."""
     need(source, module, (".weight_packed", ".weight_scale"), "pack-quantized integers")
@@ -57,7 +58,7 @@ def packed(
 
 
 def plain(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool
+    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
 ) -> StoredWeight:
     """int8 or float8 as they are."""
     need(source, module, (".weight", ".weight_scale"), f"{scheme.weight} weights")
@@ -71,7 +72,8 @@ def plain(
         return _with_input(source, module, StoredWeight(weight, tuple(names), activation), False, static)
     if scheme.bits != 8:
         raise FormatError(f"{module}: {scheme.bits}-bit integers one a byte are not read; known: int8, or pack-quantized")
-    codes = as_bytes(source.read(names[0], shape, dtypes=(torch.int8,))) ^ 0x80
+    signed = as_bytes(source.read(names[0], shape, dtypes=(torch.int8,)))
+    codes = torch.bitwise_xor(signed, 0x80, out=place(tuple(signed.shape)))
     scales = _scales(source, module, shape, scheme)
     zero = None
     if scheme.zero_points:
@@ -84,7 +86,7 @@ def plain(
 
 
 def nvfp4(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool
+    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
 ) -> StoredWeight:
     """E2M1 with E4M3 scales and a global divisor."""
     need(source, module, (".weight_packed", ".weight_scale", ".weight_global_scale"), "NVFP4")
@@ -96,7 +98,7 @@ def nvfp4(
 
 
 def mxfp4(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool
+    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
 ) -> StoredWeight:
     """E2M1 with E8M0 scales."""
     need(source, module, (".weight_packed", ".weight_scale"), "MXFP4")
@@ -107,7 +109,7 @@ def mxfp4(
 
 
 def mxfp8(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool
+    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
 ) -> StoredWeight:
     """E4M3 with E8M0 scales."""
     need(source, module, (".weight", ".weight_scale"), "MXFP8")

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats import words
-from gristmill.quant.formats.contract import FLOATS, Fields, FormatError, Source, StoredWeight, make, need
+from gristmill.quant.formats.contract import (
+    FLOATS,
+    Fields,
+    FormatError,
+    Place,
+    Source,
+    StoredWeight,
+    make,
+    need,
+    new_codes,
+)
 
 COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within its eight, that nibble i of a word holds."""
@@ -43,7 +53,7 @@ class Awq:
         self.group = fields.get("group_size", int, None) or fields.get("q_group_size", int, 128)
         self.zero_point = fields.get("zero_point", bool, True)
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         if f"{module}.qweight" not in source:
             return None
@@ -55,7 +65,7 @@ class Awq:
             raise FormatError(f"{module}: AWQ needs N a multiple of 8 and K of its groups of {group}, got [{n}, {k}]")
         names = [f"{module}.qweight", f"{module}.scales"]
         need(source, module, (".scales", ".qzeros") if self.zero_point else (".scales",), "AWQ")
-        packed = rows(source.read(names[0], (k, n // 8), dtypes=(torch.int32,)))
+        packed = rows(source.read(names[0], (k, n // 8), dtypes=(torch.int32,)), place)
         scales = source.read(names[1], (k // group, n), dtypes=FLOATS).t().clone(memory_format=torch.contiguous_format)
         zeros = None
         if f"{module}.qzeros" in source:
@@ -67,13 +77,13 @@ class Awq:
         return StoredWeight(make(module, packed, scales, shape, scheme, zeros), tuple(names))
 
 
-def rows(packed: Tensor) -> Tensor:
+def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
     """int32 [K, N/8] in AWQ's order -> a bit stream along K, uint8 [N, ceil(K/2)].
 
     Words of k and k + 1 become two words: of their even nibbles, and of their odd ones, each byte a row's pair of codes.
     """
     k, columns = packed.shape
-    out = torch.empty(columns, 8, -(-k // 2), dtype=torch.uint8, device=packed.device)
+    out = place((columns * 8, -(-k // 2))).unflatten(0, (columns, 8))
     for start in range(0, k, _CHUNK):
         words_of = packed[start : start + _CHUNK].t().contiguous()
         if words_of.shape[1] % 2:
@@ -84,7 +94,7 @@ def rows(packed: Tensor) -> Tensor:
             octets = word.view(torch.uint8).unflatten(1, (-1, 4))
             for i in range(4):
                 out[:, COLUMN[2 * i + odd], start // 2 : (start + _CHUNK) // 2] = octets[..., i]
-    return out.flatten(0, 1)
+    return out.flatten(0, 1)  # a view
 
 
 def natural(packed: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from typing import Any
 
 from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
 from gristmill.quant.formats import _compressed_tensors as stored
-from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight
+from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, new_codes
 
 READERS = {
     "pack-quantized": stored.packed,
@@ -104,12 +104,12 @@ class CompressedTensors:
                 return found[0]
         return None
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         group = self.rule(module)
         if group is None or group.scheme is None:
             return None
-        return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static)
+        return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static, place)
 
 
 def weight_scheme(fields: Fields, form: str) -> QuantScheme:

@@ -8,14 +8,14 @@ understand is a `FormatError` that names the module, what was expected and what 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from gristmill.quant import numeric
+from gristmill.quant import memory, numeric
 from gristmill.quant.tensor import QuantTensor, largest_scale
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -100,13 +100,24 @@ class StoredWeight:
     pre_scale: Tensor | None = None
 
 
+Place = Callable[[tuple[int, ...]], Tensor]
+"""The shape of codes -> uint8 memory for them."""
+
+
+def new_codes(shape: tuple[int, ...]) -> Tensor:
+    """Memory of their own."""
+    return memory.empty(shape, torch.uint8)
+
+
 class Format(Protocol):
     """A checkpoint format with its configuration read."""
 
     name: str
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, of logical shape (..., N, K); None when it is not quantized.
+
+        place: gives the memory for codes that the reader has to rearrange; other codes are the source's own.
 
         Raises:
             FormatError: the module's tensors are missing, of the wrong shape or dtype, or a variant that is not read.
@@ -217,7 +228,7 @@ def as_bytes(weight: Tensor) -> Tensor:
 def owned(weight: QuantTensor) -> QuantTensor:
     """The weight with a copy in place of each tensor whose memory is not torch's own: a mapped file's."""
     held = weight.tensors()
-    mapped = {name: t.clone() for name, t in held.items() if not t.untyped_storage().resizable()}
+    mapped = {name: memory.copy_of(t) for name, t in held.items() if not t.untyped_storage().resizable()}
     return replace(weight, **mapped) if mapped else weight
 
 

@@ -27,12 +27,14 @@ from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
     FormatError,
+    Place,
     Source,
     StoredWeight,
     as_bytes,
     listed,
     make,
     need,
+    new_codes,
     one_number,
     wide,
 )
@@ -56,7 +58,7 @@ class DeepSeekFp8:
         self.blocks = size is not None
         self.exceptions = fields.strings("modules_to_not_convert") + fields.strings("ignored_layers")
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         name = f"{module}.weight"
         need(source, module, (".weight",), "FP8")

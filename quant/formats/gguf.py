@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.quant.formats.contract import FormatError, Source, StoredWeight
+from gristmill.quant.formats.contract import FormatError, Place, Source, StoredWeight, new_codes
 from gristmill.quant.formats.gguf_blocks import read_blocks
 from gristmill.quant.formats.gguf_check import check
 
@@ -157,7 +157,7 @@ class Gguf:
     def __init__(self, config: Mapping[str, Any] | None = None, where: str = "") -> None:
         """There is no configuration: a file says of each tensor what it is."""
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats or not at all."""
         name = f"{module}.weight"
         if not isinstance(source, GgufFile):
@@ -167,7 +167,7 @@ class Gguf:
         if source.shape(name) != shape:
             own = source.names[name]
             raise FormatError(f"{source.path}: tensor {own} must have shape {list(shape)}, got {list(source.shape(name))}")
-        return StoredWeight(read_blocks(source.names[name], source.kinds[name], source.read(name), shape), (name,))
+        return StoredWeight(read_blocks(source.names[name], source.kinds[name], source.read(name), shape, place), (name,))
 
 
 def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:

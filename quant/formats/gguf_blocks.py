@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import numeric
-from gristmill.quant.formats.contract import FormatError, make
+from gristmill.quant.formats.contract import FormatError, Place, make, new_codes
 from gristmill.quant.tensor import QuantTensor
 
 Fields = tuple[Tensor, Tensor, Tensor | None]
@@ -51,7 +51,7 @@ class BlockType:
     fields: Callable[[Tensor], Fields]
 
 
-def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...]) -> QuantTensor:
+def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...], place: Place = new_codes) -> QuantTensor:
     """The bytes of a tensor, uint8 [..., N, bytes of a row], of a type by ggml's name -> QuantTensor [..., N, K].
 
     Raises:
@@ -67,12 +67,14 @@ def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...]) ->
     if tuple(blocks.shape) != (*shape[:-1], row):
         raise FormatError(f"{name}: {kind} {list(shape)} has rows of {row} bytes, got {list(blocks.shape)}")
     scheme, rows, pieces = QuantScheme.parse(found.scheme), blocks.reshape(-1, row), []
-    for some in rows.split(max(1, _CHUNK // row)):
-        codes, scales, offsets = found.fields(some.unflatten(-1, (-1, found.size)))
-        packed = numeric.pack_bits(codes.flatten(-2), scheme.bits)
-        pieces.append((packed, scales.flatten(-2)) + (() if offsets is None else (offsets.flatten(-2),)))
+    packed, step = place((*shape[:-1], scheme.code_bytes(k))), max(1, _CHUNK // row)
+    out = packed.view(-1, packed.shape[-1])
+    for start in range(0, rows.shape[0], step):
+        codes, scales, offsets = found.fields(rows[start : start + step].unflatten(-1, (-1, found.size)))
+        out[start : start + step] = numeric.pack_bits(codes.flatten(-2), scheme.bits)
+        pieces.append((scales.flatten(-2),) if offsets is None else (scales.flatten(-2), offsets.flatten(-2)))
     fields = [torch.cat(parts).view(*shape[:-1], -1) for parts in zip(*pieces, strict=True)]
-    return make(name, fields[0], fields[1], shape, scheme, fields[2] if len(fields) > 2 else None)
+    return make(name, packed, fields[0], shape, scheme, fields[1] if len(fields) > 1 else None)
 
 
 def _half(block: Tensor, at: int) -> Tensor:

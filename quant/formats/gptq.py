@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant import numeric
 from gristmill.quant.formats import words
-from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight, make, need
+from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, make, need, new_codes
 
 BITS = (2, 3, 4, 8)
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -64,7 +65,7 @@ class Gptq:
         bits = _bits(override) if "bits" in override.data else self.bits
         return bits, override.get("group_size", int, self.group), override.get("sym", bool, self.symmetric)
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         rule = self.rule(module)
         if f"{module}.qweight" not in source:
@@ -86,8 +87,9 @@ class Gptq:
         codes = source.read(f"{module}.qweight", (k * bits // 32, n), dtypes=(torch.int32,))
         packed = source.read(f"{module}.qzeros", (groups, n * bits // 32), dtypes=(torch.int32,))
         scales = source.read(f"{module}.scales", (groups, n), dtypes=SCALES).t().clone(memory_format=torch.contiguous_format)
-        zeros = self._zeros(words.codes(packed, bits, n), bits).t().contiguous()
-        implicit = symmetric and bool((zeros == 1 << (bits - 1)).all())
+        middle = torch.full((n,), ((1 << (bits - 1)) - self.zero_offset) & ((1 << bits) - 1), dtype=torch.uint8)
+        implicit = symmetric and bool((packed == words.to_words(numeric.pack_bits(middle, bits), packed.shape[1])).all())
+        zeros = None if implicit else self._zeros(words.codes(packed, bits, n), bits).t().contiguous()
         g_idx, names = None, [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
         if f"{module}.g_idx" in source:
             names.append(f"{module}.g_idx")
@@ -97,8 +99,8 @@ class Gptq:
         # A group that is the whole row keeps its name: experts' matrices of other K have the same scheme.
         scheme = QuantScheme.integer(bits, None if group == -1 or size > k else size, zero_points=not implicit)
         # a column of words is a row's bit stream
-        stream = words.stream(codes.t(), bits, k)
-        return StoredWeight(make(module, stream, scales, shape, scheme, None if implicit else zeros, g_idx=g_idx), tuple(names))
+        stream = words.stream(codes.t(), bits, k, place)
+        return StoredWeight(make(module, stream, scales, shape, scheme, zeros, g_idx=g_idx), tuple(names))
 
     def _zeros(self, stored: Tensor, bits: int) -> Tensor:
         return (stored + self.zero_offset) & ((1 << bits) - 1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.formats.contract import Fields, FormatError, Source, StoredWeight, make, need
+from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, make, need, new_codes
 
 FIELDS = ("codes", "scales", "zero", "global_scale")
 
@@ -31,7 +31,7 @@ class Gristmill:
         except ValueError as error:
             raise FormatError(f"{where}: {error}") from error
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module; only matrices are stored so, experts one by one."""
         need(source, module, (".codes",), f"{self.scheme} by gristmill")
         names = {field: f"{module}.{field}" for field in FIELDS if f"{module}.{field}" in source}

@@ -29,11 +29,13 @@ from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
     FormatError,
+    Place,
     Source,
     StoredWeight,
     as_bytes,
     make,
     need,
+    new_codes,
     one_number,
     wide,
 )
@@ -84,7 +86,7 @@ class ModelOpt:
             raise FormatError(f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}")
         return found.pop() if found else None
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...]) -> StoredWeight | None:
+    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         algorithm = self.rule(module)
         if algorithm is None:

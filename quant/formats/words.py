@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from gristmill.quant import numeric
+from gristmill.quant.formats.contract import Place, new_codes
 
 
-def stream(words: Tensor, bits: int, count: int) -> Tensor:
+def stream(words: Tensor, bits: int, count: int, place: Place = new_codes) -> Tensor:
     """Dense words int32 [..., W] -> the first `count` codes as a bit stream, uint8 [..., ceil(count * bits / 8)].
 
-    The same memory where the words are contiguous and the codes fill them. Unused high bits of the last byte become 0.
+    The same memory where the words are contiguous and the codes fill them; where not, codes that fill them go to their `place`.
+    Unused high bits of the last byte become 0.
     """
     used = -(-count * bits // 8)
+    if not words.is_contiguous() and used * 8 == count * bits == words.shape[-1] * 32:
+        octets = place((*words.shape[:-1], used))
+        octets.view(torch.int32).copy_(words)
+        return octets
     # contiguous() does not promise regular strides for dimensions of 1, reshape() of what is contiguous does
     octets = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     spare = used * 8 - count * bits

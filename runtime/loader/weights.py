@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import QuantTensor, concat, quantize, stack
+from gristmill.quant import QuantTensor, concat, memory, quantize, stack
 from gristmill.quant.formats import Format, FormatError
-from gristmill.quant.formats.contract import owned
+from gristmill.quant.formats.contract import Place, new_codes, owned
 from gristmill.quant.formats.kv_scales import kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, Checkpoint
@@ -73,6 +73,42 @@ class Part:
 
     weight: QuantTensor
     pre_scale: Tensor | None = None
+
+
+class Joined:
+    """The codes of parts that become one matrix, `rows` of each: in one tensor on the device while they have one width.
+
+    Parts come in order. The reader of one may put its codes into their `place`, and `put` those that it did not, so that no part is
+    in memory twice. codes: of all parts, None once one did not fit.
+    """
+
+    def __init__(self, rows: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.codes: Tensor | None = None
+        self._rows = sum(rows)
+        self._start = 0
+        self._apart = False
+
+    def place(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory on the CPU for the codes of the next part."""
+        rows = self._next(shape) if self.device.type == "cpu" else None
+        return new_codes(shape) if rows is None else rows
+
+    def put(self, codes: Tensor) -> Tensor:
+        """The codes of the next part, on the device."""
+        rows = self._next(tuple(codes.shape))
+        if rows is None:
+            self.codes, self._apart = None, True
+            return codes.to(self.device)
+        self._start += rows.shape[0]
+        return rows if rows.data_ptr() == codes.data_ptr() else rows.copy_(codes)
+
+    def _next(self, shape: tuple[int, ...]) -> Tensor | None:
+        if self._apart or self._start + shape[0] > self._rows:
+            return None
+        if self.codes is None:
+            self.codes = memory.empty((self._rows, *shape[1:]), torch.uint8, self.device)
+        return self.codes[self._start : self._start + shape[0]] if self.codes.shape[1:] == shape[1:] else None
 
 
 class Weights:
@@ -212,12 +248,12 @@ class Weights:
         self._read.add(name)
         return self.checkpoint.read(name, shape, dtypes=FLOATS)
 
-    def _stored(self, module: str, shape: tuple[int, ...]) -> Part | None:
+    def _stored(self, module: str, shape: tuple[int, ...], place: Place = new_codes) -> Part | None:
         """What the checkpoint's format says of a module; None when it is stored in floats."""
         if self.stored is None:
             return None
         try:
-            found = self.stored.read(self.checkpoint, module, shape)
+            found = self.stored.read(self.checkpoint, module, shape, place)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.directory}: {error}") from error
         if found is None:
@@ -225,11 +261,11 @@ class Weights:
         self._read.update(found.names)
         return Part(found.weight, None if found.pre_scale is None else found.pre_scale.to(self.dtype))
 
-    def _part(self, name: str, rows: int, weight: Weight) -> Part:
+    def _part(self, name: str, rows: int, weight: Weight, place: Place) -> Part:
         columns = weight.columns
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        found = self._stored(name, (rows, columns))
+        found = self._stored(name, (rows, columns), place)
         if found is not None:
             return self._wanted(name, found)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
@@ -272,21 +308,16 @@ class Weights:
 
         Each part's codes go to their place as soon as it is read, so that no part is in memory twice.
         """
-        parts, codes, row = [], None, 0
+        parts, joined = [], Joined(weight.rows, self.device) if len(names) > 1 else None
+        floats = self.scheme is not None and self.scheme.is_dense  # what is read is not what is kept
         for name, rows in zip(names, weight.rows, strict=True):
-            part = self._part(name, rows, weight)
+            part = self._part(name, rows, weight, new_codes if joined is None or floats else joined.place)
             held = part.weight.tensors()
-            width = held["codes"].shape[1]
-            if len(names) > 1 and not parts:
-                codes = torch.empty(sum(weight.rows), width, dtype=torch.uint8, device=self.device)
-            if codes is not None and codes.shape[1] == width:
-                held["codes"] = codes[row : row + rows].copy_(held["codes"])
-            else:
-                codes = None
+            if joined is not None:
+                held["codes"] = joined.put(held["codes"])
             placed = {field: tensor.to(self.device) for field, tensor in held.items()}
             parts.append(replace(part, weight=replace(part.weight, **placed)))
-            row += rows
-        return parts, codes
+        return parts, None if joined is None else joined.codes
 
     def _joined(self, names: list[str], weight: Weight) -> QuantTensor:
         """One matrix of its parts, an expert's or a whole parameter."""

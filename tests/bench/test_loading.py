@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from gristmill.bench import loading
+from gristmill.bench import loading, loading_cases, loading_turns
 from gristmill.quant import quantize
-from gristmill.quant.formats import open_format
-from gristmill.runtime.loader.checkpoint import Checkpoint
 
 LIMIT = 2.0
 """1.5 is the bar of the measurement of 2 GB (bench/results/cpu); processor time of little files on a busy machine is noisier."""
-SMALL = {"q": (1024, 1024), "k": (256, 1024), "v": (256, 1024), "o": (1024, 1024), "gate": (4096, 1024), "up": (4096, 1024),
-         "down": (1024, 4096)}  # fmt: skip
+SMALL = {name: (n // 2, k // 2) for name, (n, k) in loading_cases.SHAPES.items()}
+"""Of a few megabytes each: of smaller ones the time is in the checks."""
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SHAPES", SMALL)
+    monkeypatch.setattr(loading_cases, "SHAPES", SMALL)
 
 
-def best(case: str, folder: Path) -> float:
-    """The least processor time of the reader, as a multiple of safetensors' least."""
-    return float(loading.measure(case, folder, 50_000_000, rounds=5)[0]["reader_cpu_min"])
+def best(case: str, folder: Path, who: str = "reader", take: loading.Turn = loading.turn) -> float:
+    """The least processor time, as a multiple of safetensors' least."""
+    return float(loading.measure(case, folder, 100_000_000, rounds=5, take=take)[0][f"{who}_cpu_min"])
 
 
-@pytest.mark.parametrize("case", ["fp8 fp8_block", "gptq int4_g128", "modelopt nvfp4", "compressed-tensors int8_ch"])
-def test_a_reader_is_about_as_fast_as_a_copy(case: str, tmp_path: Path) -> None:
-    assert best(case, tmp_path) < LIMIT
+@pytest.mark.parametrize("case", ["fp8 fp8_block", "gptq int4_g128", "modelopt nvfp4", "compressed-tensors int4_g128", "mxfp4 experts"])
+def test_loading_is_about_as_fast_as_a_copy(case: str, tmp_path: Path) -> None:
+    with loading.processes() as take:
+        assert best(case, tmp_path, "loader", take) < LIMIT
 
 
 def test_a_reader_that_converts_to_floats_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,20 +41,28 @@ def test_a_reader_that_converts_to_floats_is_seen(tmp_path: Path, monkeypatch: p
     assert best("fp8 fp8_block", tmp_path) > LIMIT
 
 
-def test_what_is_timed_is_the_checkpoint(tmp_path: Path) -> None:
-    """The reader's tensors hold the values that were written; the loader's are they, joined; both in their own memory."""
-    case = loading.CASES["gptq int4_g128"]()
-    table = loading.synthesize(case, tmp_path, 1)
-    generator = torch.Generator().manual_seed(0)
-    q = quantize(torch.randn(1024, 1024, generator=generator) * 0.02, "int4_g128")
-    read = open_format(case.config).read(Checkpoint(tmp_path), "layers.0.q", (1024, 1024))
-    assert read is not None and torch.equal(read.weight.codes, q.codes)
-    held: Mapping[str, Any] = dict(zip((w.target for w in table.weights), loading.loaded(tmp_path, table, case.config), strict=True))
-    (qkv,) = held["layers.0.qkv"]
-    assert torch.equal(qkv.weight.codes[:1024], q.codes)
-    for (part,) in held.values():
-        assert all(t.untyped_storage().resizable() for t in part.weight.tensors().values())
-    assert len(loading.readers(tmp_path, table, case.config)) == len(SMALL)
+@pytest.mark.parametrize("name", loading.CASES)
+def test_what_is_timed_is_the_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader's tensors hold what the reader's do, joined; all in their own memory, and the kernels' layout in the same."""
+    if name.startswith("gguf"):
+        pytest.importorskip("gguf")
+    monkeypatch.setitem(loading_cases.STACKED, "mlp.experts.gate_up_proj", (128, 64))
+    monkeypatch.setitem(loading_cases.STACKED, "mlp.experts.down_proj", (64, 64))
+    made = loading.synthesize(loading.CASES[name](), tmp_path, 1)
+    parts = iter(loading_turns.readers(made))
+    held, packed = loading_turns.loaded(made), loading_turns.packed(made)
+    assert len(held) == len(made.table.weights) == len(packed)
+    for weight, found, slots in zip(made.table.weights, held, packed, strict=True):
+        read = [next(parts).dequantize() for _ in weight.sources]
+        assert torch.equal(found.dequantize(), torch.cat(read, -2)) and bool(read[0].count_nonzero())
+        assert all(t.untyped_storage().resizable() for t in found.tensors().values())
+        assert torch.equal(slots.slots["codes"], found.codes)
+
+
+def test_gptq_is_what_was_written(tmp_path: Path) -> None:
+    made = loading.synthesize(loading.CASES["gptq int4_g128"](), tmp_path, 1)
+    q = quantize(torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)) * 0.02, "int4_g128")
+    assert torch.equal(loading_turns.loaded(made)[0].codes[:2048], q.codes)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""What `gristmill.bench.loading` times, each in a process of its own: a checkpoint by safetensors, by a reader, by the loader."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gristmill.bench.loading_cases import Made
+from gristmill.quant import quantize
+from gristmill.quant.formats import open_format
+from gristmill.quant.formats.contract import owned
+from gristmill.quant.packed import pack
+from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.gguf import GgufCheckpoint, is_gguf
+from gristmill.runtime.loader.weights import Weights
+
+
+def opened(path: Path) -> Checkpoint | GgufCheckpoint:
+    """A checkpoint of either kind."""
+    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path)
+
+
+def copied(made: Made) -> list[Tensor]:
+    """The yardstick: every tensor in memory, by safetensors."""
+    held = []
+    for file in sorted(made.folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as source:
+            held += [source.get_tensor(name).clone() for name in source.keys()]  # noqa: SIM118
+    return held
+
+
+def readers(made: Made) -> list[Any]:
+    """Every weight by its format's reader."""
+    checkpoint, form = opened(made.path), open_format(made.config)
+    held = []
+    for weight in made.table.weights:
+        for name, rows in zip(weight.sources, weight.rows, strict=True):
+            shape = (rows, weight.columns or 1)
+            found = form.read(checkpoint, name, (weight.experts, *shape) if weight.stacked else shape)
+            assert found is not None
+            held.append(owned(found.weight))
+    return held
+
+
+def loaded(made: Made) -> list[Any]:
+    """Every parameter by the runtime's loader."""
+    weights = Weights(opened(made.path), made.table, torch.bfloat16, torch.device("cpu"), None, open_format(made.config))
+    held = []
+    for weight in made.table.weights:
+        held += [weights.linear(weight.target)] if weight.stacked else [part.weight for part in weights.parts(weight.target)]
+    weights.finish()
+    return held
+
+
+def packed(made: Made) -> list[Any]:
+    """Every parameter by the runtime's loader, in the layout that all devices' kernels read."""
+    return [pack(weight, "plain_v1") for weight in loaded(made)]
+
+
+CALLS: dict[str, Callable[[Made], list[Any]]] = {"safetensors": copied, "reader": readers, "loader": loaded, "packed": packed}
+
+
+def read_bytes() -> int:
+    """Bytes that this process has had from disks; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
+    except (OSError, IndexError):
+        return 0
+
+
+def turn(who: str, made: Made) -> dict[str, float]:
+    """Seconds of one call, by the clock and of the processor, and what the disk gave. Its result lives until it ends."""
+    pack(quantize(torch.ones(16, 32), "int4_g32"), "plain_v1")  # everything is imported
+    before, wall, cpu = read_bytes(), time.perf_counter(), time.process_time()
+    held = CALLS[who](made)
+    found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "disk": float(read_bytes() - before)}
+    del held
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
+    return found

@@ -1,0 +1,48 @@
+"""Memory that parameters stay in: in huge pages where Linux has them on request.
+
+Whoever fills fresh memory of a CPU waits longest for the system to hand it over, in pages of 4 KB; in pages of 2 MB that takes a
+quarter of the time, and kernels that read the weights miss fewer translations. The advice covers whole pages inside a tensor
+alone, so that nothing takes more memory for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """An uninitialised contiguous tensor, as torch.empty gives it."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if out.device.type == "cpu" and out.nbytes >= 2 * HUGE_PAGE:
+        start = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        stop = (out.data_ptr() + out.nbytes) // HUGE_PAGE * HUGE_PAGE
+        advise = _madvise()
+        if advise is not None and stop > start:
+            advise(start, stop - start, _MADV_HUGEPAGE)  # advice: where it is not taken pages are small
+    return out
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A contiguous copy of a tensor, on its device."""
+    return empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's madvise, None where it has none (Windows)."""
+    try:
+        found = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found.restype = ctypes.c_int
+    call: Callable[[int, int, int], int] = found
+    return call

@@ -1,0 +1,52 @@
+"""Memory of parameters: huge pages inside large tensors, and nothing outside them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from gristmill.quant import memory
+
+PAGE = memory.HUGE_PAGE
+
+
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(start, length) of every advice given."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(memory, "_madvise", lambda: lambda start, length, advice: found.append((start, length)) or 0)
+    return found
+
+
+def test_whole_pages_inside_a_tensor_are_advised(advised: list[tuple[int, int]]) -> None:
+    tensor = memory.empty((5, PAGE), torch.uint8)
+    ((start, length),) = advised
+    assert start % PAGE == length % PAGE == 0 and length >= 4 * PAGE
+    assert tensor.data_ptr() <= start and start + length <= tensor.data_ptr() + tensor.nbytes
+
+
+def test_small_ones_and_other_devices_are_left_alone(advised: list[tuple[int, int]]) -> None:
+    memory.empty((PAGE,), torch.uint8)
+    memory.empty((9, PAGE), torch.uint8, "meta")
+    assert not advised
+
+
+def test_a_copy_is_the_same_and_its_own() -> None:
+    tensor = torch.randint(0, 256, (3000, 2000), dtype=torch.uint8)
+    copy = memory.copy_of(tensor.t())
+    assert torch.equal(copy, tensor.t()) and copy.is_contiguous() and copy.data_ptr() != tensor.data_ptr()
+
+
+def test_a_system_without_the_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: None) -> object:
+        return object()
+
+    memory._madvise.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    try:
+        assert memory._madvise() is None
+        assert memory.empty((5, PAGE), torch.uint8).shape == (5, PAGE)
+    finally:
+        memory._madvise.cache_clear()
