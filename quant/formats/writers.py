@@ -11,6 +11,7 @@ compressed-tensors      int1 to int8, group or channel, with or without zeros   
 modelopt                nvfp4, mxfp4, mxfp8, fp8_ch                             W4A16_NVFP4, MXFP4, MXFP8, FP8_PER_CHANNEL_...
 gptq                    int2, int3, int4, int8, group or channel                version 2 (``gptq_v2``)
 fp8                     fp8_block                                               DeepSeek's 128 x 128 blocks
+mxfp4                   mxfp4                                                   gpt-oss' experts, all of a layer in one tensor
 ======================  ======================================================  =====================================
 
 What a format cannot hold exactly is a `FormatError` before anything is written.
@@ -37,16 +38,20 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Writer(Protocol):
-    """A format to write in one scheme."""
+    """A format to write in one scheme.
+
+    stacked: it holds experts [E, N, K] in one tensor, and no other weights; the others hold matrices alone.
+    """
 
     name: str
+    stacked: bool
 
     def quantize(self, weight: Tensor) -> QuantTensor:
-        """A weight [N, K] rounded to nearest, such that the format holds the result exactly."""
+        """A weight rounded to nearest, such that the format holds the result exactly."""
         ...
 
     def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
-        """Suffix -> what is stored in place of ``NAME.weight``."""
+        """Suffix (`stored_name`) -> what is stored in place of ``NAME.weight``, of stacked experts in place of ``NAME``."""
         ...
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
@@ -58,6 +63,7 @@ class _Base(ABC):
     """What writers share: a scheme, checked when the writer is made."""
 
     name = ""
+    stacked = False
 
     def __init__(self, scheme: QuantScheme | str) -> None:
         self.scheme = QuantScheme.parse(scheme)
@@ -239,9 +245,25 @@ class DeepSeekFp8Writer(_Base):
         }  # fmt: skip
 
 
+class Mxfp4Writer(_Base):
+    """gpt-oss: blocks of experts; attention, router, embedding and logits head stay in floats."""
+
+    name = "mxfp4"
+    stacked = True
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return str(scheme) == "mxfp4"
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        return {"_blocks": weight.codes.unflatten(-1, (-1, 16)), "_scales": _field(weight.scales)}
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": sorted({"lm_head", "model.embed_tokens", *kept})}
+
+
 WRITERS: Mapping[str, Callable[[QuantScheme | str], Writer]] = {
     writer.name: writer
-    for writer in (GristmillWriter, CompressedTensorsWriter, ModelOptWriter, GptqWriter, DeepSeekFp8Writer)
+    for writer in (GristmillWriter, CompressedTensorsWriter, ModelOptWriter, GptqWriter, DeepSeekFp8Writer, Mxfp4Writer)
 }
 """``quant_method`` -> writer."""
 
@@ -251,6 +273,11 @@ def open_writer(form: str, scheme: QuantScheme | str) -> Writer:
     if form not in WRITERS:
         raise FormatError(f"no format {form!r} to write; known: {', '.join(WRITERS)}")
     return WRITERS[form](scheme)
+
+
+def stored_name(module: str, suffix: str) -> str:
+    """The tensor of a module: ``NAME.scales``, and of stacked experts ``NAME_scales``."""
+    return f"{module}{suffix}" if suffix.startswith("_") else f"{module}.{suffix}"
 
 
 def _field(tensor: Tensor | None) -> Tensor:

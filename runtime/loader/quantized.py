@@ -20,7 +20,7 @@ from torch import Tensor
 from gristmill import __version__
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats import FormatError, open_format
-from gristmill.quant.formats.writers import Writer, open_writer
+from gristmill.quant.formats.writers import Writer, open_writer, stored_name
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint, Entry, read_header
 from gristmill.runtime.loader.config import read_json
@@ -56,7 +56,7 @@ def write_quantized(
 
     Raises:
         UsageError: `out` exists and is not empty, or cannot be written, or was begun with other options; the scheme is dense, the
-            format does not hold it, or the model has experts in one tensor. CheckpointError: the source's faults.
+            format does not hold it, or the model's experts are in one tensor and the format's are not. CheckpointError: the source's faults.
     """
     from gristmill.runtime.quantizing.methods import RoundToNearest
 
@@ -66,7 +66,7 @@ def write_quantized(
     checkpoint, config = Checkpoint(source), read_json(source / "config.json")
     if config.get("quantization_config"):
         raise UsageError(f"{source} is quantized already: {config['quantization_config']}")
-    shapes = _shapes(table)
+    shapes = _shapes(table, target.stacked)
     missing = [name for name in shapes if name not in checkpoint]
     if missing:
         raise CheckpointError(f"{source} has no tensor {missing[0]}")
@@ -114,16 +114,22 @@ def write_quantized(
 def _writer(source: Path, table: WeightTable, scheme: QuantScheme, form: str) -> Writer:
     if scheme.is_dense:
         raise UsageError(f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4")
-    if any(weight.stacked for weight in table.weights):
-        raise UsageError(f"{source} has its experts in one tensor, which is not written quantized: quantize at load")
     try:
-        return open_writer(form, scheme)
+        target = open_writer(form, scheme)
     except FormatError as error:
         raise UsageError(str(error)) from error
+    stacked = any(weight.stacked for weight in table.weights)
+    if stacked and not target.stacked:
+        raise UsageError(f"{source} has its experts in one tensor, which {form} does not hold: write mxfp4 in the format mxfp4")
+    if target.stacked and not stacked:
+        raise UsageError(f"{form} checkpoints hold experts in one tensor, as gpt-oss has them, and {source} has none")
+    return target
 
 
-def _shapes(table: WeightTable) -> dict[str, tuple[int, int | None]]:
-    """Name and shape of every tensor that is quantized."""
+def _shapes(table: WeightTable, stacked: bool) -> dict[str, tuple[int | None, ...]]:
+    """Name and shape of every tensor that is quantized: matrices, or experts in one tensor, as floats [experts, K, N]."""
+    if stacked:
+        return {w.sources[0]: (w.experts, w.columns, w.rows[0]) for w in table.weights if w.stacked}
     return {
         f"{name}.weight": (weight.rows[index % len(weight.rows)], weight.columns)
         for weight in table.weights if weight.kind == "linear"
@@ -143,7 +149,9 @@ def _layers(table: WeightTable) -> list[list[Weight]]:
 
 def _names(weights: Collection[Weight]) -> list[str]:
     """Checkpoint tensors of these weights."""
-    return [f"{n}.weight" if weight.kind == "linear" else n for weight in weights for n in weight.part_names()]
+    return [
+        f"{n}.weight" if weight.kind == "linear" and not weight.stacked else n for weight in weights for n in weight.part_names()
+    ]
 
 
 def _layer(
@@ -164,7 +172,7 @@ def _layer(
             stored = target.tensors(weight)
         except FormatError as error:
             raise CheckpointError(f"{module}.weight: {error}") from error
-        part |= {f"{module}.{field}": value for field, value in stored.items()}
+        part |= {stored_name(module, suffix): value for suffix, value in stored.items()}
     return part
 
 

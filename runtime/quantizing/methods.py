@@ -54,8 +54,10 @@ class RoundToNearest:
         self.notes: list[str] = []
 
     def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
-        modules = linears(weights)
-        return Rounded({module: nearest(target, module, tensors[f"{module}.weight"]) for module in modules}, {})
+        if not target.stacked:
+            return Rounded({module: nearest(target, f"{module}.weight", tensors[f"{module}.weight"]) for module in linears(weights)}, {})
+        stacks = [name for weight in weights if weight.stacked for name in weight.part_names()]
+        return Rounded({name: nearest(target, name, tensors[name].transpose(1, 2)) for name in stacks}, {})
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
         """Nothing depends on what came before."""
@@ -120,7 +122,7 @@ class Gptq(Calibrated):
 
     def _one(self, module: str, stored: Tensor, moments: Moments, target: Writer) -> QuantTensor:
         weight = self._placed(stored).float()
-        start = nearest(target, module, weight)
+        start = nearest(target, f"{module}.weight", weight)
         if start.scheme.minimums:
             raise UsageError(f"GPTQ does not round {start.scheme}: schemes with minimums are rounded to nearest or by AWQ")
         seen, needed = moments.tokens.get(module, 0), weight.shape[1]
@@ -157,7 +159,7 @@ class Awq(Calibrated):
         made = {}
         for module in linears(weights):
             weight = self._placed(scaled.pop(f"{module}.weight")).float()
-            start, hessian = nearest(target, module, weight), moments.sums.get(module)
+            start, hessian = nearest(target, f"{module}.weight", weight), moments.sums.get(module)
             if hessian is None:
                 self.notes.append(f"{module}: rounded to nearest: no calibration token reached it")
             made[module] = (start if hessian is None else search_scales(weight, hessian, start)).to("cpu")
@@ -169,12 +171,12 @@ def linears(weights: Sequence[Weight]) -> list[str]:
     return [name for weight in weights if weight.kind == "linear" for name in weight.part_names()]
 
 
-def nearest(target: Writer, module: str, weight: Tensor) -> QuantTensor:
-    """A weight rounded to nearest; CheckpointError names the module where the format cannot hold it."""
+def nearest(target: Writer, name: str, weight: Tensor) -> QuantTensor:
+    """A weight rounded to nearest; CheckpointError names the tensor where the format cannot hold it."""
     try:
         return target.quantize(weight)
     except ValueError as error:
-        raise CheckpointError(f"{module}.weight: {error}") from error
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 METHODS = ("rtn", "gptq", "awq")

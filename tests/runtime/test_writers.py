@@ -23,7 +23,7 @@ from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.quantized import write_quantized
 from gristmill.runtime.models import model_table
 from gristmill.runtime.quantizing.methods import make_method
-from tests.runtime import oracle
+from tests.runtime import oracle, test_models
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
@@ -138,6 +138,27 @@ def test_logits_are_transformers_with_the_same_values(
     assert float((window_logits(make(out).engine, ids) - theirs).abs().max()) < 2e-3 * scale < float((plain - theirs).abs().max())
 
 
+def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Experts in MXFP4 as OpenAI stores them, all else as it was: transformers loads the directory and gives the same logits."""
+    pytest.importorskip("accelerate")
+    test_models.build("gpt-oss", tmp_path / "plain")
+    out = tmp_path / "out"
+    arguments = ["--model", str(tmp_path / "plain"), "--quant", "mxfp4", "--format", "mxfp4", "--out", str(out)]
+    result = CliRunner().invoke(cli, ["quantize", *arguments])
+    assert result.exit_code == 0, result.output
+    plain, written = Checkpoint(tmp_path / "plain"), Checkpoint(out)
+    same = [name for name in plain if not name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert all(torch.equal(plain.read(name), written.read(name)) for name in same)
+    assert set(written) - set(same) == {f"{n}{suffix}" for n in set(plain) - set(same) for suffix in ("_blocks", "_scales")}
+    ids, mine = test_models.IDS, make(out)
+    theirs, before = oracle.logits(by_transformers(out).float(), ids), window_logits(make(tmp_path / "plain").engine, ids)
+    found = window_logits(mine.engine, ids)
+    scale = float(theirs.abs().max())
+    assert float((found - theirs).abs().max()) < 2e-3 * scale < float((before - theirs).abs().max())
+    rounded = window_logits(make(tmp_path / "plain", quant="mxfp4").engine, ids)
+    assert float((found - rounded).abs().max()) > 1e-5  # at load attention is rounded too
+
+
 def test_the_command(tmp_path: Path, make: Callable[..., LLM]) -> None:
     out = tmp_path / "out"
     arguments = ["--model", str(MODELS / LLAMA), "--quant", "int4_g64", "--format", "gptq", "--out", str(out), "--json"]
@@ -155,4 +176,11 @@ def test_refusals(tmp_path: Path) -> None:
         write(LLAMA, tmp_path / "out", "gptq", "nvfp4")
     with pytest.raises(UsageError, match="no format 'exl2' to write"):
         write(LLAMA, tmp_path / "out", "exl2", "nvfp4")
+    with pytest.raises(UsageError, match="mxfp4 checkpoints hold experts in one tensor, as gpt-oss has them, and .* has none"):
+        write(LLAMA, tmp_path / "out", "mxfp4", "mxfp4")
+    test_models.build("gpt-oss", tmp_path / "plain")
+    with pytest.raises(UsageError, match="has its experts in one tensor, which modelopt does not hold: write mxfp4 in the format mxfp4"):
+        write(str(tmp_path / "plain"), tmp_path / "out", "modelopt", "mxfp4")
+    with pytest.raises(UsageError, match="GptOssForCausalLM has its experts in one tensor, which is not calibrated"):
+        make_method("gptq", tmp_path / "plain", [1] * 64, window=32, windows=2)
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ import torch
 
 from gristmill.quant import quantize
 from gristmill.quant.formats import FormatError, Tensors, open_format
-from gristmill.quant.formats.writers import WRITERS, open_writer
+from gristmill.quant.formats.writers import WRITERS, open_writer, stored_name
 from gristmill.quant.tensor import same_bits
 from tests.quant.oracle import QUANTIZED, act_order, weight
 
@@ -30,9 +30,11 @@ ALL = [(f, s) for f in WRITERS for s in (*QUANTIZED, *ODD, "int8_ch.int8_token",
 @pytest.mark.parametrize(("form", "scheme"), ALL)
 def test_what_is_written_reads_back(form: str, scheme: str) -> None:
     shape = (96, 256) if form == "gptq" else (77, 256)
-    writer = open_writer(form, scheme)
-    q = writer.quantize(weight(*shape))
-    stored = {f"{NAME}.{suffix}": t for suffix, t in writer.tensors(q).items()}
+    writer, values = open_writer(form, scheme), weight(*shape)
+    if writer.stacked:
+        shape, values = (3, *shape), torch.stack([weight(*shape, seed) for seed in range(3)])
+    q = writer.quantize(values)
+    stored = {stored_name(NAME, suffix): t for suffix, t in writer.tensors(q).items()}
     assert all(t.is_contiguous() for t in stored.values())
     found = open_format(writer.config([])).read(Tensors(stored), NAME, shape)
     assert found is not None and set(found.names) == set(stored)
@@ -40,7 +42,7 @@ def test_what_is_written_reads_back(form: str, scheme: str) -> None:
     assert read.scheme == q.scheme.without_activation or form == "gristmill"
     assert torch.equal(read.dequantize(), q.dequantize())
     assert torch.equal(read.codes, q.codes) and (q.zero is None or torch.equal(read.zero, q.zero))
-    again = {f"{NAME}.{suffix}": t for suffix, t in writer.tensors(read).items()}
+    again = {stored_name(NAME, suffix): t for suffix, t in writer.tensors(read).items()}
     assert stored.keys() == again.keys()
     for name, tensor in stored.items():
         assert same_bits(tensor.reshape(-1), again[name].reshape(-1)) and tensor.shape == again[name].shape, name
@@ -48,7 +50,7 @@ def test_what_is_written_reads_back(form: str, scheme: str) -> None:
 
 def test_there_is_something_of_each() -> None:
     counts = {form: sum(f == form for f, _ in ALL) for form in WRITERS}
-    assert counts == {"gristmill": 26, "compressed-tensors": 25, "modelopt": 4, "gptq": 15, "fp8": 1}
+    assert counts == {"gristmill": 26, "compressed-tensors": 25, "modelopt": 4, "gptq": 15, "fp8": 1, "mxfp4": 1}
 
 
 @pytest.mark.parametrize("scheme", [s for f, s in ALL if f == "compressed-tensors"])
