@@ -154,7 +154,7 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 @click.option("--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ...")
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
 @click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
-              help="gristmill, compressed-tensors, modelopt, gptq or fp8 (DeepSeek's blocks).")  # fmt: skip
+              help="gristmill, compressed-tensors, modelopt, gptq, fp8 (DeepSeek's blocks) or mxfp4 (gpt-oss).")  # fmt: skip
 @click.option("--method", type=click.Choice(["rtn", "gptq", "awq"]), default="rtn", show_default=True,
               help="Round to nearest, by GPTQ, or with channels scaled by AWQ; the last two need --calibration.")  # fmt: skip
 @click.option("--calibration", metavar="FILE", help="Token ids for GPTQ and AWQ, little-endian uint16: text like that to be served.")
@@ -173,7 +173,8 @@ def quantize(
 
     Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
     are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
-    results as --quant; transformers reads compressed-tensors, gptq and fp8 directories.
+    results as --quant. transformers reads compressed-tensors, fp8 and mxfp4 directories, and gptq ones with the package gptqmodel. Of
+    gpt-oss mxfp4 holds the experts, and all else stays in floats.
 
     GPTQ and AWQ take calibration text through the layers, each as it was just written, so that a layer makes up for what those
     before it lost. Layers are written one by one: a run that was killed goes on after the last whole one when it is started
