@@ -49,7 +49,8 @@ KINDS: dict[str, dict[str, Any]] = {
                 "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
 }  # fmt: skip
 """Layers as those of Llama-3-8B, Qwen3-30B-A3B and gpt-oss-20b; they are added until the model is large enough."""
-SCHEMES = {"dense": ("int4_g128", "fp8_block", "nvfp4"), "experts": ("int4_g128", "fp8_block", "nvfp4"), "stacked": ("mxfp4", "int4_g32", "nvfp4")}  # K = 2880
+SCHEMES = {"dense": ("int4_g128", "fp8_block", "nvfp4"), "experts": ("int4_g128", "fp8_block", "nvfp4"),
+           "stacked": ("mxfp4", "int4_g32", "nvfp4")}  # fmt: skip
 
 
 @dataclass

@@ -44,7 +44,7 @@ READERS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One config group: what it matches, how that is stored, and the activations it declares."""
+    """One config group: what it matches, how that is stored, and the activations it declares. ordered: columns have a g_idx."""
 
     name: str
     targets: tuple[str, ...]
@@ -52,6 +52,7 @@ class Group:
     scheme: QuantScheme | None
     activation: str | None = None
     static: bool = False
+    ordered: bool = False
 
 
 class CompressedTensors:
@@ -83,13 +84,14 @@ class CompressedTensors:
             return Group(name, targets, form, None)
         if form not in READERS:
             raise FormatError(f"{fields.where}: format {form!r} is not read; known: {', '.join(READERS)}")
-        scheme = weight_scheme(fields.section("weights"), form)
+        weights = fields.section("weights")
+        scheme, ordered = weight_scheme(weights, form), weights.data.get("actorder") in ("group", "dynamic", True)
         given = fields.data.get("input_activations")
         if given is None:
-            return Group(name, targets, form, scheme)
+            return Group(name, targets, form, scheme, ordered=ordered)
         inputs = fields.section("input_activations")
         static = inputs.data.get("dynamic") is False
-        return Group(name, targets, form, scheme, _activation(inputs, scheme), static)
+        return Group(name, targets, form, scheme, _activation(inputs, scheme), static, ordered)
 
     def rule(self, module: str) -> Group | None:
         """The config group of a module, None when there is none or it is ignored."""
@@ -109,6 +111,8 @@ class CompressedTensors:
         group = self.rule(module)
         if group is None or group.scheme is None:
             return None
+        if group.ordered and group.form == "pack-quantized" and f"{module}.weight_g_idx" not in source:
+            raise FormatError(f"{module}: config group {group.name} has actorder by groups, and there is no {module}.weight_g_idx")
         return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static, place)
 
 

@@ -42,6 +42,9 @@ class Gptq:
         self.bits = _bits(fields)
         self.group = fields.get("group_size", int, 128)
         self.symmetric = fields.get("sym", bool, True)
+        self.ordered = fields.get("desc_act", bool, False)
+        if fields.get("is_marlin_format", bool, False):
+            raise FormatError(f"{where}: is_marlin_format: weights in Marlin's order are not read; known: gptq, gptq_v2")
         version = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         self.zero_offset = 1 if version == "gptq" else 0
         self.dynamic: list[tuple[re.Pattern[str], tuple[int, int, bool] | None]] = []
@@ -94,6 +97,8 @@ class Gptq:
         if f"{module}.g_idx" in source:
             names.append(f"{module}.g_idx")
             g_idx = self._g_idx(source, names[-1], k, groups)
+        elif self.ordered and groups > 1:
+            raise FormatError(f"{module}: {self.where}.desc_act says that columns are in an order, and there is no {module}.g_idx")
         if groups == 1:
             g_idx = None
         # A group that is the whole row keeps its name: experts' matrices of other K have the same scheme.

@@ -9,8 +9,9 @@ import torch
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, quantize
-from gristmill.quant.formats import CompressedTensors, FormatError, Tensors
-from tests.quant.oracle import weight
+from gristmill.quant.formats import CompressedTensors, FormatError, Tensors, open_format
+from gristmill.quant.formats.writers import open_writer
+from tests.quant.oracle import act_order, weight
 
 pytest.importorskip("compressed_tensors")
 NAME = "model.layers.3.mlp.up_proj"
@@ -300,3 +301,20 @@ def test_tensors_that_do_not_fit() -> None:
         changed = {k: v for k, v in tensors.items() if k != name} | ({} if value is None else {name: value})
         with pytest.raises(FormatError, match=says):
             CompressedTensors(config).read(Tensors(changed), NAME, (16, 64))
+
+
+@pytest.mark.parametrize("actorder", ["group", "dynamic", True])
+def test_an_order_without_its_index_is_refused(actorder: object) -> None:
+    """Without weight_g_idx the columns would be read with the groups of others."""
+    writer = open_writer("compressed-tensors", "int4_g32")
+    q = quantize(weight(64, 256), "int4_g32", g_idx=act_order("int4_g32", 256))
+    tensors, config = {f"m.{suffix}": t for suffix, t in writer.tensors(q).items()}, writer.config([])
+    config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    found = open_format(config).read(Tensors(tensors), "m", (64, 256))
+    assert found is not None and torch.equal(found.weight.dequantize(), q.dequantize())
+    del tensors["m.weight_g_idx"]
+    with pytest.raises(FormatError, match="group_0 has actorder by groups, and there is no m.weight_g_idx"):
+        open_format(config).read(Tensors(tensors), "m", (64, 256))
+    for static in ("weight", None, False):  # groups stay where they are
+        config["config_groups"]["group_0"]["weights"]["actorder"] = static
+        assert open_format(config).read(Tensors(tensors), "m", (64, 256)) is not None

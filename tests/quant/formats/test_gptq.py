@@ -176,3 +176,18 @@ def test_tensors_that_do_not_fit() -> None:
             )
     with pytest.raises(FormatError, match="fills int32 words"):
         Gptq(config(4)).read(Tensors(tensors), NAME, (32, 63))
+
+
+def test_an_order_without_its_index_is_refused() -> None:
+    """Without g_idx the columns of a desc_act file would be read with the groups of others."""
+    tensors = checkpoint(*random(4), 4, v2=False)
+    with pytest.raises(FormatError, match=rf"desc_act says that columns are in an order, and there is no {NAME}.g_idx"):
+        read(tensors, config(4, desc_act=True))
+    codes, zeros, scales = random(4, group=64)  # one group has no order
+    assert read(checkpoint(codes, zeros, scales, 4, v2=False), config(4, 64, desc_act=True)).g_idx is None
+
+
+def test_marlin_by_its_flag_is_refused() -> None:
+    with pytest.raises(FormatError, match="is_marlin_format: weights in Marlin's order are not read"):
+        Gptq(config(4, is_marlin_format=True))
+    assert not Gptq(config(4, is_marlin_format=False)).ordered
