@@ -55,12 +55,20 @@ class Weight:
         return [source.format(expert=expert) for expert in range(self.experts) for source in self.sources]
 
 
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+"""A logits head that is the embedding, and which of them is read."""
+
+
 @dataclass(frozen=True)
 class WeightTable:
-    """All weights of a model, and patterns of checkpoint tensors that it knowingly leaves aside."""
+    """All weights of a model, and patterns of checkpoint tensors that it knowingly leaves aside.
+
+    copies: (a tensor left aside, the one that the model takes in its place): of checkpoints with both they are the same.
+    """
 
     weights: tuple[Weight, ...]
     ignored: tuple[str, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor is left aside by rule."""
@@ -196,9 +204,18 @@ class Weights:
         return [self._own(replace(part, weight=part.weight.narrow(0, 0, part.weight.n))) for part in made]
 
     def finish(self) -> None:
-        """CheckpointError if a parameter was left unwritten, or if a tensor was read by nobody."""
+        """CheckpointError if a parameter was left unwritten, a tensor was read by nobody, or a copy of a tied one is none."""
         if self._pending:
             raise CheckpointError(f"parameters left unwritten: {_some(self._pending)}")
+        for copy, taken in self.table.copies:
+            if copy in self.checkpoint and taken in self.checkpoint:
+                one, other = (self.checkpoint.read(name) for name in (copy, taken))
+                alike = torch.equal(one, other) if one.dtype == other.dtype else torch.equal(one.float(), other.float())
+                if not alike:
+                    raise CheckpointError(
+                        f"{self.checkpoint.directory}: config.json ties {copy} to {taken}, and they differ: is "
+                        "tie_word_embeddings to be false?"
+                    )
         known = self._read | self._side_tensors()
         unread = [n for n in self.checkpoint if n not in known and not self.table.ignores(n)]
         if unread:

@@ -20,7 +20,7 @@ from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import MlaConfig, ModelConfig
-from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -42,7 +42,7 @@ def table(c: ModelConfig) -> WeightTable:
         ]
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.num_nextn_layers)]
     ignored += ["model.layers.*.self_attn.rotary_emb.inv_freq"] + (["lm_head.weight"] if c.tie_embeddings else [])
-    return WeightTable(tuple(found), tuple(ignored))
+    return WeightTable(tuple(found), tuple(ignored), (TIED,) if c.tie_embeddings else ())
 
 
 def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:

@@ -17,7 +17,7 @@ from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import ModelConfig
-from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -43,7 +43,7 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
             *feed_forward(name, source, i),
         ]
     ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq", *(("lm_head.weight",) if c.tie_embeddings else ()))
-    return WeightTable(tuple(found), ignored)
+    return WeightTable(tuple(found), ignored, (TIED,) if c.tie_embeddings else ())
 
 
 def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
