@@ -48,12 +48,18 @@ def scale_bytes(
         return _pairs_of_groups(made, count, groups, 8), None if row_scale is None else row_scale * NVFP4_UNIT
     if scheme.scale_dtype == "e8m0":
         made, top = _mxfp4_bytes(scales, codes, k)
-        return _pairs_of_groups(made, count, groups, 4), torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - 128)
+        return _pairs_of_groups(made, count, groups, 4), _power_of_two(top)
     per_tile = groups_per_tile(scheme)
     parts = [_by_lane(scales, count, groups, per_tile)]
     if zero is not None:
         parts.append(_by_lane(zero, count, groups, per_tile))
     return torch.cat(parts, -1), None
+
+
+def _power_of_two(top: Tensor) -> Tensor:
+    """float32 2^(top - 128) of int32 0..254, from its bits. Not torch.ldexp: on a GPU that is not the current one it starts its kernel
+    on the one that is (pytorch issue 189567, torch 2.11 and 2.13)."""
+    return torch.where(top >= 2, (top - 1) << 23, 1 << (21 + top.clamp(max=1))).view(torch.float32)
 
 
 def scales_of(

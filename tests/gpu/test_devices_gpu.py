@@ -12,6 +12,8 @@ from gristmill.autotune.verify import kernel_arguments, run_reference
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.quant import pack, unpack
+from tests.quant.oracle import variants
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,3 +51,20 @@ def test_a_plan_refuses_the_other_device() -> None:
     x, w = torch.randn(4, 256, device="cuda:0", dtype=torch.bfloat16), torch.ones(256, device="cuda:0", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="planned for cuda:1, called with a tensor on cuda:0"):
         plan(x, w, 1e-5, torch.empty_like(x))
+
+
+LAYOUTS = [layout for layout in REGISTRY.layouts.values() if layout.name not in ("humming_v1", "tinygemm_v1")]
+"""Those of our own: other libraries' may pack on a GPU alone."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_weights_are_packed_on_the_second_device(layout) -> None:
+    """While the first device is the current one: not every torch operator goes by its tensors' device (torch.ldexp does not)."""
+    torch.cuda.set_device(0)
+    for scheme in layout.schemes:
+        for q in variants(scheme):
+            there, here = pack(q.to(SECOND), layout), pack(q, layout)
+            for name, tensor in there.slots.items():
+                assert torch.equal(tensor.cpu(), here.slots[name]), f"{scheme}: {name} of {q}"
+            assert unpack(there).identical(q.to(SECOND)), f"{scheme}: {q}"
+            assert torch.equal(q.to(SECOND).dequantize().cpu(), q.dequantize()), f"{scheme}: {q}"
