@@ -56,7 +56,8 @@ class Times:
         """Microseconds and their source; None when nothing near was measured. failed: configurations that do not count.
 
         A time of this very problem counts as measured if the code and the toolchain are the present ones, else as near.
-        Near times are scaled by what the device's ceilings make of both problems.
+        Near times are scaled by what the kernel's own cost model makes of both problems, which knows how its work falls to
+        multiprocessors; by what the device's ceilings make of them, where it has none.
         """
         known = [n for n in self._of(kernel) if not failed or config_key(n.timing.config) not in failed]
         codes, tools = ("", kernel.code_hash()), self.build.key()
@@ -67,7 +68,7 @@ class Times:
         best = _nearest(known)
         if best is None:
             return None
-        return best.timing.us * self._scale(best.at), "sibling" if best.sibling else "near"
+        return best.timing.us * self._scale(kernel, best.at), "sibling" if best.sibling else "near"
 
     def evidence(self, kernel: Kernel) -> list[tuple[Timing, float, str]]:
         """The records that bear on the problem for `kernel`, the decisive ones first: the record, how far its problem is in
@@ -91,7 +92,11 @@ class Times:
         pairs = zip(self.problem.values, at.values, strict=True)
         return at, far, all(own == other for own, other in pairs if own[0] not in self.op.dynamic)
 
-    def _scale(self, at: Problem) -> float:
+    def _scale(self, kernel: Kernel, at: Problem) -> float:
+        if kernel.estimate is not None and kernel.accepts(at) is None:
+            here, there = kernel.estimate(self.problem, self.target), kernel.estimate(at, self.target)
+            if here and there:
+                return here / there
         return self._floor(self.problem) / self._floor(at)
 
     def _floor(self, problem: Problem) -> float:

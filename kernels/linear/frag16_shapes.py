@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import ceil as ceil_of
 from math import log2
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 ROWS = 16
 """Rows of x a launch."""
 SHARED_BYTES = 227 * 1024
+_MULTIPROCESSOR_BYTES = 228 * 1024
 _KEPT_BYTES, _MAX_DEPTH = 1024, 16
 
 
@@ -65,9 +67,7 @@ def format_of(scheme: QuantScheme) -> Format:
 
 
 DEPTHS = (2, 3, 1, 4)
-"""Slots of a warp's ring, what is usually best first: the cost model tells depths apart by shared memory alone, so the first one
-that fits as many CTAs wins. In 33 problems timed at all of them on an H200 (bench/results/h200/kernelbench/regret_linear.json)
-the default is 4 % behind the best candidate with 2 first, by geometric mean, and 9.5 % with 1 first."""
+"""Slots of a warp's ring, what is usually best first: where the cost model sees no difference, the first one counts."""
 
 
 def shapes_of(form: Format, x: str) -> tuple[Shape, ...]:
@@ -115,32 +115,79 @@ def candidates(form: Format, x: str, m: int, n: int, k: int) -> Iterator[tuple[S
                     yield shape, split, depth, size
 
 
+class _Costs(NamedTuple):
+    """Microseconds of what a launch consists of, for 8 or 16 columns of x.
+
+    tile, group: of a multiprocessor's busiest scheduler; warp_tile, warp_group: of one warp, and alone: more where a ring of one
+    step is filled only once it was used up; launch; doubling: of split; round: of CTAs; row: of x, a group. packed: which part of
+    the CTAs that an SM has room for it gets although others stand empty; tail: CTAs that an SM is late by where CTAs wait for
+    room; power: how well the parts overlap.
+    """
+
+    tile: float
+    group: float
+    warp_tile: float
+    warp_group: float
+    alone: float
+    launch: float
+    doubling: float
+    round: float
+    row: float
+    packed: float
+    tail: float
+    power: float
+
+
 _COSTS = {
-    1: (0.0865, 0.0791, 0.0988, 0.8579, 0.9834, 1.135, 1.0793, 0.0069),
-    2: (0.129, 0.1286, 0.1943, 0.4529, 0.7789, 1.0421, 1.4271, 0.0),
+    1: _Costs(0.0303, 0.0936, 0.0675, 0.0779, 0.234, 1.657, 0.402, 0.889, 0.0072, 0.869, 0.675, 2.0),
+    2: _Costs(0.1143, 0.0987, 0.0684, 0.4973, 0.217, 1.104, 0.542, 1.503, 0.0036, 0.117, 0.426, 2.73),
 }
-"""Microseconds, by columns of x in eights, fitted to 702 measurements of int4_g128 on an H200: a tile and a group of the busiest
-scheduler; a tile and a group of one warp; the launch; a doubling of split; a wave; a row of x a group."""
+"""By columns of x in eights; fitted, with the two tables below, to 4,250 times on an H200: every candidate of 61 problems
+(bench/results/h200/kernelbench/regret_linear.json), and the best of 195 (weight_only_schemes.json, weight_only_table.json)."""
+
+_DECODED = {
+    1: {"int4_g128": 0.92, "int4_g64": 0.95, "int4_g32": 0.96, "int4_g128_zp": 1.01, "int4_g64_zp": 1.22, "int4_g32_zp": 1.54,
+        "mxfp4": 1.39, "nvfp4": 1.62, "int8": 1.76, "fp8": 0.69},
+    2: {"int4_g128": 0.90, "int4_g64": 1.09, "int4_g32": 1.18, "int4_g128_zp": 1.09, "int4_g64_zp": 1.18, "int4_g32_zp": 1.47,
+        "mxfp4": 1.12, "nvfp4": 1.12, "int8": 1.88, "fp8": 0.87},
+}  # fmt: skip
+"""The time of a tile of a format, as a multiple of `_Costs.tile` and `_Costs.warp_tile`."""
+
+_INSTANCES = {
+    (1, 4, 1, 8): 0.983, (1, 4, 1, 4): 0.972, (1, 2, 1, 16): 0.949, (1, 8, 1, 4): 0.995, (1, 4, 1, 12): 0.946, (1, 7, 1, 4): 1.017,
+    (1, 8, 1, 8): 0.971, (1, 2, 1, 8): 0.949, (1, 4, 1, 16): 1.004, (2, 4, 1, 8): 1.013, (2, 4, 2, 4): 0.992, (2, 4, 1, 4): 1.0,
+    (2, 2, 1, 8): 0.946, (2, 2, 1, 16): 1.007, (2, 8, 1, 8): 1.002, (2, 7, 2, 4): 1.078, (2, 7, 1, 8): 1.028, (2, 2, 2, 8): 0.988,
+}  # fmt: skip
+"""What an instance (nt, rt, wn, wk) takes next to what the model says."""
 
 
 def microseconds(
-    form: Format, shape: Shape, split: int, size: int, m: int, n: int, k: int, processors: int
+    form: Format, shape: Shape, split: int, depth: int, size: int, m: int, n: int, k: int, processors: int
 ) -> float:
-    """Expected time of one launch: the busiest scheduler, the longest warp, or memory, and what each launch costs."""
-    tile, group, warp_tile, warp_group, start, doubling, wave, row = _COSTS[shape.nt]
+    """Expected time of one launch: the busiest scheduler, the longest warp, or memory, and what each launch costs.
+
+    Where a multiprocessor has room for more CTAs than its share, the hardware fills some and leaves others empty: the busiest
+    one has as many as fit, not the average. A deeper ring, for which fewer fit, is faster then; so is a grid that does not fit
+    at once, whose CTAs go wherever one has ended.
+    """
+    costs, decoding = _COSTS[shape.nt], _DECODED[shape.nt][form.name]
     warps = shape.wn * shape.wk
     steps = ceil(ceil(ceil(k, 128), split), shape.wk)
     ctas = ceil(ceil(n, 16), shape.rt * shape.wn) * split
-    resident = max(1, min(shape.ctas, SHARED_BYTES // (size + 2 * _KEPT_BYTES)))
     # Whole clusters of 4 and 8 do not fill every cluster of multiprocessors.
-    usable = processors if split <= 2 else processors * 10 // 11
-    busiest = ceil(ctas, usable)
-    waves = ceil(busiest, resident)
-    work = busiest * warps / 4 * steps * (shape.rt * tile * form.decoding + group + row * m / shape.wn)
-    latency = waves * steps * (shape.rt * warp_tile * form.decoding + warp_group)
+    average = ctas / (processors if split <= 2 else processors * 10 // 11)
+    room = max(1, min(shape.ctas, _MULTIPROCESSOR_BYTES // (size + warps * _MAX_DEPTH * 8 + _KEPT_BYTES)))
+    if room >= ceil_of(average):
+        rounds, busiest = 1.0, ceil_of(average) + costs.packed * (min(room, ctas) - ceil_of(average))
+    else:
+        rounds, busiest = (average + costs.tail) / room, average + costs.tail
+    alone = costs.alone if slots(shape, k, split, depth) == ceil(shape.rt, shape.slot) and steps > 1 else 0.0
+    work = busiest * warps / 4 * steps * (shape.rt * costs.tile * decoding + costs.group + costs.row * m / shape.wn)
+    latency = rounds * steps * (shape.rt * costs.warp_tile * decoding + costs.warp_group + alone)
     memory = ceil(n, 16) * ceil(k, 128) * form.tile_bytes / 4.3e6
-    slowest: float = (work**6 + latency**6 + memory**6) ** (1 / 6)
-    return slowest + start + doubling * log2(split) + wave * waves
+    slowest = float((work**costs.power + latency**costs.power + memory**costs.power) ** (1 / costs.power))
+    slowest *= _INSTANCES[shape.nt, shape.rt, shape.wn, shape.wk]
+    return slowest + costs.launch + costs.doubling * log2(split) + costs.round * rounds
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +195,7 @@ def ranked(form: Format, x: str, m: int, n: int, k: int, processors: int) -> tup
     """(microseconds, configuration) of the candidates for one launch, best first; ties in the order of `candidates`."""
     rows = min(max(m, 1), ROWS)
     found = [
-        (microseconds(form, shape, split, size, rows, n, k, processors), config_of(shape, split, depth))
+        (microseconds(form, shape, split, depth, size, rows, n, k, processors), config_of(shape, split, depth))
         for shape, split, depth, size in candidates(form, x, rows, n, k)
     ]
     return tuple(sorted(found, key=lambda pair: pair[0]))

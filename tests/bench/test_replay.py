@@ -19,6 +19,7 @@ from gristmill.bench.result_file import ResultError, record
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, config_key
 
+ROOT = Path(__file__).parents[2]
 OP = default_registry().op("linear")
 HERE = place("h200")
 PROBLEMS = ("m=1,n=4096,k=4096,w=int4_g128", "m=1,n=6144,k=4096,w=int4_g128")
@@ -98,3 +99,12 @@ def test_the_command_replays_and_refuses_other_files(written: tuple[list[Studied
     del written[1]["regret"]
     with pytest.raises(ResultError, match="it has no regret"):
         replay(written[1])
+
+
+def test_problems_left_out_of_tuning_lose_little_by_the_committed_times() -> None:
+    """Every candidate's time on an H200 is in the file, so a change of a cost model or of selection is judged by it here."""
+    data = json.loads((ROOT / "bench/results/h200/kernelbench/regret_linear.json").read_text())
+    figures = summary(replay(data)[1])
+    tuned, left_out = figures["tuned in this run"], figures["left out of tuning"]
+    assert tuned is not None and tuned.problems >= 60 and tuned.mean < 0.02 and tuned.worst < 0.10
+    assert left_out is not None and left_out.problems >= 60 and left_out.mean < 0.05 and left_out.worst < 0.20, left_out

@@ -56,6 +56,18 @@ def test_near_times_scale_with_the_bytes_of_the_problem():
     assert found.best is not None and found.best.expected_us == pytest.approx(15.0)
 
 
+def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
+    """Bytes know nothing of waves: two kernels that take as long next door need not do so here."""
+    near, here = problem("m=16,n=4000,k=4096"), problem("m=16,n=6000,k=4096")
+    even = kernel("even", estimate=lambda p, target: 8.0)
+    unsure = kernel("unsure", estimate=lambda p, target: None)
+    store = verified(even, unsure, plain := kernel("plain"), at=here)
+    for name in ("even", "unsure", "plain"):
+        timed(store, name, 10.0, at=near)
+    found = {c.kernel.name: c.expected_us for c in choose(even, unsure, plain, store=store, at=here).candidates}
+    assert found == {"even": pytest.approx(10.0), "unsure": pytest.approx(15.0), "plain": pytest.approx(15.0)}
+
+
 def test_other_schemes_and_dtypes_never_speak_for_each_other():
     at = problem("m=16,n=4096,k=4096,w=mxfp4")
     store = timed(verified(a := kernel("a"), at=at), "a", 5.0)
