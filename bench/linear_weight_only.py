@@ -169,6 +169,7 @@ class Row:
         launcher, options = load(kernel), [dict(kernel.config(self.problem, self.shape.target))]
         if self.shape.options.tuned and kernel.space is not None:
             options += [dict(c) for c in kernel.space(self.problem, self.shape.target) if dict(c) != options[0]]
+            options = options[: self.shape.options.tried]
         size = max(kernel.workspace(self.problem, option).bytes for option in options)
         space = torch.zeros(size, dtype=torch.uint8, device=DEVICE) if size else None
 
@@ -243,6 +244,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--m", default="1,4,16,32,64,128,256,1024,4096", help="rows of x, by commas")
     parser.add_argument("--kernels", default="", help="these registered kernels alone, by commas")
     parser.add_argument("--tuned", action="store_true", help="every configuration of a kernel's space instead of the default one")
+    parser.add_argument("--tried", type=int, default=1000, help="with --tuned: at most so many, in the order of the kernel's space")
     parser.add_argument("--isolated", action="store_true", help="also with each call after the end of the one before")
     parser.add_argument("--alone", action="store_true", help="without cuBLAS and the floor")
     parser.add_argument("--rounds", type=int, default=11)

@@ -16,7 +16,7 @@ from gristmill.kernels.native import check, cuda_function
 
 ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 13, c_void_p, c_void_p)
 """Of ``gm_linear_<format>_sm90``."""
-TMA_ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, *(c_int,) * 13, c_void_p)
+TMA_ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, *(c_int,) * 16, c_void_p)
 """Of ``gm_linear_<format>_tma_sm90``."""
 GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void_p)
 TYPES = {"fp16": 1, "bf16": 2}
@@ -73,7 +73,7 @@ def launch_tma(
         call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(),
         None if bias is None else bias.data_ptr(), None if residual is None or silu_mul else residual.data_ptr(),
         call.row_scale, None if space is None else space.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
-        config["mt"], config["c"], config["split"], config["grid"], config["raster"], config["even"], 1,
+        *(config[name] for name in ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")), 1,
         call.device, call.stream,
     )  # fmt: skip
     check(code, f"linear of {form}")

@@ -6,9 +6,10 @@
 //    tensor copy engine in the 128-byte swizzle). Weights do not depend on the kernel before: theirs runs ahead of griddepcontrol.wait.
 //  - each other warpgroup takes 64 rows of W: it decodes the 16 k of a product while the product before runs. It has the registers that
 //    the last one gives up.
-// CTAs walk over tiles of Y, and the copies of the next tile run during the end of the last. What does not fill the machine evenly is dealt
-// out along K: partial sums meet in scratch memory, in a fixed order. Or a tile is shared by the CTAs of a cluster, which add their sums
-// in the order of ranks.
+// CTAs walk over tiles of Y, and the copies of the next tile run during the end of the last; one half of the warpgroups may stay behind the
+// other, so that its products run then, too. What does not fill the machine evenly is dealt out along K: partial sums meet in scratch
+// memory, in a fixed order. Or a tile is shared by the CTAs of a cluster, which add their sums in the order of ranks. Or warpgroups take
+// turns along K over the same rows of W, a tile a CTA, and add their sums in shared memory, in the order of slices.
 #pragma once
 #include "_tiles_of_y_sm90.cuh"
 #include "_wgmma_rs_sm90.cuh"
@@ -34,11 +35,16 @@ __device__ __forceinline__ void cluster_barrier() {
 template <int N, int SIZE, int SLOTS, int BARS>
 struct Ring {
   uint32_t slot, full, parity = 0;
-  __device__ __forceinline__ Ring(uint32_t base) : slot(base + SLOTS), full(base + BARS) {}
+  __device__ __forceinline__ Ring(uint32_t base, int first = 0) : slot(base + SLOTS + first * SIZE), full(base + BARS + first * 8) {}
   __device__ __forceinline__ uint32_t empty() const { return full + N * 8; }
+  template <int STEPS = 1>
   __device__ __forceinline__ void next(uint32_t base) {
-    slot += SIZE, full += 8;
-    if (full == base + BARS + N * 8) slot = base + SLOTS, full = base + BARS, parity ^= 1;
+    slot += STEPS * SIZE, full += STEPS * 8;
+    if constexpr (STEPS == 1) {
+      if (full == base + BARS + N * 8) slot = base + SLOTS, full = base + BARS, parity ^= 1;
+    } else {
+      if (full >= base + BARS + N * 8) slot -= N * SIZE, full -= N * 8, parity ^= 1;
+    }
   }
 };
 
@@ -51,36 +57,46 @@ __device__ __forceinline__ void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// W: the kind of weight, a class of _wgmma_weights_sm90.cuh.  MT: rows of x.  C: warpgroups, each with 64 rows of W.  REGISTERS: theirs,
-// GIVEN: the last one's.  XS, WS: slots of the rings.  CHAINS: sums that products take turns to add to, where a product is too short to hide
-// the one before it.  PENDING: products at work.
-template <typename W, int MT, int C, int REGISTERS, int GIVEN, int XS, int WS, int CHAINS, int PENDING>
+// W: the kind of weight, a class of _wgmma_weights_sm90.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of the rings.  CHAINS: sums that
+// products take turns to add to, where a product is too short to hide the one before it.  PENDING: products at work.
+template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
 __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap& x_map) {
   using T = typename W::Type;
-  constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile, kFragments = MT / 8, kThreads = C * 128;
-  constexpr int kBuffers = PENDING + 1, kAhead = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
+  using Shape = Cta<MT, C, SLICES, CTAS>;
+  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
+  constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile, kThreads = C * SLICES * 128;
+  constexpr int kMine = Shape::kMine, kStored = Shape::kPairs, kBuffers = PENDING + 1;
+  constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   uint32_t base;  // volatile: computed once
   asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
-  constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kBars = kStaging + C * 4 * 1024;
+  constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
+  constexpr int kExchange = kStaging + C * SLICES * 4 * kStagingSize, kBars = kExchange + Shape::kExchange;
+  constexpr int kAhead = kBars + (XS + WS) * 16;  // a barrier for each slot of x: the first warpgroup is done with it
   using XRing = Ring<XS, kXSlot, 0, kBars>;
   using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
+  // One thread a ring, with addresses that are known: where lanes have barriers of their own, each takes a round of a loop.
   if (threadIdx.x == 0) {
     const XRing x(base);
-    const WRing w(base);
     for (int i = 0; i < XS; ++i) mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4);
-    for (int i = 0; i < WS; ++i) mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  } else if (threadIdx.x == 32) {
+    const WRing w(base);
+    for (int i = 0; i < WS; ++i) mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4);
+    if constexpr (Shape::kTurns)
+      for (int i = 0; i < XS; ++i) mbar_init(base + kAhead + i * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  } else if (threadIdx.x == kThreads) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
-  if (warp >= C * 4) {
-    registers_down<GIVEN>();
+  if (warp >= C * SLICES * 4) {
+    registers_down<Shape::kGiven>();
     // A ring's first pass finds its slots empty: the phase before the first counts as over.
-    if (threadIdx.x == C * 128) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+    if (threadIdx.x == kThreads) {
       Walk walk(p);
       XRing x(base);
       int index, k;
@@ -97,7 +113,7 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
           x.next(base);
         }
       }
-    } else if (threadIdx.x == C * 128 + 32) {  // immutable weights: nothing to wait for but an empty slot
+    } else if (threadIdx.x == kThreads + 32) {  // immutable weights: nothing to wait for but an empty slot
       Walk walk(p);
       WRing w(base);
       uint64_t policy;
@@ -140,26 +156,43 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
       cluster_barrier();
     }
   } else {
-    registers_up<REGISTERS>();
+    registers_up<Shape::kRegisters>();
     Walk walk(p);
-    XRing x(base);
-    WRing w(base);
-    const uint32_t my_tile = warp * kTile, staging = base + kStaging + warp * 1024;
+    const int slice = SLICES == 1 ? 0 : warp / (C * 4), my_rows = SLICES == 1 ? warp : warp % (C * 4);  // 16 of W
+    XRing x(base, slice * 2);
+    WRing w(base, slice);
+    const uint32_t my_tile = my_rows * kTile, staging = base + kStaging + warp * kStagingSize;
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
+    const bool ahead_of_others = Shape::kTurns && p.lag > 0 && threadIdx.x == 0;
+    const auto done_with = [&](uint32_t slot) {
+      if (lane == 0) mbar_arrive(slot);
+      if (ahead_of_others) mbar_arrive(slot + (kAhead - kBars - XS * 8));
+    };
     int index, k;
 #pragma unroll 1
     for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) > 0;) {  // so that the compiler sees one value a warp
+      const int mine = (groups + SLICES - 1 - slice) / SLICES;  // never 0: a tile has as many groups as there are slices
       float acc[CHAINS][MT / 2];
       uint32_t a[PENDING + 1][4];
-      mbar_wait(w.full, w.parity);
+      if (p.row_scale != nullptr && lane == 0) {  // from memory, which would be a long wait at the end of the tile
+        const int row = (tile_at(p, index).n * C * 4 + my_rows) * kTileRows;
+        if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+      }
+      if (Shape::kTurns && p.lag > 0 && warp >= C * 2) {  // so that one half multiplies while the other stores
+        const int slots = min(p.lag, groups) * 2 - 1;
+        uint32_t ahead = x.full + (kAhead - kBars) + slots * 8;
+        const bool around = ahead >= base + kAhead + XS * 8;
+        mbar_wait(around ? ahead - XS * 8 : ahead, around ? x.parity ^ 1 : x.parity);
+      }
       typename W::Part part[2];
       W weights;
+      mbar_wait(w.full, w.parity);
       part[0].load(w.slot + my_tile, lane, 0);
       uint32_t last_x = 0;
       int add = 0;
 #pragma unroll 1
-      for (int left = groups; left > 0; --left) {
+      for (int left = mine; left > 0; --left) {
         part[1].load(w.slot + my_tile, lane, 1);
         weights.decode(0, part[0], a[0], p.scales_half);
         uint64_t rows = 0;
@@ -173,14 +206,15 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
           Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
           wgmma_commit();
           wgmma_wait<PENDING>();  // that many products at work: the operands of the one before them may change
-          if (s % 4 == PENDING - 1 && (s > 3 || add != 0) && lane == 0) mbar_arrive(last_x);  // and its slot of x is done with
-          if (s % 4 == 3) last_x = x.empty(), x.next(base);
+          if (s % 4 == PENDING - 1 && (s > 3 || add != 0)) done_with(last_x);  // and its slot of x is done with
+          if (s == 3) last_x = x.empty(), x.next(base);
+          if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
           if (s == 0) {
             // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on them.
             uint32_t zero;
             asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
             if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) == 0) mbar_arrive(w.empty());
-            w.next(base);
+            w.template next<SLICES>(base);
           }
           if (s == 3 && left > 1) {
             mbar_wait(w.full, w.parity);
@@ -190,12 +224,58 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
         }
         add = 1;
       }
+      // What the end of the tile needs is loaded while the last products run.
+      const Tile tile = tile_at(p, index);
+      const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kMine * 8;
+      float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
+      if (p.row_scale != nullptr) {
+        const int row = n0 + (lane >> 2);
+        if (row < p.n) by[0] = p.row_scale[row];
+        if (row + 8 < p.n) by[1] = p.row_scale[row + 8];
+      }
+      if (p.bias != nullptr) {
+        const int row = n0 + (lane >> 2);
+        if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
+        if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
+      }
       wgmma_wait<0>();
-      if (lane == 0) mbar_arrive(last_x);
-      float (&sum)[MT / 2] = acc[0];
+      done_with(last_x);
       if constexpr (CHAINS == 2) {
 #pragma unroll
-        for (int i = 0; i < MT / 2; ++i) sum[i] += acc[1][i];
+        for (int i = 0; i < MT / 2; ++i) acc[0][i] += acc[1][i];
+      }
+      float (&sum)[MT / 2] = acc[0];
+      if constexpr (SLICES > 1) {
+        // Each slice ends up with its share of the rows of x, and gives away the others'. They are added in the order of slices.
+        const auto place = [&](int owner, int from, int f) {  // from: of the SLICES - 1 others
+          return base + kExchange + (((owner * (SLICES - 1) + from) * kMine + f) * 128 + (threadIdx.x & 127)) * 16;
+        };
+#pragma unroll
+        for (int f = 0; f < SLICES * kMine; ++f)
+          if (f / kMine != slice)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place(f / kMine, slice - (slice > f / kMine), f % kMine)),
+                         "f"(sum[f * 4]), "f"(sum[f * 4 + 1]), "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
+                         : "memory");
+        asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+#pragma unroll
+        for (int f = 0; f < kMine; ++f) {
+          float all[4];
+#pragma unroll
+          for (int o = 0; o < SLICES; ++o) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = sum[(o * kMine + f) * 4 + i];
+            if (o != slice)
+              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                           : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                           : "r"(place(slice, o - (o > slice), f))
+                           : "memory");
+#pragma unroll
+            for (int i = 0; i < 4; ++i) all[i] = o == 0 ? v[i] : all[i] + v[i];
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[f * 4 + i] = all[i];
+        }
       }
 
       if (groups < p.groups && p.log_split == 0) {
@@ -204,14 +284,14 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
         uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
         uint8_t* parts = p.scratch + kFlagBytes;
         int first = Walk::part();
-        const auto flag_of = [&](int part) { return flags + part * C * 4 + warp; };
+        const auto flag_of = [&](int part) { return flags + part * C * SLICES * 4 + warp; };
         const auto sums_of = [&](int part) {
           return reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
         };
         if (k > 0) {
           float4* to = sums_of(first);
 #pragma unroll
-          for (int f = 0; f < kFragments; ++f)
+          for (int f = 0; f < kMine; ++f)
             __stcg(to + f * kThreads, make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
           __syncwarp();
           if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag_of(first)) : "memory");
@@ -228,11 +308,11 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
           __syncwarp();
           if (there) *flag = 0;
           count = __popc(__ballot_sync(0xffffffffu, there));
-#pragma unroll(kAhead)
+#pragma unroll(kParts)
           for (int part = first; part < first + count; ++part) {
             const float4* from = sums_of(part);
 #pragma unroll
-            for (int f = 0; f < kFragments; ++f) {
+            for (int f = 0; f < kMine; ++f) {
               const float4 v = __ldcg(from + f * kThreads);
               sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
             }
@@ -241,34 +321,21 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
         }
       }
 
-      const Tile tile = tile_at(p, index);
-      const int n0 = (tile.n * C * 4 + warp) * kTileRows, m0 = tile.m * MT;
-      float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
-      if (p.row_scale != nullptr) {
-        const int row = n0 + (lane >> 2);
-        if (row < p.n) by[0] = p.row_scale[row];
-        if (row + 8 < p.n) by[1] = p.row_scale[row + 8];
-      }
-      if (p.bias != nullptr) {
-        const int row = n0 + (lane >> 2);
-        if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
-        if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
-      }
       if (p.log_split == 0) {
 #pragma unroll
-        for (int f = 0; f < kFragments; f += 2) {
-          float v[8];
+        for (int f = 0; f < kMine; f += kStored * 2) {
+          float v[kStored * 8];
 #pragma unroll
-          for (int i = 0; i < 8; ++i) v[i] = sum[f * 4 + i];
-          store_fragments<T>(p, v, by, bias, staging + (f & 2) * 256, n0, m0 + f * 8, p.m);
+          for (int i = 0; i < kStored * 8; ++i) v[i] = sum[f * 4 + i];
+          store_fragments<T, kStored>(p, v, by, bias, staging, n0, m0 + f * 8, p.m);
         }
       } else {
         // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the fragments.
         __syncwarp();
         cluster_barrier();
-        const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kFragments >> p.log_split;
+        const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kMine >> p.log_split;
 #pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
+        for (int f = 0; f < kMine; ++f) {
           const int owner = f / share;
           uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
           asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
@@ -287,7 +354,7 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
               v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
             }
           const int first = rank * share + f, end = first + min(2, share - f);
-          store_fragments<T>(p, v, by, bias, staging + (f & 2) * 256, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+          store_fragments<T, 1>(p, v, by, bias, staging, n0, m0 + first * 8, min(p.m, m0 + end * 8));
         }
       }
     }

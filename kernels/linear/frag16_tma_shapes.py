@@ -16,11 +16,12 @@ RASTER_BYTES = 16 << 20
 
 
 class Shape(NamedTuple):
-    """A CTA: rows of x, blocks of 64 rows of W, CTAs a multiprocessor, slots of x (64 k), slots of 4-bit and of 8-bit weights
-    (128 k), sums that products take turns at, products at work."""
+    """A CTA: rows of x, blocks of 64 rows of W, warpgroups that take turns along K for each of those, CTAs a multiprocessor, slots of x
+    (64 k), slots of 4-bit and of 8-bit weights (128 k), sums that products take turns at, products at work."""
 
     mt: int
     c: int
+    slices: int
     ctas: int
     xs: int
     ws4: int
@@ -32,10 +33,11 @@ class Shape(NamedTuple):
 FEW = tuple(
     Shape(*values)
     for values in (
-        (32, 2, 2, 8, 6, 4, 2, 2), (64, 2, 2, 6, 5, 3, 1, 2), (128, 2, 1, 8, 6, 5, 1, 1), (256, 2, 1, 5, 5, 3, 1, 1),
+        (32, 2, 1, 2, 8, 6, 4, 2, 2), (64, 2, 1, 2, 6, 5, 3, 1, 2), (128, 2, 1, 1, 8, 6, 5, 1, 1),
+        (256, 2, 1, 1, 5, 5, 3, 1, 1),
     )
 )  # fmt: skip
-ALL = (*FEW, Shape(128, 4, 1, 7, 5, 2, 1, 1))
+ALL = (*FEW, Shape(128, 4, 1, 1, 7, 4, 2, 1, 1), Shape(64, 1, 4, 1, 16, 8, 4, 1, 2), Shape(128, 1, 2, 1, 8, 8, 4, 1, 1))
 """GM_FEW and GM_ALL of `_linear_frag16_tma_entry_sm90.h`."""
 
 
@@ -50,15 +52,32 @@ def scratch_bytes(config: Config) -> int:
 
 
 _COSTS = {
-    (32, 2): (0.314, 0.366, 3.65, 0.961, 0.0414, 0.374, 0.488, 3.18, 0.4),
-    (64, 2): (0.341, 0.412, 4.32, 1.28, 0.262, 0.127, 0.572, 3.81, 0.115),
-    (128, 2): (0.484, 0.48, 3.3, 1.27, 0.814, 1.01, 0.743, 4.98, 0.111),
-    (128, 4): (1.35, 0.366, 2, 0.625, 2.65, 3.64, 1.44, 6.91, 0.18),
-    (256, 2): (1.08, 0.408, 4.81, 3.17, 0.299, 3.2, 0.711, 8.1, 0.222),
+    (32, 2, 1, 2): (0.314, 0.366, 3.65, 0.961, 0.0414, 0.374, 0.488, 3.18, 0.4),
+    (64, 2, 1, 2): (0.341, 0.412, 4.32, 1.28, 0.262, 0.127, 0.572, 3.81, 0.115),
+    (128, 2, 1, 1): (0.484, 0.48, 3.3, 1.27, 0.814, 1.01, 0.743, 4.98, 0.111),
+    (64, 1, 4, 1): (0.184, 0.184, 3.34, 0.823, 0.384, 0, 0, 3.7, 0.614),
+    (128, 1, 2, 1): (0.272, 0.272, 3.19, 0.319, 0.214, 0, 0, 4.41, 0),
+    (128, 4, 1, 1): (1.35, 0.366, 2, 0.625, 2.65, 3.64, 1.44, 6.91, 0.18),
+    (256, 2, 1, 1): (1.08, 0.408, 4.81, 3.17, 0.299, 3.2, 0.711, 8.1, 0.222),
 }
-"""Microseconds on an H200 by shape, fitted to 432 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
-sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the
-part by which long products are slower (power)."""
+"""Microseconds on an H200 by shape, fitted to 432 measurements, 36 more for several slices: a group of a multiprocessor's work; a group
+of one CTA; the launch; sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to;
+a wave; then the part by which long products are slower (power)."""
+
+LAGS = {(128, 2, 1, 1): 2, (128, 4, 1, 1): 1, (256, 2, 1, 1): 1}
+"""Groups by which half of a CTA's warpgroups stays behind the other where it walks over several tiles, by shape."""
+_STORE = 0.8
+"""Microseconds of a tile's end that hide behind the other half's products then."""
+
+
+class Way(NamedTuple):
+    """How a problem is spread: CTAs that share a tile along K; whether the last tiles are dealt out along K; CTAs; groups between the
+    halves of their warpgroups."""
+
+    split: int
+    even: int
+    grid: int
+    lag: int = 0
 
 
 class Work(NamedTuple):
@@ -70,41 +89,41 @@ class Work(NamedTuple):
     dealt: float
 
 
-def _waves(shape: Shape, split: int, even: int, grid: int, tiles: int, groups: int, processors: int) -> Work:
+def _waves(shape: Shape, way: Way, tiles: int, groups: int, processors: int) -> Work:
     """How the groups of `tiles` tiles fall to multiprocessors and CTAs."""
-    if even and tiles % grid:
+    split, grid = way.split, way.grid
+    if way.even and tiles % grid:
         dealt = tiles if tiles < 2 * grid else tiles % grid + grid
         chain = ceil(dealt * groups, grid) + (tiles - dealt) // grid * groups
         return Work(chain * grid / processors, chain, 1, min(grid / tiles, groups) if tiles < grid else 1)
-    if split == 1:
+    if split == 1 and shape.slices == 1:
         chain = ceil(tiles, grid) * groups
         return Work(chain * ceil(min(tiles, grid), processors), chain, 1, 0)
     # Whole clusters of 4 and 8 do not fill every cluster of multiprocessors.
-    busiest = ceil(tiles * split, processors if split == 2 else processors * 10 // 11)
+    busiest = ceil(tiles * split, processors if split <= 2 else processors * 10 // 11)
     waves = ceil(busiest, shape.ctas)
     return Work(busiest * ceil(groups, split), waves * ceil(groups, split), waves, 0)
 
 
-def microseconds(
-    form: Format, shape: Shape, split: int, even: int, grid: int, m: int, n: int, k: int, processors: int
-) -> float:
+def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, processors: int) -> float:
     """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, and what launch and sums cost."""
-    group, late, start, cluster, doubling, deal, part, wave, hot = _COSTS[shape.mt, shape.c]
+    group, late, start, cluster, doubling, deal, part, wave, hot = _COSTS[shape[:4]]
     if shape.mt <= 64:  # where decoding counts
         group, late = group * form.decoding**0.5, late * form.decoding**0.5
     across, down = ceil(n, shape.c * 64), ceil(m, shape.mt)
-    work = _waves(shape, split, even, grid, across * down, ceil(k, 128), processors)
+    work = _waves(shape, way, across * down, ceil(k, 128), processors)
     weight = ceil(n, 16) * ceil(k, 128) * form.tile_bytes
     memory = (weight + 2 * m * (n + k)) / 4.3e6
-    cache = (across * m * k * 2 + down * weight) / 7.5e6
+    cache = (across * m * k * 2 + down * weight) / (7.5e6 if shape.slices == 1 else 10.5e6)
     time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
     time *= 1 + hot * min(1.0, time / 300)
-    sums = cluster + doubling * log2(split) if split > 1 else deal + part * work.dealt if work.dealt else 0.0
-    return float(time + start + sums + wave * (work.waves - 1))
+    sums = cluster + doubling * log2(way.split) if way.split > 1 else deal + part * work.dealt if work.dealt else 0.0
+    hidden = _STORE * max(0, work.chain // ceil(k, 128) - 1) if way.lag else 0.0
+    return float(time + start + sums + wave * (work.waves - 1) - hidden)
 
 
-def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, int, int, int]]:
-    """(shape, split, even, grid) that leave no CTA without work."""
+def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Way]]:
+    """Shapes and ways that leave no CTA without work."""
     groups = ceil(k, 128)
     for shape in shapes_of(form, x):
         if shape.mt > 32 and shape.mt // 2 >= m:
@@ -112,24 +131,33 @@ def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) ->
         if shape.mt < 128 and shape.mt * 4 < m:
             continue  # weights would be decoded too often
         tiles, full = ceil(n, shape.c * 64) * ceil(m, shape.mt), processors * shape.ctas
-        yield shape, 1, 0, full
+        if shape.slices > 1:  # a tile a CTA
+            for split in (1, 2, 4, 8):
+                if tiles * split <= 2 * processors and groups // split >= shape.slices and split <= shape.mt // 8 // shape.slices:
+                    yield shape, Way(split, 0, full)
+            continue
+        lags = (0, LAGS[shape[:4]]) if shape.ctas == 1 and tiles > full else (0,)
+        for lag in lags:
+            yield shape, Way(1, 0, full, lag)
         for grid in sorted({processors, full}):
             if tiles % grid and tiles * groups >= grid:
-                yield shape, 1, 1, grid
+                for lag in lags:
+                    yield shape, Way(1, 1, grid, lag)
         for split in (2, 4, 8):
             if m <= shape.mt * 2 and groups >= split and split <= shape.mt // 8:
-                yield shape, split, 0, full
+                yield shape, Way(split, 0, full)
 
 
-def config_of(shape: Shape, split: int, even: int, grid: int, m: int, k: int) -> dict[str, int]:
+def config_of(shape: Shape, way: Way, m: int, k: int) -> dict[str, int]:
     raster = max(1, min(ceil(m, shape.mt), RASTER_BYTES // (k * 2 * shape.mt)))
-    return {"mt": shape.mt, "c": shape.c, "split": split, "grid": grid, "raster": raster, "even": even}
+    return {"mt": shape.mt, "c": shape.c, "slices": shape.slices, "ctas": shape.ctas, "raster": raster, **way._asdict()}
 
 
 @lru_cache(maxsize=4096)
 def ranked(form: Format, x: str, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
     found = [
-        (microseconds(form, *one, m, n, k, processors), config_of(*one, m, k)) for one in candidates(form, x, m, n, k, processors)
+        (microseconds(form, shape, way, m, n, k, processors), config_of(shape, way, m, k))
+        for shape, way in candidates(form, x, m, n, k, processors)
     ]
     return tuple(sorted(found, key=lambda pair: pair[0]))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from gristmill.bench import gpu_graphs
 from gristmill.bench import linear_weight_only as program
+from gristmill.kernel_registry.store import Store
 
 
 def samples(**us: float) -> dict[str, list[float]]:
@@ -52,3 +59,47 @@ def test_what_it_is_asked() -> None:
     assert program.shapes_of("96x128,5x7") == ((96, 128), (5, 7))
     with pytest.raises(SystemExit):
         program.arguments().parse_args([])
+
+
+class Calls:
+    """Graphs' place on a CPU: calls are made one after the other, and take as many microseconds as there are in their graph."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, Any] = {}
+
+    def add(self, name: str, calls: list[Any]) -> None:
+        self.graphs[name] = calls
+
+    def settle(self, seconds: float) -> None: ...
+
+    def samples(self, rounds: int) -> dict[str, list[float]]:
+        for calls in self.graphs.values():
+            for call in calls:
+                call()
+        return {name: [float(len(calls))] * rounds for name, calls in self.graphs.items()}
+
+
+def test_a_whole_run_with_the_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    for module in (program, gpu_graphs):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
+    monkeypatch.setattr(program, "Graphs", Calls)
+    monkeypatch.setattr(program, "cold_data", lambda: None)
+    monkeypatch.setattr(program, "environment", dict)
+    out, kept = tmp_path / "found.json", tmp_path / "store.json"
+    wanted = ["--out", str(out), "--store", str(kept), "--schemes", "int4_g128", "--shapes", "96x256", "--m", "1,20", "--rounds", "3",
+              "--kernels", "linear_cpu,linear_torch"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--isolated", "--tuned"])
+    assert program.main() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["m"] for row in rows] == [1, 20]
+    for row in rows:
+        assert row["refused"]["linear_torch"].startswith("multiplies dense weights")
+        assert row["best"].startswith("linear_") and row["peer"] == program.CUBLAS and len(row["samples"][row["best"]]) == 3
+        assert row["errors"][program.CUBLAS] < row["errors"]["linear_cpu/0"] * 10 and row["isolated_us"].keys() == row["us"].keys()
+    kernels = {timing.kernel for timing in Store.read(kept).timings}
+    assert kernels == {name.split("/")[0] for name in rows[0]["configs"]}
+    assert "bars met: " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--alone", "--kernels", "linear_torch"])
+    with pytest.raises(RuntimeError, match="nothing that is registered runs"):
+        program.main()

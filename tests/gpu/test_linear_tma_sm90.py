@@ -41,13 +41,16 @@ def packed(q: QuantTensor) -> list[torch.Tensor]:
 
 
 def every_config(scheme: str, x: str, m: int, k: int, grid: int = 132) -> list[Config]:
-    """Each instance with each split, and dealing tiles out along K among `grid` CTAs and one more."""
-    form, found = format_of(QuantScheme.parse(scheme)), []
+    """Each instance with each split, dealing tiles out along K among `grid` CTAs and one more, and halves of warpgroups that take turns."""
+    form, found, groups = format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
     for shape in shapes.shapes_of(form, x):
-        for split in (1, 2, 4, 8):
-            if split == 1 or (-(-k // 128) >= split and split <= shape.mt // 8):
-                found.append(shapes.config_of(shape, split, 0, grid, max(m, 1), k))
-        found += [shapes.config_of(shape, 1, 1, ctas, max(m, 1), k) for ctas in (grid, grid + 1)]
+        ways = [shapes.Way(split, 0, grid) for split in (1, 2, 4, 8)
+                if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices]  # fmt: skip
+        if shape.slices == 1:
+            ways += [shapes.Way(1, 1, ctas) for ctas in (grid, grid + 1)]
+            lags = (1, 2) if shape.ctas == 1 else ()
+            ways += [shapes.Way(1, even, grid, lag) for even in (0, 1) for lag in lags]
+        found += [shapes.config_of(shape, way, max(m, 1), k) for way in ways]
     return [{"format": form.name, "tile_bytes": form.tile_bytes, **one} for one in found]
 
 
@@ -137,12 +140,7 @@ def test_a_doubled_block_scale_would_show(scheme: str) -> None:
     else:
         changed[1, 2] = (changed[1, 2].float() / 2).to(changed.dtype)
     wrong = QuantTensor(q.codes, changed, q.shape, q.scheme, zero=q.zero, global_scale=q.global_scale)
-    assert column_error(run(x, 256, default("int4_g128", 257, 256, 512) | _format(scheme), packed(wrong)), x, q.dequantize().double()) > 0.02
-
-
-def _format(scheme: str) -> Config:
-    form = format_of(QuantScheme.parse(scheme))
-    return {"format": form.name, "tile_bytes": form.tile_bytes}
+    assert column_error(run(x, 256, default(scheme, 257, 256, 512), packed(wrong)), x, q.dequantize().double()) > 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -200,8 +198,10 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
                 launch_tma(config, x, tensors, None, None, False, 520, space, y)
             assert column_error(out[0], x, w) < LIMIT[torch.bfloat16], config
             assert bool((out == out[0]).all()) and not bool(flags.any()), config
+    dealt = next(one for one in every_config("int4_g128", "bf16", 200, 2048) if one["even"])
+    space = torch.zeros(shapes.scratch_bytes(dealt), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="workspace must be"):
-        launch_tma(config | {"even": 1}, x, tensors, None, None, False, 520, space[:-1], out[0])
+        launch_tma(dealt, x, tensors, None, None, False, 520, space[:-1], out[0])
 
 
 def test_silu_mul_follows() -> None:
@@ -243,7 +243,7 @@ def test_the_library_refuses_what_it_was_not_built_for() -> None:
     q = weights("int4_g128", 64, 256)
     x = torch.randn(16, 256, device=DEVICE).bfloat16()
     good, tensors = default("int4_g128", 16, 64, 256), packed(q)
-    for wrong in ({"mt": 48}, {"c": 3}, {"split": 3}, {"grid": 0}, {"raster": 0}):
+    for wrong in ({"mt": 48}, {"c": 3}, {"slices": 3}, {"ctas": 3}, {"split": 3}, {"grid": 0}, {"raster": 0}):
         with pytest.raises(ValueError, match="argument out of its range"):
             run(x, 64, good | wrong, tensors)
     with pytest.raises(ValueError, match="bytes of tiles"):

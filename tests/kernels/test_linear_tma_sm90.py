@@ -82,18 +82,18 @@ def test_the_instances_are_those_of_the_source() -> None:
         assert listed is not None
         found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])]
         assert found == [tuple(shape) for shape in expected]
-    keys = [(s.mt, s.c) for s in shapes.ALL]
-    assert len(set(keys)) == len(keys), "an instance is found by these two"
+    keys = [shape[:4] for shape in shapes.ALL]
+    assert len(set(keys)) == len(keys), "an instance is found by these four"
 
 
 def _call(form: str = "int4_g128", **changed: int) -> int:
     from gristmill.kernels.linear._frag16_launch import TMA_ARGUMENTS
 
-    given = {"m": 64, "n": 64, "k": 256, "ldx": 256, "dtype": 2, "scales": 2, "mt": 64, "c": 2, "split": 1, "grid": 132,
-             "raster": 1, "even": 0, "device": -1} | changed  # fmt: skip
+    given = {"m": 64, "n": 64, "k": 256, "ldx": 256, "dtype": 2, "scales": 2, "mt": 64, "c": 2, "slices": 1, "ctas": 2,
+             "split": 1, "grid": 132, "raster": 1, "even": 0, "lag": 0, "device": -1} | changed  # fmt: skip
     entry = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)
     return int(entry(None, None, given["ldx"], *[None] * 5, given["m"], given["n"], given["k"], given["dtype"], given["scales"],
-                     given["mt"], given["c"], given["split"], given["grid"], given["raster"], given["even"],
+                     *(given[name] for name in ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")),
                      1, given["device"], None))  # fmt: skip
 
 
@@ -103,11 +103,12 @@ def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
     for dtype, x in ((2, "bf16"), (1, "fp16")):
         for shape in shapes.shapes_of(form, x):
             for scales in (1, 2):
-                size = _call(form.name, mt=shape.mt, c=shape.c, dtype=dtype, scales=scales)
+                key = dict(zip(("mt", "c", "slices", "ctas"), shape[:4], strict=True))
+                size = _call(form.name, k=2048, ldx=2048, dtype=dtype, scales=scales, **key)
                 slots = shape.ws4 if form.tile_bytes < 2000 else shape.ws8
                 rings = shape.xs * shape.mt * 128 + slots * shape.c * 4 * form.tile_bytes
-                sums = shape.mt * shape.c * 256  # of a cluster's CTAs, in the place of the rings
-                assert sums <= rings < size and (size + 1024) * shape.ctas <= 228 * 1024, shape
+                sums = shape.mt * shape.c * 256  # of a cluster's CTAs, in the place of the rings; of slices, in their own
+                assert sums <= rings < size - (shape.slices - 1) * sums and (size + 1024) * shape.ctas <= 228 * 1024, shape
 
 
 @needs_library
@@ -116,11 +117,20 @@ def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
     [
         ({"mt": 48}, -5),
         ({"c": 3}, -5),
+        ({"slices": 2}, -5),
+        ({"ctas": 1}, -5),
         ({"split": 3}, -5),
         ({"mt": 32, "split": 8}, -5),
         ({"grid": 0}, -5),
         ({"grid": 5000}, -5),
         ({"raster": 0}, -5),
+        ({"lag": 1}, -5),  # of two CTAs on a multiprocessor, which need not take turns
+        ({"mt": 128, "ctas": 1, "lag": -1}, -5),
+        ({"mt": 128, "ctas": 1, "lag": 4}, -5),  # x has 8 slots: the first half would wait for one that the second has
+        ({"mt": 128, "ctas": 1, "lag": 2, "split": 2}, -5),
+        ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "even": 1}, -5),
+        ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "k": 128}, -5),  # one group for two slices
+        ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "split": 2}, -5),
         ({"m": -1}, -2),
         ({"k": 0}, -2),
         ({"n": 0}, -2),

@@ -84,10 +84,13 @@ def test_promised_instructions() -> None:
         assert "UBLKCP" in text, f"{name}: no bulk copy"
         assert ("HGMMA" if "tma" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
         if "tma" in name:
-            assert "UTMALDG.2D" in text and "USETMAXREG" in text, f"{name}: no tensor copy or registers handed over"
+            assert "UTMALDG.2D" in text, f"{name}: no tensor copy"
+            assert "USETMAXREG" in text, f"{name}: registers are not handed over"
             assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
             products = text[text.index("HGMMA") : text.rindex("HGMMA")]
             assert "R2UR" not in products and "LDL" not in products, f"{name}: descriptors or spills between products"
+            assert "gsb0, 0x0" not in products, f"{name}: products wait for each other"
+            assert len(re.findall(r"STG\.E desc", text)) == 1, f"{name}: y in pieces of 4 bytes"  # the one store sets a flag back
         if "tma" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"
