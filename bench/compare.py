@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import ROUNDS, SECONDS, Heat, race
 from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict, judge
@@ -93,7 +94,7 @@ def compare(
             arms, failed = _arms(case, here, hot)
             rows += failed
             if arms:
-                heats[case.key] = Heat(arms, between=auditor(arms, chance))
+                heats[case.key] = Heat(arms, between=auditor(arms, chance), clock=sm_clock(here.device or "cpu"))
         race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, tell=tell)
         raced += [found for case in group if case.key in heats for found in _finish(case, heats[case.key])]
     verdicts = judge([one.logs for one in raced], rule, seed=seed)
@@ -216,11 +217,11 @@ def _finish(case: Case, heat: Heat) -> list[_Raced]:
     for arm in arms:
         arm.audit(last=True)
     first, twin, *_ = arms
-    base = tuple(heat.times[first.name])
+    base = tuple(heat.kept(first.name))
     spoilt = next((f"the baseline is wrong: {a.wrong}" for a in (first, twin) if a.wrong), "")
     found = []
     for arm in arms[1:]:
-        times, kernel = tuple(heat.times[arm.name]), arm.arm.kernel
+        times, kernel = tuple(heat.kept(arm.name)), arm.arm.kernel
         row = Row(
             case.op.name, str(case.problem), kernel.name, case.baseline.name, UNCLEAR, us=statistics.median(times),
             baseline_us=statistics.median(base), error=arm.arm.error, tolerance=case.op.tolerance(case.problem).limit,

@@ -31,11 +31,12 @@ class Placed:
 
 def halve(
     arms: Sequence[Arm], *, keep: Sequence[Arm] = (), deadline: float = math.inf, rounds: int = ROUNDS, seed: int = 0,
-    clock: Callable[[], float] = now,
+    clock: Callable[[], float] = now, mhz: Callable[[], float | None] | None = None,
 ) -> list[Placed]:  # fmt: skip
     """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
 
     deadline: on `clock`. Past it no further stage begins, and the final has as few rounds as it takes to rank.
+    mhz: reads the device's clock; rounds of the final off its median do not count.
     """
     if not arms:
         return []
@@ -56,9 +57,9 @@ def halve(
         if len(left) <= FINALISTS:
             break
     finalists = left[:FINALISTS] + [arm for arm in keep if arm not in left[:FINALISTS]]
-    final = Heat(finalists)
+    final = Heat(finalists, clock=mhz)
     final.run(2, chance)
     while final.rounds < rounds and clock() < deadline:
         final.run(2, chance)
-    placed = [Placed(arm, statistics.median(final.times[arm.name]), tuple(final.times[arm.name])) for arm in finalists]
+    placed = [Placed(arm, statistics.median(final.kept(arm.name)), tuple(final.kept(arm.name))) for arm in finalists]
     return sorted(placed, key=lambda one: one.us)

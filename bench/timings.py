@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.bench.compare import Watched, auditor, verified, why_not
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import Heat
@@ -54,7 +55,9 @@ def kernel_rows(
             arms.setdefault(kernel.name, {})[timing] = Watched(arm)
     racing = [watched for own in arms.values() for watched in own.values()]
     if racing:
-        _race(racing, seconds * len(arms), seed)
+        discarded = _race(racing, seconds * len(arms), seed, here.device or "cpu")
+        for kernel in fit:
+            rows[kernel.name]["discarded"] = discarded
     for kernel in fit:
         _fill(rows[kernel.name], op, problem, here, arms.get(kernel.name, {}))
     if baseline is not None:
@@ -71,7 +74,8 @@ def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
     return {
         "op": op.name, "problem": str(problem), "kernel": name, "us": None, "spread": None, "timing": None, "times": {},
         "gbs": None, "tflops": None, "fraction_of_floor": None, "bound": None, "error": None,
-        "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "reason": "", "note": "", "config": None, "samples": (),
+        "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "discarded": 0,
+        "reason": "", "note": "", "config": None, "samples": (),
     }  # fmt: skip
 
 
@@ -100,15 +104,17 @@ def _arms(op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, A
                 yield kernel, arm.timing, arm, ""
 
 
-def _race(arms: Sequence[Watched], seconds: float, seed: int) -> None:
+def _race(arms: Sequence[Watched], seconds: float, seed: int, device: str) -> int:
+    """Time `arms` in turn; the number of rounds that do not count, because the device's clock was another one then."""
     chance = random.Random(seed)
-    heat = Heat(arms, between=auditor(arms, chance))
+    heat = Heat(arms, between=auditor(arms, chance), clock=sm_clock(device))
     heat.run(LEAST, chance)
     while heat.seconds < seconds and heat.rounds < MOST:
         heat.run(2, chance)
     for arm in arms:
-        arm.times = heat.times[arm.name]
+        arm.times = heat.kept(arm.name)
         arm.audit(last=True)
+    return heat.rounds - len(heat.steady)
 
 
 def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[str, Watched]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.bench.halving import halve
 from gristmill.bench.options import Job, options
 from gristmill.bench.place import Place
@@ -128,7 +129,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
     defaults = [arm for arm in arms if by_name[arm.name].default]
     best_default = sorted(defaults, key=lambda arm: arm.sample())[:1]
     placed = []
-    for one in halve(arms, keep=best_default, deadline=deadline):
+    for one in halve(arms, keep=best_default, deadline=deadline, mhz=sm_clock(device)):
         try:
             one.arm.conclude()  # type: ignore[attr-defined]
             placed.append(one)

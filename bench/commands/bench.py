@@ -48,6 +48,7 @@ def bench(
     error               the operation's error figure against the reference, the worst of all audits
     speedup             the baseline's time over this one, of the rounds that timed both
     reason              why there is no time: what a peer lacks here, what the problem asks too much, what was wrong
+    discarded           rounds that do not count: the device's clock was not that of the median round (GPU)
     note                what to think of the time: faster than the floor means that the ceilings are too low
     """
     from gristmill.autotune.floor import ceilings

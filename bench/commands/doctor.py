@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from gristmill import __version__, console
+from gristmill.bench.peers import PEERS
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -85,7 +86,8 @@ def _state(target: Target) -> dict[str, Any] | None:
 
 
 def _wrapped() -> list[str]:
-    return sorted({name for kernel in default_registry().all_kernels() for name, _ in kernel.requires.packages})
+    wrapped = {name for kernel in default_registry().all_kernels() for name, _ in kernel.requires.packages}
+    return sorted(wrapped | {peer.package for peer in PEERS})
 
 
 def _store(policy: Policy) -> dict[str, Any]:

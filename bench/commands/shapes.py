@@ -88,7 +88,7 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
 
 @click.command()
 @model_options
-@click.option("--target", metavar="T", help="A device: h200, sm_90, gfx942, cpu:avx2 ... Default: this machine.")
+@click.option("--target", "--device", metavar="T", help="A device: h200, sm_90, gfx942, cpu:avx2 ... Default: this machine.")
 @click.option("--store", "store_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="The store to ask, alone. Default: the one in use, over the times that are shipped.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,9 @@ REPEATS = 3
 
 LONG_US = 50_000.0
 """Microseconds over which a thing is timed once a round only: a disturbance is short next to it."""
+
+CLOCK_WITHIN = 0.02
+"""A round whose clock is further from the median round's than this does not count."""
 
 SECONDS = 30.0
 """How long a heat may have taken and still be given more rounds."""
@@ -34,11 +38,16 @@ class Arm(Protocol):
 
 @dataclass
 class Heat:
-    """The arms of one problem, the first being the baseline, and what each measured in each round (microseconds)."""
+    """The arms of one problem, the first being the baseline, and what each measured in each round (microseconds).
+
+    clock: reads the device's clock (MHz), where it has one that moves; clocks: what it was at the end of each round.
+    """
 
     arms: Sequence[Arm]
     times: dict[str, list[float]] = field(default_factory=dict)
     between: Callable[[], None] | None = None
+    clock: Callable[[], float | None] | None = None
+    clocks: list[float | None] = field(default_factory=list)
     seconds: float = 0.0
 
     def run(self, rounds: int, chance: random.Random) -> None:
@@ -58,6 +67,7 @@ class Heat:
                     best[arm.name] = min(best[arm.name], arm.sample())
             for name, us in best.items():
                 self.times.setdefault(name, []).append(us)
+            self.clocks.append(None if self.clock is None else self.clock())
             if self.between is not None:
                 self.between()
         self.seconds += now() - begin
@@ -67,10 +77,26 @@ class Heat:
         """Rounds taken so far."""
         return len(self.times.get(self.arms[0].name, ()))
 
+    @property
+    def steady(self) -> list[int]:
+        """The rounds that count: those within CLOCK_WITHIN of the median clock. All of them where clocks are unknown, or where
+        so few are near the median that it says nothing."""
+        known = [mhz for mhz in self.clocks if mhz]
+        if not known:
+            return [*range(self.rounds)]
+        middle = statistics.median(known)
+        kept = [n for n, mhz in enumerate(self.clocks) if not mhz or abs(mhz / middle - 1) <= CLOCK_WITHIN]
+        return kept if 2 * len(kept) >= len(self.clocks) else [*range(self.rounds)]
+
+    def kept(self, name: str) -> list[float]:
+        """What an arm measured in the rounds that count."""
+        return [self.times[name][n] for n in self.steady]
+
     def logs(self, name: str) -> list[float]:
-        """log(arm / baseline), one a round."""
-        base = self.times.get(self.arms[0].name, [])
-        return [math.log(us / at) for us, at in zip(self.times.get(name, []), base, strict=True)]
+        """log(arm / baseline), one a round that counts."""
+        if not self.rounds:
+            return []
+        return [math.log(us / at) for us, at in zip(self.kept(name), self.kept(self.arms[0].name), strict=True)]
 
 
 def race(

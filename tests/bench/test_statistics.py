@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
 
+from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.bench.arms import KernelArm, shared_rotations
 from gristmill.bench.place import place
 from gristmill.bench.statistics.noise import Noise, NoiseError, self_test, summarize
@@ -152,3 +154,25 @@ def test_200_comparisons_of_a_kernel_with_itself() -> None:
 @pytest.mark.timeout(1800)
 def test_100_comparisons_with_eight_percent_slower() -> None:
     assert slower_called(100) >= 95
+
+
+def test_rounds_off_the_median_clock_do_not_count() -> None:
+    """A device that was held back in three rounds of sixteen took longer in those; nobody is called slower for it."""
+    rng, taken = np.random.default_rng(3), iter([1980.0] * 6 + [1200.0] * 3 + [1980.0, 1965.0, None] + [1980.0] * 4)
+    heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=lambda: next(taken))
+    heat.run(16, random.Random(0))
+    assert heat.steady == [n for n in range(16) if n not in (6, 7, 8)]
+    assert heat.kept("base") == [heat.times["base"][n] for n in heat.steady] and len(heat.logs("other")) == 13
+
+
+def test_a_clock_that_wanders_or_is_unknown_discards_nothing() -> None:
+    for clock in (None, lambda: None, iter([500.0 * n for n in range(1, 9)]).__next__):
+        rng = np.random.default_rng(4)
+        heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=clock)
+        assert heat.logs("other") == []
+        heat.run(8, random.Random(0))
+        assert heat.steady == [*range(8)] and len(heat.logs("other")) == 8
+
+
+def test_a_cpu_has_no_clock_to_read() -> None:
+    assert sm_clock("cpu") is None
