@@ -117,11 +117,12 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
     assert found.false == 0 and found.floor < 0.02, found
 
 
-def test_four_timings_stand_side_by_side(policy_file) -> None:
+def test_five_timings_stand_side_by_side(policy_file) -> None:
     policy_file()
     ours, theirs = (default_registry().kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch"))
     row = kernel_rows(OP, OP.problem("m=16,n=4096"), [ours], place(None), baseline=theirs, seconds=0.2)[0]
-    assert tuple(row["times"]) == TIMINGS and row["timing"] == "graph,cold" and row["speedup"] > 0 and not row["reason"]
+    # Isolated as it is deployed, in a graph, and not eagerly too.
+    assert tuple(row["times"]) == TIMINGS[:5] and row["timing"] == "graph,cold" and row["speedup"] > 0 and not row["reason"]
     # A launch costs the host more than this takes on the device.
     assert row["times"]["eager,cold"]["us"] > row["times"]["graph,cold"]["us"] >= 0.8 * row["times"]["graph,hot"]["us"]
 
