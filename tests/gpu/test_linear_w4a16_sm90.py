@@ -67,12 +67,15 @@ def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 
 
 def every_config(scheme: str, x: str, m: int, n: int, k: int) -> list[dict[str, object]]:
+    """Every instance and split, with its shortest and its longest ring."""
     form = shapes.format_of(QuantScheme.parse(scheme))
+    depths: dict[tuple[shapes.Shape, int], set[int]] = {}
+    for shape, split, depth, _ in shapes.candidates(form, x, m, n, k):
+        depths.setdefault((shape, split), set()).add(depth)
     return [
         {"format": form.name, "tile_bytes": form.tile_bytes, **shapes.config_of(shape, split, depth)}
-        for shape, split, depth, _ in shapes.candidates(form, x, m, n, k)
-        if depth in (1, 3)
-    ]
+        for (shape, split), found in depths.items() for depth in sorted({min(found), max(found)})
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
