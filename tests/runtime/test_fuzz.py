@@ -27,6 +27,7 @@ from gristmill.quant.formats.writers import open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import INDEX, Checkpoint
 from tests.quant.oracle import weight
+from tests.runtime import producers
 
 SHAPE = (128, 256)
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj")
@@ -63,10 +64,24 @@ def mxfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
+def ordered() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """GPTQ of version 1 whose columns are in an order."""
+    config, produce = producers.gptq(True)
+    tensors = {}
+    for seed, name in enumerate(NAMES):
+        made = produce(name, weight(*SHAPE, seed))
+        assert made is not None
+        tensors |= {f"{name}.{suffix}": t for suffix, t in made[0].items() if suffix != "bias"}
+    return tensors, config
+
+
 FAMILIES: dict[str, Callable[[], tuple[dict[str, torch.Tensor], dict[str, Any]]]] = {
     "compressed-tensors": lambda: written("compressed-tensors", "int4_g64_zp"),
     "compressed-tensors nvfp4": lambda: written("compressed-tensors", "nvfp4"),
+    "compressed-tensors fp8": lambda: written("compressed-tensors", "fp8_block"),
+    "compressed-tensors int8": lambda: written("compressed-tensors", "int8_ch.int8_token"),
     "gptq": lambda: written("gptq", "int3_g64"),
+    "gptq ordered": ordered,
     "awq": awq,
     "modelopt": lambda: written("modelopt", "nvfp4"),
     "fp8": lambda: written("fp8", "fp8_block"),
