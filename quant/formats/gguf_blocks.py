@@ -34,7 +34,7 @@ from gristmill.quant.formats.contract import FormatError, Place, make, new_codes
 from gristmill.quant.tensor import QuantTensor
 
 Fields = tuple[Tensor, Tensor, Tensor | None]
-"""Codes one a byte [..., block], scales [..., groups of a block], offsets or None."""
+"""Codes of a block one a byte, or as a bit stream; scales [..., groups of a block]; offsets or None."""
 
 
 _CHUNK = 1 << 18
@@ -71,7 +71,8 @@ def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...], pl
     out = packed.view(-1, packed.shape[-1])
     for start in range(0, rows.shape[0], step):
         codes, scales, offsets = found.fields(rows[start : start + step].unflatten(-1, (-1, found.size)))
-        out[start : start + step] = numeric.pack_bits(codes.flatten(-2), scheme.bits)
+        stream = codes.shape[-1] * 8 == found.values * scheme.bits
+        out[start : start + step] = codes.flatten(-2) if stream else numeric.pack_bits(codes.flatten(-2), scheme.bits)
         pieces.append((scales.flatten(-2),) if offsets is None else (scales.flatten(-2), offsets.flatten(-2)))
     fields = [torch.cat(parts).view(*shape[:-1], -1) for parts in zip(*pieces, strict=True)]
     return make(name, packed, fields[0], shape, scheme, fields[1] if len(fields) > 1 else None)
@@ -87,6 +88,16 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 0xF, packed >> 4), -1)
 
 
+def _stream(packed: Tensor, run: int) -> Tensor:
+    """Runs of bytes with the low nibbles' codes before the high ones', [..., B] -> those codes as a bit stream [..., B]."""
+    pairs = packed.unflatten(-1, (-1, run)).contiguous().view(torch.int16)
+    halves = []
+    for shift in (0, 4):
+        nibbles = (pairs >> shift) & 0x0F0F
+        halves.append((nibbles | (nibbles >> 4)).to(torch.uint8))  # the low byte
+    return torch.cat(halves, -1).flatten(-2)
+
+
 def _planes(packed: Tensor, bits: int, run: int) -> Tensor:
     """Codes in planes: bits [i*bits, (i+1)*bits) of a run of bytes hold its i-th run of codes. [..., B] -> [..., B * 8 / bits]."""
     runs = packed.unflatten(-1, (-1, run))
@@ -100,11 +111,11 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _q4_0(b: Tensor) -> Fields:
-    return _nibbles(b[..., 2:]), _half(b, 0), None
+    return _stream(b[..., 2:], 16), _half(b, 0), None
 
 
 def _q4_1(b: Tensor) -> Fields:
-    return _nibbles(b[..., 4:]), _half(b, 0), -_half(b, 2)
+    return _stream(b[..., 4:], 16), _half(b, 0), -_half(b, 2)
 
 
 def _q5_0(b: Tensor) -> Fields:
@@ -140,7 +151,7 @@ def _sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(b: Tensor) -> Fields:
     scales, minimums = _sixes(b[..., 4:16])
-    return _planes(b[..., 16:144], 4, 32), _half(b, 0).float() * scales, _half(b, 2).float() * minimums
+    return _stream(b[..., 16:144], 32), _half(b, 0).float() * scales, _half(b, 2).float() * minimums
 
 
 def _q5_k(b: Tensor) -> Fields:
@@ -155,7 +166,7 @@ def _q6_k(b: Tensor) -> Fields:
 
 
 def _mxfp4(b: Tensor) -> Fields:
-    return _nibbles(b[..., 1:]), b[..., :1], None
+    return _stream(b[..., 1:], 16), b[..., :1], None
 
 
 TYPES = {
