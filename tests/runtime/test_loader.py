@@ -14,10 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.checkpoint import INDEX, SINGLE, Checkpoint, read_header
 from gristmill.runtime.loader.config import load_config, parse_config
+from gristmill.runtime.loader.weights import Joined, Weights
+from gristmill.runtime.models import build_model, model_table
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -226,3 +230,43 @@ def test_not_a_model_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         load_config(tmp_path)
+
+
+def test_every_rank_reads_in_the_same_order(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table says in which: neither the index's order nor that of the shards' headers does."""
+    config = load_config(deepseek)
+
+    def order() -> list[str]:
+        read: list[str] = []
+        real = Checkpoint.read
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoint, "read", lambda self, name, *a, **k: read.append(name) or real(self, name, *a, **k))
+            weights = Weights(Checkpoint(deepseek), model_table(config), torch.float32, torch.device("cpu"))
+            build_model(config, weights, Plans(torch.device("cpu"), torch.float32, Policy(cache=str(deepseek))))
+        return read
+
+    first = order()
+    index = json.loads((deepseek / INDEX).read_text())
+    index["weight_map"] = dict(reversed(index["weight_map"].items()))
+    (deepseek / INDEX).write_text(json.dumps(index))
+    shard = deepseek / "model-00001-of-00002.safetensors"
+    save_file(dict(reversed(load_file(shard).items())), shard)
+    assert order() == first and len(first) > 100
+
+
+def test_parts_of_a_matrix_are_read_into_their_place() -> None:
+    joined = Joined((2, 3), torch.device("cpu"))
+    first = joined.place((2, 8)).fill_(1)
+    assert joined.put(first) is not first and joined.codes is not None and joined.codes.shape == (5, 8)
+    assert joined.codes.data_ptr() == first.data_ptr()
+    joined.place((3, 8)).fill_(7)  # a reader that asked, and then had no use for it
+    joined.put(torch.full((3, 8), 2, dtype=torch.uint8))
+    assert joined.codes.tolist() == [[1] * 8] * 2 + [[2] * 8] * 3
+
+
+def test_parts_of_several_widths_stay_apart() -> None:
+    joined = Joined((2, 3), torch.device("cpu"))
+    first = joined.put(torch.ones(2, 8, dtype=torch.uint8))
+    assert joined.place((3, 4)).shape == (3, 4)
+    second = joined.put(torch.full((3, 4), 5, dtype=torch.uint8))
+    assert joined.codes is None and first.tolist() == [[1] * 8] * 2 and second.tolist() == [[5] * 4] * 3
