@@ -1,5 +1,4 @@
-"""What the system is told of memory: that parameters stay in it, in huge pages where Linux has them on request; that a file's
-mapping will be read.
+"""Memory that parameters stay in: in huge pages where Linux has them on request.
 
 Whoever fills fresh memory of a CPU waits longest for the system to hand it over, in pages of 4 KB; in pages of 2 MB that takes a
 quarter of the time, and kernels that read the weights miss fewer translations. The advice covers whole pages inside a tensor
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20
-SMALL_PAGE = 4 << 10
-_MADV_WILLNEED, _MADV_HUGEPAGE = 3, 14
+_MADV_HUGEPAGE = 14
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -35,15 +33,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 def copy_of(tensor: Tensor) -> Tensor:
     """A contiguous copy of a tensor, on its device."""
     return empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-
-
-def will_be_read(mapped: Tensor) -> Tensor:
-    """The tensor, whose memory is a file's mapping: the system begins to read all of it, which is faster than page by page."""
-    advise = _madvise() if mapped.nbytes >= HUGE_PAGE else None
-    if advise is not None:
-        start = mapped.data_ptr() // SMALL_PAGE * SMALL_PAGE
-        advise(start, mapped.data_ptr() + mapped.nbytes - start, _MADV_WILLNEED)
-    return mapped
 
 
 @functools.cache

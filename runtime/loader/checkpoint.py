@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gristmill.quant import memory
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.loader.config import read_json
 
@@ -101,7 +100,8 @@ class Checkpoint:
                 self._open = (entry.file, safe_open(entry.file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{entry.file} cannot be opened: {error}") from error
-        return memory.will_be_read(self._open[1].get_tensor(name))
+        tensor: Tensor = self._open[1].get_tensor(name)
+        return tensor
 
     def _entry(self, name: str) -> Entry:
         entry = self.entries.get(name)

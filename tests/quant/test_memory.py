@@ -50,14 +50,3 @@ def test_a_system_without_the_call_is_served(monkeypatch: pytest.MonkeyPatch) ->
         assert memory.empty((5, PAGE), torch.uint8).shape == (5, PAGE)
     finally:
         memory._madvise.cache_clear()
-
-
-def test_a_mapping_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole small pages that hold the tensor; small tensors are left to the system."""
-    found: list[tuple[int, int]] = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda start, length, advice: found.append((start, length)) or 0)
-    whole = torch.empty(3 * PAGE, dtype=torch.uint8)
-    tensor = whole[5 : 5 + 2 * PAGE]
-    assert memory.will_be_read(tensor) is tensor and memory.will_be_read(whole[:100]).numel() == 100
-    ((start, length),) = found
-    assert start % memory.SMALL_PAGE == 0 and start <= tensor.data_ptr() and start + length == tensor.data_ptr() + tensor.nbytes
