@@ -96,6 +96,19 @@ def _rounds(made: Made, rounds: int, cold: bool, take: Turn) -> dict[str, Any]:
     return {**row, "samples": samples}
 
 
+COLUMNS = ("case", "step", "cache", "GB", "safetensors GB/s", "reader", "loader", "least", "CPU", "packed")
+"""Of the table; `least` and `CPU` are the loader's, by the shortest turns and in processor time, all else by medians."""
+RATIOS = ("reader_wall_median", "loader_wall_median", "loader_wall_min", "loader_cpu_median", "packed_wall_median")
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The table's rows."""
+    return [
+        [r["case"], r["step"], r["cache"], f"{r['bytes'] / 1e9:.2f}", f"{r['bytes'] / r['safetensors_wall_median'] / 1e9:.2f}",
+         *(f"{r[key]:.2f}" for key in RATIOS)] for r in rows
+    ]  # fmt: skip
+
+
 @click.command()
 @click.option("--gigabytes", type=float, default=2.0, show_default=True, help="Of a checkpoint.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Turns that count, of each.")
@@ -121,14 +134,9 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
             command = f"python -m gristmill.bench.loading --gigabytes {gigabytes:g} --rounds {rounds}"
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n")
-    figures = ("GB", "safetensors GB/s", "reader", "loader", "least", "CPU", "packed")
-    ratios = ("reader_wall_median", "loader_wall_median", "loader_wall_min", "loader_cpu_median", "packed_wall_median")
     console.table(
-        f"Loading, as a multiple of safetensors' time, {torch.get_num_threads()} thread(s)", ["case", "step", "cache", *figures],
-        [[r["case"], r["step"], r["cache"], f"{r['bytes'] / 1e9:.2f}", f"{r['bytes'] / r['safetensors_wall_median'] / 1e9:.2f}",
-          *(f"{r[key]:.2f}" for key in ratios)] for r in rows],
-        right=figures,
-    )  # fmt: skip
+        f"Loading, as a multiple of safetensors' time, {torch.get_num_threads()} thread(s)", COLUMNS, cells(rows), right=COLUMNS[3:]
+    )
 
 
 if __name__ == "__main__":

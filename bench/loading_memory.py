@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,17 @@ def measure(folder: Path, scheme: str, policy: Policy) -> dict[str, Any]:
             "checkpoint": sum(f.stat().st_size for f in folder.glob("*.safetensors"))}  # fmt: skip
 
 
+COLUMNS = ("model", "scheme", "checkpoint", "loaded", "peak", "beside", "two largest", "within")
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The table's rows, in MB."""
+    return [
+        [r["kind"], r["scheme"], *(f"{r[key] / 1e6:.1f}" for key in ("checkpoint", "final", "peak", "beside", "two_largest")),
+         "yes" if r["beside"] <= r["two_largest"] else "NO"] for r in rows
+    ]  # fmt: skip
+
+
 @click.command()
 @click.option("--gigabytes", type=float, default=1.0, show_default=True, help="Of the bfloat16 model.")
 @click.option("--kind", "only", type=click.Choice(list(KINDS)), help="One kind of model; default: all.")
@@ -157,13 +168,7 @@ def main(gigabytes: float, only: str | None, folder: Path | None, out: Path | No
                     out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
         finally:
             shutil.rmtree(made)
-    figures = ("checkpoint", "loaded", "peak", "beside", "two largest", "within")
-    console.table(
-        "Memory while quantizing at load, MB", ["model", "scheme", *figures],
-        [[r["kind"], r["scheme"], *(f"{r[key] / 1e6:.1f}" for key in ("checkpoint", "final", "peak", "beside", "two_largest")),
-          "yes" if r["beside"] <= r["two_largest"] else "NO"] for r in rows],
-        right=figures,
-    )  # fmt: skip
+    console.table("Memory while quantizing at load, MB", COLUMNS, cells(rows), right=COLUMNS[2:])
 
 
 if __name__ == "__main__":

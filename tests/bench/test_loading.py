@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from gristmill.bench import loading, loading_cases, loading_turns
+from gristmill.bench import loading, loading_cases, loading_memory, loading_turns
 from gristmill.quant import quantize
 
 LIMIT = 2.0
@@ -71,3 +73,26 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(loading.main, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and '"cache": "cold"' in out.read_text() and not list(tmp_path.glob("tmp*"))
     assert CliRunner().invoke(loading.main, ["--case", "none of them"]).exit_code == 2
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance" / "loading.md"
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
+
+
+@pytest.mark.parametrize(("file", "module"), [("loading_2gb.json", loading), ("loading_memory.json", loading_memory)])
+def test_the_page_has_the_numbers_of_the_result_files(file: str, module: Any) -> None:
+    rows, text = json.loads((RESULTS / file).read_text())["rows"], PAGE.read_text()
+    for row in [module.COLUMNS, *module.cells(rows)]:
+        assert f"| {' | '.join(row)} |\n" in text
+
+
+def test_every_format_was_measured_warm_and_cold() -> None:
+    """The bar is 1.5 with the files in the page cache, for all whose codes are not repacked."""
+    rows = json.loads((RESULTS / "loading_2gb.json").read_text())["rows"]
+    assert {(r["case"], r["cache"]) for r in rows} == {(case, cache) for case in loading.CASES for cache in ("warm", "cold")}
+    assert all(r["loader_cpu_median"] < 1.5 for r in rows if r["cache"] == "warm" and not r["step"].startswith("repacked"))
+
+
+def test_peaks_are_within_the_bar() -> None:
+    rows = json.loads((RESULTS / "loading_memory.json").read_text())["rows"]
+    assert {r["kind"] for r in rows} == set(loading_memory.KINDS) and all(r["beside"] <= r["two_largest"] for r in rows)
