@@ -37,10 +37,13 @@ class Graphs:
     """Candidates of one problem, each a CUDA graph of calls, replayed in turn."""
 
     def __init__(self) -> None:
-        self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+        self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Sequence[Call]]] = {}
 
     def add(self, name: str, calls: Sequence[Call]) -> None:
-        """A graph of these calls, in order; the first one runs before, so that what is compiled or loaded is."""
+        """A graph of these calls, in order; the first one runs before, so that what is compiled or loaded is.
+
+        The calls are kept as long as the graph, which writes to their workspaces: capturing the next one empties torch's cache.
+        """
         calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -48,7 +51,7 @@ class Graphs:
             for call in calls:
                 call()
         graph.replay()
-        self.graphs[name] = (graph, len(calls))
+        self.graphs[name] = (graph, calls)
 
     def settle(self, seconds: float) -> None:
         """Replays everything for some seconds, so that clocks and power are those of work that goes on."""
@@ -68,7 +71,7 @@ class Graphs:
                 graph.replay()
                 after.record()
                 after.synchronize()
-                taken[name].append(before.elapsed_time(after) * 1e3 / calls)
+                taken[name].append(before.elapsed_time(after) * 1e3 / len(calls))
         return taken
 
 

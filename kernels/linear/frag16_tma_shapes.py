@@ -52,19 +52,19 @@ def scratch_bytes(config: Config) -> int:
 
 
 _COSTS = {
-    (32, 2, 1, 2): (0.314, 0.366, 3.65, 0.961, 0.0414, 0.374, 0.488, 3.18, 0.4),
-    (64, 2, 1, 2): (0.341, 0.412, 4.32, 1.28, 0.262, 0.127, 0.572, 3.81, 0.115),
-    (128, 2, 1, 1): (0.484, 0.48, 3.3, 1.27, 0.814, 1.01, 0.743, 4.98, 0.111),
-    (64, 1, 4, 1): (0.184, 0.184, 3.34, 0.823, 0.384, 0, 0, 3.7, 0.614),
-    (128, 1, 2, 1): (0.272, 0.272, 3.19, 0.319, 0.214, 0, 0, 4.41, 0),
-    (128, 4, 1, 1): (1.35, 0.366, 2, 0.625, 2.65, 3.64, 1.44, 6.91, 0.18),
-    (256, 2, 1, 1): (1.08, 0.408, 4.81, 3.17, 0.299, 3.2, 0.711, 8.1, 0.222),
+    (32, 2, 1, 2): (0.307, 0.336, 3.54, 1.38, 0, 1.2, 0.18, 3.79, 0.972),
+    (64, 2, 1, 2): (0.373, 0.403, 3.32, 2.13, 0.153, 0.816, 0.454, 5.32, 0.684),
+    (128, 2, 1, 1): (0.6, 0.584, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (64, 1, 4, 1): (0.193, 0.193, 3.73, 0.857, 0.397, 0, 0, 3.63, 0.912),
+    (128, 1, 2, 1): (0.284, 0.284, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (128, 4, 1, 1): (1.55, 0.366, 0.91, 1.27, 2.37, 6.51, 0.871, 9.4, 0.114),
+    (256, 2, 1, 1): (1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
 }
-"""Microseconds on an H200 by shape, fitted to 432 measurements, 36 more for several slices: a group of a multiprocessor's work; a group
-of one CTA; the launch; sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to;
-a wave; then the part by which long products are slower (power)."""
+"""Microseconds on an H200 by shape, fitted to 694 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
+sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the part by
+which long products are slower (power)."""
 
-LAGS = {(128, 2, 1, 1): 2, (128, 4, 1, 1): 1, (256, 2, 1, 1): 1}
+LAGS = {(128, 4, 1, 1): 1}
 """Groups by which half of a CTA's warpgroups stays behind the other where it walks over several tiles, by shape."""
 _STORE = 0.8
 """Microseconds of a tile's end that hide behind the other half's products then."""
@@ -136,7 +136,7 @@ def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) ->
                 if tiles * split <= 2 * processors and groups // split >= shape.slices and split <= shape.mt // 8 // shape.slices:
                     yield shape, Way(split, 0, full)
             continue
-        lags = (0, LAGS[shape[:4]]) if shape.ctas == 1 and tiles > full else (0,)
+        lags = (0, LAGS[shape[:4]]) if shape[:4] in LAGS and tiles > full else (0,)
         for lag in lags:
             yield shape, Way(1, 0, full, lag)
         for grid in sorted({processors, full}):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gristmill.bench import gpu_graphs
 from gristmill.bench import linear_weight_only as program
@@ -103,3 +106,33 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--alone", "--kernels", "linear_torch"])
     with pytest.raises(RuntimeError, match="nothing that is registered runs"):
         program.main()
+
+
+class Graph:
+    """A CUDA graph's place: as torch does before it captures, memory that nobody holds is collected."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+def test_what_a_graph_writes_to_lives_as_long_as_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def add(graphs: gpu_graphs.Graphs, name: str) -> weakref.ref[torch.Tensor]:
+        space = torch.zeros(3)
+        graphs.add(name, [lambda: space.add_(1)])
+        return weakref.ref(space)
+
+    graphs = gpu_graphs.Graphs()
+    first, second = add(graphs, "a"), add(graphs, "b")
+    gc.collect()
+    assert first() is not None and second() is not None
+    del graphs
+    gc.collect()
+    assert first() is None and second() is None

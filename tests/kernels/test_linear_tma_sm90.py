@@ -124,10 +124,10 @@ def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
         ({"grid": 0}, -5),
         ({"grid": 5000}, -5),
         ({"raster": 0}, -5),
-        ({"lag": 1}, -5),  # of two CTAs on a multiprocessor, which need not take turns
-        ({"mt": 128, "ctas": 1, "lag": -1}, -5),
-        ({"mt": 128, "ctas": 1, "lag": 4}, -5),  # x has 8 slots: the first half would wait for one that the second has
-        ({"mt": 128, "ctas": 1, "lag": 2, "split": 2}, -5),
+        ({"lag": 1}, -5),  # two warpgroups do not take turns
+        ({"mt": 128, "c": 4, "ctas": 1, "lag": -1}, -5),
+        ({"mt": 128, "c": 4, "ctas": 1, "lag": 4}, -5),  # x has 7 slots: the first half would wait for one that the second has
+        ({"mt": 128, "c": 4, "ctas": 1, "lag": 2, "split": 2}, -5),
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "even": 1}, -5),
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "k": 128}, -5),  # one group for two slices
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "split": 2}, -5),
