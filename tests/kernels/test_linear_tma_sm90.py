@@ -112,6 +112,30 @@ def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4", "int4_g32_zp"])
+def test_the_library_takes_every_candidate(scheme: str) -> None:
+    form = format_of(QuantScheme.parse(scheme))
+    names = ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")
+    for m in (1, 33, 64, 100, 128, 256, 1000, 4096):
+        for n, k in ((64, 128), (7168, 2048), (4096, 4096), (200, 640), (24576, 1536)):
+            for _, config in shapes.ranked(form, "bf16", m, n, k, 132):
+                assert _call(form.name, m=m, n=n, k=k, ldx=k, **{name: config[name] for name in names}) > 0, (m, n, k, config)
+
+
+@needs_library
+def test_the_library_takes_what_is_shipped() -> None:
+    from gristmill.kernel_registry.store import shipped_times
+
+    shipped = [t for t in shipped_times() if t.kernel == spec.KERNEL.name]
+    assert len(shipped) > 50
+    for timing in shipped:
+        given = {name: int(value) for name, value in timing.config.items() if name not in ("format", "tile_bytes")}
+        problem = OP.problem(timing.problem)
+        m, n, k = (problem.integer(axis) for axis in "mnk")
+        assert _call(str(timing.config["format"]), m=m, n=n, k=k, ldx=k, **given) > 0, timing
+
+
+@needs_library
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
