@@ -35,7 +35,7 @@ def capturing() -> Iterator[Counter[tuple[str, str]]]:
         if op.pack is None:
             problem = op.problem(op.describe(*arguments[: len(op.parameters)]))
         else:
-            problem = op.at_bucket(plan.static, plan._guard(plan.static, *arguments))
+            problem = op.at_bucket(plan.static, plan._guard(*arguments))
         if op.bucket is None or problem[op.bucket]:
             counts[op.name, str(problem)] += 1
         plain(plan, *arguments)

@@ -148,7 +148,7 @@ def test_the_library_takes_what_is_shipped() -> None:
         ({"grid": 0}, -5),
         ({"grid": 5000}, -5),
         ({"raster": 0}, -5),
-        ({"lag": 1}, -5),  # two warpgroups do not take turns
+        ({"lag": 1}, -5),  # two CTAs on a multiprocessor need not take turns
         ({"mt": 128, "c": 4, "ctas": 1, "lag": -1}, -5),
         ({"mt": 128, "c": 4, "ctas": 1, "lag": 4}, -5),  # x has 7 slots: the first half would wait for one that the second has
         ({"mt": 128, "c": 4, "ctas": 1, "lag": 2, "split": 2}, -5),
