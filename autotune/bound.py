@@ -39,7 +39,7 @@ class BoundPlan:
         self.layouts = layouts
         self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
-        self._guard = partial(op.guard, self.static) if op.guard else partial(_described, op, self.static)
+        self._guard = partial(op.guard or partial(_described, op), self.static)
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
         self._tensor = next(i for i, parameter in enumerate(op.parameters) if parameter.type.startswith("Tensor") and "[]" not in parameter.type)

@@ -56,11 +56,7 @@ def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sourc
     def accepts(problem: Problem) -> str | None:
         scheme = QuantScheme.parse(problem.text("w"))
         if scheme.is_dense or scheme.activation is not None or scheme.bits != bits or scheme.weights == "mxfp8":
-            return (
-                f"multiplies weight-only formats of {bits} bits"
-                + (" but mxfp8" if bits == 8 else "")
-                + f", not {scheme}"
-            )
+            return f"multiplies weight-only formats of {bits} bits" + (" but mxfp8" if bits == 8 else "") + f", not {scheme}"
         if problem.text("x") not in ("fp16", "bf16"):
             return f"takes fp16 or bf16 activations, not {problem.text('x')}"
         if family.rows is not None and problem.integer("m") > family.rows:
@@ -74,12 +70,15 @@ def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sourc
         m, n, k = (problem.integer(axis) for axis in "mnk")
         return family.ranked(form(problem), problem.text("x"), max(m, 1), n, k, target.multiprocessors or 132)
 
-    def space(problem: Problem, target: Target) -> Iterable[Config]:
-        fixed: Config = {"format": form(problem).name, "tile_bytes": form(problem).tile_bytes}
-        return [{**fixed, **config} for _, config in found(problem, target)[: family.tried]]
+    def first(problem: Problem, target: Target, count: int) -> list[Config]:
+        of = form(problem)
+        return [{"format": of.name, "tile_bytes": of.tile_bytes, **one} for _, one in found(problem, target)[:count]]
 
-    def config(problem: Problem, target: Target) -> Config:
-        return next(iter(space(problem, target)))
+    def space(problem: Problem, target: Target) -> Iterable[Config]:
+        return first(problem, target, family.tried)
+
+    def config(problem: Problem, target: Target) -> Config:  # asked of every candidate of a selection: one, not the space
+        return first(problem, target, 1)[0]
 
     def estimate(problem: Problem, target: Target) -> float | None:  # microseconds on a Hopper with HBM3e
         return found(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
