@@ -63,7 +63,7 @@ TIED = ("lm_head.weight", "model.embed_tokens.weight")
 class WeightTable:
     """All weights of a model, and patterns of checkpoint tensors that it knowingly leaves aside.
 
-    copies: (a tensor left aside, the one that the model takes in its place): of checkpoints with both they are the same.
+    copies: (a tensor that is left aside too, the one that the model takes in its place): of checkpoints with both they are the same.
     """
 
     weights: tuple[Weight, ...]
@@ -72,7 +72,7 @@ class WeightTable:
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor is left aside by rule."""
-        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+        return any(fnmatchcase(name, pattern) for pattern in (*self.ignored, *(copy for copy, _ in self.copies)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ def table(c: ModelConfig) -> WeightTable:
             *(_moe(c, name, f"{source}.mlp") if c.is_moe_layer(i) else _mlp(c, name, f"{source}.mlp", c.intermediate_size)),
         ]
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.num_nextn_layers)]
-    ignored += ["model.layers.*.self_attn.rotary_emb.inv_freq"] + (["lm_head.weight"] if c.tie_embeddings else [])
+    ignored.append("model.layers.*.self_attn.rotary_emb.inv_freq")
     return WeightTable(tuple(found), tuple(ignored), (TIED,) if c.tie_embeddings else ())
 
 

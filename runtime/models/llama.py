@@ -42,7 +42,7 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
             Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
             *feed_forward(name, source, i),
         ]
-    ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq", *(("lm_head.weight",) if c.tie_embeddings else ()))
+    ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
     return WeightTable(tuple(found), ignored, (TIED,) if c.tie_embeddings else ())
 
 
