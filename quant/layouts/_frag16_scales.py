@@ -58,7 +58,7 @@ def scale_bytes(
 
 def _power_of_two(top: Tensor) -> Tensor:
     """float32 2^(top - 128) of int32 0..254, from its bits. Not torch.ldexp: on a GPU that is not the current one it starts its kernel
-    on the one that is (pytorch issue 189567, torch 2.11 and 2.13)."""
+    on the one that is (pytorch issue 189567, seen with torch 2.11)."""
     return torch.where(top >= 2, (top - 1) << 23, 1 << (21 + top.clamp(max=1))).view(torch.float32)
 
 
