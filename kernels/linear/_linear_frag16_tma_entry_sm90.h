@@ -8,11 +8,11 @@
 
 // (rows of x, blocks of 64 rows of W, slices along K, CTAs a multiprocessor, slots of x, slots of 4-bit and of 8-bit weights, sums that
 // products take turns at, products at work), the same lists as in frag16_tma_shapes.py.
-#define GM_ALL(S, ...)                                                                                                            \
-  GM_FEW(S, __VA_ARGS__) S(__VA_ARGS__, 128, 4, 1, 1, 7, 4, 2, 1, 1) S(__VA_ARGS__, 64, 1, 4, 1, 16, 8, 4, 1, 2)                 \
+#define GM_ALL(S, ...)                                                                                                              \
+  GM_FEW(S, __VA_ARGS__) S(__VA_ARGS__, 128, 4, 1, 1, 7, 4, 2, 1, 1) S(__VA_ARGS__, 64, 1, 4, 1, 16, 8, 4, 1, 2)                    \
   S(__VA_ARGS__, 128, 1, 2, 1, 8, 8, 4, 1, 1)
-#define GM_FEW(S, ...)                                                                                                            \
-  S(__VA_ARGS__, 32, 2, 1, 2, 8, 6, 4, 2, 2) S(__VA_ARGS__, 64, 2, 1, 2, 6, 5, 3, 1, 2) \
+#define GM_FEW(S, ...)                                                                                                              \
+  S(__VA_ARGS__, 32, 2, 1, 2, 8, 6, 4, 2, 2) S(__VA_ARGS__, 64, 2, 1, 2, 6, 5, 3, 1, 2)                                             \
   S(__VA_ARGS__, 128, 2, 1, 1, 8, 6, 5, 1, 1) S(__VA_ARGS__, 256, 2, 1, 1, 5, 5, 3, 1, 1)
 
 #define GM_JOIN2(a, b, c, d, e) linear_tma_##a##_##b##x##c##x##d##x##e
@@ -20,11 +20,11 @@
 
 #ifdef __CUDACC__
 
-#define GM_ONE(label, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending)                                                              \
-  extern "C" __global__ void __launch_bounds__(gm::Cta<mt, c, slices, ctas>::kThreads, ctas)                                              \
-      GM_NAME(label, mt, c, slices, ctas)(const __grid_constant__ gm::TmaParams p, const __grid_constant__ CUtensorMap x) {               \
-    static_assert(W::kBytes == GM_TILE_BYTES);                                                                                    \
-    gm::linear_tma<W, mt, c, slices, ctas, xs, GM_WIDE_TILES ? ws8 : ws4, chains, pending>(p, x);                                         \
+#define GM_ONE(label, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending)                                                        \
+  extern "C" __global__ void __launch_bounds__(gm::Cta<mt, c, slices, ctas>::kThreads, ctas)                                        \
+      GM_NAME(label, mt, c, slices, ctas)(const __grid_constant__ gm::TmaParams p, const __grid_constant__ CUtensorMap x) {         \
+    static_assert(W::kBytes == GM_TILE_BYTES);                                                                                      \
+    gm::linear_tma<W, mt, c, slices, ctas, xs, GM_WIDE_TILES ? ws8 : ws4, chains, pending>(p, x);                                   \
   }
 #define GM_EACH(label, dtype, scale_dtype, W, SHAPES) SHAPES(GM_ONE, label, W)
 GM_KERNELS(GM_EACH)
@@ -41,9 +41,9 @@ struct Shape {
 
 #define GM_TEXT2(x) #x
 #define GM_TEXT(x) GM_TEXT2(x)
-#define GM_ONE(label, dtype, scale_dtype, mt, c, slices, ctas, xs, ws4, ws8, chains, pending)                                            \
-  {dtype, scale_dtype, mt, c, slices, ctas, xs, GM_WIDE_TILES ? ws8 : ws4, gm::Cta<mt, c, slices, ctas>::kThreads,                \
-   gm::Cta<mt, c, slices, ctas>::smem(xs, GM_WIDE_TILES ? ws8 : ws4, GM_TILE_BYTES), gm::Cta<mt, c, slices, ctas>::kTurns,        \
+#define GM_ONE(label, dtype, scale_dtype, mt, c, slices, ctas, xs, ws4, ws8, chains, pending)                                       \
+  {dtype, scale_dtype, mt, c, slices, ctas, xs, GM_WIDE_TILES ? ws8 : ws4, gm::Cta<mt, c, slices, ctas>::kThreads,                  \
+   gm::Cta<mt, c, slices, ctas>::smem(xs, GM_WIDE_TILES ? ws8 : ws4, GM_TILE_BYTES), gm::Cta<mt, c, slices, ctas>::kTurns,          \
    {GM_CUBIN, GM_TEXT(GM_NAME(label, mt, c, slices, ctas))}},
 #define GM_EACH(label, dtype, scale_dtype, W, SHAPES) SHAPES(GM_ONE, label, dtype, scale_dtype)
 Shape g_shapes[] = {GM_KERNELS(GM_EACH)};
@@ -56,7 +56,7 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // mt, c, slices, ctas name a shape; split CTAs share a tile along K, and without that `grid` CTAs walk over the tiles, `raster` of them along M side
 // by side. With `even` the last tiles are dealt out along K: then scratch holds 65536 bytes that are zero, and grid * mt * c * 256 more.
 // lag: groups that the second half of a CTA's warpgroups stays behind the first, so that one half multiplies while the other stores; only
-// of shapes with one CTA a multiprocessor. x must be 16-byte aligned, its rows (ldx elements apart) too. device < 0 asks for the bytes of
+// of shapes with four warpgroups of their own rows. x must be 16-byte aligned, its rows (ldx elements apart) too. device < 0 asks for the bytes of
 // shared memory. A CTA of several slices has one tile: `grid` does not count, `even` is refused, and groups / split must be as many.
 GM_CUDA_ENTRY(GM_ENTRY)
 (void* y, const void* x, int64_t ldx, const void* w, const void* bias, const void* residual, const void* row_scale, void* scratch, int m,

@@ -76,19 +76,14 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
   constexpr int kAhead = kBars + (XS + WS) * 16;  // a barrier for each slot of x: the first warpgroup is done with it
   using XRing = Ring<XS, kXSlot, 0, kBars>;
   using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
-  // One thread a ring, with addresses that are known: where lanes have barriers of their own, each takes a round of a loop.
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {  // one thread, addresses that are known: where lanes have barriers of their own, each takes a round of a loop
     const XRing x(base);
-    for (int i = 0; i < XS; ++i) mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  } else if (threadIdx.x == 32) {
     const WRing w(base);
+    for (int i = 0; i < XS; ++i) mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4);
     for (int i = 0; i < WS; ++i) mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4);
     if constexpr (Shape::kTurns)
       for (int i = 0; i < XS; ++i) mbar_init(base + kAhead + i * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  } else if (threadIdx.x == kThreads) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -97,6 +92,7 @@ __device__ __forceinline__ void linear_tma(const TmaParams& p, const CUtensorMap
     registers_down<Shape::kGiven>();
     // A ring's first pass finds its slots empty: the phase before the first counts as over.
     if (threadIdx.x == kThreads) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");  // not before the barrier: all would wait for it
       Walk walk(p);
       XRing x(base);
       int index, k;

@@ -31,7 +31,7 @@ struct Cta {
   static constexpr int kRegisters = kGroups == 4 ? 112 : CTAS == 2 ? 104 : 232, kGiven = kGroups == 4 || CTAS == 2 ? 32 : 40;
   // Fragments of 8 rows of x that a warpgroup has in the end; pairs of them that a warp writes at a time, 512 bytes of staging each.
   static constexpr int kMine = MT / 8 / SLICES, kMost = CTAS == 1 ? 4 : 2, kPairs = kMost < kMine / 2 ? kMost : kMine / 2;
-  static constexpr bool kTurns = CTAS == 1 && SLICES == 1;  // halves of the warpgroups may take turns at storing; two CTAs do so anyway
+  static constexpr bool kTurns = C == 4;  // halves of the warpgroups may take turns at storing; saying so costs the loop of two too much
   static constexpr int kExchange = (SLICES - 1) * C * MT * 256;  // bytes of sums that slices give each other
   static constexpr int smem(int xs, int ws, int tile_bytes) {
     return xs * MT * kXSlotK * 2 + ws * C * 4 * tile_bytes + kGroups * 4 * 512 * kPairs + kExchange + (xs + ws) * 16 + xs * 8;
