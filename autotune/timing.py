@@ -7,15 +7,14 @@ Whether calls find their arguments in memory or in the cache is up to what `step
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gristmill.autotune import clock
+from gristmill.autotune.captures import capturing
 from gristmill.autotune.device import on_device
 
 CPU_COLD = 128 << 20
@@ -99,7 +98,7 @@ class Timed:
                 return
             held = torch.cuda.CUDAGraph()
             try:
-                with _no_collection(), torch.cuda.graph(held, stream=stream):
+                with capturing(held, stream=stream):
                     for _ in range(calls):
                         self._step()
             except RuntimeError as error:
@@ -120,16 +119,6 @@ class Timed:
             # Only this stream: work left on another one is not waited for, and an audit finds it unfinished.
             stream.synchronize()
         return before.elapsed_time(after) * 1e3 / (self.calls if self._graph is not None else calls)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Nothing is collected meanwhile: an old graph that is freed during a capture invalidates it."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def measure_call(call: Callable[[], object], device: str, *, rounds: int = 9) -> Measured:

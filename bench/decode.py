@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.captures import capturing
 from gristmill.autotune.floor import ceilings
 from gristmill.bench.shapes import ShapeError
 from gristmill.kernel_registry.policy import Policy
@@ -148,7 +149,7 @@ def _captured(call: Callable[[], Any], device: str) -> Callable[[], Any]:
         with torch.cuda.stream(stream):
             call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with capturing(graph, stream=stream):
             call()
         return graph.replay
 

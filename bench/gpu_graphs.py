@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gristmill.autotune.captures import capturing
+
 DEVICE = "cuda:0"
 COLD = 260 << 20
 """Bytes that copies of a weight rotate over: four times the L2 of an H200."""
@@ -47,7 +49,7 @@ class Graphs:
         calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             for call in calls:
                 call()
         graph.replay()

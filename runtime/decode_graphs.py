@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gristmill.autotune.bound import UnpreparedError
+from gristmill.autotune.captures import capturing
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.models import Model
@@ -191,7 +192,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may go on using the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with capturing(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 self.compute(made)
         except UnpreparedError as error:
             made.reason = str(error)

@@ -11,8 +11,10 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.linear.frag16_shapes import Format, ceil
 
 FLAG_BYTES = 1 << 16
-RASTER_BYTES = 16 << 20
-"""Rows of x that CTAs running together share: as many as stay in L2 beside the weights."""
+BAND, BAND_BYTES = 8, 16 << 20
+"""Tiles along M that follow each other in time: no more, and no more bytes of x, which stay in L2 beside the weights."""
+RESIDENT = 20 << 20
+"""Weights of so few bytes stay in L2 from one tile along M to the next."""
 
 
 class Shape(NamedTuple):
@@ -64,8 +66,8 @@ _COSTS = {
 sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the part by
 which long products are slower (power)."""
 
-LAGS = {(128, 4, 1, 1): 1}
-"""Groups by which half of a CTA's warpgroups stays behind the other where it walks over several tiles, by shape."""
+LAGS = {(128, 4, 1, 1): (2, 1)}
+"""Groups by which half of a CTA's warpgroups may stay behind the other where it walks over several tiles, by shape."""
 _STORE = 0.8
 """Microseconds of a tile's end that hide behind the other half's products then."""
 
@@ -136,7 +138,7 @@ def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) ->
                 if tiles * split <= 2 * processors and groups // split >= shape.slices and split <= shape.mt // 8 // shape.slices:
                     yield shape, Way(split, 0, full)
             continue
-        lags = (0, LAGS[shape[:4]]) if shape[:4] in LAGS and tiles > full else (0,)
+        lags = (0, *LAGS.get(shape[:4], ())) if tiles > full else (0,)
         for lag in lags:
             yield shape, Way(1, 0, full, lag)
         for grid in sorted({processors, full}):
@@ -148,8 +150,11 @@ def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) ->
                 yield shape, Way(split, 0, full)
 
 
-def config_of(shape: Shape, way: Way, m: int, k: int) -> dict[str, int]:
-    raster = max(1, min(ceil(m, shape.mt), RASTER_BYTES // (k * 2 * shape.mt)))
+def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> dict[str, int]:
+    high = ceil(m, shape.mt)
+    if high <= 2 and ceil(n, 16) * ceil(k, 128) * form.tile_bytes <= RESIDENT:
+        high = 1  # as many CTAs as there are read the same rows of x at the same time
+    raster = max(1, min(high, BAND, BAND_BYTES // (k * 2 * shape.mt)))
     return {"mt": shape.mt, "c": shape.c, "slices": shape.slices, "ctas": shape.ctas, "raster": raster, **way._asdict()}
 
 
@@ -157,7 +162,7 @@ def config_of(shape: Shape, way: Way, m: int, k: int) -> dict[str, int]:
 def ranked(form: Format, x: str, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
     found = [
-        (microseconds(form, shape, way, m, n, k, processors), config_of(shape, way, m, k))
+        (microseconds(form, shape, way, m, n, k, processors), config_of(form, shape, way, m, n, k))
         for shape, way in candidates(form, x, m, n, k, processors)
     ]
     return tuple(sorted(found, key=lambda pair: pair[0]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gristmill.autotune.bound import UnpreparedError
+from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.cache import PagedCache
@@ -104,7 +105,7 @@ def test_arenas_of_streams_and_graphs() -> None:
         assert arenas.take("a", Workspace(1000)) is not mine and arenas.held()[0] is not mine
     assert mine is not None and len(held) == 1 and held[0] is mine
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=first):
+    with capturing(graph, stream=first):
         mine.add_(1)
         with pytest.raises(UnpreparedError, match="2000 bytes of scratch memory"):
             arenas.take("a", Workspace(2000))

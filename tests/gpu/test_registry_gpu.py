@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.autotune.captures import capturing
 from gristmill.autotune.device import device_target
 from gristmill.autotune.metrics import error_of
 from gristmill.autotune.resolve import confirmed_build
@@ -70,7 +71,7 @@ def test_kernel_is_right_in_a_cuda_graph_and_on_a_side_stream(op: Op, kernel: Ke
         launcher(config, *packed, *outputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with capturing(graph, stream=stream):
             launcher(config, *packed, *outputs)
         for now, before, parameter in zip(packed, pristine, op.parameters, strict=True):
             if parameter.mutable and isinstance(now, torch.Tensor):

@@ -1,0 +1,54 @@
+"""A graph that becomes garbage and is freed during a capture ends it; `capturing` keeps it from being freed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.autotune.captures import capturing
+
+pytestmark = pytest.mark.gpu
+
+
+class Owner:
+    """Holds a graph, and itself: only a collection frees it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.me, self.graph = self, torch.cuda.CUDAGraph()
+        with capturing(self.graph):
+            x.add_(1)
+
+
+@pytest.fixture
+def eager_collector() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    yield
+    gc.set_threshold(*before)
+    torch.cuda.synchronize()
+
+
+def capture_while_an_owner_goes(way: Callable[..., Any]) -> torch.cuda.CUDAGraph:
+    x, graph = torch.zeros(64, device="cuda"), torch.cuda.CUDAGraph()
+    owners = [Owner(x)]
+    with way(graph):
+        owners.clear()
+        made = [[index] for index in range(1000)]  # as launchers allocate
+        x.add_(len(made))
+    return graph
+
+
+@pytest.mark.usefixtures("eager_collector")
+def test_the_fault_is_real() -> None:
+    with pytest.raises(RuntimeError, match="captur"):
+        capture_while_an_owner_goes(torch.cuda.graph)  # noqa: TID251
+
+
+@pytest.mark.usefixtures("eager_collector")
+def test_capturing_holds_it_off() -> None:
+    capture_while_an_owner_goes(capturing).replay()
+    torch.cuda.synchronize()
