@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.target import Target
@@ -52,6 +54,35 @@ def on_device(device: str) -> AbstractContextManager[object]:
     import torch
 
     return nullcontext() if device == "cpu" else torch.accelerator.device_index(device_index(device))
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that can still be allocated on a device: on a GPU with what torch holds and does not use, on a CPU with what the kernel
+    would give up for it, within the memory that this process's group may have."""
+    import torch
+
+    if device != "cpu":
+        with on_device(device):
+            idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return int(torch.cuda.mem_get_info()[0]) + idle
+    return min([_available(), *_group()])
+
+
+def _available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group() -> list[int]:
+    """What the control group leaves, [] where there is none with a limit."""
+    place = Path("/sys/fs/cgroup")
+    try:
+        return [int((place / "memory.max").read_text()) - int((place / "memory.current").read_text())]
+    except (OSError, ValueError):
+        return []
 
 
 _VENDORS = {"cuda": ("nvidia", "amd"), "xpu": ("intel",)}

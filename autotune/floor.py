@@ -1,7 +1,8 @@
 """The ceilings of a device, measured on it, and the floor of a problem: what its bytes and its arithmetic must cost there.
 
-Measured once and kept in ``ceilings.json`` beside the store, for every device, torch and number of threads; every roofline
-figure comes from there. `kernelbench doctor --measure` measures anew.
+Ceilings are measured once and kept in ``ceilings.json`` beside the store, for every device, torch and number of threads; every
+roofline figure comes from there. `kernelbench doctor --measure` measures anew. What memory makes of a row's floor is not taken from
+them: the row's bytes are read in the row's own process and way of timing (`gristmill.autotune.reading`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.disturbance import cpu_disturbances, gpu_disturbances, gpu_reasons_now
-from gristmill.autotune.timing import measure_call
+from gristmill.autotune.reading import Reading, reading
+from gristmill.autotune.timing import list_count, measure_call
 from gristmill.kernel_registry.op import Cost
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.store import target_key
@@ -55,19 +57,52 @@ class Ceilings:
         """What JSON and result files say."""
         return asdict(self) | {"tflops": dict(self.tflops), "throttled": [*self.throttled]}
 
-    def floor_us(self, cost: Cost) -> float:
-        """Microseconds below which no implementation of `cost` can be; a unit without a measured rate counts bytes only."""
-        return max(self._parts(cost).values())
+    def floor(self, cost: Cost, read: Reading) -> Floor:
+        """The floor of `cost` whose bytes take what `read` says, or what the read bandwidth says where they were too many to be
+        read; a unit without a measured rate counts bytes only."""
+        rate, stream = dict(self.tflops).get(cost.unit), cost.bytes / (self.read_gbs * 1e3)
+        known = read.us is not None
+        source = (f"read kernel of {read.size} bytes, {read.copies} in turn ({read.how})" if known
+                  else f"read bandwidth for {read.size} bytes: {read.how}")  # fmt: skip
+        # A read kernel's time has the launch in it, and where bytes make less of it than that, they are not what bounds it.
+        bound = "launch" if known and stream < self.launch_us else "memory"
+        return max(
+            Floor(read.us if read.us is not None else stream, bound, source),
+            Floor(cost.flops / (rate * 1e6) if rate else 0.0, "compute", "compute"),
+            Floor(self.launch_us, "launch", "launch"), key=lambda part: part.us,
+        )  # fmt: skip
 
-    def bound(self, cost: Cost) -> str:
-        """What the floor consists of: ``memory``, ``compute`` or ``launch``."""
-        parts = self._parts(cost)
-        return max(parts, key=lambda name: parts[name])
 
-    def _parts(self, cost: Cost) -> dict[str, float]:
-        rate = dict(self.tflops).get(cost.unit)
-        return {"memory": cost.bytes / (self.read_gbs * 1e3), "compute": cost.flops / (rate * 1e6) if rate else 0.0,
-                "launch": self.launch_us}  # fmt: skip
+@dataclass(frozen=True)
+class Floor:
+    """us: microseconds below which no implementation of a problem can be. bound: what they consist of, ``memory``, ``compute`` or
+    ``launch``. source: where they come from: a read kernel of so many bytes, a bandwidth, ``compute`` or ``launch``."""
+
+    us: float
+    bound: str
+    source: str
+
+    def fields(self, us: float) -> dict[str, Any]:
+        """What a row that took `us` says of its floor."""
+        return {"floor_us": self.us, "floor_source": self.source, "bound": self.bound, "fraction_of_floor": self.us / us,
+                "note": self._below(self.us / us)}  # fmt: skip
+
+    def _below(self, share: float) -> str:
+        """What to think of a time that is below this floor; "" for one that is not."""
+        if share <= 1.0:
+            return ""
+        head = f"{share:.1%} of the floor: nothing is faster than its floor, so "
+        if self.source.startswith("read kernel"):
+            return f"{head}the {self.source} was disturbed twice, or reads slower than this kernel does"
+        which = {"memory": "read bandwidth"}.get(self.bound, f"{self.bound} ceiling")
+        return f"{head}the measured {which} was stale, disturbed or not reached by what measured it; kernelbench doctor --measure"
+
+
+def row_floor(cost: Cost, device: str, us: float, *, captured: bool, hot: bool) -> Floor:
+    """The floor of a row that took `us` microseconds a call, timed as a graph or eagerly, its arguments in the cache or as far from
+    it as a rotation of lists puts them. Reads the bytes once a process, and once more where the row was faster."""
+    read = reading(device, cost.bytes, copies=list_count(cost.bytes, device, hot=hot), captured=captured, beaten=us)
+    return ceilings(device).floor(cost, read)
 
 
 @cache

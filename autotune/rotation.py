@@ -17,7 +17,7 @@ import torch
 
 from gristmill.autotune.guard import Guarded, same_bits, tensors, written
 from gristmill.autotune.metrics import error_of
-from gristmill.autotune.timing import CPU_COLD, GPU_COLD, MAX_SETS
+from gristmill.autotune.timing import list_count
 from gristmill.autotune.verify import kernel_arguments, run_reference
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -106,10 +106,8 @@ class Rotation:
         begin = _now()
         self._take(contents)
         self._quick = contents.seconds + _now() - begin < PATIENCE
-        budget = GPU_COLD if device.startswith("cuda") else CPU_COLD
-        count = 1 if hot else max(2, min(MAX_SETS, -(-budget // max(op.cost(problem).bytes, 1))))
         self._knots: list[_Knot] = []
-        self.sets = [self._set(index % CONTENTS) for index in range(count)]
+        self.sets = [self._set(index % CONTENTS) for index in range(list_count(op.cost(problem).bytes, device, hot=hot))]
         self.turn = 0
 
     def next(self) -> list[Any]:

@@ -23,6 +23,19 @@ GPU_COLD = 256 << 20
 
 MAX_SETS = 64
 
+def cold_bytes(device: str) -> int:
+    """Bytes over which arguments rotate on a device."""
+    return GPU_COLD if device.startswith("cuda") else CPU_COLD
+
+
+def list_count(size: int, device: str, *, hot: bool = False) -> int:
+    """How many argument lists of `size` bytes calls go around: enough to find them in memory, as far as MAX_SETS allows; one if hot.
+
+    Small ones stay in the cache all the same: 64 of them are less than it.
+    """
+    return 1 if hot else max(2, min(MAX_SETS, -(-cold_bytes(device) // max(size, 1))))
+
+
 GPU_CALLS = 20
 """Calls of one sample on a GPU at least."""
 

@@ -22,13 +22,18 @@ WRONG, GAP = "WRONG", "GAP"
 CPU_MEMORY, GPU_MEMORY = 1 << 30, 32 << 30
 """Bytes of argument lists that may be held at a time."""
 
+FLOOR = ("floor_us", "floor_source", "fraction_of_floor", "bound", "note")
+"""What a row says of its floor."""
+
 TWIN = "(again)"
 """Name suffix of the baseline's second arm: what it seems to differ by from the first is noise."""
 
 
 @dataclass
 class Row:
-    """One kernel against the baseline on one problem. us: median microseconds. noise: how far the baseline is from itself."""
+    """One kernel against the baseline on one problem. us: median microseconds. noise: how far the baseline is from itself.
+    floor: FLOOR and their values, None until `add_floors`.
+    """
 
     op: str
     problem: str
@@ -46,6 +51,7 @@ class Row:
     config: Config | None = None
     samples: Sequence[float] = field(default_factory=tuple)
     baseline_samples: Sequence[float] = field(default_factory=tuple)
+    floor: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FLOOR))
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
@@ -56,7 +62,7 @@ class Row:
             "high": found.high if found else None, "p": found.p if found else None, "rounds": found.rounds if found else None,
             "us": self.us, "baseline_us": self.baseline_us, "noise": self.noise, "error": self.error,
             "tolerance": self.tolerance, "timing": self.timing, "config": dict(self.config) if self.config is not None else None,
-            "reason": self.reason,
+            **self.floor, "reason": self.reason,
         }  # fmt: skip
 
 
@@ -103,6 +109,19 @@ def compare(
              for one, verdict in zip(raced, verdicts, strict=True) if not one.twin]  # fmt: skip
     place = {case.key: number for number, case in enumerate(cases)}
     return sorted(rows, key=lambda row: (row.verdict == GAP, place[f"{row.op} {row.problem}"]))
+
+
+def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
+    """Give every row with a time its floor, measured as the row was timed."""
+    from gristmill.autotune.floor import row_floor
+    from gristmill.bench.arms import Way
+
+    costs = {(case.op.name, str(case.problem)): case.op.cost(case.problem) for case in cases}
+    for row in rows:
+        if row.us is not None and row.timing is not None:
+            way = Way.parse(row.timing)
+            found = row_floor(costs[row.op, row.problem], here.device or "cpu", row.us, captured=not way.eager, hot=way.hot)
+            row.floor = found.fields(row.us)
 
 
 def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:

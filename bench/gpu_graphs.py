@@ -4,7 +4,6 @@ launchers directly, over many copies of a weight.
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+
+from gristmill.autotune.reading import reading
 
 from gristmill.autotune.captures import capturing
 
@@ -22,17 +21,6 @@ COLD = 260 << 20
 """Bytes that copies of a weight rotate over: four times the L2 of an H200."""
 
 Call = Callable[[], Any]
-
-
-@triton.jit
-def _read(data, sink, count, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.int32)
-    base = tl.program_id(0).to(tl.int64) * (BLOCK * PARTS)
-    for part in tl.static_range(PARTS):
-        at = base + part * BLOCK + tl.arange(0, BLOCK)
-        total ^= tl.load(data + at, mask=at < count, other=0)
-    found = tl.sum((total == 0x5A5A1234).to(tl.int32))
-    tl.store(sink, found, mask=found == BLOCK)
 
 
 class Graphs:
@@ -91,34 +79,21 @@ def links(x: torch.Tensor, out: torch.Tensor, calls: Sequence[Call] = ()) -> lis
     return [pair(call) for call in calls] or [link] * 20
 
 
+def cold_count(size: int) -> int:
+    """How many copies of so many bytes are enough that each is out of the cache when its turn comes again."""
+    return max(2, COLD // max(1, size) + 1)
+
+
 def cold_copies(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Copies of a packed weight, enough that each is out of the cache when its turn comes again."""
-    count = max(2, COLD // max(1, sum(t.nbytes for t in tensors)) + 1)
-    return [[t.clone() for t in tensors] for _ in range(count)]
+    """Copies of a packed weight, of which each is out of the cache when its turn comes again."""
+    return [[t.clone() for t in tensors] for _ in range(cold_count(sum(t.nbytes for t in tensors)))]
 
 
-def cold_data() -> torch.Tensor:
-    """Memory for `floor_us`."""
-    return torch.randint(0, 1 << 30, ((2 * COLD + (512 << 20)) // 4,), dtype=torch.int32, device=DEVICE)
-
-
-def floor_us(data: torch.Tensor, size: int) -> tuple[float, str]:
-    """Microseconds of the fastest of 12 kernels that read `size` cold bytes of `data`, and which one."""
-    count, copies = size // 4, max(2, COLD // size + 1)
-    sink, step = torch.zeros(1, dtype=torch.int32, device=DEVICE), -(-size // 4 // 64) * 64
-    best = (float("inf"), "")
-    for block in (1024, 2048, 4096):
-        for parts in (1, 2):
-            for warps in (4, 8):
-
-                def call(i: int, block: int = block, parts: int = parts, warps: int = warps) -> None:
-                    grid = (-(-count // (block * parts)),)
-                    _read[grid](data[i % copies * step :], sink, count, BLOCK=block, PARTS=parts, num_warps=warps)
-
-                graphs = Graphs()
-                graphs.add("read", [lambda i=i: call(i) for i in range(max(copies, 20))])
-                best = min(best, (statistics.median(graphs.samples(5)["read"]), f"{block}x{parts}, {warps} warps"))
-    return best
+def floor_us(size: int) -> tuple[float, str]:
+    """Microseconds of the fastest kernel that reads `size` cold bytes, as many copies in turn as weights have, and which one it is;
+    0 where they do not fit into memory."""
+    found = reading(DEVICE, size, copies=cold_count(size), captured=True)
+    return found.us or 0.0, found.how
 
 
 def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:

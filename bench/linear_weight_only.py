@@ -30,7 +30,6 @@ from gristmill.bench.gpu_graphs import (
     Call,
     Graphs,
     cold_copies,
-    cold_data,
     column_error,
     environment,
     floor_us,
@@ -71,7 +70,7 @@ def calls_of(kernel_call: Any, x: torch.Tensor, n: int, copies: int) -> list[Cal
 class Shape:
     """One weight [n, k] and everything that multiplies by it."""
 
-    def __init__(self, scheme: str, n: int, k: int, data: torch.Tensor | None, options: argparse.Namespace) -> None:
+    def __init__(self, scheme: str, n: int, k: int, options: argparse.Namespace) -> None:
         self.scheme, self.n, self.k, self.options = scheme, n, k, options
         self.registry, self.target = default_registry(), device_target(DEVICE, Policy())
         self.op, self.build = self.registry.op("linear"), confirmed_build(self.registry, self.target)
@@ -83,7 +82,7 @@ class Shape:
         ]  # fmt: skip
         self.q = quantize(torch.randn(n, k, device=DEVICE), scheme)
         self.wide = self.q.dequantize()
-        self.floor, self.how = floor_us(data, self.q.nbytes) if data is not None else (0.0, "not measured")
+        self.floor, self.how = (0.0, "not measured") if options.alone else floor_us(self.q.nbytes)
         self.packed: dict[str, list[list[torch.Tensor]]] = {}
         self.dense: list[torch.Tensor] = []
 
@@ -256,14 +255,13 @@ def main() -> int:
     options = arguments().parse_args()
     start, before, store = time.monotonic(), environment(), Store()
     rows: list[dict[str, Any]] = []
-    data = None if options.alone else cold_data()
     command = " ".join(["python -m gristmill.bench.linear_weight_only", *sys.argv[1:]])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for scheme in options.schemes.split(","):
         for n, k in shapes_of(options.shapes):
             if time.monotonic() - start > options.seconds:
                 continue
-            shape = Shape(scheme, n, k, data, options)
+            shape = Shape(scheme, n, k, options)
             for x in options.x.split(","):
                 for m in options.m.split(","):
                     rows.append(shape.row(int(m), x, store))

@@ -73,7 +73,7 @@ def gap_row(op: Op, problem: Problem, name: str, reason: str) -> dict[str, Any]:
 def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
     return {
         "op": op.name, "problem": str(problem), "kernel": name, "us": None, "spread": None, "timing": None, "times": {},
-        "gbs": None, "tflops": None, "fraction_of_floor": None, "bound": None, "error": None,
+        "gbs": None, "tflops": None, "fraction_of_floor": None, "floor_us": None, "floor_source": None, "bound": None, "error": None,
         "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "discarded": 0,
         "reason": "", "note": "", "config": None, "samples": (),
     }  # fmt: skip
@@ -118,8 +118,9 @@ def _race(arms: Sequence[Watched], seconds: float, seed: int, device: str) -> in
 
 
 def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[str, Watched]) -> None:
-    from gristmill.autotune.floor import ceilings
+    from gristmill.autotune.floor import row_floor
     from gristmill.autotune.timing import summarize
+    from gristmill.bench.arms import Way
 
     if wrong := next((watched.wrong for watched in own.values() if watched.wrong), ""):
         row["reason"] = f"WRONG: {wrong}"
@@ -130,22 +131,12 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
             measured = summarize(own[timing].times)
             row["times"][timing] = {"us": measured.us, "spread": measured.spread, "samples": measured.samples}
     timing = next(iter(row["times"]))
-    limits, cost, us = ceilings(here.device or "cpu"), op.cost(problem), row["times"][timing]["us"]
-    share = limits.floor_us(cost) / us
+    way, cost, us = Way.parse(timing), op.cost(problem), row["times"][timing]["us"]
     row |= {
         "timing": timing, **row["times"][timing], "gbs": cost.bytes / us / 1e3, "tflops": cost.flops / us / 1e6,
-        "bound": limits.bound(cost), "fraction_of_floor": share, "note": above_floor(share, limits.bound(cost)),
+        **row_floor(cost, here.device or "cpu", us, captured=not way.eager, hot=way.hot).fields(us),
         "error": max(watched.arm.error for watched in own.values()),
     }  # fmt: skip
-
-
-def above_floor(share: float | None, bound: str | None) -> str:
-    """What to think of a time that is below its floor; "" for one that is not, or whose floor is unknown."""
-    if share is None or share <= 1.0:
-        return ""
-    which = f"{bound} ceiling" if bound else "ceilings"
-    return (f"{share:.1%} of the floor: nothing is faster than its floor, so the measured {which} was stale, disturbed or not "
-            "reached by what measured it; kernelbench doctor --measure")  # fmt: skip
 
 
 def _hold(rows: dict[str, dict[str, Any]], baseline: str) -> None:

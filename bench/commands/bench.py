@@ -44,12 +44,15 @@ def bench(
                         back or isolated (each call's input depends on the last call's output)
     gbs, tflops         fewest bytes, and operations, of the problem, over that time
     fraction_of_floor   measured floor over measured time: 1 = nothing can be faster
-    bound               what the floor consists of: memory, compute or launch (kernelbench doctor --measure)
+    floor_us            the floor: what a kernel takes that reads as many bytes, timed in the same way and process, or what
+                        arithmetic or a launch takes at least (kernelbench doctor --measure), whichever is most
+    floor_source        which of these it is
+    bound               what the floor consists of: memory, compute or launch
     error               the operation's error figure against the reference, the worst of all audits
     speedup             the baseline's time over this one, of the rounds that timed both
     reason              why there is no time: what a peer lacks here, what the problem asks too much, what was wrong
     discarded           rounds that do not count: the device's clock was not that of the median round (GPU)
-    note                what to think of the time: faster than the floor means that the ceilings are too low
+    note                what to think of the time: faster than the floor means that the floor is too high
     """
     from gristmill.autotune.floor import ceilings
     from gristmill.bench.timings import gap_row, kernel_rows

@@ -52,10 +52,11 @@ def compare(
     \b
     ratio        kernel over baseline, with its interval: 0.8 = a fifth less time
     noise        by how much the baseline seemed to differ from itself, timed twice in the same rounds
+    of floor     the floor over the kernel's time, as kernelbench bench has it: 100 % = nothing can be faster
 
     Exit status 0; 1 if a kernel was WRONG.
     """
-    from gristmill.bench.compare import GAP, WRONG, Case, Row
+    from gristmill.bench.compare import GAP, WRONG, Case, Row, add_floors
     from gristmill.bench.compare import compare as run
     from gristmill.bench.result_file import write
     from gristmill.bench.statistics.verdict import Rule
@@ -74,6 +75,8 @@ def compare(
         raise click.UsageError(f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels")
     with console.status(quiet=as_json) as tell:
         rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, tell=tell)
+        tell("floors")
+        add_floors(rows, cases, here)
     if kernels is None:
         rows += [Row(one.op.name, str(one.problem), name, case.baseline.name, GAP, why)
                  for one, case in zip(wanted, cases, strict=True) for name, why in unwrapped(one.op, here).items()]  # fmt: skip
@@ -84,10 +87,12 @@ def compare(
     else:
         console.table(
             f"{', '.join(dict.fromkeys(case.op.name for case in cases))} on {here.target.name} {here.target.device}",
-            ["operation", "problem", "kernel", "baseline", "verdict", "µs", "baseline µs", "ratio", "interval", "noise", "error", "reason"],
+            ["operation", "problem", "kernel", "baseline", "verdict", "µs", "baseline µs", "ratio", "interval", "noise", "of floor", "error",
+             "reason"],
             [[r.op, r.problem, r.kernel, r.baseline, r.verdict, console.number(r.us), console.number(r.baseline_us),
-              *_ratio(r.found), _percent(r.noise), console.number(r.error), r.reason] for r in rows],
-            right=("µs", "baseline µs", "ratio", "noise", "error"),
+              *_ratio(r.found), _percent(r.noise), _percent(r.floor["fraction_of_floor"]), console.number(r.error),
+              "; ".join(filter(None, (r.reason, r.floor["note"])))] for r in rows],
+            right=("µs", "baseline µs", "ratio", "noise", "of floor", "error"),
         )  # fmt: skip
         gaps = sum(row.verdict == GAP for row in rows)
         if gaps:

@@ -110,7 +110,7 @@ def _line(row: PageRow, look: int) -> str:
 
 def _share(row: PageRow) -> str:
     """The share of the floor; one above 100 % says that it cannot be."""
-    return f"{row.floor:.0%}" + (" (above its floor: ceilings too low)" if (row.floor or 0) > 1 else "")
+    return f"{row.floor:.0%}" + (" (above its floor: measured too high)" if (row.floor or 0) > 1 else "")
 
 
 def _untimed(files: Files) -> str:

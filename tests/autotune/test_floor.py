@@ -9,22 +9,58 @@ import torch
 
 from gristmill.autotune import floor
 from gristmill.autotune.floor import Ceilings, CeilingsError
+from gristmill.autotune.reading import Reading
 from gristmill.kernel_registry.op import Cost
 
 LIMITS = Ceilings(read_gbs=100.0, copy_gbs=80.0, tflops=(("bf16", 2.0),), launch_us=3.0)
 
 
+READ = Reading(size=1_000_000, copies=64, us=12.0, how="dot")
+
+
 @pytest.mark.parametrize(
-    ("cost", "us", "bound"),
+    ("cost", "read_us", "us", "bound", "source"),
     [
-        (Cost(bytes=1_000_000, flops=0), 10.0, "memory"),
-        (Cost(bytes=1, flops=40_000_000), 20.0, "compute"),
-        (Cost(bytes=1, flops=1), 3.0, "launch"),
-        (Cost(bytes=1_000_000, flops=10**12, unit="fp4"), 10.0, "memory"),  # no rate was measured for it
+        (Cost(bytes=1_000_000, flops=0), 12.0, 12.0, "memory", "read kernel of 1000000 bytes, 64 in turn (dot)"),
+        (Cost(bytes=1_000_000, flops=40_000_000), 12.0, 20.0, "compute", "compute"),
+        (Cost(bytes=1, flops=1), 2.0, 3.0, "launch", "launch"),
+        (Cost(bytes=1, flops=1), 3.5, 3.5, "launch", "read kernel of 1 bytes, 64 in turn (dot)"),
+        (Cost(bytes=1_000_000, flops=10**12, unit="fp4"), 12.0, 12.0, "memory", "read kernel of 1000000 bytes, 64 in turn (dot)"),  # no rate
+        (Cost(bytes=1_000_000, flops=0), None, 10.0, "memory", "read bandwidth for 1000000 bytes: no room"),
     ],
 )
-def test_the_floor_is_the_largest_part(cost: Cost, us: float, bound: str) -> None:
-    assert LIMITS.floor_us(cost) == pytest.approx(us) and LIMITS.bound(cost) == bound
+def test_the_floor_is_the_largest_part(cost: Cost, read_us: float | None, us: float, bound: str, source: str) -> None:
+    read = replace(READ, size=cost.bytes, us=read_us, how=READ.how if read_us else "no room")
+    found = LIMITS.floor(cost, read)
+    assert (found.us, found.bound, found.source) == (pytest.approx(us), bound, source)
+
+
+def test_a_row_below_its_floor_says_which_measurement_to_doubt() -> None:
+    slow, compute = Cost(bytes=1_000_000, flops=0), Cost(bytes=1_000_000, flops=10**9)
+    for cost, read, doubted in (
+        (slow, READ, "the read kernel of 1000000 bytes, 64 in turn (dot) was disturbed twice"),
+        (slow, replace(READ, us=None), "the measured read bandwidth was stale"), (compute, READ, "the measured compute ceiling was stale"),
+    ):  # fmt: skip
+        limit = LIMITS.floor(cost, read)
+        below, above = limit.fields(limit.us / 1.05), limit.fields(limit.us)
+        assert below["note"].startswith("105.0% of the floor") and doubted in below["note"]
+        assert ("doctor --measure" in below["note"]) == ("read kernel" not in limit.source)
+        assert above["note"] == "" and above["fraction_of_floor"] == 1.0 and above["floor_us"] == limit.us
+
+
+def test_a_rows_bytes_are_read_as_the_row_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(floor, "ceilings", lambda device: LIMITS)
+    monkeypatch.setattr(floor, "reading", lambda device, size, **how: asked.append((device, size, how)) or READ)
+    for hot in (False, True):
+        floor.row_floor(Cost(bytes=1 << 20, flops=0), "cpu", 7.0, captured=False, hot=hot)
+    floor.row_floor(Cost(bytes=1 << 20, flops=0), "cuda:0", 7.0, captured=True, hot=False)
+    floor.row_floor(Cost(bytes=100 << 20, flops=0), "cuda:0", 7.0, captured=False, hot=False)
+    assert asked == [
+        ("cpu", 1 << 20, {"copies": 64, "captured": False, "beaten": 7.0}), ("cpu", 1 << 20, {"copies": 1, "captured": False, "beaten": 7.0}),
+        ("cuda:0", 1 << 20, {"copies": 64, "captured": True, "beaten": 7.0}),
+        ("cuda:0", 100 << 20, {"copies": 3, "captured": False, "beaten": 7.0}),
+    ]  # fmt: skip
 
 
 def test_ceilings_are_measured_once_and_kept(policy_file, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -87,7 +87,6 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(program, "Graphs", Calls)
-    monkeypatch.setattr(program, "cold_data", lambda: None)
     monkeypatch.setattr(program, "environment", dict)
     out, kept = tmp_path / "found.json", tmp_path / "store.json"
     wanted = ["--out", str(out), "--store", str(kept), "--schemes", "int4_g128", "--shapes", "96x256", "--m", "1,20", "--rounds", "3",
@@ -97,6 +96,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch, 
     rows = json.loads(out.read_text())["rows"]
     assert [row["m"] for row in rows] == [1, 20]
     for row in rows:
+        assert row["floor_us"] > 0 and row["floor_how"] in ("sum", "dot")
         assert row["refused"]["linear_torch"].startswith("multiplies dense weights")
         assert row["best"].startswith("linear_") and row["peer"] == program.CUBLAS and len(row["samples"][row["best"]]) == 3
         assert row["errors"][program.CUBLAS] < row["errors"]["linear_cpu/0"] * 10 and row["isolated_us"].keys() == row["us"].keys()

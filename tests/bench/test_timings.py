@@ -81,20 +81,47 @@ def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["us"] is None and rows[0]["reason"] and rows[1]["us"] > 0
 
 
-def test_a_time_below_its_floor_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred and five percent of what is possible is a mistake of the ceilings, and is not printed as if it were a feat."""
-    from gristmill.autotune.floor import Ceilings
+BENCH = ("bench", "rms_norm", "--problem", "m=64,n=4096", "--kernels", "rms_norm_cpu", "--seconds", "0.05", "--quick")
+COMPARE = ("compare", "rms_norm", "--problem", "m=64,n=4096", "--kernels", "rms_norm_cpu", "--baseline", "*_torch", "--seconds", "0.1")
 
-    command = ("bench", "rms_norm", "--problem", "m=64,n=4096", "--kernels", "rms_norm_cpu", "--seconds", "0.05", "--quick")
-    for read, flagged in ((0.01, True), (1e6, False)):  # GB/s: a ceiling that everything is above, and one that nothing is
-        limits = Ceilings(read, read, (), 0.0)
-        monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device, limits=limits: limits)
+
+def test_floors_are_read_in_the_way_that_rows_are_timed() -> None:
+    size = OP.cost(OP.problem("m=64,n=4096")).bytes
+    for command, copies in ((BENCH, 64), (COMPARE, 64), ((*COMPARE, "--hot"), 1)):
         row, = answer(*command)
-        assert (row["fraction_of_floor"] > 1) == flagged and row["us"] > 0 and row["reason"] == ""
-        assert ("doctor --measure" in row["note"] and "memory ceiling" in row["note"]) == flagged
-    shown = CliRunner().invoke(cli, [*command, "--target", "cpu"])
-    monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device: Ceilings(0.01, 0.01, (), 0.0))
-    assert "doctor" not in shown.stdout and "doctor" in CliRunner().invoke(cli, [*command, "--target", "cpu"]).stdout
+        assert row["floor_source"].startswith(f"read kernel of {size} bytes, {copies} in turn (") and row["bound"] == "memory"
+        assert row["fraction_of_floor"] == pytest.approx(row["floor_us"] / row["us"]) and row["floor_us"] > 0
+
+
+@pytest.mark.parametrize("command", [BENCH, COMPARE])
+def test_a_time_below_its_floor_is_flagged(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred and five percent of what is possible is a mistake of the floor, and is not printed as if it were a feat."""
+    from gristmill.autotune.floor import Ceilings
+    from gristmill.autotune.reading import Reading
+
+    limits = Ceilings(0.01, 0.01, (), 0.0)
+    monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device: limits)
+    # Microseconds: a read that everything is faster than, one that nothing is, and one that does not fit, at 0.01 GB/s.
+    for us, flag in ((1e6, "disturbed twice"), (1e-3, ""), (None, "doctor --measure")):
+        monkeypatch.setattr("gristmill.autotune.floor.reading", lambda *_, us=us, **more: Reading(1, more["copies"], us, "planted"))
+        row, = answer(*command)
+        assert (row["fraction_of_floor"] > 1) == bool(flag) and row["us"] > 0
+        assert flag in row["note"] and bool(row["note"]) == bool(flag)
+        assert row["floor_source"].startswith("read bandwidth" if us is None else "read kernel")
+        shown = CliRunner().invoke(cli, [*command, "--target", "cpu"]).stdout
+        assert ("disturbed" in shown) == bool(flag)
+
+
+def test_a_size_that_several_kernels_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gristmill.autotune import reading
+
+    reading.forget()
+    taken, true = [], reading._measured
+    monkeypatch.setattr(reading, "_measured", lambda *what: taken.append(what) or true(*what))
+    problems = ("--problem", "m=64,n=4096", "--seconds", "0.05", "--quick")
+    rows = answer("bench", "rms_norm", *problems) + answer("bench", "rms_norm", *problems)
+    below = sum(bool(row["note"]) for row in rows)
+    assert sum(row["us"] is not None for row in rows) >= 4 and len(taken) <= 1 + bool(below)
 
 
 def test_problems_may_be_written_together() -> None:

@@ -1,0 +1,203 @@
+"""How long it takes to read so many bytes, by a kernel that does nothing else: the part of a floor that memory makes.
+
+Bytes over a bandwidth are not that at small sizes: a kernel has to begin, to fill the device and to end, and bytes may lie in a
+cache. So the same number of bytes is read in the way in which a row was timed: as many copies in turn, in a graph or call by call,
+by the same `Timed`. The fastest of a few kernels counts, and the least of their samples. Every kernel is held to its sum over other
+content at the same addresses, so that one that leaves something out is an error and not a low floor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gristmill.autotune.clock import now
+from gristmill.autotune.device import free_bytes, on_device
+from gristmill.autotune.timing import GPU_CALLS, Timed, cold_bytes
+
+ROUNDS, LEAST, SECONDS = 7, 3, 0.05
+"""Samples of each kernel; fewer, down to the least number, where they take longer than that together."""
+
+SHARE = 0.5
+"""The part of the free memory that copies may take."""
+
+LINE, STEP = 16, 64
+"""Elements of 4 bytes: whole lines of the cache are read, and copies begin at multiples of 256 bytes."""
+
+AMPLITUDE, APART = 1 << 16, 61
+"""Numbers in memory are below the one, so that no program's sum leaves 32 bits; ones are the other apart, so that they do not all fall
+to the same lane of a vector, whose sum would not be exact for ever."""
+
+
+class ReadError(RuntimeError):
+    """A read kernel did not read what it was to read."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """us: the least microseconds of reading `size` bytes, one of `copies` in turn; None where they do not fit into memory.
+    how: the fastest kernel, or why there is no time. again: measured a second time already."""
+
+    size: int
+    copies: int
+    us: float | None
+    how: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A way of reading. call: reads one copy. total: the sum of all that the last call read; asked once a call."""
+
+    name: str
+    call: Callable[[torch.Tensor], object]
+    total: Callable[[], float]
+
+
+_kept: dict[tuple[Any, ...], Reading] = {}
+_memory: dict[str, torch.Tensor] = {}
+
+
+def reading(device: str, size: int, *, copies: int, captured: bool, beaten: float = math.inf) -> Reading:
+    """The time of reading `size` bytes (the whole lines of 64 among them, one at least), measured once a process.
+
+    copies: how many lie beside each other and are read in turn; 1 = they stay in the cache. captured: on a GPU, as a graph.
+    beaten: microseconds that something took which cannot be faster than this: where it was, the read is measured once more, since
+    it may have been disturbed, and the faster of the two is kept. ReadError if a kernel skips something.
+    """
+    key = (device, torch.get_num_threads() if device == "cpu" else 0, size, copies, captured)
+    found = _kept.get(key)
+    if found is None:
+        found = _kept[key] = _measured(device, size, copies, captured)
+    if found.us is not None and beaten < found.us and not found.again:
+        second = _measured(device, size, copies, captured)
+        faster = second if second.us is not None and second.us < found.us else found
+        found = _kept[key] = replace(faster, again=True)
+    return found
+
+
+def forget() -> None:
+    """Drop everything that was measured, and the memory it was measured in."""
+    _kept.clear()
+    _memory.clear()
+
+
+def _measured(device: str, size: int, copies: int, captured: bool) -> Reading:
+    count = LINE * max(1, size // (4 * LINE))
+    step = -(-count // STEP) * STEP
+    need, free = 4 * step * copies, free_bytes(device)
+    held = _memory[device].nbytes if device in _memory else 0
+    absent = Reading(size, copies, None, f"{copies} x {size} bytes are more than half of the memory that is free")
+    if need > held and need > SHARE * (free + held):
+        return absent
+    try:
+        with on_device(device):
+            data = _room(device, need // 4)
+            views = [data[index * step : index * step + count] for index in range(copies)]
+            us, how = min((_least(reader, views, device, captured), reader.name) for reader in _readers(data, count))
+    except torch.OutOfMemoryError:
+        _memory.pop(device, None)
+        return absent
+    if data.nbytes > 2 * cold_bytes(device):
+        _memory.pop(device, None)
+    return Reading(size, copies, us, how)
+
+
+def _room(device: str, count: int) -> torch.Tensor:
+    """Memory for `count` elements: what is held, or more instead of it."""
+    held = _memory.get(device)
+    if held is None or held.numel() < count:
+        held = None
+        _memory.pop(device, None)
+        _memory[device] = held = _filled(device, count)
+    return held
+
+
+def _filled(device: str, count: int) -> torch.Tensor:
+    """On a GPU numbers of which every other one is the negative of the one before it. On a CPU, which multiplies and adds floating
+    point numbers, zeros with a one here and there: sums of them are exact, and every page is written, without which it would not be
+    memory of its own."""
+    if device == "cpu":
+        data = torch.zeros(count)
+        data[::APART] = 1.0
+        return data
+    data = torch.empty(count, dtype=torch.int32, device=device)
+    pairs = data.view(-1, 2)
+    pairs[:, 0].random_(1, AMPLITUDE)
+    torch.neg(pairs[:, 0], out=pairs[:, 1])
+    return data
+
+
+def _readers(data: torch.Tensor, count: int) -> Iterator[Reader]:
+    """Ways of reading `count` elements of memory that is filled like `data`."""
+    if data.is_floating_point():
+        total = torch.zeros(())
+        yield Reader("sum", lambda view: torch.sum(view, 0, out=total), lambda: float(total))
+        yield Reader("dot", lambda view: torch.dot(view, view, out=total), lambda: float(total))
+        return
+    whole = torch.zeros((), dtype=torch.int64, device=data.device)
+    yield Reader("sum", lambda view: torch.sum(view, 0, out=whole), lambda: float(whole))
+    if importlib.util.find_spec("triton") is not None:
+        yield from _triton(data, count)
+
+
+def _triton(data: torch.Tensor, count: int) -> Iterator[Reader]:
+    from gristmill.autotune import _reading_triton as code
+
+    for block, parts, warps in code.SHAPES:
+        programs = -(-count // (block * parts))
+        sink = torch.zeros(programs, dtype=torch.int32, device=data.device)
+
+        def call(view: torch.Tensor, block: int = block, parts: int = parts, warps: int = warps, programs: int = programs,
+                 sink: torch.Tensor = sink) -> None:  # fmt: skip
+            code.read[(programs,)](view, sink, len(view), BLOCK=block, PARTS=parts, num_warps=warps)
+
+        def total(sink: torch.Tensor = sink) -> float:
+            found = float(sink.sum())
+            sink.zero_()  # programs whose sum is 0 do not write it
+            return found
+
+        yield Reader(f"{block}x{parts}, {warps} warps", call, total)
+
+
+def _least(reader: Reader, views: Sequence[torch.Tensor], device: str, captured: bool) -> float:
+    """Microseconds of one read, the least of some samples."""
+    _check(reader, views[-1])
+    turn = 0
+
+    def start() -> None:
+        nonlocal turn
+        turn = 0
+
+    def step() -> None:
+        nonlocal turn
+        view = views[turn]
+        turn = (turn + 1) % len(views)
+        reader.call(view)
+
+    calls = None if device == "cpu" else max(len(views), GPU_CALLS)
+    timed = Timed(step, device, calls=calls, graph=captured, start=start)
+    best, begin = math.inf, now()
+    for taken in range(ROUNDS):
+        if taken >= LEAST and now() - begin > SECONDS:
+            break
+        best = min(best, timed.sample())
+    return best
+
+
+def _check(reader: Reader, view: torch.Tensor) -> None:
+    """ReadError unless `reader` adds up all of this copy; of integers with other content than it is timed on, which cancels out."""
+    odd = view[1::2] if not view.is_floating_point() else view[:0]
+    odd.neg_()
+    expected = float(view.sum(dtype=torch.float64 if view.is_floating_point() else torch.int64))
+    reader.call(view)
+    found = reader.total()
+    odd.neg_()
+    if found != expected:
+        raise ReadError(f"the read kernel {reader.name} adds up {view.nbytes} bytes to {found:.9g}, and they make {expected:.9g}: "
+                        "it does not read all of them")  # fmt: skip
