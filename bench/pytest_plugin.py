@@ -79,20 +79,25 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
 
     kernel: a name, a `Kernel`, or None for the one that selection picks. target: as ``kernelbench --target`` takes it;
     None: the first GPU, else the CPU. hot: arguments stay in the cache. A kernel that cannot run here skips the test and says
-    why; a problem that it does not take is a ValueError; a wrong result is a `WrongResultError`.
+    why; a problem that it does not take is a ValueError; a wrong result is a `WrongResultError`. On a GPU a registered kernel is
+    verified in a child process first.
     """
 
     def run(
         op: str, problem: str, kernel: str | Kernel | None = None, *, target: str | None = None, hot: bool = False,
         rounds: int = ROUNDS,
     ) -> KernelTimes:  # fmt: skip
-        from gristmill.bench.arms import KernelArm, shared_rotations
+        from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
+        from gristmill.bench.compare import verified
 
         here, known = place(target), default_registry().op(op)
         if here.device is None:
             pytest.skip(f"{here.target.name} is not a device of this machine")
         asked = known.problem(problem)
         chosen, config = _chosen(known, kernel, asked, here)
+        # On a GPU a fault ends the context, and with it every test that comes later: it may happen in a child process first.
+        if here.device != "cpu" and (wrong := verified(known, chosen, config, asked, here.device)):
+            raise WrongResultError(f"{chosen.name}: {wrong}")
         arm = KernelArm(chosen, config, shared_rotations(known, asked, here.device, [chosen], hot=hot)[chosen.name])
         samples: list[float] = []
 

@@ -17,8 +17,10 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).parents[2]
 SUITE = """
+from dataclasses import replace
 import pytest
 from gristmill.bench.arms import WrongResultError
+from gristmill.bench.place import place
 from tests.bench import cheats, slowed
 
 def test_named(kernel_benchmark):
@@ -43,6 +45,13 @@ def test_device_that_is_not_here(kernel_benchmark):
 def test_problem_that_it_does_not_take(kernel_benchmark):
     with pytest.raises(ValueError, match="linear_torch does not take"):
         kernel_benchmark("linear", "m=1,n=64,k=64,w=int4_g32", kernel="linear_torch", target="cpu")
+
+def test_fault_in_the_child_process_of_a_gpu(kernel_benchmark, monkeypatch):
+    here = replace(place("cpu"), device="cuda:0")
+    monkeypatch.setattr("gristmill.bench.pytest_plugin.place", lambda target: here)
+    monkeypatch.setattr("gristmill.bench.compare.verified", lambda *asked: f"no result on {asked[-1]}")
+    with pytest.raises(WrongResultError, match="rms_norm_cpu: no result on cuda:0"):
+        kernel_benchmark("rms_norm", "m=4,n=64", kernel="rms_norm_cpu")
 """
 
 
@@ -88,4 +97,5 @@ def test_what_cannot_run_is_skipped_with_its_reason(outcome: tuple[str, dict[str
     shown, _ = outcome
     assert "rms_norm_flashinfer cannot run here" in shown and "gfx942 is not a device of this machine" in shown
     assert "PASSED test_theirs.py::test_problem_that_it_does_not_take" in shown
-    assert "1 failed, 3 passed, 2 skipped" in shown
+    assert "PASSED test_theirs.py::test_fault_in_the_child_process_of_a_gpu" in shown
+    assert "1 failed, 4 passed, 2 skipped" in shown

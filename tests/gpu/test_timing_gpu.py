@@ -1,11 +1,20 @@
-"""Timing on the GPU: what is timed never runs ahead of what made its arguments."""
+"""Timing on the GPU: what is timed never runs ahead of what made its arguments, and the clock is read."""
 
 from __future__ import annotations
+
+import random
+import subprocess
 
 import pytest
 import torch
 
 from gristmill.autotune import timing
+from gristmill.autotune.gpu_clock import sm_clock
+from gristmill.autotune.rotation import Rotation
+from gristmill.bench.arms import KernelArm
+from gristmill.bench.place import place
+from gristmill.bench.statistics.rounds import Heat
+from gristmill.kernel_registry.registry import default_registry
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +46,33 @@ def test_timed_calls_wait_for_their_arguments() -> None:
     timing.Timed(call, "cuda:0").sample()
     torch.cuda.synchronize()
     assert calls and bool((seen[: len(calls)] == 7).all())
+
+
+def test_the_clock_is_the_one_that_the_driver_shows() -> None:
+    read = sm_clock("cuda:0")
+    if torch.version.cuda is None:
+        assert read is None
+        return
+    assert read is not None
+    data = torch.randn(4096, 4096, device="cuda")
+    for _ in range(200):
+        data = torch.mm(data, data).mul_(1e-2)
+    seen = [read() for _ in range(20)]
+    torch.cuda.synchronize()
+    known = [mhz for mhz in seen if mhz is not None]
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    shown = subprocess.run(["nvidia-smi", f"--id={uuid}", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"],
+                           capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert len(known) == 20 and all(100 < mhz <= float(shown) for mhz in known), (seen, shown)
+
+
+def test_rounds_have_their_clock(policy_file) -> None:
+    policy_file()
+    op, here = default_registry().op("rms_norm"), place(None)
+    kernel, problem = default_registry().kernel("rms_norm", "rms_norm_triton"), op.problem("m=256,n=4096")
+    arm = KernelArm(kernel, kernel.config(problem, here.target), Rotation(op, kernel, problem, "cuda:0"))
+    heat = Heat([arm], clock=sm_clock("cuda:0"))
+    heat.run(9, random.Random(0))
+    if torch.version.cuda is not None:
+        assert len(heat.clocks) == 9 and all(mhz and mhz > 100 for mhz in heat.clocks)
+    assert 5 <= len(heat.steady) <= 9 and len(heat.kept(arm.name)) == len(heat.steady)
