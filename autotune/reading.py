@@ -2,8 +2,8 @@
 
 Bytes over a bandwidth are not that at small sizes: a kernel has to begin, to fill the device and to end, and bytes may lie in a
 cache. So the same number of bytes is read in the way in which a row was timed: as many copies in turn, in a graph or call by call,
-by the same `Timed`. The fastest of a few kernels counts, and the least of their samples. Every kernel is held to its sum over other
-content at the same addresses, so that one that leaves something out is an error and not a low floor.
+by the same `Timed`. The fastest of a few kernels counts, and the least of their samples. Every kernel is held to the sum of
+what it reads, so that one that leaves something out is an error and not a low floor.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ GPU_COLD = 256 << 20
 
 MAX_SETS = 64
 
+
 def cold_bytes(device: str) -> int:
     """Bytes over which arguments rotate on a device."""
     return GPU_COLD if device.startswith("cuda") else CPU_COLD

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from gristmill.autotune.reading import reading
-
 from gristmill.autotune.captures import capturing
+from gristmill.autotune.reading import reading
 
 DEVICE = "cuda:0"
 COLD = 260 << 20
