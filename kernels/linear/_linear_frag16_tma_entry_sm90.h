@@ -54,7 +54,9 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // y [m, n] = x [m, k] . W^T (times row_scale [n]) + bias + residual; dtype 1 is fp16, 2 bf16, of x and y; scale_dtype that of 16-bit scales.
 // mt, c, slices, ctas name a shape; split CTAs share a tile along K, and without that `grid` CTAs walk over the tiles, `raster` of them along M side
-// by side. With `even` the last tiles are dealt out along K: then scratch holds 65536 bytes that are zero, and grid * mt * c * 256 more.
+// by side. even: the last tiles are dealt out along K, one or two tiles' worth for each CTA (1: few sums to add) or only what is left over
+// by whole tiles (2: CTAs go along K together, and find each other's x and W in L2). Then scratch holds 65536 bytes that are zero, and
+// grid * mt * c * 256 more.
 // lag: groups that the second half of a CTA's warpgroups stays behind the first, so that one half multiplies while the other stores; only
 // of shapes with four warpgroups of their own rows. x must be 16-byte aligned, its rows (ldx elements apart) too. device < 0 asks for the bytes of
 // shared memory. A CTA of several slices has one tile: `grid` does not count, `even` is refused, and groups / split must be as many.
@@ -72,6 +74,7 @@ GM_CUDA_ENTRY(GM_ENTRY)
   // The first half uses up `lag` groups, and waits for the next, before the second gives back any.
   if (lag < 0 || lag * 2 >= shape->xs || lag >= shape->ws || (lag > 0 && (split > 1 || !shape->turns))) return GM_E_ARG;
   if ((split != 1 && split != 2 && split != 4 && split != 8) || split > mt / 8 / slices) return GM_E_ARG;
+  if (even < 0 || even > 2) return GM_E_ARG;
   if (slices > 1 && (even || ceil_div(k, gm::kTileK) / split < slices)) return GM_E_ARG;
   if (m < 0 || n < 1 || k < 1 || ldx < k || ldx % 8 != 0 || reinterpret_cast<uintptr_t>(x) % 16 != 0) return GM_E_SHAPE;
   if (device < 0) return shape->smem;
@@ -92,8 +95,8 @@ GM_CUDA_ENTRY(GM_ENTRY)
   if (status != GM_OK) return status;
   const int64_t tiles = int64_t(p.n_tiles) * p.m_tiles;
   if (tiles * split > INT32_MAX) return GM_E_SHAPE;
-  if (split == 1 && even && tiles % grid != 0) {  // one or two tiles' worth for each CTA; the rest are whole tiles
-    const int64_t shared = tiles < 2 * grid ? tiles : tiles % grid + grid, units = shared * p.groups;
+  if (split == 1 && even && tiles % grid != 0) {
+    const int64_t rest = tiles % grid, shared = even == 2 ? rest : tiles < 2 * grid ? tiles : rest + grid, units = shared * p.groups;
     if (units >= grid) {
       if (scratch == nullptr) return GM_E_ARG;
       p.shared_tiles = int(shared), p.part_groups = int(units / grid), p.longer_parts = int(units % grid);

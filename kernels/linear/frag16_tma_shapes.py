@@ -13,7 +13,7 @@ from gristmill.kernels.linear.frag16_shapes import Format, ceil
 FLAG_BYTES = 1 << 16
 BAND, BAND_BYTES = 8, 16 << 20
 """Tiles along M that follow each other in time: no more, and no more bytes of x, which stay in L2 beside the weights."""
-RESIDENT = 20 << 20
+L2_BYTES, RESIDENT = 50 << 20, 20 << 20
 """Weights of so few bytes stay in L2 from one tile along M to the next."""
 
 
@@ -73,8 +73,8 @@ _STORE = 0.8
 
 
 class Way(NamedTuple):
-    """How a problem is spread: CTAs that share a tile along K; whether the last tiles are dealt out along K; CTAs; groups between the
-    halves of their warpgroups."""
+    """How a problem is spread: CTAs that share a tile along K; what is dealt out along K: nothing, the last one or two tiles a CTA, or (2)
+    only those beyond whole tiles; CTAs; groups between the halves of their warpgroups."""
 
     split: int
     even: int
@@ -83,21 +83,24 @@ class Way(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Groups of the busiest multiprocessor, groups of a CTA one after the other, waves of CTAs, CTAs that a tile is dealt to."""
+    """Groups of the busiest multiprocessor, groups of a CTA one after the other, waves of CTAs, CTAs that a tile is dealt to, share of the
+    tiles whose CTAs are each elsewhere along K."""
 
     busiest: float
     chain: int
     waves: int
     dealt: float
+    apart: float = 0.0
 
 
 def _waves(shape: Shape, way: Way, tiles: int, groups: int, processors: int) -> Work:
     """How the groups of `tiles` tiles fall to multiprocessors and CTAs."""
     split, grid = way.split, way.grid
     if way.even and tiles % grid:
-        dealt = tiles if tiles < 2 * grid else tiles % grid + grid
+        dealt = tiles % grid if way.even == 2 else tiles if tiles < 2 * grid else tiles % grid + grid
         chain = ceil(dealt * groups, grid) + (tiles - dealt) // grid * groups
-        return Work(chain * grid / processors, chain, 1, min(grid / tiles, groups) if tiles < grid else 1)
+        sharers = max(1.0, min(grid / dealt, groups))
+        return Work(chain * grid / processors, chain, 1, sharers, 0.0 if way.even == 2 else dealt / tiles)
     if split == 1 and shape.slices == 1:
         chain = ceil(tiles, grid) * groups
         return Work(chain * ceil(min(tiles, grid), processors), chain, 1, 0)
@@ -116,7 +119,11 @@ def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, p
     work = _waves(shape, way, across * down, ceil(k, 128), processors)
     weight = ceil(n, 16) * ceil(k, 128) * form.tile_bytes
     memory = (weight + 2 * m * (n + k)) / 4.3e6
-    cache = (across * m * k * 2 + down * weight) / (7.5e6 if shape.slices == 1 else 10.5e6)
+    cache = 0.0
+    for size, times in ((2 * m * k, across), (weight, down)):
+        # What fits stays in L2. Of the rest, CTAs that are elsewhere along K find nothing there that another has read.
+        lost = work.apart if size > L2_BYTES / 2 else 0.0
+        cache += size * times * (lost / 4.3e6 + (1 - lost) / (7.5e6 if shape.slices == 1 else 10.5e6))
     time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
     time *= 1 + hot * min(1.0, time / 300)
     sums = cluster + doubling * log2(way.split) if way.split > 1 else deal + part * work.dealt if work.dealt else 0.0
@@ -143,8 +150,10 @@ def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) ->
             yield shape, Way(1, 0, full, lag)
         for grid in sorted({processors, full}):
             if tiles % grid and tiles * groups >= grid:
-                for lag in lags:
-                    yield shape, Way(1, 1, grid, lag)
+                beyond = (2,) if tiles > grid and tiles % grid * groups >= grid else ()
+                for even in (1, *beyond):
+                    for lag in lags:
+                        yield shape, Way(1, even, grid, lag)
         for split in (2, 4, 8):
             if m <= shape.mt * 2 and groups >= split and split <= shape.mt // 8:
                 yield shape, Way(split, 0, full)

@@ -153,6 +153,8 @@ def test_the_library_takes_what_is_shipped() -> None:
         ({"mt": 128, "c": 4, "ctas": 1, "lag": 4}, -5),  # x has 7 slots: the first half would wait for one that the second has
         ({"mt": 128, "c": 4, "ctas": 1, "lag": 2, "split": 2}, -5),
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "even": 1}, -5),
+        ({"even": 3}, -5),
+        ({"even": -1}, -5),
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "k": 128}, -5),  # one group for two slices
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "split": 2}, -5),
         ({"m": -1}, -2),
@@ -166,3 +168,20 @@ def test_the_library_takes_what_is_shipped() -> None:
 )
 def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
     assert _call(**changed) == code
+
+
+def _best(m: int, n: int, k: int) -> dict[str, int]:
+    form = format_of(QuantScheme.parse("int4_g128"))
+    return shapes.ranked(form, "bf16", m, n, k, 132)[0][1]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "even"), [(1024, 5120, 27648, 2), (1024, 7168, 16384, 2), (32, 5120, 27648, 1)])
+def test_ctas_keep_together_along_k_where_l2_does_not_hold_x_and_w(m: int, n: int, k: int, even: int) -> None:
+    """160 and 224 tiles: were they all dealt out, no two CTAs would be at the same k. 40 tiles leave no choice."""
+    assert _best(m, n, k)["even"] == even
+
+
+def test_neighbours_share_x_where_w_stays_in_l2() -> None:
+    assert _best(256, 7168, 2048)["raster"] == 1
+    assert _best(256, 28672, 4096)["raster"] > 1
+    assert _best(20000, 4096, 1536)["raster"] == shapes.BAND
