@@ -13,6 +13,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(importlib.util.find_spec("pytest_benchmark") is None, reason="the package pytest-benchmark is not installed"),
 ]
 ROOT = Path(__file__).parents[2]

@@ -66,6 +66,7 @@ def test_the_clock_is_the_one_that_the_driver_shows() -> None:
     assert len(known) == 20 and all(100 < mhz <= float(shown) for mhz in known), (seen, shown)
 
 
+@pytest.mark.alone
 def test_rounds_have_their_clock(policy_file) -> None:
     policy_file()
     op, here = default_registry().op("rms_norm"), place(None)

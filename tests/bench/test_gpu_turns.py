@@ -1,0 +1,42 @@
+"""Turns of GPU tests: several beside each other, none beside one that is alone, and who is alone need not wait for all others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from tests.gpu.turns import turn
+
+
+def test_who_is_alone_is_alone(tmp_path: Path) -> None:
+    inside: list[str] = []
+    seen: list[list[str]] = []
+    together, done = threading.Barrier(3), threading.Event()
+
+    def beside(first: bool) -> None:
+        if first:
+            with turn(tmp_path, alone=False):
+                together.wait(timeout=20)  # three at once
+        while not done.is_set():
+            with turn(tmp_path, alone=False):
+                inside.append("beside")
+                time.sleep(0.002)
+                inside.remove("beside")
+
+    def alone() -> None:
+        for _ in range(5):  # ends although the others never stop coming
+            with turn(tmp_path, alone=True):
+                inside.append("alone")
+                time.sleep(0.01)
+                seen.append(list(inside))
+                inside.remove("alone")
+        done.set()
+
+    threads = [threading.Thread(target=beside, args=(True,), daemon=True) for _ in range(3)] + [threading.Thread(target=alone, daemon=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert seen == [["alone"]] * 5
