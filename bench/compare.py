@@ -126,15 +126,15 @@ def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
 
 def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
     """Cases in order, split so that the argument lists of a group stay within MEMORY."""
-    from gristmill.autotune.timing import CPU_COLD, GPU_COLD
+    from gristmill.autotune.timing import cold_bytes
 
-    cpu = here.device == "cpu"
+    device = here.device or "cpu"
+    limit = CPU_MEMORY if device == "cpu" else GPU_MEMORY
     groups: list[list[Case]] = []
     room = 0
     for case in cases:
         # Lists amount to the cold budget or, where one call moves more, to two of them; each weight layout has its own.
-        least, limit = (CPU_COLD, CPU_MEMORY) if cpu else (GPU_COLD, GPU_MEMORY)
-        need = max(least, 4 * case.op.cost(case.problem).bytes) * (2 if case.op.pack is None else 1 + len(case.others))
+        need = max(cold_bytes(device), 4 * case.op.cost(case.problem).bytes) * (2 if case.op.pack is None else 1 + len(case.others))
         if not groups or need > room:
             groups.append([])
             room = limit

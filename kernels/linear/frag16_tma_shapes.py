@@ -14,7 +14,7 @@ FLAG_BYTES = 1 << 16
 BAND, BAND_BYTES = 8, 16 << 20
 """Tiles along M that follow each other in time: no more, and no more bytes of x, which stay in L2 beside the weights."""
 L2_BYTES, RESIDENT = 50 << 20, 20 << 20
-"""Weights of so few bytes stay in L2 from one tile along M to the next."""
+"""An H200's L2, of which an operand can keep half; weights of so few bytes stay there from one tile along M to the next."""
 
 
 class Shape(NamedTuple):
