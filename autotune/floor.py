@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -114,18 +115,25 @@ def ceilings(device: str) -> Ceilings:
 def kept(device: str) -> Ceilings | None:
     """The ceilings that were measured before with the same torch and threads; None if there are none."""
     policy = Policy.current()
-    found = _read(policy.cache_path / "ceilings.json").get(_key(device, policy))
+    path, key = policy.cache_path / "ceilings.json", _key(device, policy)
+    found = _read(path).get(key)
     if found is None:
         return None
-    return Ceilings(found["read_gbs"], found["copy_gbs"], tuple(map(tuple, found["tflops"])), found["launch_us"],
-                    tuple(found.get("throttled", ())))  # fmt: skip
+    try:
+        return Ceilings(float(found["read_gbs"]), float(found["copy_gbs"]), tuple((str(unit), float(rate)) for unit, rate in found["tflops"]),
+                        float(found["launch_us"]), tuple(map(str, found.get("throttled", ()))))  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CeilingsError(f"{path}: {key}: {error!r} is not what ceilings hold; delete it, and it will be measured anew") from error
 
 
 def remeasure(device: str) -> Ceilings:
-    """Measure the ceilings of a device and keep them."""
+    """Measure the ceilings of a device and keep them; where nothing can be written, with a warning, for this process alone."""
     policy = Policy.current()
     path, found = policy.cache_path / "ceilings.json", _measure(device)
-    _keep(path, _key(device, policy), found)
+    try:
+        _keep(path, _key(device, policy), found)
+    except OSError as error:
+        warnings.warn(f"cannot keep the ceilings in {path}: {error.strerror}; they are measured anew every time", RuntimeWarning, stacklevel=2)
     ceilings.cache_clear()
     return found
 
@@ -142,7 +150,9 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except json.JSONDecodeError as error:
         raise CeilingsError(f"{path}: line {error.lineno}: {error.msg}; delete it, and it will be measured anew") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    except UnicodeDecodeError as error:
+        raise CeilingsError(f"{path}: byte {error.start}: not UTF-8 text; delete it, and it will be measured anew") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("devices"), dict):
         raise CeilingsError(f"{path}: expected ceilings of schema {SCHEMA}; delete it, and it will be measured anew")
     kept: dict[str, Any] = data["devices"]
     return kept

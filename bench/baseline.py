@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 from gristmill.bench.compare import GAP, WRONG, Case, Row
 from gristmill.bench.place import Place
 from gristmill.bench.problems import named
-from gristmill.bench.result_file import ResultError, replace
+from gristmill.bench.result_file import ResultError, parsed, replace
 from gristmill.bench.statistics.verdict import SLOWER, UNCLEAR, Rule, judge
-from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.registry import UnknownError, default_registry
 
 SCHEMA = 1
 OK, SLOW, BAD, NOISY, ELSEWHERE, ABSENT = 0, 1, 2, 3, 4, 5
@@ -79,19 +80,28 @@ def environment(here: Place, portable: bool) -> dict[str, Any]:
 
 def read(path: Path, kind: type = Entry) -> list[dict[str, Any]]:
     """The parts of a baseline file, with entries of a kind; ResultError names what is wrong with it, FileNotFoundError that there is none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected a baseline file") from error
+    data = parsed(path, "a baseline file")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("parts"), list):
         raise ResultError(f"{path}: expected a baseline file of schema {SCHEMA}; kernelbench check --update writes one")
     for place, part in enumerate(data["parts"]):
         try:
-            part["entries"] = [kind(**entry) for entry in part["entries"]]
+            part["entries"] = [_entry(kind, entry) for entry in part["entries"]]
             dict(part["environment"])
         except (KeyError, TypeError, ValueError) as error:
             raise ResultError(f"{path}: parts[{place}]: {error}") from error
     return list(data["parts"])
+
+
+def _entry(kind: type, data: dict[str, Any]) -> Any:
+    """A line, every field of its type; TypeError or ValueError names the one that is not."""
+    entry = kind(**data)
+    for name, value in vars(entry).items():
+        if name in ("op", "problem", "kernel", "yardstick"):
+            if not isinstance(value, str):
+                raise TypeError(f"{name}: expected text, found {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name}: expected a positive number, found {value!r}")
+    return entry
 
 
 def find(parts: Sequence[dict[str, Any]], here: Place) -> tuple[dict[str, Any] | None, str]:
@@ -108,15 +118,16 @@ def find(parts: Sequence[dict[str, Any]], here: Place) -> tuple[dict[str, Any] |
     return None, "; ".join(nearest or ["the file holds no part"])
 
 
-def update(path: Path, here: Place, rows: Sequence[Row], portable: bool) -> list[Entry]:
-    """Put the ratios of `rows` into the part for this environment; other parts, and other lines of it, stay."""
+def update(path: Path, here: Place, rows: Sequence[Row], portable: bool, dropped: Collection[Any] = ()) -> list[Entry]:
+    """Put the ratios of `rows` into the part for this environment; other parts, and other lines of it but for those `dropped`,
+    stay."""
     own = environment(here, portable)
     parts = read(path) if path.exists() else []
     part = next((p for p in parts if p["environment"] == own), None)
     if part is None:
         part = {"environment": own, "entries": []}
         parts.append(part)
-    kept = {(e.op, e.problem, e.kernel): e for e in part["entries"]}
+    kept = {(e.op, e.problem, e.kernel): e for e in part["entries"] if e not in dropped}
     written = []
     for row in rows:
         if row.found is not None:
@@ -140,6 +151,20 @@ def _part_text(part: dict[str, Any]) -> str:
     return f'{{"environment": {json.dumps(part["environment"])}, "entries": [\n{lines}\n]}}'
 
 
+def gone(entries: Sequence[Any]) -> dict[Any, str]:
+    """Of lines that nothing can be measured for any more, why: an operation, axis or kernel that they name is not there."""
+    found = {}
+    for entry in entries:
+        try:
+            op = default_registry().op(entry.op)
+            op.problem(entry.problem)
+            for name in (entry.kernel, getattr(entry, "yardstick", entry.kernel)):
+                default_registry().kernel(op.name, name)
+        except (UnknownError, ValueError) as error:
+            found[entry] = str(error)
+    return found
+
+
 def cases(entries: Sequence[Entry]) -> list[Case]:
     """What has to be raced for `entries`: a case for each problem and yardstick."""
     registry = default_registry()
@@ -154,25 +179,46 @@ def cases(entries: Sequence[Entry]) -> list[Case]:
     return found
 
 
-def against(entries: Sequence[Entry], rows: Sequence[Row], rule: Rule) -> list[Checked]:
-    """Hold rows just measured against their entries, all judged together.
+def expected(entry: Entry, logs: Sequence[float]) -> float:
+    """The log ratio that present ones are held against: the end of the stored interval that is nearer to them, so that what was
+    uncertain when it was written is not counted against the kernel now."""
+    return min(max(statistics.median(logs), math.log(entry.low)), math.log(entry.high)) if logs else 0.0
 
-    The end of the stored interval that is nearer to the present ratio stands for the baseline, so that what was uncertain
-    when it was written is not counted against the kernel now.
+
+def shifts(entries: Sequence[Entry]) -> Callable[[str, str, Sequence[float]], float]:
+    """What makes a race go on until it is clear whether kernels have changed, not whether they are faster than their yardsticks."""
+    by_key = {(f"{e.op} {e.problem}", e.kernel): e for e in entries}
+
+    def shift(key: str, kernel: str, logs: Sequence[float]) -> float:
+        entry = by_key.get((key, kernel))
+        return 0.0 if entry is None else expected(entry, logs)
+
+    return shift
+
+
+def against(entries: Sequence[Entry], rows: Sequence[Row], rule: Rule, missing: Mapping[Entry, str] | None = None) -> list[Checked]:
+    """Hold rows just measured against their entries, all judged together. missing: entries without a row, and why (`gone`).
+
     """
+    missing = missing or {}
     by_key = {(row.op, row.problem, row.kernel): row for row in rows}
+    by_key |= {(e.op, e.problem, e.kernel): Row(e.op, e.problem, e.kernel, e.yardstick, GAP, why) for e, why in missing.items()}
     logs, timed = [], []
     for entry in entries:
         row = by_key[entry.op, entry.problem, entry.kernel]
         if row.found is None:
             continue
-        stored = math.log(min(max(row.found.ratio, entry.low), entry.high))
-        logs.append([math.log(us / base) - stored for us, base in zip(row.samples, row.baseline_samples, strict=True)])
+        own = [math.log(us / base) for us, base in zip(row.samples, row.baseline_samples, strict=True)]
+        logs.append([log - expected(entry, own) for log in own])
         timed.append(entry)
     verdicts = dict(zip(timed, judge(logs, rule), strict=True))
     found = []
     for entry in entries:
         row = by_key[entry.op, entry.problem, entry.kernel]
+        yardstick = by_key.get((entry.op, entry.problem, entry.yardstick))
+        if entry not in verdicts and yardstick is not None and yardstick.verdict == WRONG:
+            found.append(Checked(entry, WRONG, f"the yardstick is wrong: {yardstick.reason}", None, row))
+            continue
         if entry not in verdicts:
             found.append(Checked(entry, row.verdict, row.reason, None, row))
             continue

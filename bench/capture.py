@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gristmill.bench.result_file import ResultError, replace
+from gristmill.bench.result_file import ResultError, parsed, replace
 from gristmill.bench.shapes import Call, Step
 from gristmill.kernel_registry.registry import default_registry
 
@@ -56,10 +56,7 @@ def write(path: Path, counts: Counter[tuple[str, str]], command: str) -> None:
 
 def read(path: Path) -> list[Call]:
     """The calls of a captured file; ResultError names what is wrong with it."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected captured shapes") from error
+    data = parsed(path, "captured shapes")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("calls"), list):
         raise ResultError(f"{path}: expected captured shapes of schema {SCHEMA}; kernelbench shapes capture writes them")
     found = []

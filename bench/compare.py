@@ -82,13 +82,15 @@ class Case:
 
 def compare(
     cases: Sequence[Case], here: Place, rule: Rule, *, hot: bool = False, rounds: int = ROUNDS, seconds: float = SECONDS,
-    seed: int = 0, tell: Callable[[str], None] = lambda text: None,
+    seed: int = 0, shift: Callable[[str, str, Sequence[float]], float] = lambda key, kernel, logs: 0.0,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Race every case's kernels against its baseline, and the baseline against itself.
 
     Every kernel is audited before, at random moments during, and after its timing; one that fails is WRONG. A problem
     whose baseline does not agree with itself within the minimum effect stays UNCLEAR: the machine is too noisy for it.
-    Cases are raced in groups that fit in memory together, and judged all together.
+    Cases are raced in groups that fit in memory together, and judged all together. shift: as `race` takes it; it decides which
+    cases get more rounds, and no verdict.
     """
     rows: list[Row] = []
     raced: list[_Raced] = []
@@ -101,7 +103,7 @@ def compare(
             rows += failed
             if arms:
                 heats[case.key] = Heat(arms, between=auditor(arms, chance), clock=sm_clock(here.device or "cpu"))
-        race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, tell=tell)
+        race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, shift=shift, tell=tell)
         raced += [found for case in group if case.key in heats for found in _finish(case, heats[case.key])]
     verdicts = judge([one.logs for one in raced], rule, seed=seed)
     again = {one.case.key: verdict for one, verdict in zip(raced, verdicts, strict=True) if one.twin}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.bench import baseline, counts
-from gristmill.bench.compare import WRONG
+from gristmill.bench.compare import GAP, WRONG
 from gristmill.bench.place import Place
 from gristmill.bench.problems import named
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER
@@ -58,9 +58,12 @@ class Counted:
 
 
 def work(entries: Sequence[Entry]) -> list[Work]:
-    """What has to be counted for `entries`."""
+    """What has to be counted for `entries`: for those that are not `gone`, in their order."""
     found = []
+    missing = baseline.gone(entries)
     for entry in entries:
+        if entry in missing:
+            continue
         op = default_registry().op(entry.op)
         found.append((op, named(op, entry.kernel)[0], op.problem(entry.problem)))
     return found
@@ -89,7 +92,7 @@ def find(path: Path, here: Place) -> tuple[list[Entry] | None, str]:
 
 
 def update(path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple[str, int | None]]) -> list[Entry]:
-    """Put counts into the part for this environment; other parts, and other lines of it, stay."""
+    """Put counts into the part for this environment; other parts, and other lines of it but for those that are `gone`, stay."""
     own = counts.environment(here)
     parts = baseline.read(path, Entry) if path.exists() else []
     part = next((p for p in parts if p["environment"] == own), None)
@@ -98,16 +101,18 @@ def update(path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple
         parts.append(part)
     written = [Entry(op.name, str(problem), kernel.name, number)
                for (op, kernel, problem), (_, number) in zip(items, found, strict=True) if number is not None]  # fmt: skip
-    kept = {(e.op, e.problem, e.kernel): e for e in [*part["entries"], *written]}
+    missing = baseline.gone(part["entries"])
+    kept = {(e.op, e.problem, e.kernel): e for e in [*part["entries"], *written] if e not in missing}
     part["entries"] = [kept[key] for key in sorted(kept)]
     baseline.write(path, parts)
     return written
 
 
 def against(entries: Sequence[Entry], found: Sequence[tuple[str, int | None]], min_effect: float) -> list[Counted]:
-    """Hold counts against their entries. A count is exact, so that more than the minimum effect is a verdict."""
-    checked = []
-    for entry, (wrong, number) in zip(entries, found, strict=True):
+    """Hold counts of the `work` of `entries` against them. A count is exact, so that more than the minimum effect is a verdict."""
+    missing = baseline.gone(entries)
+    checked = [Counted(entry, GAP, why) for entry, why in missing.items()]
+    for entry, (wrong, number) in zip((e for e in entries if e not in missing), found, strict=True):
         if number is None:
             checked.append(Counted(entry, WRONG, wrong))
             continue
@@ -120,4 +125,6 @@ def against(entries: Sequence[Entry], found: Sequence[tuple[str, int | None]], m
 def exit_code(checked: Sequence[Counted]) -> int:
     """The worst that was found."""
     verdicts = {one.verdict for one in checked}
-    return baseline.BAD if WRONG in verdicts else baseline.SLOW if SLOWER in verdicts else baseline.OK
+    if WRONG in verdicts:
+        return baseline.BAD
+    return baseline.SLOW if SLOWER in verdicts else baseline.ELSEWHERE if GAP in verdicts else baseline.OK

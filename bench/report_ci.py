@@ -25,10 +25,7 @@ def junit(checked: Sequence[Checked | Counted], seconds: float) -> str:
             ElementTree.SubElement(case, "failure", type=one.verdict, message=describe(one))
         elif one.verdict in (UNCLEAR, GAP):
             ElementTree.SubElement(case, "skipped", message=describe(one))
-    root = ElementTree.Element("testsuites")
-    root.append(suite)
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return _xml(suite)
 
 
 def markdown(checked: Sequence[Checked | Counted], title: str) -> str:
@@ -41,6 +38,21 @@ def markdown(checked: Sequence[Checked | Counted], title: str) -> str:
         reason = one.reason.replace("|", "\\|").replace("\n", " ")
         lines.append(f"| {one.verdict} | {one.entry.kernel} | `{one.entry.problem}` | {change} | {one.now} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def stopped(why: str) -> str:
+    """The JUnit XML of a check that could not begin: one error, so that a CI that shows such files has one to show."""
+    suite = ElementTree.Element("testsuite", name="kernelbench check", tests="1", time="0.000", failures="0", errors="1", skipped="0")
+    case = ElementTree.SubElement(suite, "testcase", classname="kernelbench", name="baseline")
+    ElementTree.SubElement(case, "error", message=why)
+    return _xml(suite)
+
+
+def _xml(suite: ElementTree.Element) -> str:
+    root = ElementTree.Element("testsuites")
+    root.append(suite)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def describe(one: Checked | Counted) -> str:

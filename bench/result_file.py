@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -38,22 +39,57 @@ def replace(path: Path, text: str) -> None:
     """Write a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a full disk or an interrupt
+
+
+def parsed(path: str | Path, expected: str) -> Any:
+    """The JSON in a file; ResultError says where it is none and what was expected."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected {expected}") from error
+    except UnicodeDecodeError as error:
+        raise ResultError(f"{path}: byte {error.start} is not UTF-8 text; expected {expected}") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
     """A result file; ResultError names what is wrong with it, FileNotFoundError that there is none."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected a result file of kernelbench") from error
+    data = parsed(path, "a result file of kernelbench")
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise ResultError(f"{path}: expected a result file of kernelbench, an object with rows; found {type(data).__name__}")
+    if data.get("schema", SCHEMA) != SCHEMA:
+        raise ResultError(f"{path}: expected a result file of schema {SCHEMA}, found {data['schema']!r}: another version of kernelbench wrote it")
+    if not isinstance(data.get("environment", {}), dict):
+        raise ResultError(f"{path}: environment: expected an object, found {data['environment']!r}")
     for place, row in enumerate(data["rows"]):
-        if not isinstance(row, dict) or not {"op", "problem", "kernel"} <= row.keys():
-            raise ResultError(f"{path}: rows[{place}]: expected op, problem and kernel")
+        if why := _fault(row):
+            raise ResultError(f"{path}: rows[{place}]: {why}")
     return data
+
+
+def _fault(row: Any) -> str:
+    """What is wrong with the form of a row; "" if nothing is. What it says of kernels may be long gone, which is no fault."""
+    if not isinstance(row, dict) or not {"op", "problem", "kernel"} <= row.keys():
+        return "expected op, problem and kernel"
+    for name in ("op", "problem", "kernel"):
+        if not isinstance(row[name], str):
+            return f"{name}: expected text, found {row[name]!r}"
+    for name, kind, what in (("timing", str, "text"), ("config", dict, "an object"), ("samples", list, "a list")):
+        if row.get(name) is not None and not isinstance(row[name], kind):
+            return f"{name}: expected {what}, found {row[name]!r}"
+    if row.get("us") is not None and not _is_time(row["us"]):
+        return f"us: expected microseconds or null, found {row['us']!r}"
+    if wrong := [us for us in row.get("samples") or () if not _is_time(us)]:
+        return f"samples: expected microseconds, found {wrong[0]!r}"
+    return ""
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def timed(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -132,6 +132,8 @@ class Store:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise StoreError(f"{origin}: expected a store of schema {SCHEMA}, found {found!r}")
+        if other := sorted(data.keys() - {"schema", "verified", "timed"}):
+            raise StoreError(f"{origin}: expected verified and timed, found {', '.join(other)}: this is no store, and will not be replaced by one")
         store = Store()
         for kind, name in ((Verification, "verified"), (Timing, "timed")):
             entries = data.get(name, [])

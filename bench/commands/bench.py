@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.peers import unwrapped
 from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import Asked, asked, baseline_of, chosen, here_or_refuse, named, problem_options
@@ -24,13 +26,13 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="Time spent on each row.")
 @click.option("--quick", is_flag=True, help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.")
 @click.option("--save", is_flag=True, help="Write the times to the store, each under its own key; selection reads those of cold calls back to back.")
-@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE",
+@click.option("--results", type=OutFile(), metavar="FILE",
               help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def bench(
     op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, model: str | None, tp: int, weights: str | None,
     mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...], kernels: str | None, baseline: str | None,
-    target: str | None, seconds: float, quick: bool, save: bool, results: str | None, as_json: bool,
+    target: str | None, seconds: float, quick: bool, save: bool, results: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels of OP, of a suite, or of what a model calls. A kernel is checked before, while and after it is timed.
 
@@ -59,10 +61,13 @@ def bench(
 
     here = place(target)
     here_or_refuse(here)
+    if save:
+        store_to_write(here.policy.store_path)
     wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
     ops = [*dict.fromkeys(one.op for one in wanted)]
     held = chosen(ops, kernels, here)
     here = imported(here, [k for op in ops for k in (*held[op.name], *(named(op, baseline) if baseline else ()))])
+    limits = ceilings(here.device or "cpu")  # before anything else is: damaged ones are refused, and nothing disturbs new ones
     rows: list[dict[str, Any]] = []
     for one in console.progress(wanted, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None
@@ -72,7 +77,7 @@ def bench(
     if save:
         _save(rows, here)
     if results:
-        write(results, here, rows, ceilings=ceilings(here.device or "cpu").as_dict())
+        write(results, here, rows, ceilings=limits.as_dict())
     for row in rows:
         for entry in (row, *row["times"].values()):
             entry.pop("samples")

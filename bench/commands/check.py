@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from gristmill import console
+from gristmill.bench.out_file import OutFile, unwritable
 from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import concrete, here_or_refuse, named
+from gristmill.bench.result_file import replace
 from gristmill.kernel_registry.registry import default_registry
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
 @click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
               help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write JUnit XML.")
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--junit", type=OutFile(), metavar="FILE", help="Write JUnit XML.")
+@click.option("--markdown", type=OutFile(), metavar="FILE",
               help="Write a Markdown summary, for a pull request.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
@@ -61,6 +63,7 @@ def check(
     Exit status
       0  nothing is slower         1  something is slower        2  a wrong result, or a mistaken command
       3  too noisy to say          4  the environment differs    5  there is no baseline
+    A line whose kernel cannot run here, or is gone, is 4 too. A bug ends with 70, an interrupt with 130.
     """
     from gristmill.bench import baseline
     from gristmill.bench.compare import Case, compare
@@ -77,48 +80,57 @@ def check(
         context.exit(code)
     rule = Rule(min_effect=min_effect or EFFECT)
     if update:
+        if why := unwritable(file):
+            raise click.UsageError(why)
         wanted: list[Case] = []
+        dropped: dict[Any, str] = {}
         if op_name is None:
             part, _ = baseline.find(baseline.read(file), here) if file.exists() else (None, "")
-            if part is None:
+            if part is None or not part["entries"]:
                 raise click.UsageError(f"{file} has no lines for this environment; name some with --op, --kernels and --yardstick")
-            wanted, portable = baseline.cases(part["entries"]), "device" not in part["environment"]
+            dropped = baseline.gone(part["entries"])
+            wanted, portable = baseline.cases([e for e in part["entries"] if e not in dropped]), "device" not in part["environment"]
         else:
             if not kernels or not yardstick:
                 raise click.UsageError("--op needs --kernels and --yardstick")
             op = default_registry().op(op_name)
             against = default_registry().kernel(op.name, yardstick)
             others = tuple(k for k in named(op, kernels) if k.name != against.name)
+            if not others:
+                raise click.UsageError(f"--kernels {kernels!r} names nothing but the yardstick: there is no ratio to write")
             wanted = [Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)]
         here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
         with console.status(quiet=as_json) as tell:
             rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
-        written = baseline.update(file, here, rows, portable)
+        written = baseline.update(file, here, rows, portable, dropped)
         lost = [row for row in rows if row.found is None]
         if as_json:
             console.emit([vars(entry) for entry in written])
         else:
             console.table(f"Baseline {file}", ["operation", "problem", "kernel", "yardstick", "ratio"],
                           [[e.op, e.problem, e.kernel, e.yardstick, f"{e.ratio:.4f}"] for e in written], right=("ratio",))  # fmt: skip
-            for row in lost:
-                console.out().print(f"not written: {row.kernel} {row.problem}: {row.verdict}: {row.reason}")
+        for row in lost:
+            console.err().print(f"not written: {row.kernel} {row.problem}: {row.verdict}: {row.reason}", soft_wrap=True)
+        for entry, why in dropped.items():
+            console.err().print(f"dropped: {entry.kernel} {entry.problem}: {why}", soft_wrap=True)
         context.exit(baseline.BAD if lost else baseline.OK)
     if op_name or kernels or yardstick or problem_texts or portable:
         raise click.UsageError("--op, --kernels, --yardstick, --problem and --portable go with --update")
     if not file.exists():
-        _stop(context, baseline.ABSENT, f"{file} does not exist; kernelbench check {file} --update --op OP ... writes it", as_json)
+        _stop(context, baseline.ABSENT, f"{file} does not exist; kernelbench check {file} --update --op OP ... writes it", junit, markdown, as_json)
     part, differs = baseline.find(baseline.read(file), here)
     entries = part["entries"] if part else []
     if part is None:
-        _stop(context, baseline.ELSEWHERE, f"{file} was not written in this environment: {differs}", as_json)
+        _stop(context, baseline.ELSEWHERE, f"{file} was not written in this environment: {differs}", junit, markdown, as_json)
     if not entries:
-        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", as_json)
+        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", junit, markdown, as_json)
     begin = time.perf_counter()
-    wanted = baseline.cases(entries)
+    missing = baseline.gone(entries)
+    wanted = baseline.cases([entry for entry in entries if entry not in missing])
     here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
     with console.status(quiet=as_json) as tell:
-        rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
-    checked = baseline.against(entries, rows, rule)
+        rows = compare(wanted, here, rule, seconds=seconds, shift=baseline.shifts(entries), tell=tell)
+    checked = baseline.against(entries, rows, rule, missing)
     code = baseline.exit_code(checked)
     _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)
     context.exit(code)
@@ -160,12 +172,13 @@ def _check_counts(
     from gristmill.bench import baseline, count_baseline
 
     if not file.exists():
-        _stop(context, baseline.ABSENT, f"{file} does not exist; kernelbench check {file} --instructions --update --op OP ... writes it", as_json)
+        why = f"{file} does not exist; kernelbench check {file} --instructions --update --op OP ... writes it"
+        _stop(context, baseline.ABSENT, why, junit, markdown, as_json)
     entries, differs = count_baseline.find(file, here)
     if entries is None:
-        _stop(context, baseline.ELSEWHERE, f"{file} cannot be held against what is here: {differs}", as_json)
+        _stop(context, baseline.ELSEWHERE, f"{file} cannot be held against what is here: {differs}", junit, markdown, as_json)
     if not entries:
-        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", as_json)
+        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", junit, markdown, as_json)
     begin = time.perf_counter()
     checked = count_baseline.against(entries, count_baseline.measure(count_baseline.work(entries), here), min_effect)
     code = count_baseline.exit_code(checked)
@@ -180,11 +193,8 @@ def _tell(
     """What was found, on stdout and in the files asked for."""
     from gristmill.bench import report_ci
 
-    for path, text in ((junit, report_ci.junit(checked, seconds)),
-                       (markdown, report_ci.markdown(checked, f"kernelbench check on {here.target.name}: {_MEANS[code]}"))):  # fmt: skip
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+    _write(junit, report_ci.junit(checked, seconds))
+    _write(markdown, report_ci.markdown(checked, f"kernelbench check on {here.target.name}: {_MEANS[code]}"))
     if as_json:
         console.emit({"exit": code, "meaning": _MEANS[code], "rows": [one.as_dict() for one in checked]})
         return
@@ -199,7 +209,17 @@ _MEANS = {0: "nothing is slower", 1: "something is slower", 2: "a wrong result",
           4: "the environment differs", 5: "there is no baseline"}  # fmt: skip
 
 
-def _stop(context: click.Context, code: int, why: str, as_json: bool) -> NoReturn:
+def _write(path: Path | None, text: str) -> None:
+    if path is not None:
+        replace(path, text)
+
+
+def _stop(context: click.Context, code: int, why: str, junit: Path | None, markdown: Path | None, as_json: bool) -> NoReturn:
+    """End before anything was measured; the files that were asked for say so."""
+    from gristmill.bench import report_ci
+
+    _write(junit, report_ci.stopped(why))
+    _write(markdown, f"### kernelbench check: {_MEANS[code]}\n\n{why}\n")
     if as_json:
         console.emit({"exit": code, "meaning": _MEANS[code], "reason": why, "rows": []})
     else:

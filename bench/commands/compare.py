@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.out_file import OutFile
 from gristmill.bench.peers import unwrapped
 from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, named, problem_options
@@ -27,13 +29,13 @@ from gristmill.kernel_registry.op import Op
 @click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
               help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file with raw samples.")
+@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with raw samples.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def compare(
     context: click.Context, op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, model: str | None, tp: int,
     weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...], baseline: str | None,
-    kernels: str | None, min_effect: float, seconds: float, hot: bool, target: str | None, results: str | None, as_json: bool,
+    kernels: str | None, min_effect: float, seconds: float, hot: bool, target: str | None, results: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare kernels of OP, of a suite, or of what a model calls, with a baseline: timed in turn over the same data, round by
     round, in an order drawn anew.
@@ -56,6 +58,7 @@ def compare(
 
     Exit status 0; 1 if a kernel was WRONG.
     """
+    from gristmill.autotune.floor import ceilings
     from gristmill.bench.compare import GAP, WRONG, Case, Row, add_floors
     from gristmill.bench.compare import compare as run
     from gristmill.bench.result_file import write
@@ -73,6 +76,7 @@ def compare(
         cases.append(Case(one.op, one.problem, first, tuple(k for k in others[one.op.name] if k.name != first.name)))
     if not any(case.others for case in cases):
         raise click.UsageError(f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels")
+    limits = ceilings(here.device or "cpu")  # before anything else is: damaged ones are refused, and nothing disturbs new ones
     with console.status(quiet=as_json) as tell:
         rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, tell=tell)
         tell("floors")
@@ -81,7 +85,8 @@ def compare(
         rows += [Row(one.op.name, str(one.problem), name, case.baseline.name, GAP, why)
                  for one, case in zip(wanted, cases, strict=True) for name, why in unwrapped(one.op, here).items()]  # fmt: skip
     if results:
-        write(results, here, [row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples} for row in rows])
+        write(results, here, [row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples} for row in rows],
+              ceilings=limits.as_dict())  # fmt: skip
     if as_json:
         console.emit([row.as_dict() for row in rows])
     else:

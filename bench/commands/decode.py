@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
+from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.bench.result_file import write
 
@@ -20,11 +22,11 @@ from gristmill.bench.result_file import write
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens of each prompt.")
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Steps to measure.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--out", type=click.Path(dir_okay=False), metavar="FILE",
+@click.option("--out", type=OutFile(), metavar="FILE",
               help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def decode(
-    name: str, quant: str, batch: str, context: int, steps: int, target: str | None, out: str | None, as_json: bool
+    name: str, quant: str, batch: str, context: int, steps: int, target: str | None, out: Path | None, as_json: bool
 ) -> None:
     """Time decode steps of a model of random weights, through the runtime that serves requests.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
+from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.bench.problems import asked, here_or_refuse, problem_options
 
@@ -19,11 +21,11 @@ from gristmill.bench.problems import asked, here_or_refuse, problem_options
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--replay", "replayed", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
               help="Measure nothing: what selection picks now, by the times in a result file of this command.")  # fmt: skip
-@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file, with samples of all near the best.")
+@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file, with samples of all near the best.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def regret(
     op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, minutes: float, workers: int, target: str | None,
-    replayed: str | None, results: str | None, as_json: bool,
+    replayed: str | None, results: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time every kernel at every configuration of OP's problems, or of a suite's, in one run, and say how much slower what
     selection picks is than the best of all.

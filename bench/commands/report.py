@@ -8,11 +8,12 @@ import click
 
 from gristmill import console
 from gristmill.bench import result_file
+from gristmill.bench.out_file import OutFile
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE...")
-@click.option("--html", "out", required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="PAGE", help="The page to write.")
+@click.option("--html", "out", required=True, type=OutFile(), metavar="PAGE", help="The page to write.")
 @click.option("--title", default="kernelbench", show_default=True, help="Its heading.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def report(files: tuple[Path, ...], out: Path, title: str, as_json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.bench import result_file
+from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.bench.problems import here_or_refuse
 
@@ -19,7 +20,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.1, show_default=True,
               help="The least relative difference worth a verdict.")  # fmt: skip
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--results", type=_FILE, metavar="OUT", help="Write a result file of the present times.")
+@click.option("--results", type=OutFile(), metavar="OUT", help="Write a result file of the present times.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def rerun(context: click.Context, file: Path, min_effect: float, target: str | None, results: Path | None, as_json: bool) -> None:
@@ -78,8 +79,8 @@ def repro(file: Path, row: int, as_json: bool) -> None:
     if as_json:
         console.emit({"command": line, "script": script})
     else:
-        console.out().print(line, soft_wrap=True, highlight=False)
-        console.out().print(f"\n{script}", soft_wrap=True, markup=False)
+        console.out().print(line, soft_wrap=True)
+        console.out().print(f"\n{script}", soft_wrap=True)
 
 
 _SCRIPT = '''from gristmill.autotune.device import device_target

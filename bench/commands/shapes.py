@@ -11,6 +11,7 @@ import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.bench.shapes import load_config, model_names
 from gristmill.kernel_registry.registry import default_registry
@@ -60,7 +61,7 @@ def shapes(
 
 
 @shapes.command(context_settings={"ignore_unknown_options": True})
-@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Where to write them.")
+@click.option("--out", required=True, type=OutFile(), metavar="FILE", help="Where to write them.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout; what the program prints goes to stderr.")
 @click.argument("arguments", nargs=-1, required=True, metavar="ARGUMENTS...")
 def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
@@ -38,7 +39,7 @@ def _existing(path: Path) -> Store:
 
 @store.command()
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@click.option("--into", required=True, type=_FILE, metavar="FILE", help="The store to write; its own records are merged too.")
+@click.option("--into", required=True, type=OutFile(), metavar="FILE", help="The store to write; its own records are merged too.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
     """Merge stores into one. Of two records of the same key a failed verification is kept, and the time with more samples.

@@ -10,10 +10,10 @@ import click
 
 from gristmill import console
 from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.place import place
 from gristmill.bench.problems import concrete, here_or_refuse
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store
 
 
 @click.command()
@@ -26,12 +26,12 @@ from gristmill.kernel_registry.store import Store
 @click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--results", type=click.Path(dir_okay=False), metavar="FILE", help="Write a result file.")
+@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def tune(
     op_name: str | None, model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...],
     prefill: tuple[str, ...], problem_texts: tuple[str, ...], captured: Path | None, minutes: float, redo: bool, workers: int,
-    target: str | None, results: str | None, as_json: bool,
+    target: str | None, results: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Tune the problems of OP (its benchmark problems by default), or of a model, on this machine.
 
@@ -64,8 +64,9 @@ def tune(
         op = default_registry().op(op_name)
         jobs = [Job(op, problem) for problem in concrete(op, problem_texts or op.bench)]
     path = here.policy.store_path
+    held = store_to_write(path)
     with console.status(quiet=as_json) as tell:
-        found = run(jobs, here, lambda records: save(path, records), seconds=60 * minutes, store=Store.read(path), redo=redo,
+        found = run(jobs, here, lambda records: save(path, records), seconds=60 * minutes, store=held, redo=redo,
                     workers=workers, tell=tell)  # fmt: skip
     rows = [one.as_dict() for one in found]
     if results:

@@ -101,12 +101,14 @@ class Heat:
 
 def race(
     heats: Mapping[str, Heat], rule: Rule, *, rounds: int = ROUNDS, seconds: float = SECONDS, seed: int = 0,
-    tell: Callable[[str], None] = lambda text: None,
+    shift: Callable[[str, str, Sequence[float]], float] = lambda key, arm, logs: 0.0, tell: Callable[[str], None] = lambda text: None,
 ) -> dict[tuple[str, str], Verdict]:  # fmt: skip
     """Run every heat, judge all their rows together, give heats with UNCLEAR rows as many rounds again, and so on.
 
     Returns the verdict of every (heat, arm) but the baselines'. At most `rule.looks` looks are taken, and none of a heat
     that has taken `seconds`, so it has at most rounds · 2^(looks - 1) rounds; what is UNCLEAR then stays so.
+
+    shift: of a heat, an arm and its log ratios, the log that they are judged relative to; 0: relative to the baseline's times.
     """
     chance = random.Random(seed)
     rows = [(key, arm.name) for key, heat in heats.items() for arm in heat.arms[1:]]
@@ -116,7 +118,8 @@ def race(
         for key in open_heats:
             tell(f"{key}: look {look + 1} of {rule.looks}")
             heats[key].run(heats[key].rounds or rounds, chance)
-        judged = judge([heats[key].logs(name) for key, name in rows], rule, seed=seed)
+        logs = {row: heats[row[0]].logs(row[1]) for row in rows}
+        judged = judge([[log - shift(*row, own) for log in own] for row, own in logs.items()], rule, seed=seed)
         verdicts = dict(zip(rows, judged, strict=True))
         unclear = {key for (key, _), verdict in verdicts.items() if verdict.verdict == UNCLEAR}
         open_heats = [key for key, heat in heats.items() if key in unclear and heat.seconds < seconds]

@@ -1,11 +1,14 @@
-"""What the two command lines share: one-line errors with exit status 2, JSON alone on stdout, tables for people."""
+"""What the two command lines share: exit statuses, one-line errors, JSON alone on stdout, tables for people."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,25 +19,44 @@ from rich.table import Table
 from gristmill.kernel_registry.registry import UnknownError
 from gristmill.kernel_registry.select import NoKernelError
 
-USER_ERRORS = (ValueError, UnknownError, NoKernelError, FileNotFoundError, NotADirectoryError, PermissionError)
-"""What a mistaken argument raises anywhere below: shown as one line. Anything else is our bug, with its traceback."""
+USER_ERRORS = (ValueError, UnknownError, NoKernelError, OSError)
+"""What a mistaken argument, a file or a full disk raises anywhere below: shown as one line. Anything else is our bug, with its
+traceback."""
+
+CRASHED, INTERRUPTED, READER_GONE = 70, 130, 141
+"""Exit statuses that no command gives a meaning of its own: 1 is a verdict of several, so a bug must not end with it."""
 
 
 def run(command: click.Command, name: str) -> None:
-    """Run a command line and leave the process: 0, 2 after a user's mistake, 130 after an interrupt."""
+    """Run a command line and leave the process: the command's status, 2 after a user's mistake, and the three above."""
+    warnings.showwarning = lambda message, *_: print(f"{name}: warning: {' '.join(str(message).split())}", file=sys.stderr)
     try:
         status = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Exit as stop:
         status = stop.exit_code
     except click.Abort:
-        status = 130
+        print(f"{name}: interrupted", file=sys.stderr)
+        status = INTERRUPTED
     except click.ClickException as error:
         status = fail(name, error.format_message())
+    except (SystemExit, BrokenPipeError):
+        # click and rich leave so when nobody reads stdout any more. What is still buffered must not be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = READER_GONE
     except USER_ERRORS as error:
-        status = fail(name, str(error))
-    except BrokenPipeError:
-        status = 0
+        status = fail(name, _words(error))
+    except Exception:
+        traceback.print_exc()
+        status = CRASHED
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _words(error: Exception) -> str:
+    """An error without its number: of the operating system's, which file and what."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 def fail(name: str, message: str) -> int:
@@ -58,24 +80,46 @@ def _plain(value: Any) -> Any:
     return value
 
 
+FOLDED = 16
+"""A column of text is not folded to less than so many characters; a column of numbers never is."""
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
-    """A table on stdout. right: the columns of numbers."""
+    """A table on stdout; where the terminal is too narrow for it, a paragraph a row. right: the columns of numbers."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    where = out()
+    widths = [max(map(len, texts)) for texts in zip(columns, *cells, strict=True)]
+    least = [width if name in right else min(width, FOLDED) for name, width in zip(columns, widths, strict=True)]
+    if sum(least) + 2 * (len(least) - 1) > where.width:
+        _paragraphs(where, title, columns, cells)
+        return
     shown = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column in columns:
-        shown.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        shown.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in right)
+    for row in cells:
+        shown.add_row(*row)
+    where.print(shown)
+
+
+def _paragraphs(where: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    where.print(title, style="italic")
+    width = max(map(len, columns))
     for row in rows:
-        shown.add_row(*("" if cell is None else str(cell) for cell in row))
-    out().print(shown)
+        where.print()
+        for column, cell in zip(columns, row, strict=True):
+            if cell:
+                where.print(f"{column:{width}}  {cell}")
 
 
 def out() -> Console:
-    """Where people read results. Piped output is not cut to the width of a terminal that is not there."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    """Where people read results, as it is: brackets are no markup. Piped output is not cut to the width of a terminal that is not
+    there."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
 def err() -> Console:
     """Where progress goes."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -92,7 +136,7 @@ def progress(items: Sequence[Any], describe: Callable[[Any], str], *, quiet: boo
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                    console=err(), transient=True)  # fmt: skip
     with bar:
         task = bar.add_task("", total=len(items))

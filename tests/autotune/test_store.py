@@ -42,6 +42,7 @@ def verification(problem: str = "m=4,n=64", ok: bool = True, **changes) -> Verif
         (lambda text: text.replace('"us": 5.0', '"us": 5.0, "colour": 3'), r"line 7: timed\[1\]: .*colour"),
         (lambda text: text.replace('"schema": 1', '"schema": 7'), "expected a store of schema 1, found 7"),
         (lambda text: "[]", "found 'list'"),
+        (lambda text: '{"schema": 1, "rows": []}', "found rows: this is no store"),  # a result file: merging into it would delete it
     ],
 )
 def test_a_damaged_store_is_refused_by_line_and_left_alone(tmp_path: Path, change, complaint: str) -> None:

@@ -17,6 +17,7 @@ from gristmill.bench.cli import cli
 from gristmill.bench.compare import GAP, WRONG, Case, compare
 from gristmill.bench.place import place
 from gristmill.bench.result_file import ResultError
+from gristmill.bench.statistics.rounds import ROUNDS, Heat, race
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, Rule
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
@@ -136,6 +137,61 @@ def test_another_environment_is_4_and_none_is_5(tmp_path: Path) -> None:
     assert run("check", str(path), "--target", "cpu").exit_code == 5
 
 
+def test_a_check_that_cannot_begin_still_writes_its_reports(tmp_path: Path) -> None:
+    xml, page = tmp_path / "r.xml", tmp_path / "r.md"
+    assert run("check", str(tmp_path / "b.json"), "--target", "cpu", "--junit", str(xml), "--markdown", str(page)).exit_code == 5
+    assert "does not exist" in ElementTree.parse(xml).getroot()[0][0][0].attrib["message"] and "no baseline" in page.read_text()
+
+
+def test_a_line_whose_kernel_is_gone_is_a_gap_and_the_others_are_checked(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.json")
+    data = json.loads(path.read_text())
+    entry = data["parts"][0]["entries"][0]
+    data["parts"][0]["entries"] += [entry | {"kernel": "rms_norm_gone"}, entry | {"problem": "m=1,colour=2"}]
+    path.write_text(json.dumps(data))
+    done = run("check", str(path), "--target", "cpu", "--min-effect", "0.6", "--json")
+    found = {row["kernel"] + row["problem"]: row for row in json.loads(done.stdout)["rows"]}
+    assert done.exit_code == 4 and found["rms_norm_gone" + PROBLEM]["verdict"] == GAP
+    assert "did you mean" in found["rms_norm_gone" + PROBLEM]["reason"] and found["rms_norm_cpu" + PROBLEM]["us"]
+    done = run("check", str(path), "--target", "cpu", "--update", "--json")
+    assert done.exit_code == 0 and "dropped: rms_norm_gone" in done.stderr
+    assert [e["kernel"] for e in json.loads(path.read_text())["parts"][0]["entries"]] == ["rms_norm_cpu"]
+
+
+def test_a_wrong_yardstick_is_2(tmp_path: Path) -> None:
+    cheats.leave()
+    wrong = cheats.kernel(cheats.results_cached_by_pointer)
+    rows = compare([Case(slowed.OP, slowed.PROBLEM, wrong, (slowed.HONEST,))], place("cpu"), Rule())
+    entry = baseline.Entry("rms_norm", str(slowed.PROBLEM), slowed.HONEST.name, wrong.name, 1.0, 1.0, 1.0)
+    checked = baseline.against([entry], rows, Rule())
+    assert baseline.exit_code(checked) == baseline.BAD and "yardstick is wrong" in checked[0].reason
+
+
+def test_a_baseline_of_no_ratio_is_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    done = run("check", str(path), "--update", "--op", "rms_norm", "--kernels", "rms_norm_torch", "--yardstick", "rms_norm_torch")
+    assert done.exit_code == 2 and "nothing but the yardstick" in done.output and not path.exists()
+
+
+def test_rounds_go_on_until_the_change_is_clear() -> None:
+    """A kernel at a fifth of its yardstick's time is FASTER at the first look, while nothing is clear about its change."""
+    chance = random.Random(0)
+    arms = [_Noisy("yard", 100.0, chance), _Noisy("kernel", 20.0, chance)]
+    entry = baseline.Entry("o", "p", "kernel", "yard", 0.19, 0.19, 0.19)
+    for shift, looks in ((None, 1), (baseline.shifts([entry]), 2)):
+        heat = Heat(arms)
+        race({"o p": heat}, Rule(min_effect=0.05), **({} if shift is None else {"shift": shift}))
+        assert (heat.rounds > ROUNDS) == (looks > 1)
+
+
+class _Noisy:
+    def __init__(self, name: str, us: float, chance: random.Random) -> None:
+        self.name, self._us, self._chance = name, us, chance
+
+    def sample(self) -> float:
+        return self._us * (1 + 0.1 * self._chance.random())
+
+
 def test_a_wrong_result_outranks_a_slow_one(tmp_path: Path) -> None:
     rows = compare([_case()], place("cpu"), Rule(min_effect=0.3))
     entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 1.0, 1.0)
@@ -161,6 +217,10 @@ def test_an_update_keeps_what_it_does_not_touch(tmp_path: Path) -> None:
         ('{"schema": 1, "parts": [\n{"x": ', "line 2"),
         ('{"schema": 9}', "schema 1"),
         ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a"}]}]}', r"parts\[0\].*missing"),
+        ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a", "problem": "b", "kernel": "c", "yardstick": "d", '
+         '"ratio": "1", "low": 1, "high": 1}]}]}', r"parts\[0\]: ratio: expected a positive number, found '1'"),
+        ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a", "problem": "b", "kernel": "c", "yardstick": "d", '
+         '"ratio": 1, "low": 0, "high": 1}]}]}', r"parts\[0\]: low: expected a positive number, found 0"),
     ],
 )
 def test_a_damaged_baseline_is_named(tmp_path: Path, text: str, complaint: str) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune import floor
 from gristmill.bench.cli import cli
 from gristmill.bench.history import history
 from gristmill.bench.result_file import ResultError, read
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.store import StoreError
 
 
 def run(*arguments: str):
@@ -83,7 +87,61 @@ def test_history_finds_the_change_and_no_other() -> None:
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for text, complaint in (("[1,\n", "line 2"), ("[]", "found list"), ('{"rows": [{}]}', r"rows\[0\]: expected op")):
+    row = {"op": "o", "problem": "p", "kernel": "k", "us": 1.0}
+    wrong = [({"schema": 2, "rows": []}, "schema 1, found 2"), ({"rows": [], "environment": []}, "environment: expected an object"),
+             ({"rows": [row | {"us": "3"}]}, r"rows\[0\]: us: expected microseconds or null, found '3'"),
+             ({"rows": [row, row | {"us": -1}]}, r"rows\[1\]: us"), ({"rows": [row | {"samples": [1, 0]}]}, "samples: .*found 0"),
+             ({"rows": [row | {"op": 3}]}, "op: expected text"), ({"rows": [row | {"timing": 5}]}, "timing: expected text"),
+             ({"rows": [row | {"config": "x"}]}, "config: expected an object")]  # fmt: skip
+    texts = [("[1,\n", "line 2"), ("[]", "found list"), ('{"rows": [{}]}', r"rows\[0\]: expected op"),
+             *((json.dumps(data), complaint) for data, complaint in wrong)]  # fmt: skip
+    for text, complaint in texts:
         path.write_text(text)
         with pytest.raises(ResultError, match=complaint):
             read(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ResultError, match=r"x.json: byte 0 is not UTF-8"):
+        read(path)
+
+
+@pytest.mark.parametrize("command", [("bench", "rms_norm", "--results"), ("compare", "rms_norm", "--results"), ("check", "b.json", "--junit"),
+                                     ("tune", "rms_norm", "--results"), ("regret", "rms_norm", "--results"), ("decode", "--out"),
+                                     ("shapes", "capture", "--out")])  # fmt: skip
+def test_where_nothing_can_be_written_nothing_is_measured(command: tuple[str, ...]) -> None:
+    begin = time.monotonic()
+    done = run(*command, "/dev/null/r.json", *(["--", "generate"] if "capture" in command else []))
+    assert done.exit_code == 2 and "/dev/null/r.json cannot be written" in done.output and time.monotonic() - begin < 2
+
+
+def test_neither_is_it_for_a_store_that_cannot_be_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    damaged = tmp_path / "s.json"
+    damaged.write_text('{"schema": 1,\n"timed": [')
+    for name, path in (("absent", "/dev/null/store.json"), ("damaged", damaged)):
+        (tmp_path / name).with_suffix(".toml").write_text(f'store = "{path}"\n')
+    for command in (("bench", "rms_norm", "--save"), ("tune", "rms_norm")):
+        monkeypatch.setenv("GRISTMILL_POLICY", str(tmp_path / "absent.toml"))
+        done = run(*command, "--target", "cpu")
+        assert done.exit_code == 2 and "the store /dev/null/store.json cannot be written" in done.output
+        monkeypatch.setenv("GRISTMILL_POLICY", str(tmp_path / "damaged.toml"))
+        with pytest.raises(StoreError, match="line 2"):
+            CliRunner().invoke(cli, [*command, "--target", "cpu"], catch_exceptions=False)
+
+
+def test_ceilings_that_cannot_be_kept_are_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text('cache = "/dev/null/cache"\n')
+    monkeypatch.setenv("GRISTMILL_POLICY", str(tmp_path / "policy.toml"))
+    limits = floor.Ceilings(10.0, 10.0, (), 0.0)
+    monkeypatch.setattr(floor, "_measure", lambda device: limits)
+    monkeypatch.setattr(floor, "_read", lambda path: {})
+    with pytest.warns(RuntimeWarning, match="cannot keep the ceilings"):
+        assert floor.remeasure("cpu") == limits
+
+
+def test_damaged_ceilings_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text(f'cache = "{tmp_path}"\n')
+    monkeypatch.setenv("GRISTMILL_POLICY", str(tmp_path / "policy.toml"))
+    key = floor._key("cpu", Policy.current())
+    for text in ('{"schema": 1}', "\xff", json.dumps({"schema": 1, "devices": {key: {"read_gbs": 1}}})):
+        (tmp_path / "ceilings.json").write_text(text, encoding="latin-1")
+        with pytest.raises(floor.CeilingsError, match=r"ceilings.json: .*delete it"):
+            floor.kept("cpu")

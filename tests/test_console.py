@@ -1,0 +1,79 @@
+"""What both command lines share: exit statuses that mean one thing each, and tables that stay readable."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gristmill import console
+
+ROWS = [["rms_norm_triton_of_a_long_name", 1234.5, "no [bold]code[/bold] for x[c=1,d=2]"], ["b", 0.000394, ""]]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, width: int) -> str:
+    text = io.StringIO()
+    monkeypatch.setattr(console, "out", lambda: Console(file=text, width=width, highlight=False, markup=False))
+    console.table("Times", ("kernel", "µs cold", "reason"), ROWS, right=("µs cold",))
+    return text.getvalue()
+
+
+def test_a_narrow_table_folds_no_number_and_a_narrower_one_is_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = printed(monkeypatch, 46)
+    assert "kernel" in folded.splitlines()[1] and "µs cold" in folded.splitlines()[1]
+    assert " 1234.5 " in folded and " 0.000394 " in folded
+    narrow = printed(monkeypatch, 38).splitlines()
+    assert "µs cold  1234.5" in narrow and "kernel   b" in narrow and "µs cold  0.000394" in narrow
+    assert max(map(len, narrow)) <= 38
+
+
+def test_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no [bold]code[/bold] for x[c=1,d=2]" in printed(monkeypatch, 160)
+
+
+def left(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that does `body`, run as the command lines are; stdout: where to, a pipe by default."""
+    program = tmp_path / "program.py"
+    program.write_text("import click\nfrom gristmill import console\n\n@click.command()\ndef it():\n" + textwrap.indent(body, "    ")
+                       + "\n\nconsole.run(it, 'program')\n", encoding="utf-8")  # fmt: skip
+    return subprocess.run([sys.executable, str(program)], stdout=subprocess.PIPE if stdout is None else stdout, stderr=subprocess.PIPE,
+                          text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+
+
+def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
+    done = left("{}['x']", tmp_path)
+    assert done.returncode == console.CRASHED and "KeyError: 'x'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("raise ValueError('two\\nlines')", "program: two lines\n"),
+        ("open('/nowhere/x')", "program: /nowhere/x: No such file or directory\n"),
+        ("open('/etc/hostname/x', 'w')", "program: /etc/hostname/x: Not a directory\n"),
+        ("raise OSError(28, 'No space left on device')", "program: No space left on device\n"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_2(tmp_path: Path, body: str, complaint: str) -> None:
+    done = left(body, tmp_path)
+    assert (done.returncode, done.stderr) == (2, complaint)
+
+
+def test_an_interrupt_says_so(tmp_path: Path) -> None:
+    done = left("raise KeyboardInterrupt", tmp_path)
+    assert done.returncode == console.INTERRUPTED and done.stderr.strip() == "program: interrupted"
+
+
+@pytest.mark.parametrize("body", ["console.emit(['x'])", "console.emit(['x'] * 9999)", "console.table('t', ['c'], [['x']] * 9999)"])
+def test_a_reader_that_left_is_no_verdict_either(tmp_path: Path, body: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = left(body, tmp_path, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (console.READER_GONE, "")
