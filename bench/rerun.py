@@ -5,27 +5,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from gristmill.autotune.clock import now
 from gristmill.bench.compare import why_not
+from gristmill.bench.history import median_error
 from gristmill.bench.place import Place, imported
-from gristmill.bench.result_file import samples, timed
+from gristmill.bench.result_file import samples
 from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, judge, merge
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
-MOST_TURNS = 8
-"""How many times the rounds asked for may be taken."""
+SECONDS = 3.0
+"""How long a row may take: rounds that resemble their neighbours are worth less, so that more of them are taken."""
+
+NEW = "NEW"
+"""Verdict of a row that had no time then and has one now."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """One row, then and now. ratio: now over then. verdict: of that ratio; GAP or WRONG where it could not be measured."""
+    """One row, then and now. found: of the ratio of now over then. verdict: its; GAP or WRONG where it could not be measured."""
 
     row: dict[str, Any]
     verdict: str
-    then_us: float
+    then_us: float | None
     now_us: float | None = None
     found: Verdict | None = None
     error: float | None = None
@@ -43,33 +48,44 @@ class Again:
 
 
 def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, tell: Callable[[str], None] = lambda text: None) -> list[Again]:
-    """Measure every timed row of a result file, at the configuration that it names, audited; and compare with what it says.
+    """Measure every row of a result file, at the configuration that it names, audited; and compare with what it says. Rows that had
+    no time then and have none now do not differ, and are left out.
 
-    Then and now were not timed in turn, so on another machine, or a busy one, a difference is only that.
+    What was uncertain then is not counted against now: the nearer end of the interval of then's median stands for it. Then and
+    now were not timed in turn, so on another machine, or a busy one, a difference is only that.
     """
     from gristmill.bench.arms import WrongResultError
 
-    rows = timed(data)
+    rows = data["rows"]
     here = imported(here, [k for row in rows for k in default_registry().all_kernels() if (k.op, k.name) == (row["op"], row["kernel"])])
     found: list[Again] = []
     logs: list[list[float]] = []
-    taken: list[int] = []
+    taken: list[tuple[int, float]] = []
     for row in rows:
-        then = statistics.median(samples(row))
+        before = samples(row) if row.get("us") else []
+        then = statistics.median(before) if before else None
         tell(f"{row['kernel']} {row['problem']}")
         try:
-            now, error = _measure(row, here, rounds)
+            times, error = _measure(row, here, rounds)
         except _Gap as gap:
+            if then is None:
+                continue
             found.append(Again(row, "GAP", then, reason=str(gap)))
         except WrongResultError as wrong:
             found.append(Again(row, "WRONG", then, reason=str(wrong)))
         else:
-            taken.append(len(found))
-            logs.append([math.log(us / then) for us in now])
-            found.append(Again(row, "", then, statistics.median(now), error=error))
-    for place, verdict in zip(taken, judge(logs, rule), strict=True):
-        one = found[place]
-        found[place] = Again(one.row, verdict.verdict, one.then_us, one.now_us, verdict, one.error, verdict.reason)
+            middle = statistics.median(times)
+            if then is None:
+                found.append(Again(row, NEW, None, middle, error=error, reason=f"had no time: {row.get('reason') or 'no reason was given'}"))
+                continue
+            off = median_error(before)
+            near = min(max(middle, then - off), then + off)
+            taken.append((len(found), near / then))
+            logs.append([math.log(us / near) for us in times])
+            found.append(Again(row, "", then, middle, error=error))
+    for (place, scale), verdict in zip(taken, judge(logs, rule), strict=True):
+        of_then = replace(verdict, ratio=verdict.ratio * scale, low=verdict.low * scale, high=verdict.high * scale)
+        found[place] = replace(found[place], verdict=verdict.verdict, found=of_then, reason=verdict.reason)
     return found
 
 
@@ -98,8 +114,8 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     way = Way.parse(str(row.get("timing") or ""))  # files of before it was written: as a kernel is deployed, cold
     arm = KernelArm(kernel, config, Rotation(op, kernel, problem, device, hot=way.hot), eager=way.eager, isolated=way.isolated)
     times: list[float] = []
-    # Rounds that resemble their neighbours are worth less: more of them, until they are worth a verdict or that takes too long.
-    while len(times) < MOST_TURNS * rounds and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS:
+    begin = now()
+    while not times or (now() - begin < SECONDS and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS):
         times += [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
     arm.conclude()
     return times, arm.error

@@ -26,8 +26,8 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 def rerun(context: click.Context, file: Path, min_effect: float, target: str | None, results: Path | None, as_json: bool) -> None:
     """Measure every row of a result file again, here, and say where it differs: times, results, and environment.
 
-    Then and now were not timed in turn: on another machine, or a busy one, SLOWER means that this one is slower.
-    Exit status 1 if a row is WRONG.
+    NEW is a row that had no time then and has one now; GAP one that cannot be measured here. Then and now were not timed in
+    turn: on another machine, or a busy one, SLOWER means that this one is slower. Exit status 1 if a row is WRONG.
     """
     from gristmill.bench.rerun import differences
     from gristmill.bench.rerun import rerun as run
@@ -36,8 +36,8 @@ def rerun(context: click.Context, file: Path, min_effect: float, target: str | N
     here = place(target)
     here_or_refuse(here)
     data = result_file.read(file)
-    if not result_file.timed(data):
-        raise result_file.ResultError(f"{file}: no row has a time; there is nothing to repeat")
+    if not data["rows"]:
+        raise result_file.ResultError(f"{file}: it has no rows; there is nothing to repeat")
     with console.status(quiet=as_json) as tell:
         found = run(data, here, Rule(min_effect=min_effect, looks=1), tell=tell)
     rows, differs = [one.as_dict() for one in found], differences(data, here)

@@ -13,9 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.autotune import floor
+from gristmill.bench import rerun as again
 from gristmill.bench.cli import cli
 from gristmill.bench.history import history
+from gristmill.bench.place import place
 from gristmill.bench.result_file import ResultError, read
+from gristmill.bench.statistics.verdict import Rule
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.store import StoreError
 
@@ -48,16 +51,29 @@ def test_rerun_says_where_it_differs(results: Path, tmp_path: Path) -> None:
     data["rows"][0]["us"] /= 50  # as if it had been measured on a far faster machine
     data["rows"][0]["samples"] = [us / 50 for us in data["rows"][0]["samples"]]
     data["rows"].append(data["rows"][1] | {"kernel": "rms_norm_gone"})
+    data["rows"].append(data["rows"][1] | {"us": None, "samples": [], "reason": "torch was not installed"})
+    data["rows"].append(data["rows"][1] | {"us": None, "samples": [], "kernel": "rms_norm_flashinfer"})
     data["environment"]["device"] = "Abacus"
     changed = tmp_path / "changed.json"
     changed.write_text(json.dumps(data))
     done = run("rerun", str(changed), "--target", "cpu", "--min-effect", "0.9", "--json")
     found = json.loads(done.stdout)
-    slower, same, gap = found["rows"]
+    slower, same, gap, new = found["rows"]  # what had no time and has none does not differ
     assert done.exit_code == 0 and (slower["verdict"], gap["verdict"]) == ("SLOWER", "GAP") and slower["ratio"] > 20
     assert 0.2 < same["ratio"] < 5  # not timed in turn: a machine's load may lie between then and now
     assert "rms_norm_gone" in gap["reason"]
+    assert new["verdict"] == "NEW" and new["then_us"] is None and new["now_us"] > 0 and "torch was not installed" in new["reason"]
     assert any(line.startswith("device: Abacus then") for line in found["environment"])
+
+
+def test_what_was_uncertain_then_is_not_counted_against_now(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.loads(results.read_text())
+    data["rows"] = data["rows"][:1]
+    monkeypatch.setattr(again, "_measure", lambda row, here, rounds: ([12 + 0.01 * (7 * n % 16) for n in range(16)], 0.0))
+    for then, verdict in (([6, 8, 10, 14, 16], "SAME"), ([9.9, 10, 10, 10, 10.1], "SLOWER")):  # a median of 10 both times
+        data["rows"][0] |= {"us": 10, "samples": then}
+        found = again.rerun(data, place("cpu"), Rule(min_effect=0.1, looks=1))[0]
+        assert found.verdict == verdict and abs(found.as_dict()["ratio"] - 1.2) < 0.02
 
 
 def test_a_repro_runs(results: Path) -> None:
