@@ -53,6 +53,7 @@ if(_why)
 endif()
 
 set(_host_flags -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra)
+set(GRISTMILL_NVCC_FLAGS "" CACHE STRING "further flags of nvcc for the kernels, by semicolons")
 set(_include -I "${CMAKE_SOURCE_DIR}/kernels/_native")
 set(_dir "${CMAKE_BINARY_DIR}/cuda_sm90a")
 file(MAKE_DIRECTORY "${_dir}")
@@ -62,7 +63,7 @@ foreach(source IN LISTS GM_SM90_SOURCES)
   string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
   add_custom_command(
     OUTPUT "${_dir}/${stem}.cubin"
-    COMMAND "${GRISTMILL_NVCC}" -std=c++20 -O3 -cubin -arch=sm_90a ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
+    COMMAND "${GRISTMILL_NVCC}" -std=c++20 -O3 -cubin -arch=sm_90a ${GRISTMILL_NVCC_FLAGS} ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
             -o "${_dir}/${stem}.cubin" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.cubin.d" VERBATIM COMMENT "nvcc sm_90a ${stem}.cu")
   # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.

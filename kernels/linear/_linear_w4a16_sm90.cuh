@@ -7,9 +7,8 @@
 //    32 bytes of scales). A tile is one bulk copy from global to shared memory, and each lane gets its codes by two 16-byte loads.
 //  - Every warp owns a slice of K and a private ring of tiles in shared memory, fills it itself and empties it itself: no barrier
 //    between warps until the end. One hundred kilobytes a CTA are in flight.
-//  - Codes 0..15 become bf16 128..143 (fp16 1024..1039) by one shift and one logic operation for two values; the offset leaves
-//    through the accumulator: the first product of a group starts from -(128 + 8)·Σx, which is itself a product of x with a constant
-//    matrix, shared by all tiles of the warp. Scales multiply the float32 accumulator once per group.
+//  - Two codes become exact 16-bit floats, less their zero point, by one logic operation and one multiply-add (_weight_tiles_sm90.cuh);
+//    scales multiply the float32 accumulator once per group.
 //  - Partial sums of the warps meet in shared memory, those of a cluster's CTAs (split-K) in the owner's shared memory, in a fixed
 //    order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
@@ -19,66 +18,20 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Products of x with a constant operand, for each of G groups of 128 / G columns.
-template <typename T, int G, int NT>
-__device__ __forceinline__ void sums_of_x(const uint32_t (&constant)[4], const uint4 (&x)[NT][4], float (&sums)[G > 0 ? G : 1][NT][4]) {
-  float odd[NT][4];  // a second chain where one would be long
-#pragma unroll
-  for (int n = 0; n < NT; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) odd[n][i] = 0.f;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int group = j * G / 4;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      if (j * G % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[group][n][i] = 0.f;
-      }
-      Num<T>::mma(sums[group][n], constant, x[n][j].x, x[n][j].y, sums[group][n]);
-    }
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      float(&to)[4] = G == 1 ? odd[n] : sums[group][n];
-      Num<T>::mma(to, constant, x[n][j].z, x[n][j].w, to);
-    }
-  }
-  if constexpr (G == 1) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[0][n][i] += odd[n][i];
-  }
-}
-
 // Adds the finished sums of a group (G = 0: of the tile) to the accumulators, scaled.
-template <typename W, int CH, int NT, int GS>
-__device__ __forceinline__ void add_sums(float (&acc)[NT][4], const float (&part)[CH][NT][4], const W& w, int group,
-                                         const float (&sums)[GS][NT][4], const W4Params& p) {
-  float s[2] = {1.f, 1.f}, off[2] = {0.f, 0.f};
+template <typename W, int CH, int NT>
+__device__ __forceinline__ void add_sums(float (&acc)[NT][4], const float (&part)[CH][NT][4], const W& w, int group, const W4Params& p) {
+  float s[2] = {1.f, 1.f};
   if constexpr (W::kGroups > 0) {
     const float2 both = w.scale(group, p);
     s[0] = both.x, s[1] = both.y;
-  }
-  if constexpr (W::kOffset) {
-    const float2 both = w.offset(group);
-    off[0] = both.x, off[1] = both.y;
   }
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float sum = part[0][n][i];
-      if constexpr (W::kPlanes == 2)
-        sum += 16.f * part[1][n][i];
-      else if constexpr (CH == 2)
-        sum += part[1][n][i];
-      if constexpr (W::kOffset) sum += off[i >> 1] * sums[group][n][i];
-      if constexpr (W::kGroups > 0)
-        acc[n][i] += s[i >> 1] * sum;
-      else
-        acc[n][i] = sum;
+      const float sum = CH == 2 ? part[0][n][i] + part[CH - 1][n][i] : part[0][n][i];
+      acc[n][i] = W::kGroups > 0 ? acc[n][i] + s[i >> 1] * sum : sum;
     }
 }
 
@@ -87,8 +40,8 @@ __device__ __forceinline__ void add_sums(float (&acc)[NT][4], const float (&part
 template <typename T, typename W, int NT, int RT, int C, int WN, int WK, int NX>
 __device__ __forceinline__ void linear_frag16(const W4Params& p) {
   constexpr int kWarps = WN * WK, kSub = (RT + C - 1) / C, kTile = W::kBytes, kSlot = C * kTile, G = W::kGroups;
-  // Tiles at a time, and chains of products a tile: four independent chains. Planes are chains of their own.
-  constexpr int TP = NT <= 2 ? 2 : 1, CH = W::kPlanes == 2 ? 2 : NT == 1 && G <= 1 ? 2 : 1, kEvery = G > 1 ? 4 / G : 4;
+  // Tiles at a time (fp4 is 1 to 2 % faster with two, the others need fewer registers with one); chains of products a tile; steps a group.
+  constexpr int TP = G == 0 ? 2 : 1, CH = NT == 1 && G <= 1 ? 2 : 1, kEvery = G > 1 ? 8 / G : 8;
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ __align__(8) uint64_t bars[kWarps][kMaxDepth];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -161,9 +114,6 @@ __device__ __forceinline__ void linear_frag16(const W4Params& p) {
     const int row = min(n * 8 + (lane & 7), p.m - 1);
     xrow[n] = smem_u32(xs) + row * 128, xswz[n] = ((lane >> 3) ^ (row & 7)) * 16;
   }
-  uint32_t constant[4];  // a constant operand, opaque so that it stays in registers: -(offset + 8), or 1 for plain sums of x
-#pragma unroll
-  for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(constant[i]) : "n"(W::kStart ? Num<T>::minus : Num<T>::one));
 
   float acc[RT][NT][4];
 #pragma unroll
@@ -199,58 +149,39 @@ __device__ __forceinline__ void linear_frag16(const W4Params& p) {
     xfree = xi;
     if ((xi += xslot) == NX * xslot) xi = 0;
 
-    // Σx of each group, times the constant, for columns 2t and 2t + 1; the same in every row.
-    float sums[G > 0 ? G : 1][NT][4];
-    if constexpr (W::kStart || W::kOffset) sums_of_x<T, G>(constant, x, sums);
 #pragma unroll
     for (int sub = 0; sub < kSub; ++sub) {
       mbar_wait(bar0 + 8 * slot, parity);
       const uint8_t* chunk = ring + slot * kSlot;
 #pragma unroll
       for (int c0 = 0; c0 < C && sub * C + c0 < RT; c0 += TP) {
+        const int tiles = min(min(C - c0, RT - sub * C - c0), TP);
+        float(*to)[NT][4] = acc + sub * C + c0;
         W w[TP];
-#pragma unroll
-        for (int c = 0; c < TP; ++c)
-          if (c0 + c < C && sub * C + c0 + c < RT) w[c].load(chunk + (c0 + c) * kTile, lane);
         float part[TP][CH][NT][4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {  // products in an order that keeps dependent ones as far apart as possible
-          if (j % kEvery == 0) {       // sums start anew
+        for (int c = 0; c < tiles; ++c) w[c].load(chunk + (c0 + c) * kTile, lane);
 #pragma unroll
-            for (int c = 0; c < TP; ++c)
+        for (int step = 0; step < 8; ++step) {
+#pragma unroll
+          for (int c = 0; c < tiles; ++c) {
+            if (step % kEvery == 0) {  // sums start anew
 #pragma unroll
               for (int h = 0; h < CH; ++h)
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
-                  for (int i = 0; i < 4; ++i) {
-                    const bool here = c0 + c < C && sub * C + c0 + c < RT;
-                    if constexpr (G == 0)
-                      part[c][h][n][i] = h == 0 && here ? acc[sub * C + c0 + c][n][i] : 0.f;
-                    else
-                      part[c][h][n][i] = W::kStart && h == CH - 1 ? sums[j / kEvery][n][i] : 0.f;
-                  }
-          }
-          uint32_t a[TP][2][W::kPlanes][4];
+                  for (int i = 0; i < 4; ++i) part[c][h][n][i] = G == 0 && h == 0 ? to[c][n][i] : 0.f;
+            }
+            uint32_t a[4];
+            w[c].pairs(step, a);
 #pragma unroll
-          for (int c = 0; c < TP; ++c)
-            if (c0 + c < C && sub * C + c0 + c < RT) w[c].pairs(2 * j, a[c][0]), w[c].pairs(2 * j + 1, a[c][1]);
-#pragma unroll
-          for (int s = 0; s < 2; ++s)
-#pragma unroll
-            for (int c = 0; c < TP; ++c)
-#pragma unroll
-              for (int l = 0; l < W::kPlanes; ++l)
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                  if (c0 + c >= C || sub * C + c0 + c >= RT) continue;
-                  float(&sum)[4] = part[c][W::kPlanes == 2 ? l : CH == 2 ? s : 0][n];
-                  Num<T>::mma(sum, a[c][s][l], s ? x[n][j].z : x[n][j].x, s ? x[n][j].w : x[n][j].y, sum);
-                }
-          if (j % kEvery == kEvery - 1) {
-#pragma unroll
-            for (int c = 0; c < TP; ++c)
-              if (c0 + c < C && sub * C + c0 + c < RT) add_sums<W, CH>(acc[sub * C + c0 + c], part[c], w[c], j / kEvery, sums, p);
+            for (int n = 0; n < NT; ++n) {
+              const uint4& b = x[n][step >> 1];
+              float(&sum)[4] = part[c][step % CH][n];
+              Num<T>::mma(sum, a, step & 1 ? b.z : b.x, step & 1 ? b.w : b.y, sum);
+            }
+            if (step % kEvery == kEvery - 1) add_sums<W, CH>(to[c], part[c], w[c], step / kEvery, p);
           }
         }
       }
@@ -267,7 +198,8 @@ __device__ __forceinline__ void linear_frag16(const W4Params& p) {
   for (int r = 0; r < RT; ++r)
 #pragma unroll
     for (int n = 0; n < NT; ++n)
-      scratch[((wk * WN + wn) * RT * NT + r * NT + n) * 32 + lane] = make_float4(acc[r][n][0], acc[r][n][1], acc[r][n][2], acc[r][n][3]);
+      scratch[((wk * WN + wn) * RT * NT + r * NT + n) * 32 + lane] = make_float4(acc[r][n][0] * W::kFactor, acc[r][n][1] * W::kFactor,
+                                                                                 acc[r][n][2] * W::kFactor, acc[r][n][3] * W::kFactor);
   finish_sums<T, NT, WN * RT, WK, kWarps * 32>(p, smem, block * WN * RT, rank);
 }
 

@@ -60,7 +60,6 @@ template <typename T>
 struct Num;
 template <>
 struct Num<__nv_bfloat16> {
-  static constexpr uint32_t magic = 0x43004300u, minus = 0xC308C308u, one = 0x3F803F80u;  // 128, -(128 + 8), 1
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -71,7 +70,6 @@ struct Num<__nv_bfloat16> {
 };
 template <>
 struct Num<__half> {
-  static constexpr uint32_t magic = 0x64006400u, minus = 0xE408E408u, one = 0x3C003C00u;  // 1024, -(1024 + 8), 1
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -80,14 +78,6 @@ struct Num<__half> {
   static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
   static __device__ __forceinline__ float wide(__half v) { return __half2float(v); }
 };
-
-// Two codes of the word, those at bits 4i and 16 + 4i, as a pair of 16-bit floats offset by 128 (bf16) or 1024 (fp16).
-template <typename T, int I>
-__device__ __forceinline__ uint32_t two_codes(uint32_t word) {
-  uint32_t out;
-  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xEA;" : "=r"(out) : "r"(word >> (4 * I)), "r"(Num<T>::magic));
-  return out;
-}
 
 // A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes whose eight 16-byte chunks are permuted by
 // exclusive or with the row (the tensor cores' 128-byte swizzle): eight rows of a chunk meet no bank twice.

@@ -22,26 +22,6 @@ __device__ __forceinline__ void shared_words(uint32_t (&to)[WORDS], uint32_t fro
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-__device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __nv_bfloat16) {
-  uint32_t out;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
-  uint32_t out;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c, __nv_bfloat16) {
-  uint32_t out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
-__device__ __forceinline__ uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c, __half) {
-  uint32_t out;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
 __device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -230,12 +210,15 @@ struct Fp8Operand {
   }
 };
 
-// int8 as two planes of nibbles, symmetric around 128.
-template <typename T>
+// int8 as two planes of nibbles, symmetric around 128. SAME: scales have the type of x, and multiply pairs: an integer of 8 bits by a scale
+// of x's type is rounded once. Other scales multiply in float32.
+template <typename T, bool SAME>
 struct Int8Operand {
   using Type = T;
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kBytes = 2 * kCodeBytes + kTileRows * 2;
-  static constexpr float kFactor = 1.f;
+  static constexpr float kFactor = kHalf ? 1.f : Whole<T>::kFactor;
+  uint32_t pair[2];
   float by[2];
   struct Part {
     uint32_t low[4], high[4], scales[1];
@@ -245,23 +228,32 @@ struct Int8Operand {
     }
     __device__ __forceinline__ uint32_t any(int half) const { return low[0] | high[0] | (half == 0 ? scales[0] : 0); }
   };
-  // code - 128 (bf16: times 2^-32) of the bytes at bits 0 and 16.
+  // code - 128, / kFactor, of the bytes at bits 0 and 16. fp16 has no room for that factor beside a small scale.
   static __device__ __forceinline__ uint32_t number(uint32_t bytes) {
-    if constexpr (std::is_same_v<T, __half>)
+    if constexpr (kHalf)
       return pair_sub((bytes & 0x00ff00ffu) | 0x64006400u, 0x64806480u);
     else
-      return pair_fma(bytes & 0x00ff00ffu, 0x72007200u, 0xB300B300u, T());  // an integer x 2^-133 by 2^101, less 2^-25
+      return pair_fma(bytes & 0x00ff00ffu, Whole<T>::kAt0, Whole<T>::kMinus128, T());
   }
   __device__ __forceinline__ void decode(int step, const Part& part, uint32_t (&a)[4], int scales_half) {
     if (step == 0) {
-      const float2 both = two_scales<kScaleEither>(part.scales[0], scales_half);
-      const float unit = std::is_same_v<T, __half> ? 1.f : 4294967296.f;
-      by[0] = both.x * unit, by[1] = both.y * unit;
+      if constexpr (SAME) {
+        pair[0] = twice<0>(part.scales[0]), pair[1] = twice<1>(part.scales[0]);
+      } else {
+        const float2 both = two_scales<kScaleEither>(part.scales[0], scales_half);
+        by[0] = both.x, by[1] = both.y;
+      }
     }
     const uint32_t low = part.low[step & 3], high = part.high[step & 3];
     const uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u), odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
-    a[0] = scaled_pair(number(even), by[0], T()), a[1] = scaled_pair(number(odd), by[1], T());
-    a[2] = scaled_pair(number(even >> 8), by[0], T()), a[3] = scaled_pair(number(odd >> 8), by[1], T());
+    const uint32_t bytes[4] = {even, odd, even >> 8, odd >> 8};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (SAME)
+        a[i] = pair_mul(number(bytes[i]), pair[i & 1], T());
+      else
+        a[i] = scaled_pair(number(bytes[i]), by[i & 1], T());
+    }
   }
 };
 

@@ -71,9 +71,13 @@ DEPTHS = (2, 3, 1, 4)
 """Slots of a warp's ring, what is usually best first: where the cost model sees no difference, the first one counts."""
 
 
-def shapes_of(form: Format, x: str) -> tuple[Shape, ...]:
-    """The instances for activations of dtype `x`."""
-    return ALL if x == "bf16" and form.name in ("int4_g128", "mxfp4", "nvfp4") else FEW
+WHOLE = ("int4_g128", "int4_g128_zp", "mxfp4", "nvfp4", "int8", "fp8")
+"""Formats with all instances, here and for many rows."""
+
+
+def shapes_of(form: Format) -> tuple[Shape, ...]:
+    """The instances of a format."""
+    return ALL if form.name in WHOLE else FEW
 
 
 def ceil(a: int, b: int) -> int:
@@ -100,7 +104,7 @@ def candidates(form: Format, x: str, m: int, n: int, k: int) -> Iterator[tuple[S
     are one. m is at most 16."""
     need = 1 if m <= 8 else 2
     groups, tiles = ceil(k, 128), ceil(n, 16)
-    for shape in shapes_of(form, x):
+    for shape in shapes_of(form):
         if shape.nt != need:
             continue
         for split in (1, 2, 4, 8):

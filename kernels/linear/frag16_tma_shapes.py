@@ -8,7 +8,7 @@ from math import log2
 from typing import NamedTuple
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.linear.frag16_shapes import Format, ceil
+from gristmill.kernels.linear.frag16_shapes import WHOLE, Format, ceil
 
 FLAG_BYTES = 1 << 16
 BAND, BAND_BYTES = 8, 16 << 20
@@ -43,9 +43,15 @@ ALL = (*FEW, Shape(128, 4, 1, 1, 7, 4, 2, 1, 1), Shape(64, 1, 4, 1, 16, 8, 4, 1,
 """GM_FEW and GM_ALL of `_linear_frag16_tma_entry_sm90.h`."""
 
 
-def shapes_of(form: Format, x: str) -> tuple[Shape, ...]:
-    """The instances for activations of dtype `x`."""
-    return ALL if x == "bf16" and form.name in ("int4_g128", "mxfp4", "nvfp4") else FEW
+def shapes_of(form: Format) -> tuple[Shape, ...]:
+    """The instances of a format."""
+    return ALL if form.name in WHOLE else FEW
+
+
+def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
+    """Groups by which half of a CTA's warpgroups may stay behind the other: fewer than there are slots of weights."""
+    slots = shape.ws8 if form.tile_bytes > 2000 else shape.ws4
+    return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots)
 
 
 def scratch_bytes(config: Config) -> int:
@@ -66,7 +72,7 @@ _COSTS = {
 sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the part by
 which long products are slower (power)."""
 
-LAGS = {(128, 4, 1, 1): (2, 1)}
+_LAGS = {(128, 4, 1, 1): (2, 1)}
 """Groups by which half of a CTA's warpgroups may stay behind the other where it walks over several tiles, by shape."""
 _STORE = 0.8
 """Microseconds of a tile's end that hide behind the other half's products then."""
@@ -134,7 +140,7 @@ def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, p
 def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Way]]:
     """Shapes and ways that leave no CTA without work."""
     groups = ceil(k, 128)
-    for shape in shapes_of(form, x):
+    for shape in shapes_of(form):
         if shape.mt > 32 and shape.mt // 2 >= m:
             continue  # half of it would do
         if shape.mt < 128 and shape.mt * 4 < m:
@@ -145,7 +151,7 @@ def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) ->
                 if tiles * split <= 2 * processors and groups // split >= shape.slices and split <= shape.mt // 8 // shape.slices:
                     yield shape, Way(split, 0, full)
             continue
-        lags = (0, *LAGS.get(shape[:4], ())) if tiles > full else (0,)
+        lags = (0, *lags_of(form, shape)) if tiles > full else (0,)
         for lag in lags:
             yield shape, Way(1, 0, full, lag)
         for grid in sorted({processors, full}):

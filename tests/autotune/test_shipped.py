@@ -20,6 +20,7 @@ from gristmill.kernels.linear import frag16_shapes as shapes
 
 OP = default_registry().op("linear")
 DECODE = ("linear_w4a16_sm90", "linear_w8a16_sm90")
+MANY = ("linear_w4a16_tma_sm90", "linear_w8a16_tma_sm90")
 BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",), triton_backends=("cuda",))
 
 
@@ -44,7 +45,7 @@ def faults(timing: Timing) -> list[str]:
     if timing.kernel in DECODE:
         form = shapes.format_of(QuantScheme.parse(problem.text("w")))
         key = tuple(timing.config.get(name) for name in ("nt", "rt", "wn", "wk"))
-        if key not in [(s.nt, s.rt, s.wn, s.wk) for s in shapes.shapes_of(form, problem.text("x"))]:
+        if key not in [(s.nt, s.rt, s.wn, s.wk) for s in shapes.shapes_of(form)]:
             found.append(f"no instance {key} of {form.name}")
         if (timing.config.get("format"), timing.config.get("tile_bytes")) != (form.name, form.tile_bytes):
             found.append(f"not the format of {problem}")
@@ -64,7 +65,7 @@ def test_a_wrong_record_would_show() -> None:
     good = next(t for t in shipped_times() if t.kernel == "linear_w4a16_sm90")
     assert not faults(good)
     assert faults(replace(good, kernel="linear_w9a16_sm90"))
-    assert faults(replace(good, config={**good.config, "rt": 5}))
+    assert faults(replace(good, config={**good.config, "rt": 3}))
     assert faults(replace(good, config={k: v for k, v in good.config.items() if k != "split"}))
     assert faults(replace(good, code="abc"))
 
@@ -89,8 +90,9 @@ def test_a_plan_keeps_one_packing_for_every_size(scheme: str) -> None:
         OP, problem, kernels, target, BUILD, store, Policy(), layouts=layouts, foreign=True))  # fmt: skip
     assert len(plan.layouts) == 1 and plan.layouts[0].endswith("_frag16_v1")
     for entry in plan.entries:
-        if entry.m_max is not None and entry.m_max <= 16:
-            assert entry.kernel in DECODE and entry.source in ("measured", "near"), entry
+        if entry.m_max is not None and entry.m_max <= 256:  # at M = 16 some formats are faster by the kernels for many rows
+            allowed = DECODE if entry.m_max <= 8 else DECODE + MANY
+            assert entry.kernel in allowed and entry.source in ("measured", "near"), entry
 
 
 def test_what_a_user_measured_replaces_what_was_shipped(tmp_path: Path) -> None:

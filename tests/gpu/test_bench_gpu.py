@@ -89,7 +89,8 @@ def test_an_honest_kernel_passes_captured_and_eager() -> None:
 @pytest.mark.parametrize("cheat", [work_left_on_another_stream, work_started_early_on_another_stream])
 def test_work_left_on_another_stream_is_caught(cheat, capturable: bool, hot: bool) -> None:
     for problem in (PROBLEM, "m=64,n=2048"):  # long work, and work that is nearly done when the call returns
-        with pytest.raises(WrongResultError, match="cannot be captured|error inf|changed after"):
+        # An error is infinite where the poison is still there, and finite where some of it is overwritten by then.
+        with pytest.raises(WrongResultError, match="cannot be captured|over the tolerance|changed after"):
             arm(kernel(cheat, capturable=capturable), problem, hot=hot)
 
 

@@ -27,12 +27,22 @@ class Owner:
             x.add_(1)
 
 
+def collect_eagerly() -> None:
+    """From here on a collection of all generations follows a few allocations: what is old already is out of it, or it would have to
+    grow by a quarter first."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()
+    gc.set_threshold(1, 1, 1)
+
+
 @pytest.fixture
 def eager_collector() -> Iterator[None]:
     before = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
+    collect_eagerly()
     yield
     gc.set_threshold(*before)
+    gc.unfreeze()
     torch.cuda.synchronize()
 
 
@@ -49,9 +59,9 @@ def capture_while_an_owner_goes(way: Callable[..., Any]) -> torch.cuda.CUDAGraph
 def test_the_fault_is_real() -> None:
     """In a process of its own: an invalidated capture leaves torch's allocator in the middle of it."""
     program = (
-        "import gc, torch\n"
-        "from tests.gpu.test_captures_gpu import capture_while_an_owner_goes\n"
-        "gc.set_threshold(1, 1, 1)\n"
+        "import torch\n"
+        "from tests.gpu.test_captures_gpu import capture_while_an_owner_goes, collect_eagerly\n"
+        "collect_eagerly()\n"
         "capture_while_an_owner_goes(torch.cuda.graph)\n"
     )
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])

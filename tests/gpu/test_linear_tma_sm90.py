@@ -43,12 +43,12 @@ def packed(q: QuantTensor) -> list[torch.Tensor]:
 def every_config(scheme: str, x: str, m: int, k: int, grid: int = 132) -> list[Config]:
     """Each instance with each split, dealing tiles out along K among `grid` CTAs and one more, and halves of warpgroups that take turns."""
     form, found, groups = format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
-    for shape in shapes.shapes_of(form, x):
+    for shape in shapes.shapes_of(form):
         ways = [shapes.Way(split, 0, grid) for split in (1, 2, 4, 8)
                 if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices]  # fmt: skip
         if shape.slices == 1:
             ways += [shapes.Way(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]
-            ways += [shapes.Way(1, even, grid, lag) for even in (0, 1, 2) for lag in shapes.LAGS.get(shape[:4], ())]
+            ways += [shapes.Way(1, even, grid, lag) for even in (0, 1, 2) for lag in shapes.lags_of(form, shape)]
         found += [shapes.config_of(form, shape, way, max(m, 1), 1 << 20, k) for way in ways]  # bands as of a weight that L2 does not hold
     return [{"format": form.name, "tile_bytes": form.tile_bytes, **one} for one in found]
 

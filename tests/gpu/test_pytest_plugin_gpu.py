@@ -56,7 +56,8 @@ def test_a_suite_on_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "--benchmark-only",
          "--benchmark-json=out.json"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**outer, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "GRISTMILL_POLICY": str(tmp_path / "policy.toml")},
+        env={**outer, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "GRISTMILL_POLICY": str(tmp_path / "policy.toml"),
+             "COLUMNS": "200"},
     )  # fmt: skip
     assert "2 failed, 5 passed" in done.stdout, done.stdout + done.stderr
     for name in ("left_on_another_stream", "cached"):

@@ -80,7 +80,7 @@ def test_the_default_fits_and_is_among_those_to_try(scheme: str, m: int, n: int,
     config, form = spec.KERNEL.config(problem, TARGET), shapes.format_of(QuantScheme.parse(scheme))
     assert config == next(iter(spec.KERNEL.space(problem, TARGET)))
     key = tuple(config[name] for name in ("nt", "rt", "wn", "wk"))
-    shape = next(s for s in shapes.shapes_of(form, "bf16") if (s.nt, s.rt, s.wn, s.wk) == key)
+    shape = next(s for s in shapes.shapes_of(form) if (s.nt, s.rt, s.wn, s.wk) == key)
     assert shape.nt * 8 >= m
     size = shapes.shared_bytes(shape, form.tile_bytes, max(m, 1), k, int(config["split"]), int(config["depth"]))
     assert size < shapes.SHARED_BYTES
