@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gristmill.bench.stored_scheme import Stored, stored
 from gristmill.kernel_registry.registry import default_registry
 
 MODELS = Path(__file__).parent / "models"
@@ -81,7 +82,9 @@ def _numbers(text: str) -> tuple[int, int, float]:
     found = re.fullmatch(r"(\d+)x(\d+)(?:\*(\d+(?:\.\d+)?))?", text.strip())
     if found is None or not int(found[1]) or not int(found[2]):
         raise ShapeError(f"step {text!r}: expected SEQUENCESxTOKENS, such as 32x2048, or 32x2048*9 for nine times the weight")
-    return int(found[1]), int(found[2]), float(found[3] or 1)
+    if not (weight := float(found[3] or 1)):
+        raise ShapeError(f"step {text!r}: a step of weight 0 is never made; leave it out")
+    return int(found[1]), int(found[2]), weight
 
 
 def model_names() -> list[str]:
@@ -99,7 +102,9 @@ def load_config(name: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ShapeError(f"{path}: line {error.lineno}: {error.msg}") from error
+        raise ShapeError(f"{path}: line {error.lineno}: {error.msg}; expected a config.json") from error
+    except UnicodeDecodeError as error:
+        raise ShapeError(f"{path}: byte {error.start} is not UTF-8 text; expected a config.json") from error
     if not isinstance(config, dict) or config.get("model_type") not in KINDS:
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise ShapeError(f"{path}: model_type {found!r}; known are {', '.join(KINDS)}")
@@ -108,7 +113,8 @@ def load_config(name: str) -> dict[str, Any]:
 
 def calls(config: Mapping[str, Any], tp: int = 1, mix: Sequence[Step] = MIX, weights: str | None = None) -> list[Call]:
     """Every call of every step of `mix`, problems checked against their operations. weights: the scheme of linear layers,
-    instead of the checkpoint's. ShapeError if `tp` does not divide what it has to.
+    instead of the checkpoint's. ShapeError if `tp` does not divide what it has to, FormatError (both are ValueErrors) if the
+    checkpoint's quantization is not known.
     """
     shape = _Shape(config, tp, weights)
     registry = default_registry()
@@ -130,15 +136,14 @@ class _Shape:
             raise ShapeError(f"tensor-parallel size {tp}; expected at least 1")
         self.kind, self.tp, self.config = str(config["model_type"]), tp, config
         self.h, self.layers, self.vocab = self._int("hidden_size"), self._int("num_hidden_layers"), self._int("vocab_size")
-        heads, kv_heads = self._int("num_attention_heads"), int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        self.head_dim = int(config.get("head_dim") or self.h // heads)
+        heads = self._int("num_attention_heads")
+        kv_heads, self.head_dim = self._int("num_key_value_heads", heads), self._int("head_dim", self.h // heads)
         self.heads = self._share(heads, "num_attention_heads")
         # Fewer KV heads than ranks: each rank holds a copy of one.
         self.kv_heads = 1 if kv_heads < tp and tp % kv_heads == 0 else self._share(kv_heads, "num_key_value_heads")
-        quant = config.get("quantization_config") or {}
-        own = {"fp8": "fp8_block" if quant.get("weight_block_size") else "fp8"}.get(quant.get("quant_method", ""), "bf16")
-        self.w = weights or own
-        self.expert_w = weights or ("mxfp4" if quant.get("quant_method") == "mxfp4" else self.w)
+        own = Stored() if weights else stored(config, self.layers)
+        order = ",act_order=true" if own.act_order else ""
+        self.w, self.expert_w = ((weights or scheme) + order for scheme in (own.linear, own.experts))
 
     def step(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
         """(operation, problem, calls, part) of one step."""
@@ -146,8 +151,8 @@ class _Shape:
         yield "rms_norm", f"m={m},n={self.h}", 1, "norm"
         yield "fused_add_rms_norm", f"m={m},n={self.h}", 2 * layers, "norm"
         yield from self._mla(step) if self.kind == "deepseek_v3" else self._attention(step)
-        experts = int(self.config.get("num_experts") or self.config.get("n_routed_experts") or self.config.get("num_local_experts") or 0)
-        dense = int(self.config.get("first_k_dense_replace", 0)) if experts else layers
+        experts = next((self._int(n) for n in ("num_experts", "n_routed_experts", "num_local_experts") if self.config.get(n)), 0)
+        dense = self._int("first_k_dense_replace", 0) if experts else layers
         if dense:
             yield from self._mlp(m, self._int("intermediate_size"), dense, "mlp")
         if experts:
@@ -157,20 +162,21 @@ class _Shape:
 
     def _attention(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
         m, d, layers = step.tokens, self.head_dim, self.layers
-        bias = ",epilogue=bias" if self.config.get("attention_bias") or self.kind == "qwen2" else ""
+        every = self.config.get("attention_bias", self.kind == "gpt_oss")
+        bias = ",epilogue=bias" if every or self.kind == "qwen2" else ""  # Qwen2 has biases of q, k and v alone
         yield "linear", f"m={m},n={(self.heads + 2 * self.kv_heads) * d},k={self.h},w={self.w}{bias}", layers, "qkv"
         if self.kind in ("qwen3", "qwen3_moe"):
             yield "rms_norm", f"m={m * self.heads},n={d}", layers, "q_norm"
             yield "rms_norm", f"m={m * self.kv_heads},n={d}", layers, "k_norm"
         yield "rotary_embedding", f"t={m},hq={self.heads},hk={self.kv_heads},d={d},rot={d}", layers, "rope"
         yield "reshape_and_cache", f"t={m},h={self.kv_heads},d={d},dv={d}", layers, "cache"
-        window = int(self.config.get("sliding_window") or 0) if self.kind == "gpt_oss" else 0
+        window = self._int("sliding_window", 0) if self.kind == "gpt_oss" else 0
         base = f"{_ragged(step)},heads={self.heads},kv_heads={self.kv_heads},head_dim={d}" + (",sinks=true" if window else "")
         if window:
             yield "paged_attention", f"{base},window={window}", layers - layers // 2, "attention, window"
             layers //= 2
         yield "paged_attention", base, layers, "attention"
-        yield "linear", f"m={m},n={self.h},k={self.heads * d},w={self.w}{bias}", self.layers, "out"
+        yield "linear", f"m={m},n={self.h},k={self.heads * d},w={self.w}{',epilogue=bias' if every else ''}", self.layers, "out"
 
     def _mla(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
         m, layers, rank = step.tokens, self.layers, self._int("q_lora_rank")
@@ -191,12 +197,13 @@ class _Shape:
 
     def _mlp(self, m: int, inner: int, layers: int, part: str) -> Iterator[tuple[str, str, int, str]]:
         i = self._share(inner, "intermediate_size")
-        yield "linear", f"m={m},n={2 * i},k={self.h},w={self.w},epilogue=silu_mul", layers, f"{part} gate_up"
-        yield "linear", f"m={m},n={self.h},k={i},w={self.w}", layers, f"{part} down"
+        gate, down = ("bias+silu_mul", ",epilogue=bias") if self.config.get("mlp_bias") else ("silu_mul", "")
+        yield "linear", f"m={m},n={2 * i},k={self.h},w={self.w},epilogue={gate}", layers, f"{part} gate_up"
+        yield "linear", f"m={m},n={self.h},k={i},w={self.w}{down}", layers, f"{part} down"
 
     def _experts(self, m: int, e: int, layers: int) -> Iterator[tuple[str, str, int, str]]:
         top_k = self._int("num_experts_per_tok")
-        inner = int(self.config.get("moe_intermediate_size") or self._int("intermediate_size"))
+        inner = self._int("moe_intermediate_size") if self.config.get("moe_intermediate_size") else self._int("intermediate_size")
         yield "linear", f"m={m},n={e},k={self.h},x=fp32,w=bf16", layers, "router"
         groups = ""
         if self.kind == "deepseek_v3":
@@ -204,11 +211,14 @@ class _Shape:
         yield "grouped_topk", f"m={m},e={e},top_k={top_k}{groups}", layers, "choice of experts"
         share = self._share(inner, "the experts' intermediate size")
         yield "moe", f"m={m},top_k={top_k},e={e},h={self.h},i={share},w={self.expert_w}", layers, "experts"
-        if shared := int(self.config.get("n_shared_experts") or 0):
+        if shared := self._int("n_shared_experts", 0):
             yield from self._mlp(m, shared * inner, layers, "shared experts")
 
-    def _int(self, name: str) -> int:
+    def _int(self, name: str, default: int | None = None) -> int:
+        """A positive integer; `default` for an entry that is not there, is null, or is 0 where the default is."""
         value = self.config.get(name)
+        if default is not None and (value is None or (value == 0 and default == 0)):
+            return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ShapeError(f"config of a {self.kind}: {name} is {value!r}; expected a positive integer")
         return value

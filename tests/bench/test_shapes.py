@@ -55,12 +55,53 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         load_config("llama-4")
     with pytest.raises(ShapeError, match="expected SEQUENCESxTOKENS"):
         Step.decode("32,2048")
+    with pytest.raises(ShapeError, match="never made"):
+        Step.decode("32x2048*0")
     (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
     with pytest.raises(ShapeError, match="model_type 'rwkv'; known are llama"):
         load_config(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({**load_config("llama-3-8b"), "vocab_size": "many"}))
     with pytest.raises(ShapeError, match="vocab_size is 'many'"):
         calls(load_config(str(tmp_path)))
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quantization", "scheme"),
+    [
+        (None, ""), (AWQ, ",w=int4_g128_zp"), (GPTQ, ",w=int4_g32"), (GPTQ | {"desc_act": True}, ",w=int4_g32,act_order=true"),
+        (INT8, ",w=int8_ch"), ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ",w=nvfp4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ",w=fp8_block"), ({"quant_method": "fp8"}, ",w=fp8"),
+        ({"quant_method": "gristmill", "scheme": "int4_g64"}, ",w=int4_g64"),
+    ],
+)  # fmt: skip
+def test_a_checkpoints_own_quantization_is_what_its_layers_are_called_with(quantization: dict | None, scheme: str) -> None:
+    config = load_config("llama-3-8b") | {"quantization_config": quantization}
+    found = {call.part: call.problem for call in calls(config, 1, DECODE)}
+    assert found["out"] == f"m=1,n=4096,k=4096{scheme}" and "w=" not in found["lm_head"]
+    assert {c.part: c.problem for c in calls(config, 1, DECODE, "mxfp8")}["out"] == "m=1,n=4096,k=4096,w=mxfp8"
+
+
+def test_a_quantization_that_is_not_known_is_no_bf16() -> None:
+    for quantization, complaint in (({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"), ([1], "must be an object"),
+                                    ({"quant_method": "gguf"}, "gguf")):  # fmt: skip
+        with pytest.raises(ValueError, match=complaint):
+            calls(load_config("llama-3-8b") | {"quantization_config": quantization}, 1, DECODE)
+    with pytest.raises(ValueError, match="num_key_value_heads is 'eight'"):
+        calls(load_config("llama-3-8b") | {"num_key_value_heads": "eight"}, 1, DECODE)
+
+
+def test_biases_are_where_the_runtime_has_them() -> None:
+    def biased(**more: object) -> set[str]:
+        return {c.part for c in calls(load_config("llama-3-8b") | more, 1, DECODE) if "bias" in c.problem}
+
+    assert biased() == set() and biased(model_type="qwen2") == {"qkv"}
+    assert biased(attention_bias=True) == {"qkv", "out"} and biased(mlp_bias=True) == {"mlp gate_up", "mlp down"}
 
 
 def test_coverage_knows_exact_near_and_default(policy_file) -> None:
