@@ -77,6 +77,7 @@ class Worker:
                 [sys.executable, "-m", "gristmill.autotune.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                process_group=0,  # an interrupt from the keyboard is for the parent, which ends its children
             )  # fmt: skip
             threading.Thread(target=_pump, args=(self._process.stdout, self._answers), daemon=True).start()
         return self._process

@@ -52,6 +52,11 @@ def jobs_of(calls: Iterable[Call]) -> list[Job]:
     return sorted(found, key=lambda job: -job.weight * _size(job))
 
 
+def sampled(jobs: Iterable[Job]) -> float:
+    """Tokens that the calls of `jobs` make, as their weights count: what the operation `sample` draws. 0 where it is not among them."""
+    return sum(job.weight * job.problem.integer("m") for job in jobs if job.op.name == "sample")
+
+
 def _size(job: Job) -> float:
     cost = job.op.cost(job.problem)
     return cost.bytes + cost.flops / 150  # a device does some hundred operations in the time of a byte

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 from gristmill.autotune.clock import now
@@ -30,16 +31,18 @@ def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[
 
     What several problems have in common, the same cut-out of a weight at the same configuration, is verified once.
     """
-    waiting = deque(chunks(pairs, len(pool)))
+    waiting, stopped = deque(chunks(pairs, len(pool))), Event()
 
     def work(worker: Any) -> list[Verification]:
         found = []
-        while waiting:
+        while waiting and not stopped.is_set():
             try:
                 chunk = waiting.popleft()
             except IndexError:  # another thread had it
                 break
             for job, option, small in chunk:
+                if stopped.is_set():
+                    break
                 if not option.default and now() > deadline:
                     continue
                 outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
@@ -53,7 +56,13 @@ def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[
         return found
 
     with ThreadPoolExecutor(len(pool)) as threads:
-        return [record for part in threads.map(work, pool) for record in part]
+        try:
+            return [record for part in threads.map(work, pool) for record in part]
+        except BaseException:  # an interrupt: nothing more is begun, and what a worker is at is not waited for
+            stopped.set()
+            for worker in pool:
+                worker.close()
+            raise
 
 
 def chunks(pairs: Sequence[tuple[Job, Option]], workers: int) -> list[list[Task]]:

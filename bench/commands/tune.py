@@ -21,7 +21,7 @@ from gristmill.kernel_registry.registry import default_registry
 @model_options
 @click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem of OP; may be given several times.")
 @click.option("--shapes", "captured", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Tune what kernelbench shapes capture recorded, most frequent first.")  # fmt: skip
+              help="Tune what kernelbench shapes capture recorded, what moves most data first.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, help="The budget. Kept within a tenth.")
 @click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
@@ -42,13 +42,14 @@ def tune(
     Candidates are what can run, less what cost models rule out. They are verified in child processes, thinned out by
     successive halving, and the last three raced against the default in turn. Every problem is written to the store
     when it is done: a run that was stopped goes on where it was, since problems that the store knows are skipped.
-    JSON and result files say for each problem what its tuning saves, times how often it is called (saved_us).
+    JSON and result files say for each problem what its tuning saves, times how often it is called (saved_us); of a model's calls or
+    captured ones, which say how many tokens they make, also by token, and tables are ranked by that.
     """
     from gristmill.autotune.store import save
     from gristmill.bench.capture import read as read_shapes
     from gristmill.bench.options import Job
     from gristmill.bench.result_file import write
-    from gristmill.bench.tune import jobs_of
+    from gristmill.bench.tune import jobs_of, sampled
     from gristmill.bench.tune import tune as run
 
     if sum(given is not None for given in (op_name, model, captured)) != 1:
@@ -65,26 +66,38 @@ def tune(
         jobs = [Job(op, problem) for problem in concrete(op, problem_texts or op.bench)]
     path = here.policy.store_path
     held = store_to_write(path)
-    with console.status(quiet=as_json) as tell:
-        found = run(jobs, here, lambda records: save(path, records), seconds=60 * minutes, store=held, redo=redo,
-                    workers=workers, tell=tell)  # fmt: skip
-    rows = [one.as_dict() for one in found]
+    try:
+        with console.status(quiet=as_json) as tell:
+            found = run(jobs, here, lambda records: save(path, records), seconds=60 * minutes, store=held, redo=redo,
+                        workers=workers, tell=tell)  # fmt: skip
+    except KeyboardInterrupt:
+        console.err().print(f"What is tuned is in {path}: the same command goes on from there.", soft_wrap=True)
+        raise
+    rows, tokens = [one.as_dict() for one in found], sampled(jobs)
+    for row in rows:
+        row["saved_ms_per_token"] = row["saved_us"] / tokens / 1e3 if tokens and row["saved_us"] is not None else None
     if results:
         write(results, here, [row | {"kernel": row["kernel"] or ""} for row in rows])
     summary = _summary(rows) | {"store": str(path)}
+    per_token = ["saved ms/token"] if tokens else []
+    rows.sort(key=lambda row: -(row["saved_ms_per_token"] or 0.0))
     if as_json:
         console.emit(summary | {"problems": rows})
         return
     console.table(
         f"Tuned for {here.target.name} {here.target.device}",
-        ["operation", "problem", "", "tried", "wrong", "kernel", "µs", "default µs", "gain"],
+        ["operation", "problem", "", "tried", "wrong", "kernel", "µs", "default µs", "gain", *per_token],
         [[r["op"], r["problem"], r["state"], r["options"] or "", len(r["wrong"]) or "", r["kernel"], console.number(r["us"]),
-          console.number(r["default_us"]), "-" if r["gain"] is None else f"{r['gain']:.2f}x"] for r in rows],
-        right=("tried", "wrong", "µs", "default µs", "gain"),
+          console.number(r["default_us"]), "-" if r["gain"] is None else f"{r['gain']:.2f}x",
+          *([console.number(r["saved_ms_per_token"])] if tokens else [])] for r in rows],
+        right=("tried", "wrong", "µs", "default µs", "gain", *per_token),
     )  # fmt: skip
     states = ", ".join(f"{count} {state}" for state, count in summary["states"].items())
     gain = "" if summary["gain"] is None else f"; {summary['gain']:.3f}x the default, geometric mean"
-    console.out().print(f"\n{states}{gain}. Written to {path}")
+    saved = "" if summary["saved_ms_per_token"] is None else f"; {console.number(summary['saved_ms_per_token'])} ms a token saved"
+    more = {"out of time": "the same command goes on", "known": "--redo tunes them again"}
+    hints = "".join(f" ({state}: {hint})" for state, hint in more.items() if state in summary["states"])
+    console.out().print(f"\n{states}{gain}{saved}. Written to {path}{hints}")
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,4 +105,5 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
     gains = [math.log(row["gain"]) for row in rows if row["gain"]]
-    return {"states": states, "gain": math.exp(sum(gains) / len(gains)) if gains else None}
+    saved = [row["saved_ms_per_token"] for row in rows if row["saved_ms_per_token"] is not None]
+    return {"states": states, "gain": math.exp(sum(gains) / len(gains)) if gains else None, "saved_ms_per_token": sum(saved) if saved else None}

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from gristmill.bench.options import MOST, Job, Option, options
 from gristmill.bench.place import place
 from gristmill.bench.shapes import Step, calls, load_config
 from gristmill.bench.tune import jobs_of
+from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from tests.bench import cheats, slowed
@@ -71,6 +77,66 @@ def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(pol
     assert again["states"] == {"known": 1, "tuned": 1}
     found = CliRunner().invoke(cli, ["explain", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--json"])
     assert json.loads(found.stdout)["candidates"][0]["source"] == "measured"
+
+
+def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
+    policy_file()
+    found = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
+    assert tuning.sampled(found) == 32 * 3 + 2  # one a sequence, of each step as often as it is made
+    live = tmp_path / "live.json"
+    rows = [{"op": "rms_norm", "problem": "m=3,n=64", "count": 7}, {"op": "sample", "problem": "m=2,v=100", "count": 5}]
+    live.write_text(json.dumps({"schema": 1, "calls": rows}))
+    done = CliRunner().invoke(cli, ["tune", "--shapes", str(live), "--target", "cpu", "--minutes", "0.5", "--json"])
+    answer = json.loads(done.stdout)
+    for row in answer["problems"]:
+        assert row["saved_ms_per_token"] == pytest.approx(row["weight"] * (row["default_us"] - row["us"]) / 10 / 1e3)
+    each = [row["saved_ms_per_token"] for row in answer["problems"]]
+    assert answer["saved_ms_per_token"] == sum(each) and each == sorted(each, reverse=True)
+
+
+def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_path: Path) -> None:
+    """As from a keyboard: the whole group of processes gets it, while one problem is tuned and others wait."""
+    policy_file()
+    store = tmp_path / "cache" / "store.json"
+    command = [sys.executable, "-m", "gristmill.bench.cli", "tune", "rms_norm", "--target", "cpu", "--minutes", "5", "--problem",
+               "m=1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16,n=4096"]  # fmt: skip
+    run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    while not store.exists():
+        time.sleep(0.05)
+        assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    begin = time.monotonic()
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and time.monotonic() - begin < 10 and not out
+    assert "Traceback" not in err and f"What is tuned is in {store}" in err.replace("\n", ""), err
+    tuned = {t.problem for t in Store.read(store).timings}
+    again = CliRunner().invoke(cli, [*command[3:-1], "m=1|2,n=4096", "--json"])
+    states = {row["problem"]: row["state"] for row in json.loads(again.stdout)["problems"]}
+    assert states["m=1,n=4096"] == ("known" if "m=1,n=4096" in tuned else "tuned") and tuned
+
+
+def test_verification_that_is_interrupted_begins_nothing_more() -> None:
+    here, one = place("cpu"), job("m=4,n=64")
+    pairs = [(one, Option(slowed.HONEST, {"level": "base", "at": n}, False)) for n in range(9)]
+
+    class Stubborn:
+        closed, begun = False, 0
+
+        def verify(self, *task: object) -> dict:
+            Stubborn.begun += 1
+            if Stubborn.begun == 1:
+                raise KeyboardInterrupt  # as it is in the thread that waits for the others
+            while not self.closed:
+                time.sleep(0.01)
+            return {"ok": False, "error": None, "reason": "", "judged": False}
+
+        def close(self) -> None:
+            self.closed = True
+
+    with pytest.raises(KeyboardInterrupt):
+        verify_all(pairs, here, [Stubborn(), Stubborn()], 1e18)
+    assert Stubborn.begun <= 3
 
 
 def test_a_budget_is_kept(policy_file) -> None:
