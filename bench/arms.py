@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gristmill.autotune import clock
-from gristmill.autotune.device import on_device
+from gristmill.autotune.device import free_bytes, on_device
 from gristmill.autotune.rotation import Contents, Finding, Rotation
-from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed
+from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed, list_count
 from gristmill.autotune.verify import packing, scratch
+from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernels.interpreter import load
 
@@ -227,7 +228,21 @@ class Way(NamedTuple):
 
 
 def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False) -> dict[str, Rotation]:
-    """A rotation for each kernel, the same one for kernels that take the same arguments: equal data at equal addresses."""
+    """A rotation for each kernel, the same one for kernels that take the same arguments: equal data at equal addresses.
+
+    UnverifiableError for a problem that is larger than the memory.
+    """
+    # Lists, and beside them two contents, each as the operation has it and packed.
+    need, free = (list_count(op.cost(problem).bytes, device, hot=hot) + 4) * op.cost(problem).bytes, free_bytes(device)
+    if need > free:
+        raise UnverifiableError(f"{op.name} {problem} takes {need / 2**30:.1f} GiB to be timed and checked; {free / 2**30:.1f} GiB are free")
+    try:
+        return _shared(op, problem, device, kernels, hot)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UnverifiableError(f"{op.name} {problem}: no memory to time it with: {error}") from error
+
+
+def _shared(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], hot: bool) -> dict[str, Rotation]:
     made: dict[str, Rotation] = {}
     found = {}
     contents: Contents | None = None

@@ -147,6 +147,7 @@ def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
 
 def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
     """The arms that can run, the baseline and its twin first; and rows for those that cannot or must not."""
+    from gristmill.autotune.worker import UnverifiableError
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     device = here.device or "cpu"
@@ -158,7 +159,10 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
     if gaps[case.baseline.name]:
         reason = f"the baseline cannot run: {gaps[case.baseline.name]}"
         return [], rows + [_failed(case, kernel, GAP, reason) for kernel in case.others if not gaps[kernel.name]]
-    rotations = shared_rotations(case.op, case.problem, device, able, hot=hot)
+    try:
+        rotations = shared_rotations(case.op, case.problem, device, able, hot=hot)
+    except UnverifiableError as error:
+        return [], rows + [_failed(case, kernel, GAP, str(error)) for kernel in able if kernel is not case.baseline]
     for kernel in able:
         config = kernel.config(case.problem, here.target)
         names = (kernel.name, kernel.name + TWIN) if kernel is case.baseline else (kernel.name,)
@@ -166,10 +170,11 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
             if wrong := verified(case.op, kernel, config, case.problem, device):
                 raise WrongResultError(wrong)
             arms += [Watched(KernelArm(kernel, config, rotations[kernel.name], name=name)) for name in names]
-        except WrongResultError as error:
-            rows.append(_failed(case, kernel, WRONG, str(error)))
+        except (WrongResultError, UnverifiableError) as error:
+            verdict = WRONG if isinstance(error, WrongResultError) else GAP
+            rows.append(_failed(case, kernel, verdict, str(error)))
             if kernel is case.baseline:
-                why = f"the baseline is wrong: {error}"
+                why = f"the baseline {'is wrong' if verdict == WRONG else 'cannot be tried'}: {error}"
                 return [], rows + [_failed(case, other, GAP, why) for other in able if other is not kernel]
     return arms, rows
 
@@ -181,13 +186,15 @@ def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
 
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
-    """Verify in a child process, where a fault harms nobody; "" or what was wrong."""
-    from gristmill.autotune.worker import shared_worker
+    """Verify in a child process, where a fault harms nobody; "" or what was wrong. UnverifiableError where nothing can be said."""
+    from gristmill.autotune.worker import UnverifiableError, shared_worker
     from gristmill.kernel_registry.registry import default_registry
 
     if kernel not in default_registry().kernels_of(op.name):
         return ""  # made by hand, so no other process can find it; its audits still hold
     outcome = shared_worker().verify(op, kernel, config, op.verification(problem), device)
+    if not outcome["judged"]:
+        raise UnverifiableError(str(outcome["reason"]))
     return "" if outcome["ok"] else str(outcome["reason"])
 
 

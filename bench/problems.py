@@ -51,7 +51,7 @@ def asked(op_name: str | None, texts: Sequence[str], suite: str | None, calls: S
     """
     if sum(map(bool, (texts, suite, calls))) > 1:
         raise click.UsageError("--problem, --suite and --model are three ways to say which problems: give one of them")
-    op = default_registry().op(op_name) if op_name else None
+    op = default_registry().op(op_name) if op_name is not None else None
     if calls:
         weights: dict[tuple[str, str], float] = {}
         for call in calls:
@@ -90,6 +90,8 @@ def named(op: Op, patterns: str) -> list[Kernel]:
                 raise UnknownError(f"no kernel of {op.name} matches {pattern!r}; they are {', '.join(k.name for k in kernels)}")
             matches = [default_registry().kernel(op.name, pattern)]
         found += [k for k in matches if k not in found]
+    if not found:
+        raise UnknownError(f"{patterns!r} names no kernel of {op.name}; they are {', '.join(k.name for k in kernels)}")
     return found
 
 
@@ -110,6 +112,8 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
         for kernel in matches:
             if kernel not in found[kernel.op]:
                 found[kernel.op].append(kernel)
+    if not any(found.values()):
+        raise UnknownError(f"{patterns!r} names no kernel")
     return found
 
 

@@ -94,8 +94,8 @@ class _Gap(Exception):
 
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
-    from gristmill.autotune.rotation import Rotation
-    from gristmill.bench.arms import KernelArm, Way, WrongResultError
+    from gristmill.autotune.worker import UnverifiableError
+    from gristmill.bench.arms import KernelArm, Way, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     try:
@@ -109,10 +109,18 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     same = row.get("config") is not None and here.device != "cpu"
     config = row["config"] if same else kernel.config(problem, here.target)
     device = here.device or "cpu"
-    if wrong := verified(op, kernel, config, problem, device):
+    try:
+        wrong = verified(op, kernel, config, problem, device)
+    except UnverifiableError as error:
+        raise _Gap(str(error)) from error
+    if wrong:
         raise WrongResultError(f"{kernel.name}: {wrong}")
     way = Way.parse(str(row.get("timing") or ""))  # files of before it was written: as a kernel is deployed, cold
-    arm = KernelArm(kernel, config, Rotation(op, kernel, problem, device, hot=way.hot), eager=way.eager, isolated=way.isolated)
+    try:
+        rotation = shared_rotations(op, problem, device, [kernel], hot=way.hot)[kernel.name]
+    except UnverifiableError as error:
+        raise _Gap(str(error)) from error
+    arm = KernelArm(kernel, config, rotation, eager=way.eager, isolated=way.isolated)
     times: list[float] = []
     begin = now()
     while not times or (now() - begin < SECONDS and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench.compare import why_not
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import REPEATS
@@ -57,12 +58,15 @@ class Group:
     kernel: str
     records: list[Timing]
     again: list[Again] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
         """WRONG if any is; HOLDS if at most one in OUTSIDE is further off than WITHIN."""
         if any(one.us is None for one in self.again):
             return WRONG
+        if not self.again:
+            return DIFFERS  # nothing speaks for the records
         off = sum(abs(one.ratio - 1) > WITHIN for one in self.again if one.ratio is not None)
         return HOLDS if off <= len(self.again) // OUTSIDE else DIFFERS
 
@@ -72,7 +76,7 @@ class Group:
         return {
             "op": self.op, "kernel": self.kernel, "outcome": self.outcome, "records": len(self.records), "sampled": len(self.again),
             "ratio": statistics.median(ratios) if ratios else None, "least": min(ratios, default=None), "most": max(ratios, default=None),
-            "reasons": [one.reason for one in self.again if one.reason],
+            "reasons": [*(one.reason for one in self.again if one.reason), *self.untried],
         }  # fmt: skip
 
 
@@ -106,7 +110,10 @@ def revalidate(
     for number, group in enumerate(found):
         for timing in chance.sample(group.records, min(sample, len(group.records))):
             tell(f"{number + 1}/{len(found)} {group.kernel} {timing.problem}")
-            group.again.append((measure or _again)(timing, here))
+            try:
+                group.again.append((measure or _again)(timing, here))
+            except UnverifiableError as error:  # too little memory, say: it speaks neither for the record nor against it
+                group.untried.append(str(error))
         records += [record for one in group.again for record in _records(one, here)]
         if group.outcome != HOLDS:
             continue
@@ -136,8 +143,7 @@ _KEY = ("op", "kernel", "config", "problem", "target", "toolchain", "timing")
 
 
 def _again(timing: Timing, here: Place) -> Again:
-    from gristmill.autotune.rotation import Rotation
-    from gristmill.bench.arms import KernelArm, Way, WrongResultError
+    from gristmill.bench.arms import KernelArm, Way, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     op, kernel, problem = _named(timing)
@@ -146,7 +152,8 @@ def _again(timing: Timing, here: Place) -> Again:
         return Again(timing, None, reason=wrong)
     try:
         way = Way.parse(timing.timing)
-        arm = KernelArm(kernel, timing.config, Rotation(op, kernel, problem, device, hot=way.hot), eager=way.eager, isolated=way.isolated)
+        rotation = shared_rotations(op, problem, device, [kernel], hot=way.hot)[kernel.name]
+        arm = KernelArm(kernel, timing.config, rotation, eager=way.eager, isolated=way.isolated)
         samples = tuple(min(arm.sample() for _ in range(REPEATS)) for _ in range(ROUNDS))
         arm.conclude()
     except WrongResultError as error:

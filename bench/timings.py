@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gristmill.autotune.gpu_clock import sm_clock
-from gristmill.bench.compare import Watched, auditor, verified, why_not
+from gristmill.autotune.worker import UnverifiableError
+from gristmill.bench.compare import WRONG, Watched, auditor, verified, why_not
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import Heat
 from gristmill.kernel_registry.kernel import Kernel
@@ -45,14 +46,19 @@ def kernel_rows(
         config = None if why_not(kernel, problem, here) else dict(kernel.config(problem, here.target))
         row["config"] = config
         row["reason"] = why_not(kernel, problem, here)
-        if config is not None and (wrong := verified(op, kernel, config, problem, here.device or "cpu")):
-            row["reason"] = f"not timed: {wrong}"
+        if config is not None:
+            _verify(row, op, kernel, problem, here)
     fit = [kernel for kernel in held if not rows[kernel.name]["reason"]]
-    for kernel, timing, arm, wrong in _arms(op, problem, fit, rows, here, all_timings):
-        if arm is None:
-            rows[kernel.name]["reason"] = f"not timed: {wrong}"
-        else:
-            arms.setdefault(kernel.name, {})[timing] = Watched(arm)
+    try:
+        for kernel, timing, arm, wrong in _arms(op, problem, fit, rows, here, all_timings):
+            if arm is None:
+                rows[kernel.name] |= {"reason": f"{WRONG}: {wrong}", "wrong": True}
+            else:
+                arms.setdefault(kernel.name, {})[timing] = Watched(arm)
+    except UnverifiableError as error:
+        for kernel in fit:
+            rows[kernel.name]["reason"] = rows[kernel.name]["reason"] or str(error)
+        fit, arms = [], {}
     racing = [watched for own in arms.values() for watched in own.values()]
     if racing:
         discarded = _race(racing, seconds * len(arms), seed, here.device or "cpu")
@@ -65,6 +71,15 @@ def kernel_rows(
     return [rows[kernel.name] for kernel in held]
 
 
+def _verify(row: dict[str, Any], op: Op, kernel: Kernel, problem: Problem, here: Place) -> None:
+    try:
+        wrong = verified(op, kernel, row["config"], problem, here.device or "cpu")
+    except UnverifiableError as error:
+        row["reason"] = f"not timed: {error}"
+    else:
+        row |= {"reason": f"{WRONG}: {wrong}", "wrong": True} if wrong else {}
+
+
 def gap_row(op: Op, problem: Problem, name: str, reason: str) -> dict[str, Any]:
     """The row of something that has no time here, and why."""
     return _empty(op, problem, name) | {"reason": reason}
@@ -75,7 +90,7 @@ def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
         "op": op.name, "problem": str(problem), "kernel": name, "us": None, "spread": None, "timing": None, "times": {},
         "gbs": None, "tflops": None, "fraction_of_floor": None, "floor_us": None, "floor_source": None, "bound": None, "error": None,
         "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "discarded": 0,
-        "reason": "", "note": "", "config": None, "samples": (),
+        "reason": "", "wrong": False, "note": "", "config": None, "samples": (),
     }  # fmt: skip
 
 
@@ -123,7 +138,7 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
     from gristmill.bench.arms import Way
 
     if wrong := next((watched.wrong for watched in own.values() if watched.wrong), ""):
-        row["reason"] = f"WRONG: {wrong}"
+        row |= {"reason": f"{WRONG}: {wrong}", "wrong": True}
     if row["reason"] or not own:
         return
     for timing in TIMINGS:

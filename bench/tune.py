@@ -21,7 +21,7 @@ from gristmill.kernel_registry.store import Store, Timing, config_key, target_ke
 
 @dataclass
 class Tuned:
-    """The outcome of one job. default_us: of the fastest kernel at its default configuration, in the same final."""
+    """The outcome of one job. reason: why nothing ran. default_us: of the fastest kernel at its default configuration, in the same final."""
 
     op: str
     problem: str
@@ -34,6 +34,7 @@ class Tuned:
     us: float | None = None
     default_us: float | None = None
     seconds: float = 0.0
+    reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
@@ -105,6 +106,7 @@ def tune(
 
 
 def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[Tuned, list[Any]]:
+    from gristmill.autotune.worker import UnverifiableError
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     begin, device = now(), here.device or "cpu"
@@ -121,7 +123,10 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         elif record is not None:
             tuned.wrong.append(f"{option.name}: {record.reason}")
     gc.collect()  # arms of the last problem hold argument lists and graphs, in circles
-    rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
+    try:
+        rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
+    except UnverifiableError as error:
+        tuned.reason, fit = str(error), []
     arms: list[Any] = []
     for option in fit:
         if arms and now() > deadline:
@@ -152,6 +157,6 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         tuned.kernel, tuned.config, tuned.us = winner.kernel.name, winner.config, placed[0].us
         tuned.default_us = min((one.us for one in placed if by_name[one.arm.name].default), default=None)
     else:
-        tuned.state = "nothing ran"
+        tuned.state, tuned.reason = "nothing ran", tuned.reason or "; ".join(tuned.wrong) or "no kernel can run it here"
     tuned.seconds = now() - begin
     return tuned, records

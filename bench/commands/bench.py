@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.peers import unwrapped
@@ -23,7 +24,7 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--kernels", metavar="A,B", help="Only these kernels; patterns such as *_cpu are allowed. Default: all that can run here.")
 @click.option("--baseline", metavar="K", help="What speed-ups are against; a pattern such as *_torch picks one for each problem.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="Time spent on each row.")
+@click.option("--seconds", type=Finite(0.01), default=0.5, show_default=True, help="Time spent on each row.")
 @click.option("--quick", is_flag=True, help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.")
 @click.option("--save", is_flag=True, help="Write the times to the store, each under its own key; selection reads those of cold calls back to back.")
 @click.option("--results", type=OutFile(), metavar="FILE",
@@ -53,8 +54,11 @@ def bench(
     error               the operation's error figure against the reference, the worst of all audits
     speedup             the baseline's time over this one, of the rounds that timed both
     reason              why there is no time: what a peer lacks here, what the problem asks too much, what was wrong
+    wrong               true where the kernel gave a wrong result, or cheated
     discarded           rounds that do not count: the device's clock was not that of the median round (GPU)
     note                what to think of the time: faster than the floor means that the floor is too high
+
+    Exit status 0; 1 if a kernel was WRONG.
     """
     from gristmill.autotune.floor import ceilings
     from gristmill.bench.timings import gap_row, kernel_rows
@@ -85,6 +89,8 @@ def bench(
         console.emit(rows)
     else:
         _print(wanted, rows, here, baseline)
+    if any(row["wrong"] for row in rows):
+        click.get_current_context().exit(1)
 
 
 def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:

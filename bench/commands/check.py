@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gristmill import console
+from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile, unwritable
 from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import concrete, here_or_refuse, named
@@ -36,9 +37,9 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
               "lines belong to a compiler and a level.")  # fmt: skip
 @click.option("--portable", is_flag=True,
               help="With --op: the lines hold on any device of this target, not on this one alone.")  # fmt: skip
-@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), show_default="0.05; 0.02 of instructions",
+@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), show_default="0.05; 0.02 of instructions",
               help="The least relative slow-down that counts.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
+@click.option("--seconds", type=Finite(0.1), default=30.0, show_default=True,
               help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--junit", type=OutFile(), metavar="FILE", help="Write JUnit XML.")

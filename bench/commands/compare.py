@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.peers import unwrapped
@@ -23,10 +24,10 @@ from gristmill.kernel_registry.op import Op
 @click.option("--baseline", metavar="K", help="The kernel that others are held against; a pattern such as *_torch picks one for each "
               "problem. Default: the one that selection would run.")  # fmt: skip
 @click.option("--kernels", metavar="A,B", help="The others; patterns such as *_cpu are allowed. Default: all that can run here.")
-@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.03, show_default=True,
+@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.03, show_default=True,
               help="The least relative change worth a verdict.")  # fmt: skip
 @click.option("--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory.")
-@click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True,
+@click.option("--seconds", type=Finite(0.1), default=30.0, show_default=True,
               help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with raw samples.")

@@ -21,7 +21,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
     """
     registry = default_registry()
     here = place(target)
-    ops = [registry.op(op_name)] if op_name else list(registry.ops.values())
+    ops = [registry.op(op_name)] if op_name is not None else list(registry.ops.values())
     rows = []
     for op in sorted(ops, key=lambda op: op.name):
         for kernel in registry.kernels_of(op.name):

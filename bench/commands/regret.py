@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.bench.problems import asked, here_or_refuse, problem_options
@@ -15,7 +16,7 @@ from gristmill.bench.problems import asked, here_or_refuse, problem_options
 
 @click.command()
 @problem_options
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
+@click.option("--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True,
               help="The budget; problems it does not reach are left out of the figures.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")

@@ -8,6 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.bench import result_file
+from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.place import place
 from gristmill.bench.problems import here_or_refuse
@@ -17,7 +18,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command()
 @click.argument("file", type=_FILE, metavar="FILE")
-@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.1, show_default=True,
+@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.1, show_default=True,
               help="The least relative difference worth a verdict.")  # fmt: skip
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="OUT", help="Write a result file of the present times.")
@@ -101,7 +102,7 @@ arm.conclude()
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@click.option("--min-effect", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
+@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
               help="The least relative change that counts.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:

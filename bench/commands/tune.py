@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.place import place
@@ -22,7 +23,7 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem of OP; may be given several times.")
 @click.option("--shapes", "captured", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Tune what kernelbench shapes capture recorded, what moves most data first.")  # fmt: skip
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, help="The budget. Kept within a tenth.")
+@click.option("--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True, help="The budget. Kept within a tenth.")
 @click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
@@ -79,17 +80,17 @@ def tune(
     if results:
         write(results, here, [row | {"kernel": row["kernel"] or ""} for row in rows])
     summary = _summary(rows) | {"store": str(path)}
-    per_token = ["saved ms/token"] if tokens else []
+    per_token, reason = ["saved ms/token"] if tokens else [], ["reason"] if any(row["reason"] for row in rows) else []
     rows.sort(key=lambda row: -(row["saved_ms_per_token"] or 0.0))
     if as_json:
         console.emit(summary | {"problems": rows})
         return
     console.table(
         f"Tuned for {here.target.name} {here.target.device}",
-        ["operation", "problem", "", "tried", "wrong", "kernel", "µs", "default µs", "gain", *per_token],
+        ["operation", "problem", "", "tried", "wrong", "kernel", "µs", "default µs", "gain", *per_token, *reason],
         [[r["op"], r["problem"], r["state"], r["options"] or "", len(r["wrong"]) or "", r["kernel"], console.number(r["us"]),
           console.number(r["default_us"]), "-" if r["gain"] is None else f"{r['gain']:.2f}x",
-          *([console.number(r["saved_ms_per_token"])] if tokens else [])] for r in rows],
+          *([console.number(r["saved_ms_per_token"])] if tokens else []), *([r["reason"]] if reason else [])] for r in rows],
         right=("tried", "wrong", "µs", "default µs", "gain", *per_token),
     )  # fmt: skip
     states = ", ".join(f"{count} {state}" for state, count in summary["states"].items())

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from gristmill.autotune.store import dump, save
 from gristmill.autotune.store_tools import lint
+from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench import revalidate as again
 from gristmill.bench.cli import cli
 from gristmill.bench.place import Place, place
@@ -100,6 +101,15 @@ def test_wrong_results_are_kept_out() -> None:
     assert [group.outcome for group in found] == [WRONG] and not any(isinstance(r, Timing) for r in records)
     failed = after.verifications[records[0].key]
     assert not failed.ok and failed.toolchain == here.build.key() and failed.config == config_key(old(here, 64).config)
+
+
+def test_what_cannot_be_tried_keeps_nothing_out() -> None:
+    def measure(timing: Timing, here: Place) -> Again:
+        raise UnverifiableError("no memory for it")
+
+    found, records, after, here = run(held(place("cpu")), measure)
+    assert found[0].outcome == DIFFERS and records == [] and not after.verifications
+    assert "no memory for it" in found[0].as_dict()["reasons"] and source(after, here, 64) == "near"
 
 
 def test_other_codes_devices_and_fresh_times_are_left_alone() -> None:

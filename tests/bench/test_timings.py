@@ -9,6 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune import worker
+from gristmill.bench import compare, timings
 from gristmill.bench.arms import timing_name
 from gristmill.bench.cli import cli
 from gristmill.bench.place import place
@@ -69,7 +71,53 @@ def test_a_kernel_that_cheats_has_a_reason_and_no_time() -> None:
 def test_a_kernel_caught_late_loses_its_time_too() -> None:
     cheat = cheats.kernel(cheats.writes_skipped_after_a_while)
     row = kernel_rows(OP, OP.problem("m=64,n=2048"), [cheat], place("cpu"), seconds=0.05)[0]
-    assert row["us"] is None and "error inf" in row["reason"]
+    assert row["us"] is None and "error inf" in row["reason"] and row["wrong"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_kernel_is_status_1(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    monkeypatch.setattr(compare, "verified", lambda *which: "error 3 is over the tolerance" if wrong else "")
+    monkeypatch.setattr(timings, "verified", compare.verified)
+    done = CliRunner().invoke(cli, ["bench", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_cpu", "--quick", "--seconds", "0.01",
+                                    "--target", "cpu", "--json"])  # fmt: skip
+    row = json.loads(done.stdout)[0]
+    assert done.exit_code == wrong and row["wrong"] == wrong and (row["us"] is None) == wrong
+
+
+HUGE = "m=40000000,n=40000"
+
+
+def test_a_problem_larger_than_the_memory_is_a_gap_everywhere(tmp_path: Path) -> None:
+    rows = answer("bench", "rms_norm", "--problem", HUGE, "--kernels", "*_cpu", "--quick")
+    assert rows[0]["us"] is None and "GiB are free" in rows[0]["reason"] and not rows[0]["wrong"]
+    rows = answer("compare", "rms_norm", "--problem", HUGE, "--kernels", "*_torch", "--baseline", "*_cpu")
+    assert rows[0]["verdict"] == "GAP" and "GiB are free" in rows[0]["reason"]
+    done = CliRunner().invoke(cli, ["tune", "rms_norm", "--problem", HUGE, "--minutes", "0.1", "--target", "cpu", "--json"])
+    row = json.loads(done.stdout)["problems"][0]
+    assert row["state"] == "nothing ran" and "GiB are free" in row["reason"] and row["wrong"] == []
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"schema": 1, "rows": [{"op": "rms_norm", "problem": HUGE, "kernel": "rms_norm_cpu", "us": 1.0}]}))
+    done = CliRunner().invoke(cli, ["rerun", str(path), "--target", "cpu", "--json"])
+    row = json.loads(done.stdout)["rows"][0]
+    assert done.exit_code == 0 and row["verdict"] == "GAP" and "GiB are free" in row["reason"]
+
+
+def test_what_cannot_be_judged_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    unjudged = {"ok": False, "error": None, "tolerance": None, "reason": "no memory for the reference", "judged": False}
+    monkeypatch.setattr(worker.Worker, "verify", lambda *task: unjudged)
+    row = answer("bench", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_cpu", "--quick")[0]
+    assert row["us"] is None and not row["wrong"] and "no memory for the reference" in row["reason"]
+    rows = answer("compare", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_torch", "--baseline", "*_cpu")
+    assert {row["verdict"] for row in rows} == {"GAP"} and any("no memory for the reference" in row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize("arguments", [("bench", "rms_norm", "--kernels", ","), ("bench", "rms_norm", "--kernels", ""), ("list", "--op", ""),
+                                       ("bench", ""), ("compare", "--suite", "norms", "--kernels", ""),
+                                       ("tune", "rms_norm", "--minutes", "nan"), ("bench", "rms_norm", "--seconds", "inf"),
+                                       ("compare", "rms_norm", "--min-effect", "nan")])  # fmt: skip
+def test_options_that_say_nothing_are_mistakes(arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, [*arguments, "--target", "cpu"])
+    assert isinstance(done.exception, UnknownError) or done.exit_code == 2, done.output
 
 
 def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
