@@ -13,7 +13,7 @@ from gristmill.bench.compare import why_not
 from gristmill.bench.place import Place
 from gristmill.bench.shapes import Call
 from gristmill.bench.suites import OF_AN_OPERATION, expand, load_suite, suite_names
-from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import UnknownError, default_registry
@@ -115,6 +115,21 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
     if not any(found.values()):
         raise UnknownError(f"{patterns!r} names no kernel")
     return found
+
+
+def configured(kernel: Kernel, problem: Problem, here: Place, text: str) -> Config:
+    """The configuration that ``name=value,...`` says, names that it leaves out as by default; UsageError for others than it has."""
+    config = dict(kernel.config(problem, here.target))
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name.strip() not in config:
+            raise click.UsageError(f"--config: {kernel.name} has no {name.strip()!r} in its configuration; it has {', '.join(config) or 'nothing'}")
+        kind = type(config[name.strip()])
+        try:
+            config[name.strip()] = value.strip() == "True" if kind is bool else kind(value.strip())
+        except ValueError as error:
+            raise click.UsageError(f"--config: {name.strip()} wants {kind.__name__}, got {value!r}") from error
+    return config
 
 
 def baseline_of(op: Op, problem: Problem, pattern: str, here: Place) -> Kernel:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.bench.place import Place
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import config_key
 
 SCHEMA = 1
 
@@ -100,7 +102,14 @@ def timed(data: dict[str, Any]) -> list[dict[str, Any]]:
 def command(row: dict[str, Any], target: str | None = None) -> str:
     """The command that measures a row again."""
     words = ["kernelbench", "bench", row["op"], "--kernels", row["kernel"], "--problem", row["problem"]]
+    if row.get("config") and _tunable(row):
+        words += ["--config", config_key(row["config"])]
     return shlex.join(words + (["--target", target] if target and target.startswith("cpu") else []))
+
+
+def _tunable(row: dict[str, Any]) -> bool:
+    """Whether the row's kernel, if there still is one, has other configurations than its default one."""
+    return any(k.name == row["kernel"] and k.space is not None for k in default_registry().kernels.get(row["op"], ()))
 
 
 def device_of(data: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gristmill.autotune.gpu_clock import sm_clock
@@ -17,7 +17,7 @@ from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench.compare import WRONG, Watched, auditor, verified, why_not
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import Heat
-from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
@@ -31,9 +31,11 @@ LEAST, MOST = 5, 64
 
 def kernel_rows(
     op: Op, problem: Problem, kernels: Sequence[Kernel], here: Place, *, baseline: Kernel | None = None, seconds: float = 0.5,
-    all_timings: bool = True, seed: int = 0,
+    all_timings: bool = True, seed: int = 0, configs: Mapping[str, Config] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each kernel; one that cannot run or is wrong has a reason instead of a time.
+
+    configs: by kernel, where it is not the default one.
 
     baseline: what speed-ups are against, timed in the same rounds. seconds: for each kernel, all its timings together.
     all_timings: False for the first of TIMINGS alone.
@@ -43,7 +45,8 @@ def kernel_rows(
     held = [*kernels, *([baseline] if baseline and baseline.name not in rows else [])]
     for kernel in held:
         row = rows.setdefault(kernel.name, _empty(op, problem, kernel.name))
-        config = None if why_not(kernel, problem, here) else dict(kernel.config(problem, here.target))
+        given = (configs or {}).get(kernel.name)
+        config = None if why_not(kernel, problem, here) else dict(kernel.config(problem, here.target) if given is None else given)
         row["config"] = config
         row["reason"] = why_not(kernel, problem, here)
         if config is not None:

@@ -13,7 +13,16 @@ from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.peers import unwrapped
 from gristmill.bench.place import Place, imported, place
-from gristmill.bench.problems import Asked, asked, baseline_of, chosen, here_or_refuse, named, problem_options
+from gristmill.bench.problems import (
+    Asked,
+    asked,
+    baseline_of,
+    chosen,
+    configured,
+    here_or_refuse,
+    named,
+    problem_options,
+)
 from gristmill.bench.result_file import write
 from gristmill.kernel_registry.registry import default_registry
 
@@ -23,6 +32,7 @@ from gristmill.kernel_registry.registry import default_registry
 @model_options
 @click.option("--kernels", metavar="A,B", help="Only these kernels; patterns such as *_cpu are allowed. Default: all that can run here.")
 @click.option("--baseline", metavar="K", help="What speed-ups are against; a pattern such as *_torch picks one for each problem.")
+@click.option("--config", metavar="A=1,B=2", help="With one kernel in --kernels: its configuration, instead of the default one.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--seconds", type=Finite(0.01), default=0.5, show_default=True, help="Time spent on each row.")
 @click.option("--quick", is_flag=True, help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.")
@@ -33,7 +43,7 @@ from gristmill.kernel_registry.registry import default_registry
 def bench(
     op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, model: str | None, tp: int, weights: str | None,
     mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...], kernels: str | None, baseline: str | None,
-    target: str | None, seconds: float, quick: bool, save: bool, results: Path | None, as_json: bool,
+    config: str | None, target: str | None, seconds: float, quick: bool, save: bool, results: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels of OP, of a suite, or of what a model calls. A kernel is checked before, while and after it is timed.
 
@@ -71,11 +81,15 @@ def bench(
     ops = [*dict.fromkeys(one.op for one in wanted)]
     held = chosen(ops, kernels, here)
     here = imported(here, [k for op in ops for k in (*held[op.name], *(named(op, baseline) if baseline else ()))])
+    if config is not None and len(fixed := [k for op in ops for k in held[op.name]]) != 1:
+        raise click.UsageError(f"--config is of one kernel, and --kernels names {len(fixed) if kernels else 'none'}")
     limits = ceilings(here.device or "cpu")  # before anything else is: damaged ones are refused, and nothing disturbs new ones
     rows: list[dict[str, Any]] = []
     for one in console.progress(wanted, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None
-        made = kernel_rows(one.op, one.problem, held[one.op.name], here, baseline=base, seconds=seconds, all_timings=not quick)
+        configs = {k.name: configured(k, one.problem, here, config) for k in held[one.op.name]} if config is not None else None
+        made = kernel_rows(one.op, one.problem, held[one.op.name], here, baseline=base, seconds=seconds, all_timings=not quick,
+                           configs=configs)  # fmt: skip
         made += [gap_row(one.op, one.problem, name, why) for name, why in unwrapped(one.op, here).items() if kernels is None]
         rows += [row | ({} if one.weight is None else {"weight": one.weight}) for row in made]
     if save:

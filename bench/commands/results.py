@@ -65,18 +65,25 @@ def rerun(context: click.Context, file: Path, min_effect: float, target: str | N
 @click.argument("row", type=click.IntRange(0), metavar="ROW")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def repro(file: Path, row: int, as_json: bool) -> None:
-    """The command, and a short script, that measure row ROW of a result file again (the first row is 0).
+    """The command, and a short script, that measure row ROW of a result file again, at its configuration (the first row is 0); the
+    script in the row's way alone, the command in every way.
 
     \b
     kernelbench repro results.json 12
     """
+    from gristmill.bench.arms import Way
+
     data = result_file.read(file)
     if row >= len(data["rows"]):
         raise click.UsageError(f"{file} has {len(data['rows'])} rows, counted from 0; there is no row {row}")
     wanted = data["rows"][row]
     line = result_file.command(wanted, data.get("environment", {}).get("target"))
-    script = _SCRIPT.format(op=wanted["op"], kernel=wanted["kernel"], problem=wanted["problem"],
-                            device="cpu" if str(data.get("environment", {}).get("target")).startswith("cpu") else "cuda:0")  # fmt: skip
+    way, config = Way.parse(wanted.get("timing") or ""), wanted.get("config")
+    device = "cpu" if str(data.get("environment", {}).get("target")).startswith("cpu") else "cuda:0"
+    script = _SCRIPT.format(
+        op=wanted["op"], kernel=wanted["kernel"], problem=wanted["problem"], hot=way.hot, eager=way.eager, isolated=way.isolated,
+        config=f'kernel.config(problem, device_target("{device}", Policy()))' if config is None else repr(config), device=device,
+    )  # fmt: skip
     if as_json:
         console.emit({"command": line, "script": script})
     else:
@@ -93,8 +100,8 @@ from gristmill.kernel_registry.registry import default_registry
 op = default_registry().op("{op}")
 kernel = default_registry().kernel("{op}", "{kernel}")
 problem = op.problem("{problem}")
-config = kernel.config(problem, device_target("{device}", Policy()))
-arm = KernelArm(kernel, config, Rotation(op, kernel, problem, "{device}"))
+config = {config}
+arm = KernelArm(kernel, config, Rotation(op, kernel, problem, "{device}", hot={hot}), eager={eager}, isolated={isolated})
 print(sorted(arm.sample() for _ in range(15))[7], "us")
 arm.conclude()
 '''

@@ -71,14 +71,20 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
     kernelbench shapes capture --out live.json -- generate --model DIR --prompt "Hello" --max-tokens 64
     kernelbench tune --shapes live.json --minutes 5
 
-    Python programs use `with gristmill.bench.capture.capturing() as counts:`.
+    A run that fails, or is interrupted, leaves what it called until then. Python programs use `with gristmill.bench.capture.capturing() as counts:`.
     """
     from gristmill.bench.capture import capturing, write
     from gristmill.runtime.cli import cli as gristmill
 
-    with capturing() as counts, contextlib.redirect_stdout(sys.stderr):
-        gristmill.main(args=list(arguments), prog_name="gristmill", standalone_mode=False)
-    write(out, counts, "gristmill " + shlex.join(arguments))
+    with capturing() as counts:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                gristmill.main(args=list(arguments), prog_name="gristmill", standalone_mode=False)
+        finally:
+            if counts:  # of a run that ended early too: what it called until then is what it calls
+                write(out, counts, "gristmill " + shlex.join(arguments))
+    if not counts:
+        raise click.UsageError(f"gristmill {shlex.join(arguments)} called no kernel; there is nothing to write to {out}")
     rows = [{"op": op, "problem": problem, "count": count} for (op, problem), count in counts.most_common()]
     if as_json:
         console.emit(rows)

@@ -53,6 +53,24 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
             read(path)
 
 
+def test_a_run_that_fails_leaves_what_it_called(policy_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy_file()
+    out = tmp_path / "live.json"
+
+    def run(args: list[str], **rest: object) -> None:
+        ops.bind("rms_norm", "n=64,x=fp32", "cpu")(torch.randn(3, 64), torch.ones(64), 1e-5, torch.empty(3, 64))
+        raise RuntimeError("no memory after an hour")
+
+    monkeypatch.setattr("gristmill.runtime.cli.cli.main", run)
+    done = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(out), "--", "generate"])
+    assert str(done.exception) == "no memory after an hour" and [(c.problem, c.count) for c in read(out)] == [("m=3,n=64,x=fp32", 1)]
+
+
+def test_a_run_that_calls_nothing_is_a_mistake(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(tmp_path / "x.json"), "--", "generate", "--help"])
+    assert done.exit_code == 2 and "called no kernel" in done.output and not (tmp_path / "x.json").exists()
+
+
 def test_a_model_is_captured(policy_file, tmp_path: Path) -> None:
     policy_file()
     models = Path(__file__).parents[2] / "examples" / "models" / "docs-llama"

@@ -85,6 +85,28 @@ def test_a_repro_runs(results: Path) -> None:
     assert run("repro", str(results), "7").exit_code != 0
 
 
+def test_a_repro_is_of_the_rows_own_configuration_and_way(results: Path, tmp_path: Path) -> None:
+    data = json.loads(results.read_text())
+    row = {"op": "rms_norm", "problem": "m=64,n=1024", "kernel": "rms_norm_cpu", "us": 1.0, "config": {"level": "base"}, "timing": "eager,hot"}
+    tuned = {"op": "linear", "problem": "m=1,n=64,k=64,w=int4_g32", "kernel": "linear_w4a16_tma_sm90", "us": 1.0, "config": {"mt": 8, "ctas": 1}}
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(data | {"rows": [row, tuned]}))
+    found = json.loads(run("repro", str(path), "0", "--json").stdout)
+    assert "config = {'level': 'base'}" in found["script"] and "hot=True), eager=True, isolated=False)" in found["script"]
+    assert "--config" not in found["command"]  # it has one alone here
+    assert "--config ctas=1,mt=8" in json.loads(run("repro", str(path), "1", "--json").stdout)["command"]
+
+
+def test_a_configuration_can_be_timed() -> None:
+    given = ("bench", "rms_norm", "--problem", "m=4,n=64", "--target", "cpu", "--quick", "--seconds", "0.01", "--json", "--config")
+    row = json.loads(run(*given, "level=base", "--kernels", "rms_norm_cpu").stdout)[0]
+    assert row["config"] == {"level": "base"} and row["us"]
+    for wrong, kernels, complaint in (("tile=3", "rms_norm_cpu", "has no 'tile' in its configuration; it has level"),
+                                      ("level=base", "rms_norm_*", "--config is of one kernel")):  # fmt: skip
+        done = run(*given, wrong, "--kernels", kernels)
+        assert done.exit_code == 2 and complaint in done.output
+
+
 def file(when: str, us: float, rng: np.random.Generator) -> dict:
     samples = list(us * (1 + 0.02 * np.abs(rng.standard_normal(15))))
     return {"when": when, "environment": {"device": "d"}, "rows": [{"op": "o", "problem": "m=1", "kernel": "k", "us": us, "samples": samples}]}
