@@ -13,6 +13,7 @@ from gristmill.bench.commands.decode import decode
 from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
+from gristmill.bench.commands.noise import noise
 from gristmill.bench.commands.regret import regret
 from gristmill.bench.commands.report import report
 from gristmill.bench.commands.results import history, repro, rerun
@@ -36,6 +37,7 @@ def cli() -> None:
     kernelbench bench rms_norm                  time them, next to the measured floor
     kernelbench compare rms_norm                who is faster, said only where the samples allow it
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
+    kernelbench noise                           what this machine takes a kernel and itself to differ by
     kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
     kernelbench regret --suite linear_regret     what selection loses to the best of all candidates
     kernelbench shapes --model llama-3-8b       every problem that a model calls
@@ -51,7 +53,7 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, store, shapes, coverage, tune, decode, regret, rerun,
+for _command in (doctor, list_kernels, explain, verify, bench, compare, check, noise, store, shapes, coverage, tune, decode, regret, rerun,
                  repro, history, report, bisect):  # fmt: skip
     cli.add_command(_command)
 

@@ -33,6 +33,13 @@ def test_a_narrow_table_folds_no_number_and_a_narrower_one_is_paragraphs(monkeyp
     assert max(map(len, narrow)) <= 38
 
 
+def test_a_title_is_not_folded_to_a_narrow_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    monkeypatch.setattr(console, "out", lambda: Console(file=text, width=80, highlight=False, markup=False))
+    console.table("a title that is wider than its table", ("a", "b"), [["1", "2"]])
+    assert text.getvalue().splitlines()[0] == "a title that is wider than its table"
+
+
 def test_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no [bold]code[/bold] for x[c=1,d=2]" in printed(monkeypatch, 160)
 

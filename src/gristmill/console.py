@@ -93,7 +93,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, 
     if sum(least) + 2 * (len(least) - 1) > where.width:
         _paragraphs(where, title, columns, cells)
         return
-    shown = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    if title:
+        where.print(title, style="italic")  # not the table's own, which folds it to the table's width
+    shown = Table(header_style="bold", box=None, pad_edge=False)
     for column in columns:
         shown.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in right)
     for row in cells:
@@ -102,7 +104,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, 
 
 
 def _paragraphs(where: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    where.print(title, style="italic")
+    if title:
+        where.print(title, style="italic")
     width = max(map(len, columns))
     for row in rows:
         where.print()

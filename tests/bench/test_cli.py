@@ -90,6 +90,15 @@ def test_verify_and_bench_rows(tmp_path: Path) -> None:
     assert found["selected"] == fastest and found["candidates"][0]["source"] == "measured"
 
 
+def test_noise_states_the_floor_and_refuses_less(tmp_path: Path) -> None:
+    given = ("noise", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--comparisons", "3")
+    found = answer(*given, "--min-effect", "0.0000001", cache=tmp_path, status=3)
+    assert found["comparisons"] == 3 and 0 < found["floor"] <= found["worst"]
+    assert "is below this machine's noise floor of" in found["refused"]
+    found = answer(*given, "--min-effect", "0.99", "--kernel", "rms_norm_torch", cache=tmp_path)
+    assert found["refused"] == "" and found["kernel"] == "rms_norm_torch" and found["false"] == 0
+
+
 def test_doctor_reports(tmp_path: Path) -> None:
     found = answer("doctor", cache=tmp_path)
     assert found["devices"][-1]["vendor"] == "cpu" and found["registry"]["kernels"] > 0
@@ -122,6 +131,8 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) ->
         (("compare", "rms_norm", "--kernels", "nothing_*"), "no kernel of rms_norm matches 'nothing_*'"),
         (("compare", "rms_norm", "--problem", "n=4"), "leaves m open"),
         (("check", "x.json", "--op", "rms_norm"), "go with --update"),
+        (("noise", "rms_norm", "--kernel", "rms_norm_flashinfer"), "cannot be timed on"),
+        (("noise", "rms_norm", "--problem", "n=4"), "leaves m open"),
         (("shapes", "--model", "llama-9"), "one of deepseek-v3"),
         (("shapes", "--tp", "2"), "go with --model"),
         (("coverage",), "--model is missing"),
