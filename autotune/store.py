@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +30,11 @@ def save(path: Path, records: Iterable[Verification | Timing]) -> Store:
 
 
 def update(path: Path, change: Callable[[Store], Store]) -> Store:
-    """Replace the store at `path` by what `change` makes of it, under the lock, and return it. StoreError as for `save`."""
+    """Replace the store at `path` by what `change` makes of it, under the lock, and return it. StoreError as for `save`.
+
+    What a link points to is replaced, not the link; and who may read the file stays as it is.
+    """
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(path.name + ".lock")):
         store = change(Store.read(path))
@@ -62,11 +66,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # the lock is held: nobody else has this name
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            handle.write(text)
+        temporary.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -162,13 +162,15 @@ class Store:
 
     @staticmethod
     def read(path: Path) -> Store:
-        """The store in `path`; an absent file is an empty store, a damaged one is a StoreError."""
+        """The store in `path`; an absent file is an empty store, one that is damaged or may not be read a StoreError."""
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return Store()
         except UnicodeDecodeError as error:
             raise StoreError(f"{path}: byte {error.start}: not UTF-8 text") from error
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
         try:
             return Store.parse(json.loads(text), str(path), text)
         except json.JSONDecodeError as error:

@@ -28,6 +28,8 @@ def doctor(measure: bool, as_json: bool) -> None:
     store, where every roofline figure finds them: read and copy bandwidth past the caches; rates of matrix products (on a
     CPU those of fused multiply-add, fp32, AVX512-BF16 or AMX, bf16, and VNNI, int8); and what held the device back meanwhile.
     """
+    from gristmill.autotune.floor import kept, remeasure  # torch with it, which then says how many threads it has
+
     found = probe_devices()
     build, policy, registry = Build.probe(), Policy.current(), default_registry()
     devices = [*found.targets, probe_cpu()]
@@ -45,18 +47,10 @@ def doctor(measure: bool, as_json: bool) -> None:
         "store": _store(policy),
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
     }  # fmt: skip
-    if measure:
-        from gristmill.autotune.floor import remeasure
-
-        names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
-        for name, device in zip(names, report["devices"], strict=True):
-            device["measured"] = remeasure(name).as_dict()
-    else:
-        from gristmill.autotune.floor import kept
-
-        names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
-        for name, device in zip(names, report["devices"], strict=True):
-            device["measured"] = None if (limits := kept(name)) is None else limits.as_dict()
+    names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
+    for name, device in zip(names, report["devices"], strict=True):
+        limits = remeasure(name) if measure else kept(name)
+        device["measured"] = None if limits is None else limits.as_dict()
     if as_json:
         console.emit(report)
         return
@@ -106,7 +100,7 @@ def _print(report: dict[str, Any]) -> None:
         rows.append([device["target"], f"{device['device'] or device['vendor']}, {device['multiprocessors']} processors{memory}"])
         rows.append(["", ", ".join(device["features"])])
         if device["state"]:
-            rows.append(["  now", ", ".join(f"{name} {value}" for name, value in device["state"].items())])
+            rows.append(["  now", ", ".join(f"{name} {value}" for name, value in device["state"].items() if value is not None)])
         if device["measured"]:
             rates = ", ".join(f"{name} {console.number(rate)} TFLOP/s" for name, rate in device["measured"]["tflops"].items())
             measured = device["measured"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,28 @@ def test_a_damaged_store_is_refused_by_line_and_left_alone(tmp_path: Path, chang
     with pytest.raises(StoreError):
         save(path, [timing("m=2,n=64")])
     assert path.read_text() == damaged
+
+
+def test_who_may_read_a_store_and_where_it_lies_stay(tmp_path: Path) -> None:
+    path, link = tmp_path / "shared" / "store.json", tmp_path / "store.json"
+    path.parent.mkdir()
+    mask = os.umask(0o022)
+    try:
+        save(path, [timing()])
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o644  # others of the machine read it
+    path.chmod(0o664)
+    link.symlink_to(path)
+    save(link, [timing("m=8,n=64")])
+    assert link.is_symlink() and len(Store.read(path).timings) == 2 and path.stat().st_mode & 0o777 == 0o664
+    assert {p.name for p in path.parent.iterdir()} == {"store.json", "store.json.lock"}
+
+
+def test_a_store_that_cannot_be_read_is_no_crash(tmp_path: Path) -> None:
+    (tmp_path / "store.json").mkdir()  # as one without permission; root has every
+    with pytest.raises(StoreError, match="store.json: cannot be read: Is a directory"):
+        Store.read(tmp_path / "store.json")
 
 
 def test_a_merge_keeps_every_record_and_the_better_of_two() -> None:

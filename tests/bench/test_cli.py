@@ -102,7 +102,8 @@ def test_noise_states_the_floor_and_refuses_less(tmp_path: Path) -> None:
 def test_doctor_reports(tmp_path: Path) -> None:
     found = answer("doctor", cache=tmp_path)
     assert found["devices"][-1]["vendor"] == "cpu" and found["registry"]["kernels"] > 0
-    assert found["devices"][-1]["measured"] is None
+    assert found["devices"][-1]["measured"] is None and found["devices"][-1]["state"]["threads"] >= 1
+    assert "None" not in kernelbench("doctor", cache=tmp_path).stdout
 
 
 def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) -> None:
