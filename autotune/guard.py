@@ -58,7 +58,11 @@ def tensors(argument: Any) -> list[torch.Tensor]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal; a NaN equals any NaN."""
+    """Whether two tensors are equal; a NaN equals any NaN and nothing else, and zeros of both signs are one."""
     if a.dtype.itemsize == 1:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point():
+        return False
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

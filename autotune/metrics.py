@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.guard import same_bits
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
@@ -50,7 +51,7 @@ def scaled(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 def exact(out: torch.Tensor, ref: torch.Tensor) -> float:
     """0 when every element is equal (NaN equals NaN), else 1."""
-    return 0.0 if torch.equal(out.nan_to_num(), ref.nan_to_num()) else 1.0
+    return 0.0 if same_bits(out, ref) else 1.0
 
 
 def _worst(values: torch.Tensor) -> float:

@@ -84,6 +84,14 @@ def _wrapped() -> list[str]:
     return sorted(wrapped | {peer.package for peer in PEERS})
 
 
+_NONE = {"pinned": "not pinned", "quota": "no quota"}
+"""What nothing means, where it says something."""
+
+
+def _said(name: str, value: Any) -> str:
+    return _NONE[name] if value is None else f"{name} {value}"
+
+
 def _store(policy: Policy) -> dict[str, Any]:
     try:
         store = Store.read(policy.store_path)
@@ -100,7 +108,7 @@ def _print(report: dict[str, Any]) -> None:
         rows.append([device["target"], f"{device['device'] or device['vendor']}, {device['multiprocessors']} processors{memory}"])
         rows.append(["", ", ".join(device["features"])])
         if device["state"]:
-            rows.append(["  now", ", ".join(f"{name} {value}" for name, value in device["state"].items() if value is not None)])
+            rows.append(["  now", ", ".join(_said(name, value) for name, value in device["state"].items() if value is not None or name in _NONE)])
         if device["measured"]:
             rates = ", ".join(f"{name} {console.number(rate)} TFLOP/s" for name, rate in device["measured"]["tflops"].items())
             measured = device["measured"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from gristmill.autotune import metrics
 from gristmill.autotune import verify as verifying
+from gristmill.autotune.guard import same_bits
 from gristmill.autotune.verify import Verifier, verify
 from gristmill.autotune.worker import UnverifiableError
 from tests.autotune import zoo
@@ -77,3 +80,17 @@ def test_a_kernel_that_breaks_its_device_is_wrong_all_the_same(monkeypatch: pyte
 
     monkeypatch.setattr(verifying, "asked", dead)
     assert "no such instruction" in verifier.verify(zoo.OP, zoo.kernel(zoo.raises), {}, PROBLEM, "cpu").reason
+
+
+NAN, INF, MOST = float("nan"), float("inf"), torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"), [(NAN, NAN, True), (0.0, -0.0, True), (NAN, 0.0, False), (INF, MOST, False), (-INF, INF, False), (1.0, 1.0, True)]
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_is_no_zero_and_an_infinity_no_large_number(one: float, other: float, equal: bool, dtype: torch.dtype) -> None:
+    a, b = torch.tensor([1.0, one]).to(dtype), torch.tensor([1.0, other]).to(dtype)
+    if dtype == torch.bfloat16 and other == MOST:
+        b[1] = torch.finfo(dtype).max
+    assert same_bits(a, b) == same_bits(b, a) == equal and metrics.exact(a, b) == (0.0 if equal else 1.0)
