@@ -16,7 +16,7 @@ from gristmill.bench.shapes import Call
 from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
+from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
 
 
 @dataclass
@@ -64,11 +64,30 @@ def _size(job: Job) -> float:
 
 
 def known(job: Job, here: Place, store: Store) -> bool:
-    """Whether the store holds a time of this very problem by the present code and toolchain: then it is tuned."""
-    registry = default_registry()
-    codes = {k.name: k.code_hash() for k in registry.kernels_of(job.op.name)}
-    return any(t.problem == str(job.problem) and t.toolchain == here.build.key() and t.code == codes.get(t.kernel)
-               for t in store.times(job.op.name, target_key(here.target)))  # fmt: skip
+    """Whether the store holds times of this very problem with the present toolchain, of calls as they are deployed, and none of
+    them is of code that has changed since: then it is tuned."""
+    own = [t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)
+           and t.toolchain == here.build.key() and not {"hot", "isolated"} & {*t.timing.split(",")}]  # fmt: skip
+    return bool(own) and not any(_outdated(t) for t in own)
+
+
+def _outdated(timing: Timing) -> bool:
+    """Whether it was made with other code than its kernel has; of a kernel that is gone nothing is left to tune."""
+    kernel = next((k for k in default_registry().kernels_of(timing.op) if k.name == timing.kernel), None)
+    return kernel is not None and timing.code not in ("", kernel.code_hash())
+
+
+def with_tuned(store: Store, records: Iterable[Verification | Timing]) -> Store:
+    """`store` with the `records` of tuning, and without what other code took for the problems that they time."""
+    records, made = [*records], Store()
+    tuned = {_place(record) for record in records if isinstance(record, Timing)}
+    for record in (*store.verifications.values(), *(t for t in store.timings if _place(t) not in tuned or not _outdated(t)), *records):
+        made.add(record)
+    return made
+
+
+def _place(timing: Timing) -> tuple[str, ...]:
+    return timing.op, timing.problem, timing.target, timing.toolchain
 
 
 def tune(

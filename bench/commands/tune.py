@@ -15,6 +15,7 @@ from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.place import place
 from gristmill.bench.problems import concrete, here_or_refuse
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store
 
 
 @click.command()
@@ -46,11 +47,11 @@ def tune(
     JSON and result files say for each problem what its tuning saves, times how often it is called (saved_us); of a model's calls or
     captured ones, which say how many tokens they make, also by token, and tables are ranked by that.
     """
-    from gristmill.autotune.store import save
+    from gristmill.autotune.store import update
     from gristmill.bench.capture import read as read_shapes
     from gristmill.bench.options import Job
     from gristmill.bench.result_file import write
-    from gristmill.bench.tune import jobs_of, sampled
+    from gristmill.bench.tune import jobs_of, sampled, with_tuned
     from gristmill.bench.tune import tune as run
 
     if sum(given is not None for given in (op_name, model, captured)) != 1:
@@ -67,9 +68,13 @@ def tune(
         jobs = [Job(op, problem) for problem in concrete(op, problem_texts or op.bench)]
     path = here.policy.store_path
     held = store_to_write(path)
+
+    def keep(records: list[Any]) -> Store:
+        return update(path, lambda present: with_tuned(present, records))
+
     try:
         with console.status(quiet=as_json) as tell:
-            found = run(jobs, here, lambda records: save(path, records), seconds=60 * minutes, store=held, redo=redo,
+            found = run(jobs, here, keep, seconds=60 * minutes, store=held, redo=redo,
                         workers=workers, tell=tell)  # fmt: skip
     except KeyboardInterrupt:
         console.err().print(f"What is tuned is in {path}: the same command goes on from there.", soft_wrap=True)

@@ -23,7 +23,7 @@ from gristmill.bench.shapes import Step, calls, load_config
 from gristmill.bench.tune import jobs_of
 from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.store import Store, Timing, target_key
 from tests.bench import cheats, slowed
 
 
@@ -137,6 +137,30 @@ def test_verification_that_is_interrupted_begins_nothing_more() -> None:
     with pytest.raises(KeyboardInterrupt):
         verify_all(pairs, here, [Stubborn(), Stubborn()], 1e18)
     assert Stubborn.begun <= 3
+
+
+def test_a_problem_is_tuned_again_when_the_code_of_one_of_its_kernels_has_changed() -> None:
+    here, one = place("cpu"), job("m=4,n=64")
+    kernels = {name: default_registry().kernel("rms_norm", f"rms_norm_{name}") for name in ("cpu", "torch")}
+
+    def taken(name: str, us: float, **more: str) -> Timing:
+        kernel = kernels[name]
+        return Timing(**{"op": "rms_norm", "kernel": kernel.name, "code": kernel.code_hash(), "config": {}, "problem": "m=4,n=64", "us": us,
+                         "target": target_key(here.target), "toolchain": here.build.key(), **more})  # fmt: skip
+
+    def store(*timings: Timing) -> Store:
+        made = Store()
+        for timing in timings:
+            made.add(timing)
+        return made
+
+    assert tuning.known(one, here, store(taken("cpu", 1.0), taken("torch", 2.0)))
+    assert not tuning.known(one, here, store()) and not tuning.known(one, here, store(taken("cpu", 1.0, timing="eager,hot")))
+    before = store(taken("cpu", 1.0, code="of yesterday"), taken("torch", 2.0), taken("cpu", 1.0, code="of yesterday", problem="m=8,n=64"))
+    assert not tuning.known(one, here, before)
+    after = tuning.with_tuned(before, [taken("torch", 2.1)])  # the other one did not reach the final
+    assert tuning.known(one, here, after) and {(t.kernel, t.problem) for t in after.timings} == {
+        ("rms_norm_torch", "m=4,n=64"), ("rms_norm_cpu", "m=8,n=64")}  # fmt: skip
 
 
 def test_a_budget_is_kept(policy_file) -> None:
