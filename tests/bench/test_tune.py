@@ -101,6 +101,7 @@ def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_
     command = [sys.executable, "-m", "gristmill.bench.cli", "tune", "rms_norm", "--target", "cpu", "--minutes", "5", "--problem",
                "m=1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16,n=4096"]  # fmt: skip
     run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
     while not store.exists():
         time.sleep(0.05)
