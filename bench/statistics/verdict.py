@@ -93,6 +93,8 @@ def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: in
             verdict = FASTER
         elif -band <= low and high <= band:
             verdict = SAME
+        elif low > band or high < -band:
+            reason = f"the interval is beyond a change of {rule.min_effect:.1%}, which among {len(rows)} rows may be chance (p = {p:.2g})"
         else:
             reason = f"the interval reaches both sides of a change of {rule.min_effect:.1%}"
         found.append(Verdict(verdict, math.exp(middle), math.exp(low), math.exp(high), float(p), len(row), len(samples), reason))

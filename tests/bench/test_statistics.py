@@ -63,6 +63,14 @@ def test_load_that_comes_and_goes_is_not_counted_as_evidence() -> None:
     assert np.mean([len(merge(row)) for row in independent]) > 55
 
 
+def test_what_may_be_chance_among_many_rows_says_so() -> None:
+    rng = np.random.default_rng(3)
+    slow = list(0.1 + 0.01 * rng.permutation(8) / 8)  # eight rounds: p can be no less than 1/128
+    alone, among = judge([slow])[0], judge([slow, *(list(rng.normal(0, 0.05, 16)) for _ in range(60))])[0]
+    assert alone.verdict == SLOWER and among.verdict == UNCLEAR
+    assert "among 61 rows may be chance" in among.reason and "both sides" not in among.reason
+
+
 def test_too_few_rounds_say_nothing() -> None:
     found = judge([[0.5] * 4, []])
     assert [v.verdict for v in found] == [UNCLEAR, UNCLEAR] and "8 are needed" in found[0].reason
