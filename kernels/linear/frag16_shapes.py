@@ -148,7 +148,7 @@ _COSTS = {
     2: _Costs(0.1143, 0.0987, 0.0684, 0.4973, 0.217, 1.104, 0.542, 1.503, 0.0036, 0.117, 0.426, 2.73),
 }
 """By columns of x in eights; fitted, with the two tables below, to 4,250 times on an H200: every candidate of 61 problems
-(bench/results/h200/kernelbench/regret_linear.json), and the best of 195 (weight_only_schemes.json, weight_only_table.json)."""
+(bench/results/h200/kernelbench/regret_linear.json), and the best of 195 others of that time."""
 
 _DECODED = {
     1: {"int4_g128": 0.92, "int4_g64": 0.95, "int4_g32": 0.96, "int4_g128_zp": 1.01, "int4_g64_zp": 1.22, "int4_g32_zp": 1.54,

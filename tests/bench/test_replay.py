@@ -101,16 +101,11 @@ def test_the_command_replays_and_refuses_other_files(written: tuple[list[Studied
         replay(written[1])
 
 
-@pytest.mark.parametrize(("file", "worst_tuned"), [("regret_linear_72.json", 0.10)])
-def test_problems_left_out_of_tuning_lose_little_by_the_committed_times(file: str, worst_tuned: float | None) -> None:
-    """Every candidate's time on an H200 is in the files, so a change of a cost model or of selection is judged by them here.
-
-    The second was taken while the machine did other work: half of its rounds do not always find what the other half says is best.
-    """
-    data = json.loads((ROOT / "bench/results/h200/kernelbench" / file).read_text())
+def test_problems_left_out_of_tuning_lose_little_by_the_committed_times() -> None:
+    """Every candidate's time on an H200 is in the file, so a change of a cost model or of selection is judged by it here."""
+    data = json.loads((ROOT / "bench/results/h200/kernelbench/regret_linear_72.json").read_text())
     figures = summary(replay(data)[1])
     tuned, left_out, store = (figures[of] for of in ("tuned in this run", "left out of tuning", "store, tuned problems"))
-    assert tuned is not None and tuned.problems >= 60 and tuned.mean < 0.02
-    assert worst_tuned is None or tuned.worst < worst_tuned
+    assert tuned is not None and tuned.problems >= 60 and tuned.mean < 0.02 and tuned.worst < 0.10, tuned
     assert left_out is not None and left_out.problems >= 60 and left_out.mean < 0.05 and left_out.worst < 0.20, left_out
     assert store is not None and store.mean < 0.02 and store.worst < 0.10, store
