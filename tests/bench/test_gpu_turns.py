@@ -12,12 +12,12 @@ from tests.gpu.turns import turn
 def test_who_is_alone_is_alone(tmp_path: Path) -> None:
     inside: list[str] = []
     seen: list[list[str]] = []
-    together, done = threading.Barrier(3), threading.Event()
+    together, done = threading.Barrier(4), threading.Event()
 
     def beside(first: bool) -> None:
         if first:
             with turn(tmp_path, alone=False):
-                together.wait(timeout=20)  # three at once
+                together.wait(timeout=20)  # three at once, before anybody wants to be alone
         while not done.is_set():
             with turn(tmp_path, alone=False):
                 inside.append("beside")
@@ -25,6 +25,7 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
                 inside.remove("beside")
 
     def alone() -> None:
+        together.wait(timeout=20)
         for _ in range(5):  # ends although the others never stop coming
             with turn(tmp_path, alone=True):
                 inside.append("alone")
