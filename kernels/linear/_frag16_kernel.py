@@ -12,7 +12,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear import frag16_shapes, frag16_tma_shapes
 
-Ranked = Callable[[frag16_shapes.Format, str, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
+Ranked = Callable[[frag16_shapes.Format, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
 
 
 class Family(NamedTuple):
@@ -68,7 +68,7 @@ def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sourc
 
     def found(problem: Problem, target: Target) -> tuple[tuple[float, dict[str, int]], ...]:
         m, n, k = (problem.integer(axis) for axis in "mnk")
-        return family.ranked(form(problem), problem.text("x"), max(m, 1), n, k, target.multiprocessors or 132)
+        return family.ranked(form(problem), max(m, 1), n, k, target.multiprocessors or 132)
 
     def first(problem: Problem, target: Target, count: int) -> list[Config]:
         of = form(problem)

@@ -99,7 +99,7 @@ def shared_bytes(shape: Shape, tile_bytes: int, m: int, k: int, split: int, dept
     return max(rings, sums) + (shape.wn * shape.rt * shape.nt * 512 if split > 1 else 0)
 
 
-def candidates(form: Format, x: str, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
+def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
     """(shape, split, depth, shared bytes) that fit and leave no warp without work, each once: depths that make the same ring
     are one. m is at most 16."""
     need = 1 if m <= 8 else 2
@@ -197,12 +197,12 @@ def microseconds(
 
 
 @lru_cache(maxsize=4096)
-def ranked(form: Format, x: str, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
+def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates for one launch, best first; ties in the order of `candidates`."""
     rows = min(max(m, 1), ROWS)
     found = [
         (microseconds(form, shape, split, depth, size, rows, n, k, processors), config_of(shape, split, depth))
-        for shape, split, depth, size in candidates(form, x, rows, n, k)
+        for shape, split, depth, size in candidates(form, rows, n, k)
     ]
     return tuple(sorted(found, key=lambda pair: pair[0]))
 

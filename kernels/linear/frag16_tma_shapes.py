@@ -137,7 +137,7 @@ def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, p
     return float(time + start + sums + wave * (work.waves - 1) - hidden)
 
 
-def candidates(form: Format, x: str, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Way]]:
+def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Way]]:
     """Shapes and ways that leave no CTA without work."""
     groups = ceil(k, 128)
     for shape in shapes_of(form):
@@ -174,10 +174,10 @@ def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> d
 
 
 @lru_cache(maxsize=4096)
-def ranked(form: Format, x: str, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
+def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
     found = [
         (microseconds(form, shape, way, m, n, k, processors), config_of(form, shape, way, m, n, k))
-        for shape, way in candidates(form, x, m, n, k, processors)
+        for shape, way in candidates(form, m, n, k, processors)
     ]
     return tuple(sorted(found, key=lambda pair: pair[0]))

@@ -70,7 +70,7 @@ def every_config(scheme: str, x: str, m: int, n: int, k: int) -> list[dict[str, 
     """Every instance and split, with its shortest and its longest ring."""
     form = shapes.format_of(QuantScheme.parse(scheme))
     depths: dict[tuple[shapes.Shape, int], set[int]] = {}
-    for shape, split, depth, _ in shapes.candidates(form, x, m, n, k):
+    for shape, split, depth, _ in shapes.candidates(form, m, n, k):
         depths.setdefault((shape, split), set()).add(depth)
     return [
         {"format": form.name, "tile_bytes": form.tile_bytes, **shapes.config_of(shape, split, depth)}

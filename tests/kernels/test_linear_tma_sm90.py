@@ -117,7 +117,7 @@ def test_the_library_takes_every_candidate(form: shapes.Format) -> None:
     names = ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")
     for m in (1, 33, 64, 100, 128, 256, 1000, 4096):
         for n, k in ((64, 128), (7168, 2048), (4096, 4096), (200, 640), (24576, 1536)):
-            for _, config in shapes.ranked(form, "bf16", m, n, k, 132):
+            for _, config in shapes.ranked(form, m, n, k, 132):
                 assert _call(form.name, m=m, n=n, k=k, ldx=k, **{name: config[name] for name in names}) > 0, (m, n, k, config)
 
 
@@ -171,7 +171,7 @@ def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
 
 def _best(m: int, n: int, k: int) -> dict[str, int]:
     form = format_of(QuantScheme.parse("int4_g128"))
-    return shapes.ranked(form, "bf16", m, n, k, 132)[0][1]
+    return shapes.ranked(form, m, n, k, 132)[0][1]
 
 
 @pytest.mark.parametrize(("m", "n", "k", "even"), [(1024, 5120, 27648, 2), (1024, 7168, 16384, 2), (32, 5120, 27648, 1)])
