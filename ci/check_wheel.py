@@ -17,7 +17,7 @@ FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench"
 NATIVE = {".cpp", ".cu", ".cuh", ".h"}
 RUN = (".py", ".css", ".js", ".c")  # what Python runs, what its report page is made of, what it compiles on the spot
 MODEL_FILES = {".safetensors", ".u16"}
-SIZE_LIMIT = 12 << 20  # bytes: a wheel with the Hopper kernels is 7 to 10 MB, and a dist over this has swallowed something
+SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
 
 
 def tracked() -> list[str]:
@@ -46,6 +46,7 @@ def problems(dist: Path) -> list[str]:
         wanted = {name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {*RUN, *NATIVE}}
         wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
         found += [f"has {name}: generated" for name in names if name.startswith(("build/", "src/gristmill/_lib", ".venv"))]
+    found += [f"has result file {name}" for name in names if "bench/results/" in name]
     found += [f"lacks {name}" for name in sorted(wanted - names)]
     found += [f"has model data {name}" for name in names if PurePosixPath(name).suffix in MODEL_FILES or "examples/models/" in name]
     if dist.stat().st_size > SIZE_LIMIT:
