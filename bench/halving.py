@@ -31,10 +31,12 @@ class Placed:
 
 def halve(
     arms: Sequence[Arm], *, keep: Sequence[Arm] = (), deadline: float = math.inf, rounds: int = ROUNDS, seed: int = 0,
-    clock: Callable[[], float] = now, mhz: Callable[[], float | None] | None = None,
+    clock: Callable[[], float] = now, mhz: Callable[[], float | None] | None = None, kind: Callable[[Arm], str] | None = None,
 ) -> list[Placed]:  # fmt: skip
     """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
 
+    kind: what an arm is one of (its kernel). The fastest so far of each kind is in the final, too, unless it is KEEP_WITHIN times slower
+    than the best: for a problem near by, a kernel of which nothing is known is passed over however good its model's word is.
     deadline: on `clock`. Past it no further stage begins, and the final has as few rounds as it takes to rank.
     mhz: reads the device's clock; rounds of the final off its median do not count.
     """
@@ -56,10 +58,23 @@ def halve(
         take *= 2
         if len(left) <= FINALISTS:
             break
-    finalists = left[:FINALISTS] + [arm for arm in keep if arm not in left[:FINALISTS]]
+    finalists = left[:FINALISTS]
+    if kind is not None:
+        finalists += _others(arms, seen, {kind(arm) for arm in finalists}, kind)
+    finalists += [arm for arm in keep if arm not in finalists]
     final = Heat(finalists, clock=mhz)
     final.run(2, chance)
     while final.rounds < rounds and clock() < deadline:
         final.run(2, chance)
     placed = [Placed(arm, statistics.median(final.kept(arm.name)), tuple(final.kept(arm.name))) for arm in finalists]
     return sorted(placed, key=lambda one: one.us)
+
+
+def _others(arms: Sequence[Arm], seen: dict[str, list[float]], there: set[str], kind: Callable[[Arm], str]) -> list[Arm]:
+    """The fastest of each kind that is not `there`, of those that come near the best."""
+    fastest: dict[str, Arm] = {}
+    timed = sorted((arm for arm in arms if seen[arm.name]), key=lambda arm: min(seen[arm.name]))
+    for arm in timed:
+        if kind(arm) not in there and min(seen[arm.name]) <= KEEP_WITHIN * min(seen[timed[0].name]):
+            fastest.setdefault(kind(arm), arm)
+    return list(fastest.values())

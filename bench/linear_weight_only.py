@@ -4,9 +4,10 @@
 
 The same quantized weight for everyone, copied until four times the L2 lies between two uses; activations and outputs warm. A candidate is a
 CUDA graph of calls; those of a problem are replayed in turn, back to back and, with ``--isolated``, with a link between calls that makes
-each call's x depend on the output before. ``--tuned`` tries every configuration of a kernel and keeps its fastest four, of humming several
-choices of its own heuristics. Where clocks move, medians of different candidates may come from different clocks: a row says how each
-candidate stands to the best peer round by round. The result is written after each shape.
+each call's x depend on the output before. ``--tuned`` tries every configuration of a kernel and keeps its fastest four, and with
+``--isolated`` also the fastest two of that kind; of humming several choices of its own heuristics. Where clocks move, medians of different
+candidates may come from different clocks: a row says how each candidate stands to the best peer round by round. The result is written
+after each shape.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ SLOW = ("linear_dequant_torch",)
 """Left out: the last fallback, hundreds of times slower than the others."""
 SLACK = {"mxfp4": 1.12, "nvfp4": 1.12}
 """Time that formats of more bytes than int4_g128 may take beside it."""
-KEPT = 4
-"""Configurations of a kernel that are timed in the end."""
+KEPT, KEPT_APART = 4, 2
+"""Configurations of a kernel that are timed in the end: the fastest back to back, and with links between calls."""
 
 
 def calls_of(kernel_call: Any, x: torch.Tensor, n: int, copies: int) -> list[Call]:
@@ -177,11 +178,11 @@ class Row:
 
         made = [(option, partial(call, option)) for option in options]
         if len(made) > KEPT:
-            trial = Graphs()
-            for place, (_, one) in enumerate(made):
-                trial.add(str(place), calls_of(one, self.x, self.shape.n, min(len(weights), 8)))
-            best = {int(name): min(samples) for name, samples in trial.samples(2).items()}
-            made = [made[place] for place in sorted(best, key=lambda place: best[place])[:KEPT]]
+            calls = [calls_of(one, self.x, self.shape.n, min(len(weights), 8)) for _, one in made]
+            kept = fastest(calls)[:KEPT]
+            if self.shape.options.isolated:
+                kept += fastest([links(self.x, self.out, one) for one in calls])[:KEPT_APART]
+            made = [made[place] for place in dict.fromkeys(kept)]
         return made
 
     def timed(self) -> dict[str, Any]:
@@ -198,8 +199,20 @@ class Row:
             self.apart.add("links", links(self.x, self.out))
             result["isolated_samples"] = apart = self.apart.samples(rounds)
             link = statistics.median(apart["links"])
-            result["isolated_us"] = {name: statistics.median(v) - link for name, v in apart.items() if name != "links"}
+            alone = {name: [one - link for one in v] for name, v in apart.items() if name != "links"}
+            result["isolated_us"] = {name: statistics.median(v) for name, v in alone.items()}
+            said = verdict(alone, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
+            result |= {f"isolated_{name}": value for name, value in said.items()}
         return result | verdict(samples, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
+
+
+def fastest(options: list[list[Call]]) -> list[int]:
+    """Places of lists of calls, by the better of two replays."""
+    trial = Graphs()
+    for place, calls in enumerate(options):
+        trial.add(str(place), calls)
+    best = {int(name): min(samples) for name, samples in trial.samples(2).items()}
+    return sorted(best, key=lambda place: best[place])
 
 
 def verdict(samples: dict[str, list[float]], ours: set[str], m: int, scheme: str, floor: float) -> dict[str, Any]:
@@ -229,6 +242,8 @@ def line(row: dict[str, Any]) -> str:
     """A row on the screen."""
     shown = "  ".join(f"{name.removeprefix('linear_')} {us:.2f}" for name, us in sorted(row["us"].items(), key=lambda i: i[1]))
     met = "" if row["met"] is None else f"bar {row['bar_us']:.2f} {'met' if row['met'] else 'NOT met'}  "
+    if row.get("isolated_met") is not None:
+        met += f"isolated {row['isolated_bar_us']:.2f} {'met' if row['isolated_met'] else 'NOT met'}  "
     return f"{row['scheme']} {row['x']} {row['n']}x{row['k']} m={row['m']}: {met}floor {row['floor_us']:.2f}  {shown}"
 
 

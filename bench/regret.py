@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.bench.halving import KEEP_WITHIN
 from gristmill.bench.options import Job, Option, options
 from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import Heat
@@ -234,7 +235,9 @@ def ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[V
 def _remembered(one: Studied, here: Place) -> list[Timing]:
     """What a tuning by the first rounds would have written."""
     order = sorted(one.times, key=one.tuned_us)
-    kept = dict.fromkeys([*order[:FINALISTS], *[key for key in order if key in one.defaults][:1]])
+    within = KEEP_WITHIN * one.tuned_us(order[0])
+    near = {key[0]: key for key in reversed(order) if one.tuned_us(key) <= within}  # the fastest of each kernel
+    kept = dict.fromkeys([*order[:FINALISTS], *near.values(), *[key for key in order if key in one.defaults][:1]])
     registry, op = default_registry(), one.job.op.name
     return [Timing(op=op, kernel=kernel, code=registry.kernel(op, kernel).code_hash(), config=one.configs[kernel, config],
                    problem=str(one.job.problem), target=target_key(here.target), toolchain=here.build.key(),

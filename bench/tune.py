@@ -158,7 +158,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
     defaults = [arm for arm in arms if by_name[arm.name].default]
     best_default = sorted(defaults, key=lambda arm: arm.sample())[:1]
     placed = []
-    for one in halve(arms, keep=best_default, deadline=deadline, mhz=sm_clock(device)):
+    for one in halve(arms, keep=best_default, deadline=deadline, mhz=sm_clock(device), kind=lambda arm: by_name[arm.name].kernel.name):
         try:
             one.arm.conclude()  # type: ignore[attr-defined]
             placed.append(one)

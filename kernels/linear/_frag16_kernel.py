@@ -1,4 +1,6 @@
-"""What the Hopper kernels over frag16 layouts say of themselves: for few rows of x (`FEW`) and for many (`MANY`), of 4-bit and 8-bit weights."""
+"""What the Hopper kernels over frag16 layouts say of themselves: for few rows of x (`FEW`, `FED`)
+and for many (`MANY`), of 4-bit and 8-bit weights.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear import frag16_shapes, frag16_tma_shapes
+from gristmill.kernels.linear import frag16_fed_shapes, frag16_shapes, frag16_tma_shapes
 
 Ranked = Callable[[frag16_shapes.Format, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
 
@@ -33,8 +35,17 @@ FEW = Family(
     tried=64,
     rows=frag16_shapes.ROWS,
     summary="M <= 16: bulk copies into warps' own rings, {} decoded into tensor-core operands, split-K over clusters",
-    sources=("_linear_frag16_entry_sm90.h", "_linear_w4a16_sm90.cuh"),
+    sources=("_linear_frag16_entry_sm90.h", "_linear_w4a16_sm90.cuh", "_frag16_mma_sm90.cuh"),
     priority=110,
+)
+FED = Family(
+    launch="launch_fed",
+    ranked=frag16_fed_shapes.ranked,
+    tried=64,
+    rows=frag16_shapes.ROWS,
+    summary="M <= 16: a warpgroup copies, {} decoded into tensor-core operands by the others, split-K over clusters",
+    sources=("_linear_frag16_fed_entry_sm90.h", "_linear_frag16_fed_sm90.cuh", "_frag16_mma_sm90.cuh"),
+    priority=109,
 )
 MANY = Family(
     launch="launch_tma",

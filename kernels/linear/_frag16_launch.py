@@ -1,4 +1,4 @@
-"""Launching the Hopper kernels over frag16 tiles: `launch` for few rows of x, `launch_tma` for many."""
+"""Launching the Hopper kernels over frag16 tiles: `launch` and `launch_fed` for few rows of x, `launch_tma` for many."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from gristmill.kernels.linear.frag16_shapes import ceil
 from gristmill.kernels.linear.frag16_tma_shapes import FLAG_BYTES, scratch_bytes
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 13, c_void_p, c_void_p)
+ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 12, c_void_p, c_void_p)
 """Of ``gm_linear_<format>_sm90``."""
+FED_ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int,) * 13, c_void_p, c_void_p)
+"""Of ``gm_linear_<format>_fed_sm90``."""
 TMA_ARGUMENTS = (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, *(c_int,) * 16, c_void_p)
 """Of ``gm_linear_<format>_tma_sm90``."""
 GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void_p)
@@ -49,6 +51,24 @@ def launch(
     code = cuda_function(f"gm_linear_{form}_sm90", "sm_90a", ARGUMENTS)(
         call.target.data_ptr(), call.x.data_ptr(), call.stride, weight[0].data_ptr(), None if bias is None else bias.data_ptr(),
         None if residual is None or silu_mul else residual.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
+        config["nt"], config["rt"], config["wk"], config["split"], config["depth"], 1, call.device, call.stream,
+        call.row_scale,
+    )  # fmt: skip
+    check(code, f"linear of {form}")
+    _finish(call, residual, silu_mul, out)
+
+
+def launch_fed(
+    config: Config, x: Tensor, weight: list[Tensor], bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Tensor
+) -> None:
+    """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
+    call = _checked(config, x, weight, silu_mul, out)
+    if call is None:
+        return
+    form, (read, stride) = str(config["format"]), _for_tensor_copies(call)
+    code = cuda_function(f"gm_linear_{form}_fed_sm90", "sm_90a", FED_ARGUMENTS)(
+        call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(), None if bias is None else bias.data_ptr(),
+        None if residual is None or silu_mul else residual.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
         config["nt"], config["rt"], config["wn"], config["wk"], config["split"], config["depth"], 1, call.device, call.stream,
         call.row_scale,
     )  # fmt: skip
@@ -63,11 +83,7 @@ def launch_tma(
     call = _checked(config, x, weight, silu_mul, out)
     if call is None:
         return
-    form, read, stride = str(config["format"]), call.x, call.stride
-    if stride % 8 or stride < call.k or read.data_ptr() % 16:  # the tensor copy engine wants rows of 16 bytes
-        stride = ceil(call.k, 8) * 8
-        read = torch.empty(call.m, stride, dtype=x.dtype, device=x.device)
-        read[:, : call.k] = call.x.reshape(call.m, call.k)
+    form, (read, stride) = str(config["format"]), _for_tensor_copies(call)
     space = _scratch(workspace, scratch_bytes(config), x.device) if config["even"] else None
     code = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)(
         call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(),
@@ -103,6 +119,16 @@ def _checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, ou
     target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
     scale_dtype = TYPES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
     return Call(m, rows, k, x, stride, target, row_scale, TYPES[dtype_name(x.dtype)], scale_dtype, device, stream)
+
+
+def _for_tensor_copies(call: Call) -> tuple[Tensor, int]:
+    """x and the stride of its rows, copied if need be: the tensor copy engine wants rows of 16 bytes."""
+    if not (call.stride % 8 or call.stride < call.k or call.x.data_ptr() % 16):
+        return call.x, call.stride
+    stride = ceil(call.k, 8) * 8
+    read = torch.empty(call.m, stride, dtype=call.x.dtype, device=call.x.device)
+    read[:, : call.k] = call.x.reshape(call.m, call.k)
+    return read, stride
 
 
 def _finish(call: Call, residual: Any, silu_mul: bool, out: Tensor) -> None:

@@ -6,29 +6,24 @@
 #include "_linear_w4a16_sm90.cuh"
 #include "gm_cuda.h"
 
-// (columns of x in eights, tiles a warp, tiles a slot, warps along N, warps along K, slots of x, CTAs a multiprocessor), the same lists
-// as in frag16_shapes.py. Of 60 shapes timed on an H200 over 38 problems these hold the fastest of each, or one within 4 %.
-#define GM_ALL(S, ...)                                                                                                            \
-  GM_FEW(S, __VA_ARGS__)                                                                                                          \
-  S(__VA_ARGS__, 1, 4, 4, 1, 12, 4, 1) S(__VA_ARGS__, 1, 7, 7, 1, 4, 4, 4) S(__VA_ARGS__, 1, 8, 4, 1, 8, 4, 2)                    \
-  S(__VA_ARGS__, 1, 2, 2, 1, 8, 4, 2) S(__VA_ARGS__, 1, 4, 4, 1, 16, 4, 1) S(__VA_ARGS__, 2, 2, 2, 1, 16, 2, 1)                   \
-  S(__VA_ARGS__, 2, 8, 4, 1, 8, 2, 1) S(__VA_ARGS__, 2, 7, 7, 2, 4, 3, 1) S(__VA_ARGS__, 2, 7, 7, 1, 8, 2, 1)                     \
-  S(__VA_ARGS__, 2, 2, 2, 2, 8, 2, 1) S(__VA_ARGS__, 2, 5, 5, 1, 8, 3, 1)
-#define GM_FEW(S, ...)                                                                                                            \
-  S(__VA_ARGS__, 1, 4, 4, 1, 8, 4, 2) S(__VA_ARGS__, 1, 4, 4, 1, 4, 4, 4) S(__VA_ARGS__, 1, 2, 2, 1, 16, 4, 1)                    \
-  S(__VA_ARGS__, 1, 8, 4, 1, 4, 4, 4) S(__VA_ARGS__, 2, 4, 4, 1, 8, 3, 1) S(__VA_ARGS__, 2, 4, 4, 2, 4, 2, 2)                     \
-  S(__VA_ARGS__, 2, 4, 4, 1, 4, 2, 3) S(__VA_ARGS__, 2, 2, 2, 1, 8, 3, 2)
+// (columns of x in eights, tiles a warp, tiles a slot, warps, slots of x, CTAs a multiprocessor), the same lists as in frag16_shapes.py.
+#define GM_ALL(S, ...)                                                                                       \
+  GM_FEW(S, __VA_ARGS__) S(__VA_ARGS__, 1, 4, 4, 12, 4, 1) S(__VA_ARGS__, 1, 8, 4, 8, 4, 2)                  \
+  S(__VA_ARGS__, 1, 2, 2, 8, 4, 2) S(__VA_ARGS__, 1, 4, 4, 16, 4, 1) S(__VA_ARGS__, 2, 2, 2, 16, 2, 1)
+#define GM_FEW(S, ...)                                                                                       \
+  S(__VA_ARGS__, 1, 4, 4, 8, 4, 2) S(__VA_ARGS__, 1, 4, 4, 4, 4, 4) S(__VA_ARGS__, 1, 2, 2, 16, 4, 1)        \
+  S(__VA_ARGS__, 1, 8, 4, 4, 4, 4) S(__VA_ARGS__, 2, 2, 2, 8, 3, 2)
 
-#define GM_JOIN2(a, b, c, d, e, f) linear_##a##_##b##x##c##x##d##x##e
-#define GM_NAME(label, nt, rt, wn, wk) GM_JOIN2(label, nt, rt, wn, wk, )
+#define GM_JOIN2(a, b, c, d) linear_##a##_##b##x##c##x##d
+#define GM_NAME(label, nt, rt, wk) GM_JOIN2(label, nt, rt, wk)
 
 #ifdef __CUDACC__
 
-#define GM_ONE(label, T, W, nt, rt, c, wn, wk, nx, ctas)                                                                          \
-  extern "C" __global__ void __launch_bounds__(wn* wk * 32, gm::roomy<W, nt>(ctas))                                               \
-      GM_NAME(label, nt, rt, wn, wk)(const __grid_constant__ gm::W4Params p) {                                                    \
+#define GM_ONE(label, T, W, nt, rt, c, wk, nx, ctas)                                                                          \
+  extern "C" __global__ void __launch_bounds__(wk * 32, gm::roomy<W, nt>(ctas))                                               \
+      GM_NAME(label, nt, rt, wk)(const __grid_constant__ gm::W4Params p) {                                                    \
     static_assert(W::kBytes == GM_TILE_BYTES);                                                                                    \
-    gm::linear_frag16<T, W, nt, rt, c, wn, wk, nx>(p);                                                                            \
+    gm::linear_frag16<T, W, nt, rt, c, wk, nx>(p);                                                                            \
   }
 #define GM_EACH(label, dtype, scale_dtype, T, W, SHAPES) SHAPES(GM_ONE, label, T, W)
 GM_KERNELS(GM_EACH)
@@ -41,14 +36,14 @@ constexpr int kStaticBytes = 1024;        // of shared memory that the system ke
 constexpr int kSharedBytes = 227 * 1024;  // of a multiprocessor
 
 struct Shape {
-  int dtype, scale_dtype, nt, rt, c, wn, wk, nx;
+  int dtype, scale_dtype, nt, rt, c, wk, nx;
   gm::CudaKernel kernel;
 };
 
 #define GM_TEXT2(x) #x
 #define GM_TEXT(x) GM_TEXT2(x)
-#define GM_ONE(label, dtype, scale_dtype, nt, rt, c, wn, wk, nx, ctas) \
-  {dtype, scale_dtype, nt, rt, c, wn, wk, nx, {GM_CUBIN, GM_TEXT(GM_NAME(label, nt, rt, wn, wk))}},
+#define GM_ONE(label, dtype, scale_dtype, nt, rt, c, wk, nx, ctas) \
+  {dtype, scale_dtype, nt, rt, c, wk, nx, {GM_CUBIN, GM_TEXT(GM_NAME(label, nt, rt, wk))}},
 #define GM_EACH(label, dtype, scale_dtype, T, W, SHAPES) SHAPES(GM_ONE, label, dtype, scale_dtype)
 Shape g_shapes[] = {GM_KERNELS(GM_EACH)};
 
@@ -57,15 +52,15 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 }  // namespace
 
 // y[M, N] = x[M, K] · Wᵀ (times row_scale[N]) (+ bias) (+ residual), all of dtype 1 (fp16) or 2 (bf16); w the tiles of a frag16 layout,
-// 16-bit scales of scale_dtype. nt, rt, wn, wk name a shape; split (1, 2, 4, 8) CTAs share a row block along K; depth slots are kept in
+// 16-bit scales of scale_dtype. nt, rt, wk name a shape; split (1, 2, 4, 8) CTAs share a row block along K; depth slots are kept in
 // flight a warp. With device < 0 nothing is launched: the return value is then the dynamic shared memory in bytes, or an error.
 GM_CUDA_ENTRY(GM_ENTRY)
 (void* y, const void* x, int64_t ldx, const void* w, const void* bias, const void* residual, int m, int n, int k, int dtype,
- int scale_dtype, int nt, int rt, int wn, int wk, int split, int depth, int pdl, int device, void* stream, const void* row_scale) {
+ int scale_dtype, int nt, int rt, int wk, int split, int depth, int pdl, int device, void* stream, const void* row_scale) {
   if ((dtype != 1 && dtype != 2) || scale_dtype < 0 || scale_dtype > 2) return GM_E_DTYPE;
   Shape* shape = nullptr;
   for (Shape& s : g_shapes)
-    if (s.dtype == dtype && (s.scale_dtype == 0 || s.scale_dtype == scale_dtype) && s.nt == nt && s.rt == rt && s.wn == wn && s.wk == wk)
+    if (s.dtype == dtype && (s.scale_dtype == 0 || s.scale_dtype == scale_dtype) && s.nt == nt && s.rt == rt && s.wk == wk)
       shape = &s;
   if (shape == nullptr || depth < 1 || (split != 1 && split != 2 && split != 4 && split != 8)) return GM_E_ARG;
   if (m < 0 || m > nt * 8 || n < 1 || k < 1 || ldx < 0 || ldx > INT32_MAX / 64) return GM_E_SHAPE;
@@ -80,20 +75,20 @@ GM_CUDA_ENTRY(GM_ENTRY)
   p.xaligned = ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
   p.scales_half = scale_dtype == 1;
 
-  const int warps = wn * wk, sub = ceil_div(rt, shape->c), chunks = ceil_div(ceil_div(p.groups, split), wk) * sub;
+  const int sub = rt / shape->c, chunks = ceil_div(ceil_div(p.groups, split), wk) * sub;
   p.depth = (depth < chunks ? depth : chunks) / sub * sub;
   if (p.depth < sub) p.depth = sub;
   if (p.depth > gm::kMaxDepth) p.depth = gm::kMaxDepth / sub * sub;
-  const int rings = warps * p.depth * shape->c * GM_TILE_BYTES + wk * shape->nx * m * gm::kTileK * 2, sums = warps * rt * nt * 512;
-  p.inbox = rings > sums ? rings : sums;
-  const int smem = p.inbox + (split > 1 ? wn * rt * nt * 512 : 0);
-  if (smem + warps * gm::kMaxDepth * 8 + kStaticBytes > kSharedBytes) return GM_E_ARG;
+  const int rings = wk * (p.depth * shape->c * GM_TILE_BYTES + shape->nx * m * gm::kTileK * 2);
+  p.inbox = wk * rt * nt * 512;
+  const int sums = p.inbox + (split > 1 ? rt * nt * 512 : 0), smem = rings > sums ? rings : sums;
+  if (smem + wk * gm::kMaxDepth * 8 + kStaticBytes > kSharedBytes) return GM_E_ARG;
   if (device < 0) return smem;
 
-  const unsigned grid = unsigned(ceil_div(p.tiles, rt * wn) * split);
+  const unsigned grid = unsigned(ceil_div(p.tiles, rt) * split);
   void* args[] = {&p};
   return shape->kernel.launch(
-      device, stream, {.grid_x = grid, .block = unsigned(warps * 32), .smem = unsigned(smem), .cluster = unsigned(split), .pdl = pdl != 0},
+      device, stream, {.grid_x = grid, .block = unsigned(wk * 32), .smem = unsigned(smem), .cluster = unsigned(split), .pdl = pdl != 0},
       args);
 }
 

@@ -20,20 +20,6 @@
 
 namespace gm {
 
-// Lanes of a warp that say that it is done with a slot. compute-sanitizer's racecheck sees no order in one lane's arrival after the other
-// lanes' reads: it is given a build with GM_RACECHECK.
-#ifdef GM_RACECHECK
-constexpr int kArriving = 32;
-#else
-constexpr int kArriving = 1;
-#endif
-
-__device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map, int k, int row, uint32_t bar) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
-               "l"(map), "r"(k), "r"(row), "r"(bar)
-               : "memory");
-}
-
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

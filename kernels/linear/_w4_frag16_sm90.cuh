@@ -17,7 +17,8 @@ struct W4Params {
   const void* residual;  // [M, N], row stride N, or null
   const float* row_scale;  // [N], multiplies a row's sum before bias and residual; or null
   int m, n, k, ldx, tiles, groups;
-  int log_split, depth, inbox;  // CTAs of a cluster that share the rows, along K; slots of a warp's ring; where the inbox starts
+  int log_split, depth;  // CTAs of a cluster that share the rows, along K; slots of a ring
+  int inbox, bars;       // bytes into shared memory: of what a cluster's CTAs exchange, of barriers
   int xaligned, scales_half;    // rows of x are 16-byte aligned; scales are fp16, not bf16
 };
 
@@ -30,6 +31,14 @@ struct W4Params {
 namespace gm {
 
 __device__ __forceinline__ uint32_t smem_u32(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Lanes of a warp that say that it is done with a slot. compute-sanitizer's racecheck sees no order in one lane's arrival after the other
+// lanes' reads: it is given a build with GM_RACECHECK.
+#ifdef GM_RACECHECK
+constexpr int kArriving = 32;
+#else
+constexpr int kArriving = 1;
+#endif
 
 __device__ __forceinline__ void mbar_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -54,6 +63,12 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
+}
+
+__device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int k, int row, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
+               "l"(map), "r"(k), "r"(row), "r"(bar)
+               : "memory");
 }
 
 template <typename T>
@@ -85,48 +100,43 @@ __device__ __forceinline__ uint32_t x_offset(int rows, int row, int chunk) {
   return (chunk >> 3) * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-// The WARPS warps that work on the same k copy x to shared memory, with zeros past K. x may be any address: where its rows are not
-// 16-byte aligned they copy element by element.
+// A warp copies x to shared memory, with zeros past K. x may be any address: where its rows are not 16-byte aligned it copies element by
+// element.
 template <typename T>
-__device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, uint32_t slot, int slot_rows, int k0, int thread, int threads) {
-  for (int c = thread; c < m * kTileK; c += threads) {
+__device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, uint32_t slot, int k0, int lane) {
+  for (int c = lane; c < m * kTileK; c += 32) {
     const int row = c >> 7, i = c & (kTileK - 1);
     const T v = k0 + i < k ? x[static_cast<int64_t>(row) * ldx + k0 + i] : T(0.f);
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(slot + x_offset(slot_rows, row, i >> 3) + (i & 7) * 2),
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(slot + x_offset(m, row, i >> 3) + (i & 7) * 2),
                  "h"(*reinterpret_cast<const uint16_t*>(&v))
                  : "memory");
   }
 }
 
-template <typename T, int NT, int WARPS>
+template <typename T, int NT>
 struct XLoader {
-  const char* src;  // this thread's 16 bytes of its first row, at the next k to be loaded
-  int k, row, rows, row_step, slot_rows, thread;
-  uint32_t to, slots;
+  const char* src;  // this lane's 16 bytes of its first row, at the next k to be loaded
+  int k, row, rows, row_step, lane;
+  uint32_t slots;
 
-  __device__ __forceinline__ XLoader(const W4Params& p, uint32_t slots, int slot_rows, int k0, int thread)
-      : slot_rows(slot_rows), thread(thread), slots(slots) {
-    row = thread >> 4, k = k0 + (thread & 15) * 8;
-    rows = (p.m - row + 2 * WARPS - 1) / (2 * WARPS);
-    row_step = 4 * WARPS * p.ldx;
+  __device__ __forceinline__ XLoader(const W4Params& p, uint32_t slots, int k0, int lane) : lane(lane), slots(slots) {
+    row = lane >> 4, k = k0 + (lane & 15) * 8;
+    rows = (p.m - row + 1) / 2;
+    row_step = 4 * p.ldx;
     src = static_cast<const char*>(p.x) + (static_cast<int64_t>(row) * p.ldx + k) * 2;
-    to = slots + x_offset(slot_rows, row, thread & 15);
-  }
-  __device__ __forceinline__ uint32_t at(int i) const {  // rows 8 apart share their permutation
-    return WARPS % 4 == 0 ? to + i * 2 * WARPS * 128 : slots + x_offset(slot_rows, row + i * 2 * WARPS, thread & 15);
   }
   // Copies x[:, 128] to the slot at byte offset `slot` and moves on by `groups` groups of 128.
   __device__ __forceinline__ void load(const W4Params& p, uint32_t slot, int groups) {
-    if (p.xaligned) {  // 16 threads a row
+    if (p.xaligned) {  // 16 lanes a row
       const uint32_t bytes = max(0, min(8, p.k - k)) * 2;  // the rest is filled with zeros
 #pragma unroll
-      for (int i = 0; i < (NT * 4 + WARPS - 1) / WARPS; ++i)
+      for (int i = 0; i < NT * 4; ++i)
         if (i < rows)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at(i) + slot),
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(slots + slot + x_offset(p.m, row + i * 2, lane & 15)),
                        "l"(bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x)), "r"(bytes)
                        : "memory");
     } else {
-      load_elements<T>(static_cast<const T*>(p.x), p.m, p.k, p.ldx, slots + slot, slot_rows, k - (thread & 15) * 8, thread, WARPS * 32);
+      load_elements<T>(static_cast<const T*>(p.x), p.m, p.k, p.ldx, slots + slot, k - (lane & 15) * 8, lane);
     }
     src += groups * (kTileK * 2), k += groups * kTileK;
   }
@@ -134,7 +144,8 @@ struct XLoader {
 
 // The last part of a kernel: scratch holds, for each of SLICES parts of K, TILES x NT x 32 float4, the accumulators of a lane of the
 // matrix instruction. Adds the parts in order, exchanges sums between the CTAs of a cluster (each owns a share, and adds in the order
-// of ranks), and writes y. smem + p.inbox: memory for the exchange that nothing else in the kernel uses.
+// of ranks), and writes y. smem + p.inbox: memory behind the sums for that; the CTAs have arrived at the cluster's barrier since they
+// used what else lies there.
 template <typename T, int NT, int TILES, int SLICES, int THREADS>
 __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, int tile0, int rank) {
   constexpr int kElems = TILES * NT * 32;
@@ -176,7 +187,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, in
     for (int e = threadIdx.x; e < kElems; e += THREADS) store(e, local_sum(e));
     return;
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every CTA of the cluster has started: its memory may be written
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every CTA of the cluster is done with its rings: they may be written to
   const int share = kElems >> p.log_split;
   for (int e = threadIdx.x; e < kElems; e += THREADS) {
     const float4 v = local_sum(e);

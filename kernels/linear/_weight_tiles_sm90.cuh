@@ -2,7 +2,7 @@
 // w4_frag16_v1, f4_frag16_v1 and w8_frag16_v1.
 //
 // kBytes of a tile. kGroups: groups of the tile whose sums are scaled in float32 (0: scales go into the operands, and sums are sums).
-// kFactor: what a finished sum is to be multiplied by. pairs(step, a): the A operand of 16 k.
+// kFactor: what a finished sum is to be multiplied by. pairs(step, a): the A operand of 16 k. any(): depends on every word loaded.
 //
 // The low eight bits of a bf16 are an integer x 2^-133, subnormal or not, those of an fp16 an integer x 2^-24. So codes at bits 0 and 4
 // of a half, and bytes at bit 0, are numbers as they lie: one multiply-add by a power of two subtracts the zero point.
@@ -88,14 +88,20 @@ struct Int4Pairs {
   }
 };
 
-// Integers of 8 bits less 128, / kFactor, of the words that hold their low and their high nibbles.
-template <typename T>
-__device__ __forceinline__ void int8_pairs(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
-  using Is = Whole<T>;
+// Four pairs of bytes, at bits 0 and 16, of the words that hold their low and their high nibbles.
+__device__ __forceinline__ void int8_bytes(uint32_t low, uint32_t high, uint32_t (&pairs)[4]) {
   const uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u), odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
   const uint32_t bytes[4] = {even, odd, even >> 8, odd >> 8};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = pair_fma(bytes[i] & 0x00ff00ffu, Is::kAt0, Is::kMinus128, T());
+  for (int i = 0; i < 4; ++i) pairs[i] = bytes[i] & 0x00ff00ffu;
+}
+
+// Integers of 8 bits less 128, / kFactor.
+template <typename T>
+__device__ __forceinline__ void int8_pairs(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+  int8_bytes(low, high, a);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = pair_fma(a[i], Whole<T>::kAt0, Whole<T>::kMinus128, T());
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -141,6 +147,7 @@ struct Int4Tile {
     codes.decode(word_of(q[step >> 2], step & 3), a);
   }
   __device__ __forceinline__ float2 scale(int group, const W4Params& p) const { return two_scales<SC>(scales[group], p.scales_half); }
+  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | scales[0] | (ZERO ? zeros[0] : 0); }
 };
 
 // int8 as two planes of nibbles: code = 16 high + low, symmetric around 128.
@@ -161,6 +168,7 @@ struct Int8Tile {
     int8_pairs<T>(word_of(q[step >> 2], step & 3), word_of(q[2 + (step >> 2)], step & 3), a);
   }
   __device__ __forceinline__ float2 scale(int, const W4Params& p) const { return two_scales<SC>(scales, p.scales_half); }
+  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | q[2].x | q[3].x | scales; }
 };
 
 // The two pairs of a word of w8_frag16_v1 in FP8, exactly: the layout spreads their bits for cheap placement.
@@ -200,6 +208,7 @@ struct Fp8Tile {
     }
   }
   __device__ __forceinline__ float2 scale(int, const W4Params&) const { return scales; }
+  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | q[2].x | q[3].x | __float_as_uint(scales.x); }
 };
 
 // NVFP4 (BLOCK = 16) and MXFP4 (BLOCK = 32): block scales multiply the operands, exactly.
@@ -226,6 +235,7 @@ struct Fp4Tile {
     a[0] = times_half<T, 0>(raw[0], factor), a[1] = times_half<T, 1>(raw[1], factor);
     a[2] = times_half<T, 0>(raw[2], factor), a[3] = times_half<T, 1>(raw[3], factor);
   }
+  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | scales[0]; }
 };
 
 }  // namespace gm

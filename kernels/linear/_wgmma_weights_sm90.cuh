@@ -228,12 +228,12 @@ struct Int8Operand {
     }
     __device__ __forceinline__ uint32_t any(int half) const { return low[0] | high[0] | (half == 0 ? scales[0] : 0); }
   };
-  // code - 128, / kFactor, of the bytes at bits 0 and 16. fp16 has no room for that factor beside a small scale.
+  // code - 128, / kFactor, of two bytes. fp16 has no room for that factor beside a small scale.
   static __device__ __forceinline__ uint32_t number(uint32_t bytes) {
     if constexpr (kHalf)
-      return pair_sub((bytes & 0x00ff00ffu) | 0x64006400u, 0x64806480u);
+      return pair_sub(bytes | 0x64006400u, 0x64806480u);
     else
-      return pair_fma(bytes & 0x00ff00ffu, Whole<T>::kAt0, Whole<T>::kMinus128, T());
+      return pair_fma(bytes, Whole<T>::kAt0, Whole<T>::kMinus128, T());
   }
   __device__ __forceinline__ void decode(int step, const Part& part, uint32_t (&a)[4], int scales_half) {
     if (step == 0) {
@@ -244,9 +244,8 @@ struct Int8Operand {
         by[0] = both.x, by[1] = both.y;
       }
     }
-    const uint32_t low = part.low[step & 3], high = part.high[step & 3];
-    const uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u), odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
-    const uint32_t bytes[4] = {even, odd, even >> 8, odd >> 8};
+    uint32_t bytes[4];
+    int8_bytes(part.low[step & 3], part.high[step & 3], bytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (SAME)

@@ -1,4 +1,5 @@
-"""Shapes of a CTA of the decode kernels over frag16 tiles, which of them fit a problem, and a model of their time on an H200."""
+"""Shapes of a CTA of the decode kernels over frag16 tiles whose warps copy for themselves, which of them fit a problem, and a model of their
+time on an H200."""
 
 from __future__ import annotations
 
@@ -18,12 +19,11 @@ _KEPT_BYTES, _MAX_DEPTH = 1024, 16
 
 
 class Shape(NamedTuple):
-    """A CTA: columns of x in eights, 16-row tiles a warp, tiles a slot, warps along N and K, slots of x, CTAs a multiprocessor."""
+    """A CTA: columns of x in eights, 16-row tiles a warp, tiles a slot, warps, slots of x, CTAs a multiprocessor."""
 
     nt: int
     rt: int
     slot: int
-    wn: int
     wk: int
     nx: int
     ctas: int
@@ -31,19 +31,12 @@ class Shape(NamedTuple):
 
 FEW = tuple(
     Shape(*values)
-    for values in (
-        (1, 4, 4, 1, 8, 4, 2), (1, 4, 4, 1, 4, 4, 4), (1, 2, 2, 1, 16, 4, 1), (1, 8, 4, 1, 4, 4, 4),
-        (2, 4, 4, 1, 8, 3, 1), (2, 4, 4, 2, 4, 2, 2), (2, 4, 4, 1, 4, 2, 3), (2, 2, 2, 1, 8, 3, 2),
-    )
-)  # fmt: skip
+    for values in ((1, 4, 4, 8, 4, 2), (1, 4, 4, 4, 4, 4), (1, 2, 2, 16, 4, 1), (1, 8, 4, 4, 4, 4), (2, 2, 2, 8, 3, 2))
+)
 ALL = FEW + tuple(
     Shape(*values)
-    for values in (
-        (1, 4, 4, 1, 12, 4, 1), (1, 7, 7, 1, 4, 4, 4), (1, 8, 4, 1, 8, 4, 2), (1, 2, 2, 1, 8, 4, 2), (1, 4, 4, 1, 16, 4, 1),
-        (2, 2, 2, 1, 16, 2, 1), (2, 8, 4, 1, 8, 2, 1), (2, 7, 7, 2, 4, 3, 1), (2, 7, 7, 1, 8, 2, 1), (2, 2, 2, 2, 8, 2, 1),
-        (2, 5, 5, 1, 8, 3, 1),
-    )
-)  # fmt: skip
+    for values in ((1, 4, 4, 12, 4, 1), (1, 8, 4, 8, 4, 2), (1, 2, 2, 8, 4, 2), (1, 4, 4, 16, 4, 1), (2, 2, 2, 16, 2, 1))
+)
 """GM_FEW and GM_ALL of `_linear_frag16_entry_sm90.h`."""
 
 
@@ -72,7 +65,7 @@ DEPTHS = (2, 3, 1, 4)
 
 
 WHOLE = ("int4_g128", "int4_g128_zp", "mxfp4", "nvfp4", "int8", "fp8")
-"""Formats with all instances, here and for many rows."""
+"""Formats with all instances, in each of the families."""
 
 
 def shapes_of(form: Format) -> tuple[Shape, ...]:
@@ -86,17 +79,15 @@ def ceil(a: int, b: int) -> int:
 
 def slots(shape: Shape, k: int, split: int, depth: int) -> int:
     """Slots of a ring that is asked to have `depth`: whole steps along K, and no more than there are."""
-    sub = ceil(shape.rt, shape.slot)
+    sub = shape.rt // shape.slot
     chunks = ceil(ceil(ceil(k, 128), split), shape.wk) * sub
     return min(max(min(depth, chunks) // sub * sub, sub), _MAX_DEPTH // sub * sub)
 
 
 def shared_bytes(shape: Shape, tile_bytes: int, m: int, k: int, split: int, depth: int) -> int:
     """Dynamic shared memory of a CTA, the same sum as in `_linear_frag16_entry_sm90.h`."""
-    warps, depth = shape.wn * shape.wk, slots(shape, k, split, depth)
-    rings = warps * depth * shape.slot * tile_bytes + shape.wk * shape.nx * m * 256
-    sums = warps * shape.rt * shape.nt * 512
-    return max(rings, sums) + (shape.wn * shape.rt * shape.nt * 512 if split > 1 else 0)
+    rings = shape.wk * (slots(shape, k, split, depth) * shape.slot * tile_bytes + shape.nx * m * 256)
+    return max(rings, (shape.wk + (split > 1)) * shape.rt * shape.nt * 512)
 
 
 def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
@@ -108,7 +99,7 @@ def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, in
         if shape.nt != need:
             continue
         for split in (1, 2, 4, 8):
-            if split > 1 and (groups < split * shape.wk or ceil(tiles, shape.rt * shape.wn) * split > 4096):
+            if split > 1 and (groups < split * shape.wk or ceil(tiles, shape.rt) * split > 4096):
                 continue
             rings: set[int] = set()
             for depth in DEPTHS:
@@ -116,7 +107,7 @@ def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, in
                     continue
                 rings.add(ring)
                 size = shared_bytes(shape, form.tile_bytes, m, k, split, depth)
-                if size + shape.wn * shape.wk * _MAX_DEPTH * 8 + _KEPT_BYTES <= SHARED_BYTES:
+                if size + shape.wk * _MAX_DEPTH * 8 + _KEPT_BYTES <= SHARED_BYTES:
                     yield shape, split, depth, size
 
 
@@ -159,12 +150,10 @@ _DECODED = {
 """The time of a tile of a format, as a multiple of `_Costs.tile` and `_Costs.warp_tile`."""
 
 _INSTANCES = {
-    (1, 4, 1, 8): 0.983, (1, 4, 1, 4): 0.972, (1, 2, 1, 16): 0.949, (1, 8, 1, 4): 0.995, (1, 4, 1, 12): 0.946, (1, 7, 1, 4): 1.017,
-    (1, 8, 1, 8): 0.971, (1, 2, 1, 8): 0.949, (1, 4, 1, 16): 1.004, (2, 4, 1, 8): 1.013, (2, 4, 2, 4): 0.992, (2, 4, 1, 4): 1.0,
-    (2, 2, 1, 8): 0.946, (2, 2, 1, 16): 1.007, (2, 8, 1, 8): 1.002, (2, 7, 2, 4): 1.078, (2, 7, 1, 8): 1.028, (2, 2, 2, 8): 0.988,
-    (2, 5, 1, 8): 1.0,
+    (1, 4, 8): 0.983, (1, 4, 4): 0.972, (1, 2, 16): 0.949, (1, 8, 4): 0.995, (1, 4, 12): 0.946, (1, 8, 8): 1.05, (1, 2, 8): 0.949,
+    (1, 4, 16): 1.004, (2, 2, 8): 0.946, (2, 2, 16): 1.007,
 }  # fmt: skip
-"""What an instance (nt, rt, wn, wk) takes next to what the model says."""
+"""What an instance (nt, rt, wk) takes next to what the model says."""
 
 
 def microseconds(
@@ -177,22 +166,21 @@ def microseconds(
     at once, whose CTAs go wherever one has ended.
     """
     costs, decoding = _COSTS[shape.nt], _DECODED[shape.nt][form.name]
-    warps = shape.wn * shape.wk
     steps = ceil(ceil(ceil(k, 128), split), shape.wk)
-    ctas = ceil(ceil(n, 16), shape.rt * shape.wn) * split
+    ctas = ceil(ceil(n, 16), shape.rt) * split
     # Whole clusters of 4 and 8 do not fill every cluster of multiprocessors.
     average = ctas / (processors if split <= 2 else processors * 10 // 11)
-    room = max(1, min(shape.ctas, _MULTIPROCESSOR_BYTES // (size + warps * _MAX_DEPTH * 8 + _KEPT_BYTES)))
+    room = max(1, min(shape.ctas, _MULTIPROCESSOR_BYTES // (size + shape.wk * _MAX_DEPTH * 8 + _KEPT_BYTES)))
     if room >= ceil_of(average):
         rounds, busiest = 1.0, ceil_of(average) + costs.packed * (min(room, ctas) - ceil_of(average))
     else:
         rounds, busiest = (average + costs.tail) / room, average + costs.tail
-    alone = costs.alone if slots(shape, k, split, depth) == ceil(shape.rt, shape.slot) and steps > 1 else 0.0
-    work = busiest * warps / 4 * steps * (shape.rt * costs.tile * decoding + costs.group + costs.row * m / shape.wn)
+    alone = costs.alone if slots(shape, k, split, depth) == shape.rt // shape.slot and steps > 1 else 0.0
+    work = busiest * shape.wk / 4 * steps * (shape.rt * costs.tile * decoding + costs.group + costs.row * m)
     latency = rounds * steps * (shape.rt * costs.warp_tile * decoding + costs.warp_group + alone)
     memory = ceil(n, 16) * ceil(k, 128) * form.tile_bytes / 4.3e6
     slowest = float((work**costs.power + latency**costs.power + memory**costs.power) ** (1 / costs.power))
-    slowest *= _INSTANCES[shape.nt, shape.rt, shape.wn, shape.wk]
+    slowest *= _INSTANCES[shape.nt, shape.rt, shape.wk]
     return slowest + costs.launch + costs.doubling * log2(split) + costs.round * rounds
 
 
@@ -208,4 +196,4 @@ def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple
 
 
 def config_of(shape: Shape, split: int, depth: int) -> dict[str, int]:
-    return {"nt": shape.nt, "rt": shape.rt, "wn": shape.wn, "wk": shape.wk, "split": split, "depth": depth}
+    return {"nt": shape.nt, "rt": shape.rt, "wk": shape.wk, "split": split, "depth": depth}

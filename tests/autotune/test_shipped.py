@@ -16,10 +16,12 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.select import Selection, select
 from gristmill.kernel_registry.store import SHIPPED, Store, Timing, shipped_times
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import frag16_fed_shapes as fed_shapes
 from gristmill.kernels.linear import frag16_shapes as shapes
 
 OP = default_registry().op("linear")
-DECODE = ("linear_w4a16_sm90", "linear_w8a16_sm90")
+FEW, FED = ("linear_w4a16_sm90", "linear_w8a16_sm90"), ("linear_w4a16_fed_sm90", "linear_w8a16_fed_sm90")
+DECODE = FEW + FED
 MANY = ("linear_w4a16_tma_sm90", "linear_w8a16_tma_sm90")
 BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",), triton_backends=("cuda",))
 
@@ -44,8 +46,9 @@ def faults(timing: Timing) -> list[str]:
         found.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
     if timing.kernel in DECODE:
         form = shapes.format_of(QuantScheme.parse(problem.text("w")))
-        key = tuple(timing.config.get(name) for name in ("nt", "rt", "wn", "wk"))
-        if key not in [(s.nt, s.rt, s.wn, s.wk) for s in shapes.shapes_of(form)]:
+        family, names = (fed_shapes, ("nt", "rt", "wn", "wk")) if timing.kernel in FED else (shapes, ("nt", "rt", "wk"))
+        key = tuple(timing.config.get(name) for name in names)
+        if key not in [tuple(getattr(shape, name) for name in names) for shape in family.shapes_of(form)]:
             found.append(f"no instance {key} of {form.name}")
         if (timing.config.get("format"), timing.config.get("tile_bytes")) != (form.name, form.tile_bytes):
             found.append(f"not the format of {problem}")

@@ -48,6 +48,15 @@ def test_halving_finds_the_fastest_and_spends_little_on_the_rest() -> None:
     assert right >= 19
 
 
+def test_the_final_has_the_fastest_of_each_kind_that_comes_near() -> None:
+    rng = np.random.default_rng(3)
+    arms = [Drawn(f"{kind}{n}", base * (1 + 0.02 * n), rng) for kind, base in (("a", 10), ("b", 12.5), ("c", 40)) for n in range(8)]
+    placed = [one.arm.name for one in halve(arms, seed=1, kind=lambda arm: arm.name[0])]
+    assert sum(name.startswith("a") for name in placed) == 3 and sum(name.startswith("b") for name in placed) == 1
+    assert not any(name.startswith("c") for name in placed), "four times slower than the best"
+    assert not any(one.arm.name.startswith("b") for one in halve(arms, seed=1))
+
+
 def test_a_deadline_ends_it_with_an_answer() -> None:
     rng = np.random.default_rng(0)
     arms = [Drawn(str(n), 10 + n, rng) for n in range(9)]

@@ -40,7 +40,7 @@ def packed(q: QuantTensor) -> list[torch.Tensor]:
     return list(pack(q, next(name for name in names if registry.layout(name).accepts(str(q.scheme)))).tensors)
 
 
-def every_config(scheme: str, x: str, m: int, k: int, grid: int = 132) -> list[Config]:
+def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
     """Each instance with each split, dealing tiles out along K among `grid` CTAs and one more, and halves of warpgroups that take turns."""
     form, found, groups = format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
     for shape in shapes.shapes_of(form):
@@ -80,14 +80,13 @@ def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_instance_at_257_rows(scheme: str, dtype: torch.dtype) -> None:
-    x_name = "bf16" if dtype is torch.bfloat16 else "fp16"
     for scales in SCALES.get(scheme, (None,)):
         for n, k in ((1000, 1536), (201, 1024), (17, 384)):
             q = weights(scheme, n, k, scales=scales)
             w, tensors = q.dequantize().double(), packed(q)
             x = torch.randn(257, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(1)).to(dtype)
             for grid in (132, 3):  # 3: a CTA walks over many tiles
-                for config in every_config(scheme, x_name, 257, k, grid):
+                for config in every_config(scheme, 257, k, grid):
                     error = column_error(run(x, n, config, tensors), x, w)
                     assert error < LIMIT[dtype], (error, scales, n, k, config)
 
@@ -100,7 +99,7 @@ def test_every_number_of_rows(scheme: str, m: int) -> None:
     w, tensors = q.dequantize().double(), packed(q)
     x = torch.randn(m, k, device=DEVICE).bfloat16()
     reference = x.double() @ w.T
-    for config in every_config(scheme, "bf16", m, k, 5):
+    for config in every_config(scheme, m, k, 5):
         y = run(x, n, config, tensors)
         assert float((y.double() - reference).norm() / reference.norm()) < 4e-3, config
         if not config["even"]:  # the other rows change nothing
@@ -116,7 +115,7 @@ def test_columns_past_the_last_tile(scheme: str, k: int, dtype: torch.dtype) -> 
     wide = torch.full((70, k + 9), float("nan"), dtype=dtype, device=DEVICE)
     wide[:, :k] = torch.randn(70, k, device=DEVICE).to(dtype)
     for x in (wide[:, :k], wide[:, :k].contiguous()):
-        for config in every_config(scheme, "bf16" if dtype is torch.bfloat16 else "fp16", 70, k, 4):
+        for config in every_config(scheme, 70, k, 4):
             assert column_error(run(x, 50, config, packed(q)), x, q.dequantize().double()) < LIMIT[dtype] * 1.6, config
 
 
@@ -149,7 +148,7 @@ def test_one_hot_gives_the_weight_rounded_once(scheme: str, dtype: torch.dtype) 
     for scales in SCALES.get(scheme, (None,)):
         q = weights(scheme, 96, 256, scales=scales)
         expected, tensors = q.dequantize().to(dtype), packed(q)
-        for config in every_config(scheme, "bf16" if dtype is torch.bfloat16 else "fp16", 256, 256):
+        for config in every_config(scheme, 256, 256):
             assert torch.equal(run(x, 96, config, tensors).T, expected), (scales, config)
 
 
@@ -158,7 +157,7 @@ def test_one_hot_gives_the_weight_rounded_once(scheme: str, dtype: torch.dtype) 
 def test_a_hundred_repeats_are_identical(scheme: str, m: int) -> None:
     tensors = packed(weights(scheme, 768, 4096))
     x = torch.randn(m, 4096, device=DEVICE).bfloat16()
-    for config in every_config(scheme, "bf16", m, 4096, 7)[::2] + every_config(scheme, "bf16", m, 4096, 132):
+    for config in every_config(scheme, m, 4096, 7)[::2] + every_config(scheme, m, 4096, 132):
         outs = torch.empty(100, m, 768, dtype=x.dtype, device=DEVICE)
         for out in outs:
             launch_tma(config, x, tensors, None, None, False, 768, None, out)
@@ -174,7 +173,7 @@ def test_epilogues_and_unaligned_tensors(scheme: str, n: int, shift: int) -> Non
     x = wide[:, 3:387]
     bias = torch.randn(n, device=DEVICE).bfloat16()
     residual = torch.randn(100, n, device=DEVICE).bfloat16()
-    for config in every_config(scheme, "bf16", 100, 384, 2):
+    for config in every_config(scheme, 100, 384, 2):
         assert column_error(run(x, n, config, tensors, shift), x, w) < LIMIT[torch.bfloat16]
         full = run(x, n, config, tensors, shift, bias=bias, residual=residual)
         # A row of W in the wrong place of bias or residual would be an error near 0.1 in the columns of small weights.
@@ -187,7 +186,7 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
     w, tensors = q.dequantize().double(), packed(q)
     x = torch.randn(200, 2048, device=DEVICE).bfloat16()
     for grid in (11, 132):
-        for config in every_config("int4_g128", "bf16", 200, 2048, grid):
+        for config in every_config("int4_g128", 200, 2048, grid):
             if not config["even"]:
                 continue
             space = torch.full((shapes.scratch_bytes(config),), 255, dtype=torch.uint8, device=DEVICE)
@@ -197,7 +196,7 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
                 launch_tma(config, x, tensors, None, None, False, 520, space, y)
             assert column_error(out[0], x, w) < LIMIT[torch.bfloat16], config
             assert bool((out == out[0]).all()) and not bool(flags.any()), config
-    dealt = next(one for one in every_config("int4_g128", "bf16", 200, 2048) if one["even"])
+    dealt = next(one for one in every_config("int4_g128", 200, 2048) if one["even"])
     space = torch.zeros(shapes.scratch_bytes(dealt), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="workspace must be"):
         launch_tma(dealt, x, tensors, None, None, False, 520, space[:-1], out[0])

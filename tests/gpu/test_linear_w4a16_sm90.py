@@ -1,4 +1,5 @@
-"""The Hopper kernels over frag16 layouts: every instance, split and depth; tails; unaligned x; poisoned and guarded outputs; repeats."""
+"""The Hopper kernels over frag16 layouts for few rows, both families: every instance, split and depth; tails; unaligned x; poisoned and
+guarded outputs; repeats."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ import pytest
 import torch
 
 from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import frag16_fed_shapes as fed_shapes
 from gristmill.kernels.linear import frag16_shapes as shapes
+from gristmill.kernels.linear import linear_w4a16_fed_sm90 as fed
 from gristmill.kernels.linear import linear_w4a16_sm90 as spec
+from gristmill.kernels.linear import linear_w8a16_fed_sm90 as wide_fed
 from gristmill.kernels.linear import linear_w8a16_sm90 as wide
-from gristmill.kernels.linear._frag16_launch import launch as decode_launch
+from gristmill.kernels.linear._frag16_launch import launch, launch_fed
 from gristmill.kernels.native import check
 from gristmill.quant import QuantTensor, pack, quantize, unpack
 from tests.conftest import HAS_GPU
@@ -28,6 +33,13 @@ LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 LAYOUT = {scheme: f"{name}_frag16_v1" for name in ("w4", "f4", "w8")
           for scheme in default_registry().layout(f"{name}_frag16_v1").schemes}  # fmt: skip
 SCHEMES = tuple(LAYOUT)
+KERNELS = (spec.KERNEL, fed.KERNEL)
+WIDE = (wide.KERNEL, wide_fed.KERNEL)
+
+
+def decode_launch(config: dict[str, object], *arguments: object) -> None:
+    """By the family that the configuration is of."""
+    (launch_fed if "wn" in config else launch)(config, *arguments)  # type: ignore[arg-type]
 
 
 def weights(scheme: str, n: int, k: int, seed: int = 0, scales: torch.dtype = torch.bfloat16) -> QuantTensor:
@@ -55,8 +67,8 @@ def run(
     return buffer[1 : m + 1]
 
 
-def default(m: int, n: int, k: int, scheme: str, x: str = "bf16") -> dict[str, object]:
-    return dict(spec.KERNEL.config(OP.problem(f"m={m},n={n},k={k},w={scheme},x={x}"), TARGET))
+def default(m: int, n: int, k: int, scheme: str, x: str = "bf16", kernel: Kernel = spec.KERNEL) -> dict[str, object]:
+    return dict(kernel.config(OP.problem(f"m={m},n={n},k={k},w={scheme},x={x}"), TARGET))
 
 
 def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
@@ -66,16 +78,17 @@ def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
     return float(((y.double() - reference) / scale).square().mean(0).sqrt().max())
 
 
-def every_config(scheme: str, x: str, m: int, n: int, k: int) -> list[dict[str, object]]:
-    """Every instance and split, with its shortest and its longest ring."""
+def every_config(scheme: str, m: int, n: int, k: int) -> list[dict[str, object]]:
+    """Every instance and split of both families, with its shortest and its longest ring."""
     form = shapes.format_of(QuantScheme.parse(scheme))
-    depths: dict[tuple[shapes.Shape, int], set[int]] = {}
-    for shape, split, depth, _ in shapes.candidates(form, m, n, k):
-        depths.setdefault((shape, split), set()).add(depth)
-    return [
-        {"format": form.name, "tile_bytes": form.tile_bytes, **shapes.config_of(shape, split, depth)}
-        for (shape, split), found in depths.items() for depth in sorted({min(found), max(found)})
-    ]  # fmt: skip
+    found: list[dict[str, object]] = []
+    for family in (shapes, fed_shapes):
+        depths: dict[tuple[object, int], dict[int, dict[str, int]]] = {}
+        for shape, split, depth, _ in family.candidates(form, m, n, k):  # type: ignore[attr-defined]
+            depths.setdefault((shape, split), {})[depth] = family.config_of(shape, split, depth)  # type: ignore[attr-defined]
+        for configs in depths.values():
+            found += [{"format": form.name, "tile_bytes": form.tile_bytes, **configs[depth]} for depth in {min(configs), max(configs)}]
+    return found
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
@@ -84,14 +97,13 @@ def every_config(scheme: str, x: str, m: int, n: int, k: int) -> list[dict[str, 
 def test_every_instance(scheme: str, dtype: torch.dtype, scales: torch.dtype) -> None:
     if scales is torch.float16 and not QuantScheme.parse(scheme).is_integer:
         pytest.skip("has no 16-bit scales")
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
     for n, k in ((1000, 1536), (17, 384)):
         q = weights(scheme, n, k, scales=scales)
         w, tensors = q.dequantize().double(), pack(q, LAYOUT[scheme]).tensors
         for m in (1, 2, 7, 8, 9, 16):
             rows = max(m, 64 // m * m)  # a column's RMS needs many rows
             x = torch.randn(rows, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(m)).to(dtype)
-            for config in every_config(scheme, name, m, n, k):
+            for config in every_config(scheme, m, n, k):
                 y = torch.cat([run(x[i : i + m], q, config, tensors) for i in range(0, rows, m)])
                 assert column_error(y, x, w) < LIMIT[dtype], (m, config)
 
@@ -107,9 +119,11 @@ def test_a_doubled_scale_would_show(scheme: str) -> None:
         changed[row, 2] += 1
     else:
         changed[row, 2] = (changed[row, 2].float() * 2).to(changed.dtype)
-    wrong, config = dataclasses.replace(q, scales=changed), default(16, 64, 512, scheme)
-    y = torch.cat([run(x[i : i + 16], wrong, config) for i in range(0, 64, 16)])
-    assert column_error(y, x, q.dequantize().double()) > 8 * LIMIT[torch.bfloat16]
+    wrong = dataclasses.replace(q, scales=changed)
+    for kernel in KERNELS:
+        config = default(16, 64, 512, scheme, kernel=kernel)
+        y = torch.cat([run(x[i : i + 16], wrong, config) for i in range(0, 64, 16)])
+        assert column_error(y, x, q.dequantize().double()) > 8 * LIMIT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -118,7 +132,7 @@ def test_one_hot_gives_the_weight_rounded_once(scheme: str, dtype: torch.dtype) 
     q = weights(scheme, 96, 256, scales=dtype)
     expected, tensors = q.dequantize().to(dtype), pack(q, LAYOUT[scheme]).tensors
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    configs = [(rows, default(rows, 96, 256, scheme, name)) for rows in (8, 16)]
+    configs = [(rows, default(rows, 96, 256, scheme, name, kernel)) for rows in (8, 16) for kernel in KERNELS]
     for rows, config in configs:
         for start in range(0, 256, rows):
             x = torch.zeros(rows, 256, dtype=dtype, device=DEVICE)
@@ -132,7 +146,7 @@ def test_a_hundred_repeats_are_identical(scheme: str, m: int) -> None:
     q = weights(scheme, 768, 4096)
     x = torch.randn(m, 4096, device=DEVICE).bfloat16()
     tensors = pack(q, LAYOUT[scheme]).tensors
-    for config in every_config(scheme, "bf16", m, 768, 4096)[::3]:
+    for config in every_config(scheme, m, 768, 4096)[::3]:
         outs = []
         for _ in range(100):
             out = torch.empty(m, 768, dtype=x.dtype, device=DEVICE)
@@ -155,31 +169,34 @@ def test_any_n_and_k_beside_poison(scheme: str) -> None:
                 x = wide_x[:, shift : shift + k]
                 x.copy_(torch.randn(m, k, device=DEVICE))
                 limit = LIMIT[torch.bfloat16] * (1 + 4 / m**0.5 + 4 / m)
-                assert column_error(run(x, q, default(m, n, k, scheme), tensors), x, w) < limit, (n, k, m, shift)
+                for kernel in KERNELS:
+                    y = run(x, q, default(m, n, k, scheme, kernel=kernel), tensors)
+                    assert column_error(y, x, w) < limit, (n, k, m, shift, kernel.name)
 
 
 @pytest.mark.parametrize("epilogue", ["none", "bias+residual", "bias+residual+silu_mul"])
 @pytest.mark.parametrize("scheme", ["int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int8_g128"])
 def test_act_order(scheme: str, epilogue: str) -> None:
-    kernel = wide.KERNEL if scheme.startswith("int8") else spec.KERNEL
-    for m in (0, 1, 5, 16):
-        problem = OP.problem(f"m={m},n=66,k=384,w={scheme},act_order=true,epilogue={epilogue}")
-        outcome = verify(OP, kernel, kernel.config(problem, TARGET), problem, DEVICE)
-        assert outcome.ok, (str(problem), outcome)
+    for kernel in WIDE if scheme.startswith("int8") else KERNELS:
+        for m in (0, 1, 5, 16):
+            problem = OP.problem(f"m={m},n=66,k=384,w={scheme},act_order=true,epilogue={epilogue}")
+            outcome = verify(OP, kernel, kernel.config(problem, TARGET), problem, DEVICE)
+            assert outcome.ok, (str(problem), kernel.name, outcome)
 
 
 def test_examples_of_the_operation() -> None:
     for text in OP.examples:
         problem = OP.problem(text)
-        for kernel in (spec.KERNEL, wide.KERNEL):
+        for kernel in (*KERNELS, *WIDE):
             if kernel.accepts(problem) is None:
                 outcome = verify(OP, kernel, kernel.config(problem, TARGET), problem, DEVICE)
-                assert outcome.ok, (text, outcome)
+                assert outcome.ok, (text, kernel.name, outcome)
 
 
-def test_unaligned_and_strided_x_epilogue_and_nothing() -> None:
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_unaligned_and_strided_x_epilogue_and_nothing(kernel: Kernel) -> None:
     q = weights("int4_g128", 130, 384)
-    w, config = q.dequantize().double(), default(16, 130, 384, "int4_g128")
+    w, config = q.dequantize().double(), default(16, 130, 384, "int4_g128", kernel=kernel)
     broad = torch.randn(64, 391, device=DEVICE).bfloat16()
     y = torch.cat([run(broad[i : i + 16, 3:387], q, config) for i in range(0, 64, 16)])
     assert column_error(y, broad[:, 3:387], w) < LIMIT[torch.bfloat16]
@@ -191,11 +208,13 @@ def test_unaligned_and_strided_x_epilogue_and_nothing() -> None:
     assert run(x[:0], q, config).shape == (0, 130)
 
 
-@pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4", "fp8"])
-def test_a_chain_of_dependent_calls_on_a_side_stream(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "scheme"), [(kernel, scheme) for kernel in KERNELS for scheme in ("int4_g128", "nvfp4")] + [(kernel, "fp8") for kernel in WIDE]
+)
+def test_a_chain_of_dependent_calls_on_a_side_stream(kernel: Kernel, scheme: str) -> None:
     """Programmatic dependent launch: each call reads what the one before wrote, and must not be a bit off."""
     q = weights(scheme, 512, 512)
-    tensors, config = pack(q, LAYOUT[scheme]).tensors, default(4, 512, 512, scheme)
+    tensors, config = pack(q, LAYOUT[scheme]).tensors, default(4, 512, 512, scheme, kernel=kernel)
     start = torch.randn(4, 512, device=DEVICE).bfloat16()
 
     def chain(wait: bool) -> list[torch.Tensor]:
@@ -218,10 +237,11 @@ def test_a_chain_of_dependent_calls_on_a_side_stream(scheme: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_two_streams_at_once() -> None:
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_two_streams_at_once(kernel: Kernel) -> None:
     """Calls of the same weight that run side by side do not share anything that is written."""
     q = weights("nvfp4", 1024, 2048)
-    tensors, config = pack(q, "f4_frag16_v1").tensors, default(8, 1024, 2048, "nvfp4")
+    tensors, config = pack(q, "f4_frag16_v1").tensors, default(8, 1024, 2048, "nvfp4", kernel=kernel)
     xs = [torch.randn(8, 2048, device=DEVICE).bfloat16() for _ in range(2)]
     expected = [run(x, q, config, tensors).clone() for x in xs]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -248,13 +268,14 @@ def test_packing_on_the_gpu_is_packing_on_the_cpu(scheme: str) -> None:
         assert unpack(there).identical(q.to(DEVICE))
 
 
-def test_the_library_refuses_what_it_was_not_built_for() -> None:
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_library_refuses_what_it_was_not_built_for(kernel: Kernel) -> None:
     q = weights("int4_g128", 64, 256)
     x = torch.randn(16, 256, device=DEVICE).bfloat16()
     with pytest.raises(ValueError, match="argument out of its range"):
-        run(x, q, default(16, 64, 256, "int4_g128") | {"rt": 3})
+        run(x, q, default(16, 64, 256, "int4_g128", kernel=kernel) | {"rt": 3})
     with pytest.raises(ValueError, match="shape or stride"):
-        run(x, q, default(8, 64, 256, "int4_g128"))
+        run(x, q, default(8, 64, 256, "int4_g128", kernel=kernel))
     with pytest.raises(ValueError, match="bytes of tiles"):
-        run(x, q, default(16, 64, 256, "nvfp4"))
+        run(x, q, default(16, 64, 256, "nvfp4", kernel=kernel))
     assert check(0, "nothing to raise") is None

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.kernels.linear import frag16_fed_shapes as fed
 from gristmill.kernels.linear import frag16_tma_shapes as tma
 from gristmill.kernels.linear.frag16_shapes import ALL, FEW
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
-STACK_ON_RECORD = {"linear_tma": 16, "linear_int4_g128_fp16_2x4x2x4": 24, "linear_int4_g128_bf16_2x4x2x4": 16}
+STACK_ON_RECORD = {"linear_tma": 16, "linear_fed_int4_g128_bf16_2x8x2x4": 8, "linear_fed_int4_g128_bf16_half_2x8x2x4": 8}
 """Bytes of stack allowed, by the start of a kernel's name; 0 for the others."""
 
 
@@ -63,8 +64,10 @@ def test_registers_and_stack() -> None:
     found = usage()
     # By pairs of types of x and of scales. Few rows: int4_g128 for three, nine formats for two; all shapes of int4_g128, with and
     # without zero points, and of mxfp4, nvfp4, int8 and fp8.
-    decode = [name for name in found if not name.startswith(("linear_tma", "gather"))]
+    decode = [name for name in found if not name.startswith(("linear_tma", "linear_fed", "gather"))]
     assert len(decode) == (3 + 5 * 2) * len(ALL) + 4 * 2 * len(FEW), sorted(decode)
+    special = [name for name in found if name.startswith("linear_fed")]
+    assert len(special) == (3 + 5 * 2) * len(fed.ALL) + 4 * 2 * len(fed.FEW), sorted(special)
     # Many rows: int4 for three, int8 for four, the others for two.
     many = [name for name in found if name.startswith("linear_tma")]
     assert len(many) == (2 * 3 + 4 + 3 * 2) * len(tma.ALL) + 4 * 3 * len(tma.FEW), sorted(many)
@@ -83,9 +86,10 @@ def test_promised_instructions() -> None:
             continue
         assert "UBLKCP" in text, f"{name}: no bulk copy"
         assert ("HGMMA" if "tma" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
-        if "tma" in name:
+        if "tma" in name or "fed" in name:
             assert "UTMALDG.2D" in text, f"{name}: no tensor copy"
             assert "USETMAXREG" in text, f"{name}: registers are not handed over"
+        if "tma" in name:
             assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
             products = text[text.index("HGMMA") : text.rindex("HGMMA")]
             assert "R2UR" not in products and "LDL" not in products, f"{name}: descriptors or spills between products"

@@ -1,0 +1,127 @@
+"""Shapes of a CTA of the warp-specialised decode kernels over frag16 tiles, which of them fit a problem, and a model of their time on an
+H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import log2
+from typing import NamedTuple
+
+from gristmill.kernels.linear.frag16_shapes import ROWS, SHARED_BYTES, WHOLE, Format, ceil
+
+_KEPT_BYTES, _MAX_DEPTH, _BARRIER_BYTES = 1024, 16, 256
+
+
+class Shape(NamedTuple):
+    """A CTA: columns of x in eights, 16-row tiles a warp, warps along N and K. One CTA fills a multiprocessor."""
+
+    nt: int
+    rt: int
+    wn: int
+    wk: int
+
+
+FEW = tuple(
+    Shape(*values) for values in ((1, 7, 2, 4), (2, 7, 2, 4), (2, 6, 2, 4), (2, 5, 2, 4), (2, 4, 2, 4), (2, 4, 1, 8))
+)
+ALL = (*FEW, Shape(1, 8, 2, 4), Shape(1, 4, 2, 4), Shape(2, 8, 2, 4), Shape(2, 2, 2, 8))
+"""GM_FEW and GM_ALL of `_linear_frag16_fed_entry_sm90.h`."""
+
+
+def shapes_of(form: Format) -> tuple[Shape, ...]:
+    """The instances of a format."""
+    return ALL if form.name in WHOLE else FEW
+
+
+def shared_bytes(shape: Shape, tile_bytes: int, split: int, depth: int) -> int:
+    """Dynamic shared memory of a CTA, the same sum as in `_linear_frag16_fed_entry_sm90.h`."""
+    rows = shape.wn * shape.rt
+    sums = (shape.wk + (split > 1)) * rows * shape.nt * 512
+    return max(depth * (rows * tile_bytes + shape.nt * 2048), sums) + _BARRIER_BYTES
+
+
+def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
+    """(shape, split, depth, shared bytes) that fit and leave no warp without work: rings of one to four slots a slice, and no more than
+    one beyond what a CTA goes along K. m is at most 16."""
+    need = 1 if m <= 8 else 2
+    groups, tiles = ceil(k, 128), ceil(n, 16)
+    for shape in shapes_of(form):
+        if shape.nt != need:
+            continue
+        for split in (1, 2, 4, 8):
+            if split > 1 and (groups < split * shape.wk or ceil(tiles, shape.rt * shape.wn) * split > 4096):
+                continue
+            for depth in range(shape.wk, _MAX_DEPTH + 1, shape.wk):
+                if depth > shape.wk and depth - shape.wk >= ceil(groups, split):
+                    continue
+                size = shared_bytes(shape, form.tile_bytes, split, depth)
+                if size + _KEPT_BYTES <= SHARED_BYTES:
+                    yield shape, split, depth, size
+
+
+class _Costs(NamedTuple):
+    """Microseconds of what a launch consists of, for 8 or 16 columns of x.
+
+    tile, group: of a multiprocessor's tile of 16 x 128 weights, and of a warp's group; warp_tile: of one warp; alone: more where a slice
+    has one slot and waits for each; launch; doubling: of split; round: of CTAs; power: how well the parts overlap.
+    """
+
+    tile: float
+    group: float
+    warp_tile: float
+    alone: float
+    launch: float
+    doubling: float
+    round: float
+    power: float
+
+
+_COSTS = {
+    1: _Costs(0.0104, 0.064, 0.155, 0.637, 2.43, 0.438, 2.72, 3.09),
+    2: _Costs(0.0135, 0.0572, 0.145, 0.574, 3.01, 0.363, 2.88, 2.71),
+}
+"""By columns of x in eights; fitted, with the two tables below, to 5,618 times on an H200: every candidate of 160 problems, of which 56
+are those of bench/results/h200/kernelbench/regret_linear_64.json."""
+
+_DECODED = {
+    1: {"int4_g128": 1.0, "int4_g32": 1.15, "int4_g128_zp": 1.06, "mxfp4": 1.39, "nvfp4": 1.43, "int8": 1.75, "fp8": 1.54},
+    2: {"int4_g128": 1.0, "int4_g32": 1.31, "int4_g128_zp": 1.08, "mxfp4": 1.53, "nvfp4": 1.58, "int8": 1.63, "fp8": 1.38},
+}
+"""The time of a tile of a format, as a multiple of `_Costs.tile` and `_Costs.warp_tile`; of those that are not here its `decoding`."""
+
+_INSTANCES = {
+    (1, 7, 2, 4): 0.926, (2, 7, 2, 4): 0.979, (2, 6, 2, 4): 0.963, (2, 5, 2, 4): 0.921, (2, 4, 2, 4): 0.858, (2, 4, 1, 8): 1.03,
+    (1, 8, 2, 4): 0.916, (1, 4, 2, 4): 0.85, (2, 8, 2, 4): 0.988, (2, 2, 2, 8): 0.95,
+}  # fmt: skip
+"""What an instance takes next to what the model says; more for those of eight slices than by the fit, which favoured them where N is small."""
+
+
+def microseconds(form: Format, shape: Shape, split: int, depth: int, n: int, k: int, processors: int) -> float:
+    """Expected time of one launch: the busiest multiprocessor, the longest warp, or memory, and what each launch costs."""
+    costs, rows, decoding = _COSTS[shape.nt], shape.wn * shape.rt, _DECODED[shape.nt].get(form.name, form.decoding)
+    groups = ceil(ceil(k, 128), split)
+    steps = ceil(groups, shape.wk)
+    ctas = ceil(ceil(n, 16), rows) * split
+    # Whole clusters of 4 and 8 do not fill every cluster of multiprocessors.
+    rounds = ceil(ctas, processors if split <= 2 else processors * 10 // 11)
+    work = rounds * groups * (rows * costs.tile * decoding + shape.wn * costs.group)
+    latency = rounds * steps * (shape.rt * costs.warp_tile * decoding + costs.alone * (depth == shape.wk))
+    memory = ceil(n, 16) * ceil(k, 128) * form.tile_bytes / 4.3e6
+    slowest = _INSTANCES[shape] * float((work**costs.power + latency**costs.power + memory**costs.power) ** (1 / costs.power))
+    return slowest + costs.launch + costs.doubling * log2(split) + costs.round * (rounds - 1)
+
+
+@lru_cache(maxsize=4096)
+def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
+    """(microseconds, configuration) of the candidates for one launch, best first; ties in the order of `candidates`."""
+    rows = min(max(m, 1), ROWS)
+    found = [
+        (microseconds(form, shape, split, depth, n, k, processors), config_of(shape, split, depth))
+        for shape, split, depth, _ in candidates(form, rows, n, k)
+    ]
+    return tuple(sorted(found, key=lambda pair: pair[0]))
+
+
+def config_of(shape: Shape, split: int, depth: int) -> dict[str, int]:
+    return {**shape._asdict(), "split": split, "depth": depth}

@@ -1,0 +1,20 @@
+"""Weight-only linear of 4-bit weights in CUDA C++ for Hopper at small M, warp-specialised (`_linear_frag16_fed_sm90.cuh`), over frag16
+tiles.
+
+As linear_w4a16_sm90, but one warpgroup copies for the others: ahead of it from 9 rows on, and where N is wide; behind it where the launch
+is most of the time. docs/performance/linear_weight_only.md has the measurements, and what was tried.
+"""
+
+from __future__ import annotations
+
+from gristmill.kernels.linear._frag16_kernel import FED, kernel
+
+FORMATS = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_g64_zp", "int4_g32_zp", "mxfp4", "nvfp4")
+
+KERNEL = kernel(
+    "linear_w4a16_fed_sm90",
+    FED,
+    4,
+    ("w4_frag16_v1", "f4_frag16_v1"),
+    tuple(f"_linear_w4a16_{form}_fed_sm90.cu" for form in FORMATS),
+)

@@ -1,0 +1,14 @@
+"""Weight-only linear of 8-bit weights in CUDA C++ for Hopper at small M, warp-specialised (`_linear_frag16_fed_sm90.cuh`), over frag16
+tiles.
+
+int8 in groups of 128 or a row, as two planes of nibbles; FP8 (E4M3) under a scale of the tensor, of a row or of a 128 x 128 block.
+As linear_w4a16_fed_sm90 in everything else.
+"""
+
+from __future__ import annotations
+
+from gristmill.kernels.linear._frag16_kernel import FED, kernel
+
+KERNEL = kernel(
+    "linear_w8a16_fed_sm90", FED, 8, ("w8_frag16_v1",), ("_linear_w8a16_int8_fed_sm90.cu", "_linear_w8a16_fp8_fed_sm90.cu")
+)
