@@ -76,8 +76,9 @@ def load_scale(scales, offsets, mask, SCALE: tl.constexpr):
 def product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask, ns, n_mask, k, columns, x_stride, row_bytes,
             groups, dtype: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
             HAS_ZERO: tl.constexpr, ROW_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, PERM: tl.constexpr,
-            PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """float32 [BM, BN]: rows of x times rows `ns` of the weight, scaled."""
+            PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, first=0):  # fmt: skip
+    """float32 [BM, BN]: rows of x times rows `ns` of the weight, scaled; of the weight's columns from `first`, a multiple of BK, to
+    `columns`."""
     total = tl.zeros([BM, BN], dtype=tl.float32)
     offsets = ns.to(tl.int64) * row_bytes
     scale_rows = ns.to(tl.int64)
@@ -85,7 +86,7 @@ def product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask
         scale_rows = tl.load(row_block + ns, mask=n_mask, other=0).to(tl.int64)
     scale_rows = scale_rows * groups
     sums = tl.zeros([BM], dtype=tl.float32)
-    for k0 in range(0, columns, BK):
+    for k0 in range(first, columns, BK):
         ks = k0 + tl.arange(0, BK)
         source = ks
         inside = ks < columns
@@ -160,12 +161,23 @@ def launch(
     config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
 ) -> None:
     """x [..., K], one dense tensor or the six tensors of plain_v1 -> out [..., N or N / 2]."""
-    import torch
-
     k, columns_out = x.shape[-1], out.shape[-1]
     m = x.numel() // k
     if m == 0:
         return
+    tensors, sizes, constants = weight_arguments(config, x, weight)
+    grid = (triton.cdiv(columns_out, config["bn"]), triton.cdiv(m, config["bm"]))
+    linear_kernel[grid](
+        x, *tensors, x if bias is None else bias, x if residual is None else residual, out, m, columns_out, k, *sizes, **constants,
+        BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu_mul, num_warps=config["warps"], num_stages=config["stages"],
+    )  # fmt: skip
+
+
+def weight_arguments(config: Config, x: Any, weight: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    """What a kernel is given of a weight: its six tensors; (columns, stride of x, bytes of a row, groups); constants."""
+    import torch
+
+    k = x.shape[-1]
     scheme = QuantScheme.parse(str(config["scheme"]))
     if scheme.is_dense:
         codes = scales = zeros = row_scale = row_block = perm = weight[0]
@@ -178,16 +190,12 @@ def launch(
         code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
         scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
     wide = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
-    grid = (triton.cdiv(columns_out, config["bn"]), triton.cdiv(m, config["bm"]))
-    linear_kernel[grid](
-        x, codes, scales, zeros, row_scale, row_block, perm, x if bias is None else bias, x if residual is None else residual,
-        out, m, columns_out, k, columns, row_stride(x), codes.shape[-1], groups,
-        FORMAT=kind, SCALE=code, GROUP=scheme.group_size or 0, ZERO=0 if flags[0] else scheme.implicit_zero,
-        HAS_ZERO=flags[0], ROW_SCALE=flags[1], ROW_BLOCK=flags[2], PERM=flags[3],
-        BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu_mul, WIDE=wide,
-        PRECISION="ieee", BM=config["bm"], BN=config["bn"], BK=config["bk"],
-        num_warps=config["warps"], num_stages=config["stages"],
-    )  # fmt: skip
+    constants = {
+        "FORMAT": kind, "SCALE": code, "GROUP": scheme.group_size or 0, "ZERO": 0 if flags[0] else scheme.implicit_zero,
+        "HAS_ZERO": flags[0], "ROW_SCALE": flags[1], "ROW_BLOCK": flags[2], "PERM": flags[3], "WIDE": wide,
+        "PRECISION": "ieee", "BM": config["bm"], "BN": config["bn"], "BK": config["bk"],
+    }  # fmt: skip
+    return (codes, scales, zeros, row_scale, row_block, perm), (columns, row_stride(x), codes.shape[-1], groups), constants
 
 
 def aot_dense(target: Target) -> list[AotCase]:
