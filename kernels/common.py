@@ -115,3 +115,10 @@ def need_rows(op: str, reads: dict[str, Any], writes: dict[str, Any]) -> None:
     for name, x in writes.items():
         need(separate_rows(x), f"{op}: {name} is written, so its rows must not overlap; got shape {tuple(x.shape)} with "
              f"strides {tuple(x.stride())}")  # fmt: skip
+
+
+def need_workspace(op: str, given: Any, size: int, device: Any) -> None:
+    """ValueError unless a caller's workspace has `size` bytes that a kernel can use on `device`."""
+    if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
+        raise ValueError(f"{op}: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
+                         f"got {given.nbytes} on {given.device}")  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.common import dtype_name, row_stride
+from gristmill.kernels.common import dtype_name, need_workspace, row_stride
 from gristmill.kernels.linear.frag16_shapes import ceil
 from gristmill.kernels.linear.frag16_tma_shapes import FLAG_BYTES, scratch_bytes
 from gristmill.kernels.native import check, cuda_function
@@ -45,17 +45,9 @@ def launch(
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
     call = _checked(config, x, weight, silu_mul, out)
-    if call is None:
-        return
-    form = str(config["format"])
-    code = cuda_function(f"gm_linear_{form}_sm90", "sm_90a", ARGUMENTS)(
-        call.target.data_ptr(), call.x.data_ptr(), call.stride, weight[0].data_ptr(), None if bias is None else bias.data_ptr(),
-        None if residual is None or silu_mul else residual.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
-        config["nt"], config["rt"], config["wk"], config["split"], config["depth"], 1, call.device, call.stream,
-        call.row_scale,
-    )  # fmt: skip
-    check(code, f"linear of {form}")
-    _finish(call, residual, silu_mul, out)
+    if call is not None:
+        entry = cuda_function(f"gm_linear_{config['format']}_sm90", "sm_90a", ARGUMENTS)
+        _decode(entry, ("nt", "rt", "wk"), call, call.x, call.stride, config, weight, bias, residual, silu_mul, out)
 
 
 def launch_fed(
@@ -63,16 +55,22 @@ def launch_fed(
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
     call = _checked(config, x, weight, silu_mul, out)
-    if call is None:
-        return
-    form, (read, stride) = str(config["format"]), _for_tensor_copies(call)
-    code = cuda_function(f"gm_linear_{form}_fed_sm90", "sm_90a", FED_ARGUMENTS)(
+    if call is not None:
+        entry = cuda_function(f"gm_linear_{config['format']}_fed_sm90", "sm_90a", FED_ARGUMENTS)
+        _decode(entry, ("nt", "rt", "wn", "wk"), call, *_for_tensor_copies(call), config, weight, bias, residual, silu_mul, out)
+
+
+def _decode(
+    entry: Any, shape: tuple[str, ...], call: Call, read: Tensor, stride: int, config: Config, weight: list[Tensor], bias: Any,
+    residual: Any, silu_mul: bool, out: Tensor,
+) -> None:  # fmt: skip
+    """The call of either decode kernel. shape: what names an instance of it; read, stride: x as it takes it."""
+    code = entry(
         call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(), None if bias is None else bias.data_ptr(),
         None if residual is None or silu_mul else residual.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
-        config["nt"], config["rt"], config["wn"], config["wk"], config["split"], config["depth"], 1, call.device, call.stream,
-        call.row_scale,
+        *(config[name] for name in shape), config["split"], config["depth"], 1, call.device, call.stream, call.row_scale,
     )  # fmt: skip
-    check(code, f"linear of {form}")
+    check(code, f"linear of {config['format']}")
     _finish(call, residual, silu_mul, out)
 
 
@@ -154,7 +152,5 @@ def _scratch(given: Any, size: int, device: Any) -> Tensor:
         fresh = torch.empty(size, dtype=torch.uint8, device=device)
         fresh[:FLAG_BYTES].zero_()
         return fresh
-    if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
-        raise ValueError(f"linear: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
-                         f"got {given.nbytes} on {given.device}")  # fmt: skip
+    need_workspace("linear", given, size, device)
     return given  # type: ignore[no-any-return]

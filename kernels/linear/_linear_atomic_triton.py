@@ -15,6 +15,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
+from gristmill.kernels.common import need_workspace
 from gristmill.kernels.linear._linear_triton import INT4, INT8, SCALE_FLOAT, product, weight_arguments
 from gristmill.kernels.linear.linear_w_triton_atomic import config, flag_bytes, scratch_bytes
 
@@ -82,9 +83,7 @@ def launch(
     size = scratch_bytes(m, n, config)
     if workspace is None:
         workspace = torch.zeros(size, dtype=torch.uint8, device=x.device)
-    if workspace.nbytes < size or workspace.device != x.device or not workspace.is_contiguous() or workspace.data_ptr() % 16:
-        raise ValueError(f"linear: the workspace must be {size} contiguous bytes on {x.device}, 16-byte aligned, "
-                         f"got {workspace.nbytes} on {workspace.device}")  # fmt: skip
+    need_workspace("linear", workspace, size, x.device)
     start = flag_bytes(m, n, config)
     flags, sums = workspace[:start].view(torch.int32), workspace[start:size].view(torch.float32)
     steps, split = triton.cdiv(sizes[0], config["bk"]), int(config["split"])

@@ -13,6 +13,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.frag16_shapes import ceil
 from gristmill.kernels.linear.linear_triton import accepts_quantized
 from gristmill.kernels.linear.linear_triton import config as whole_config
 from gristmill.kernels.linear.linear_triton import space as whole_space
@@ -21,10 +22,6 @@ ROWS = 64
 """Of x, at most: sums are written and read once a program, in float32."""
 PROGRAMS = 4
 """A multiprocessor, of which there are enough for that many."""
-
-
-def ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def accepts(problem: Problem) -> str | None:
