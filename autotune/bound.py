@@ -30,9 +30,23 @@ class BoundPlan:
     `layouts` fixes what packed weights exist; None for operations without packed weights.
     """
 
-    __slots__ = ("_cuda", "_guard", "_index", "_runners", "_tensor", "entries", "handle", "layouts", "op", "resolver", "static")
+    __slots__ = (
+        "_cuda",
+        "_guard",
+        "_index",
+        "_runners",
+        "_tensor",
+        "entries",
+        "handle",
+        "layouts",
+        "op",
+        "resolver",
+        "static",
+    )
 
-    def __init__(self, op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None = None
+    ) -> None:
         self.op = op
         self.static = op.static(static)
         self.resolver = resolver
@@ -42,14 +56,20 @@ class BoundPlan:
         self._guard = partial(op.guard or partial(_described, op), self.static)
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
-        self._tensor = next(i for i, parameter in enumerate(op.parameters) if parameter.type.startswith("Tensor") and "[]" not in parameter.type)
+        self._tensor = next(
+            i
+            for i, parameter in enumerate(op.parameters)
+            if parameter.type.startswith("Tensor") and "[]" not in parameter.type
+        )
         self.handle = 0
 
     def __call__(self, *arguments: Any) -> None:
         """Run on `arguments` followed by the outputs, all as the kernel's layout has them."""
         if arguments[self._tensor].get_device() != self._index:
-            raise ValueError(f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
-                             f"{arguments[self._tensor].device}")  # fmt: skip
+            raise ValueError(
+                f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
+                f"{arguments[self._tensor].device}"
+            )
         try:
             size = self._guard(*arguments)
         except IndexError as error:
@@ -107,13 +127,21 @@ class BoundPlan:
 
     def _bind(self, index: int) -> Runner:
         size = bucket_sizes()[index]
-        candidate = self.resolver.resolve(self.op, self.op.at_bucket(self.static, size), self.layouts).require()
+        candidate = self.resolver.resolve(
+            self.op, self.op.at_bucket(self.static, size), self.layouts
+        ).require()
         reads = [name for name in candidate.kernel.layouts if self.layouts is None or name in self.layouts]
-        return self._load(index, PlanEntry(
-            m_max=size if size in BUCKETS else None, kernel=candidate.kernel.name, layout=reads[0] if reads else None,
-            config=dict(candidate.config or {}), source=candidate.source or "priority",
-            expected_us=candidate.expected_us,
-        ))  # fmt: skip
+        return self._load(
+            index,
+            PlanEntry(
+                m_max=size if size in BUCKETS else None,
+                kernel=candidate.kernel.name,
+                layout=reads[0] if reads else None,
+                config=dict(candidate.config or {}),
+                source=candidate.source or "priority",
+                expected_us=candidate.expected_us,
+            ),
+        )
 
     def _load(self, index: int, entry: PlanEntry) -> Runner:
         kernel = self.resolver.kernel(self.op, entry.kernel)
@@ -156,8 +184,10 @@ def _described(op: Op, static: Problem, *arguments: Any) -> int:
 def _outside_capture(name: str, runner: Runner, *arguments: Any) -> None:
     """Run a kernel that a CUDA graph cannot hold, or say so."""
     if _capturing():
-        raise UnpreparedError(f"{name} reads device memory on the host and cannot be captured in a CUDA graph; pin another "
-                              "kernel in the policy")  # fmt: skip
+        raise UnpreparedError(
+            f"{name} reads device memory on the host and cannot be captured in a CUDA graph; pin another "
+            "kernel in the policy"
+        )
     runner(*arguments)
 
 

@@ -13,10 +13,27 @@ from typing import Any
 now = time.perf_counter
 """Seconds, from the monotonic clock with the finest steps."""
 
-_HOST = tuple((time, name, getattr(time, name)) for name in (
-    "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "time_ns", "process_time", "sleep",
-))  # fmt: skip
-_TORCH = ("Event.record", "Event.elapsed_time", "Event.synchronize", "Stream.synchronize", "synchronize", "CUDAGraph.replay")
+_HOST = tuple(
+    (time, name, getattr(time, name))
+    for name in (
+        "perf_counter",
+        "perf_counter_ns",
+        "monotonic",
+        "monotonic_ns",
+        "time",
+        "time_ns",
+        "process_time",
+        "sleep",
+    )
+)
+_TORCH = (
+    "Event.record",
+    "Event.elapsed_time",
+    "Event.synchronize",
+    "Stream.synchronize",
+    "synchronize",
+    "CUDAGraph.replay",
+)
 
 
 def _torch_functions() -> tuple[tuple[Any, str, Any], ...]:
@@ -40,6 +57,9 @@ def originals() -> tuple[tuple[Any, str, Any], ...]:
 
 def tampered(before: tuple[tuple[Any, str, Any], ...]) -> str:
     """Names of functions that are no longer what they were when `originals` was called, "" if all are."""
-    changed = [f"{getattr(owner, '__qualname__', None) or owner.__name__}.{name}" for owner, name, function in before
-               if getattr(owner, name, None) is not function]  # fmt: skip
+    changed = [
+        f"{getattr(owner, '__qualname__', None) or owner.__name__}.{name}"
+        for owner, name, function in before
+        if getattr(owner, name, None) is not function
+    ]
     return ", ".join(changed)

@@ -29,7 +29,9 @@ def device_target(device: str, policy: Policy) -> Target:
         lower = Target.parse(f"cpu:{policy.cpu_level}")
         return replace(target, name=lower.name, arch=lower.arch, features=lower.features)
     if kind not in _VENDORS or not (index or "0").isdecimal():
-        raise ValueError(f"device {device!r}: expected cpu, {', '.join(_VENDORS)}, or one of these with an index, cuda:1")
+        raise ValueError(
+            f"device {device!r}: expected cpu, {', '.join(_VENDORS)}, or one of these with an index, cuda:1"
+        )
     # torch counts the devices of one vendor: AMD's are called cuda too, where there is no NVIDIA one.
     found = ([t for t in _devices() if t.vendor == vendor] for vendor in _VENDORS[kind])
     targets = next((some for some in found if some), [])

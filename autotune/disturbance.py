@@ -13,7 +13,13 @@ from gristmill.autotune.environment import gpu_state
 WORTH_SAYING = 0.01
 """The share of the time from which on a disturbance is named."""
 
-GPU_REASONS = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat (driver)", 0x40: "heat (hardware)", 0x80: "power brake"}
+GPU_REASONS = {
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x20: "heat (driver)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
 """Bits of what holds an NVIDIA GPU's clocks down; idling and clocks that somebody asked for are no disturbance."""
 
 _CGROUP, _STAT = Path("/sys/fs/cgroup/cpu.stat"), Path("/proc/stat")
@@ -29,11 +35,20 @@ def cpu_disturbances() -> Iterator[list[str]]:
     found += disturbances(before, after, seconds, os.cpu_count() or 1, os.getloadavg()[0])
 
 
-def disturbances(before: dict[str, float], after: dict[str, float], seconds: float, cores: int, load: float) -> list[str]:
+def disturbances(
+    before: dict[str, float], after: dict[str, float], seconds: float, cores: int, load: float
+) -> list[str]:
     """Sentences on what two readings of the counters show. Counters are in seconds, of all cores together."""
     found = []
-    for name, what in (("quota", "held by its quota (cgroup)"), ("steal", "taken by other guests of this host (steal)")):
-        share = (after.get(name, 0.0) - before.get(name, 0.0)) / max(seconds, 1e-9) / (cores if name == "steal" else 1)
+    for name, what in (
+        ("quota", "held by its quota (cgroup)"),
+        ("steal", "taken by other guests of this host (steal)"),
+    ):
+        share = (
+            (after.get(name, 0.0) - before.get(name, 0.0))
+            / max(seconds, 1e-9)
+            / (cores if name == "steal" else 1)
+        )
         if share >= WORTH_SAYING:
             found.append(f"{share:.0%} of the time {what}")
     if load > cores + 0.5:

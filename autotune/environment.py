@@ -14,33 +14,56 @@ from gristmill import __version__
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.target import Target
 
-_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit",
-               "temperature.gpu", "clocks_event_reasons.active")  # fmt: skip
+_GPU_FIELDS = (
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "clocks_event_reasons.active",
+)
 
 
 def environment(target: Target, command: str) -> dict[str, Any]:
     """The table; clocks are those of this moment, so take it while the device is busy or just after."""
     build = Build.probe()
     return {
-        "gristmill": __version__, "command": command, "target": target.name, "device": target.device,
-        "python": platform.python_version(), "torch": build.torch, "triton": build.triton, "toolchain": build.key(),
+        "gristmill": __version__,
+        "command": command,
+        "target": target.name,
+        "device": target.device,
+        "python": platform.python_version(),
+        "torch": build.torch,
+        "triton": build.triton,
+        "toolchain": build.key(),
         "packages": {name: build.version(name) for name in ("flashinfer-python", "humming-kernels")},
-        "gpu": gpu_state() if target.vendor == "nvidia" else None, "cpu": cpu_state(),
-    }  # fmt: skip
+        "gpu": gpu_state() if target.vendor == "nvidia" else None,
+        "cpu": cpu_state(),
+    }
 
 
 def cpu_state() -> dict[str, Any]:
     """Cores, how many this process may use and which it is pinned to (None: all), the quota of its group in cores, NUMA
     nodes, torch's threads if torch is loaded, the frequency governor, the load."""
-    held = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    held = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    )
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     torch = sys.modules.get("torch")
     nodes = [*Path("/sys/devices/system/node").glob("node[0-9]*")]
     return {
-        "cores": os.cpu_count(), "usable": len(held), "pinned": _ranges(held) if len(held) < (os.cpu_count() or 1) else None,
-        "quota": _quota(), "numa_nodes": len(nodes) or None, "threads": torch.get_num_threads() if torch else None,
-        "governor": governor.read_text().strip() if governor.is_file() else None, "load": round(os.getloadavg()[0], 2),
-    }  # fmt: skip
+        "cores": os.cpu_count(),
+        "usable": len(held),
+        "pinned": _ranges(held) if len(held) < (os.cpu_count() or 1) else None,
+        "quota": _quota(),
+        "numa_nodes": len(nodes) or None,
+        "threads": torch.get_num_threads() if torch else None,
+        "governor": governor.read_text().strip() if governor.is_file() else None,
+        "load": round(os.getloadavg()[0], 2),
+    }
 
 
 def _ranges(cores: list[int]) -> str:
@@ -67,7 +90,11 @@ def gpu_state() -> dict[str, str] | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    done = subprocess.run([tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"], capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     values = done.stdout.strip().splitlines()[:1]
     return dict(zip(_GPU_FIELDS, (v.strip() for v in values[0].split(",")), strict=False)) if values else None

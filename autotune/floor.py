@@ -33,7 +33,9 @@ GPU_ROUNDS, CPU_ROUNDS = 5, 25
 """Samples of which the least counts: on a CPU more, since others disturb more of them."""
 
 
-_ABSENT = re.compile("not implemented|not supported|only supported|not_supported|could not run", re.IGNORECASE)
+_ABSENT = re.compile(
+    "not implemented|not supported|only supported|not_supported|could not run", re.IGNORECASE
+)
 """torch's ways of saying that a device has no such product: NotImplementedError, or a RuntimeError that says so in words."""
 
 
@@ -63,15 +65,19 @@ class Ceilings:
         read; a unit without a measured rate counts bytes only."""
         rate, stream = dict(self.tflops).get(cost.unit), cost.bytes / (self.read_gbs * 1e3)
         known = read.us is not None
-        source = (f"read kernel of {read.size} bytes, {read.copies} in turn ({read.how})" if known
-                  else f"read bandwidth for {read.size} bytes: {read.how}")  # fmt: skip
+        source = (
+            f"read kernel of {read.size} bytes, {read.copies} in turn ({read.how})"
+            if known
+            else f"read bandwidth for {read.size} bytes: {read.how}"
+        )
         # A read kernel's time has the launch in it, and where bytes make less of it than that, they are not what bounds it.
         bound = "launch" if known and stream < self.launch_us else "memory"
         return max(
             Floor(read.us if read.us is not None else stream, bound, source),
             Floor(cost.flops / (rate * 1e6) if rate else 0.0, "compute", "compute"),
-            Floor(self.launch_us, "launch", "launch"), key=lambda part: part.us,
-        )  # fmt: skip
+            Floor(self.launch_us, "launch", "launch"),
+            key=lambda part: part.us,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,13 @@ class Floor:
 
     def fields(self, us: float) -> dict[str, Any]:
         """What a row that took `us` says of its floor."""
-        return {"floor_us": self.us, "floor_source": self.source, "bound": self.bound, "fraction_of_floor": self.us / us,
-                "note": self._below(self.us / us)}  # fmt: skip
+        return {
+            "floor_us": self.us,
+            "floor_source": self.source,
+            "bound": self.bound,
+            "fraction_of_floor": self.us / us,
+            "note": self._below(self.us / us),
+        }
 
     def _below(self, share: float) -> str:
         """What to think of a time that is below this floor; "" for one that is not."""
@@ -102,7 +113,9 @@ class Floor:
 def row_floor(cost: Cost, device: str, us: float, *, captured: bool, hot: bool) -> Floor:
     """The floor of a row that took `us` microseconds a call, timed as a graph or eagerly, its arguments in the cache or as far from
     it as a rotation of lists puts them. Reads the bytes once a process, and once more where the row was faster."""
-    read = reading(device, cost.bytes, copies=list_count(cost.bytes, device, hot=hot), captured=captured, beaten=us)
+    read = reading(
+        device, cost.bytes, copies=list_count(cost.bytes, device, hot=hot), captured=captured, beaten=us
+    )
     return ceilings(device).floor(cost, read)
 
 
@@ -120,10 +133,17 @@ def kept(device: str) -> Ceilings | None:
     if found is None:
         return None
     try:
-        return Ceilings(float(found["read_gbs"]), float(found["copy_gbs"]), tuple((str(unit), float(rate)) for unit, rate in found["tflops"]),
-                        float(found["launch_us"]), tuple(map(str, found.get("throttled", ()))))  # fmt: skip
+        return Ceilings(
+            float(found["read_gbs"]),
+            float(found["copy_gbs"]),
+            tuple((str(unit), float(rate)) for unit, rate in found["tflops"]),
+            float(found["launch_us"]),
+            tuple(map(str, found.get("throttled", ()))),
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CeilingsError(f"{path}: {key}: {error!r} is not what ceilings hold; delete it, and it will be measured anew") from error
+        raise CeilingsError(
+            f"{path}: {key}: {error!r} is not what ceilings hold; delete it, and it will be measured anew"
+        ) from error
 
 
 def remeasure(device: str) -> Ceilings:
@@ -133,7 +153,11 @@ def remeasure(device: str) -> Ceilings:
     try:
         _keep(path, _key(device, policy), found)
     except OSError as error:
-        warnings.warn(f"cannot keep the ceilings in {path}: {error.strerror}; they are measured anew every time", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"cannot keep the ceilings in {path}: {error.strerror}; they are measured anew every time",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     ceilings.cache_clear()
     return found
 
@@ -149,11 +173,21 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except json.JSONDecodeError as error:
-        raise CeilingsError(f"{path}: line {error.lineno}: {error.msg}; delete it, and it will be measured anew") from error
+        raise CeilingsError(
+            f"{path}: line {error.lineno}: {error.msg}; delete it, and it will be measured anew"
+        ) from error
     except UnicodeDecodeError as error:
-        raise CeilingsError(f"{path}: byte {error.start}: not UTF-8 text; delete it, and it will be measured anew") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("devices"), dict):
-        raise CeilingsError(f"{path}: expected ceilings of schema {SCHEMA}; delete it, and it will be measured anew")
+        raise CeilingsError(
+            f"{path}: byte {error.start}: not UTF-8 text; delete it, and it will be measured anew"
+        ) from error
+    if (
+        not isinstance(data, dict)
+        or data.get("schema") != SCHEMA
+        or not isinstance(data.get("devices"), dict)
+    ):
+        raise CeilingsError(
+            f"{path}: expected ceilings of schema {SCHEMA}; delete it, and it will be measured anew"
+        )
     kept: dict[str, Any] = data["devices"]
     return kept
 
@@ -162,7 +196,9 @@ def _keep(path: Path, key: str, found: Ceilings) -> None:
     devices = _read(path) | {key: asdict(found)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"schema": SCHEMA, "devices": devices}, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps({"schema": SCHEMA, "devices": devices}, indent=1) + "\n", encoding="utf-8"
+    )
     os.replace(temporary, path)
 
 
@@ -216,7 +252,9 @@ def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: in
         call = make(size, device)
         call()
     except RuntimeError as error:
-        if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or not _ABSENT.search(str(error)):
+        if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or not _ABSENT.search(
+            str(error)
+        ):
             raise  # the product is there, and something is wrong
         return None
     return 2 * size**3 / min(measure_call(call, device, rounds=rounds).samples) / 1e6
@@ -243,6 +281,10 @@ def _fp8(size: int, device: str) -> Callable[[], Any]:
 
 
 _PRODUCTS: dict[str, Callable[[int, str], Callable[[], Any]]] = {
-    "fp32": _dense(torch.float32), "fp16": _dense(torch.float16), "bf16": _dense(torch.bfloat16), "int8": _int8, "fp8": _fp8,
-}  # fmt: skip
+    "fp32": _dense(torch.float32),
+    "fp16": _dense(torch.float16),
+    "bf16": _dense(torch.bfloat16),
+    "int8": _int8,
+    "fp8": _fp8,
+}
 """By dtype: fused multiply-add (fp32), AVX512-BF16 or AMX (bf16), VNNI (int8) on a CPU; tensor cores on a GPU."""

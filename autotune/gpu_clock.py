@@ -24,7 +24,11 @@ def sm_clock(device: str) -> Callable[[], float | None] | None:
     except OSError:
         return None
     handle, found = ctypes.c_void_p(), ctypes.c_uint()
-    if uuid is None or library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)):
+    if (
+        uuid is None
+        or library.nvmlInit_v2()
+        or library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle))
+    ):
         return None
 
     def read() -> float | None:

@@ -27,7 +27,13 @@ class Guarded:
     def make(name: str, shape: Any, dtype: torch.dtype, device: Any) -> Guarded:
         """Poison is NaN, the smallest integer, or 171 for bytes."""
         size = torch.Size(shape).numel()
-        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min if dtype != torch.uint8 else 171
+        poison = (
+            float("nan")
+            if dtype.is_floating_point
+            else torch.iinfo(dtype).min
+            if dtype != torch.uint8
+            else 171
+        )
         flat = torch.empty(size + 2 * GUARD, dtype=dtype, device=device)
         flat.fill_(poison)
         return Guarded(name, flat[GUARD : GUARD + size].view(shape), flat, poison)
@@ -39,15 +45,18 @@ class Guarded:
     def intact(self) -> bool:
         """Whether both bands are as they were."""
         bands = torch.cat((self.flat[:GUARD], self.flat[-GUARD:]))
-        return bool(bands.float().isnan().all() if bands.dtype.is_floating_point else (bands == self.poison).all())
+        return bool(
+            bands.float().isnan().all() if bands.dtype.is_floating_point else (bands == self.poison).all()
+        )
 
 
 def written(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
     """The arguments that `op` writes in place, its scratch memory apart."""
     return [
-        a for p, a in zip(op.parameters, arguments, strict=True)
+        a
+        for p, a in zip(op.parameters, arguments, strict=True)
         if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"
-    ]  # fmt: skip
+    ]
 
 
 def tensors(argument: Any) -> list[torch.Tensor]:

@@ -13,7 +13,9 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
 
-def error_of(op: Op, problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+def error_of(
+    op: Op, problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+) -> float:
     """The error figure of `outputs` against `references`, infinite when shapes, dtypes or NaNs do not agree."""
     for out, ref in zip(outputs, references, strict=True):
         if out.shape != ref.shape or out.dtype != ref.dtype:

@@ -33,7 +33,9 @@ class Properties:
     broken: tuple[str, ...] = ()
 
 
-def properties(op: Op, kernel: Kernel, configure: Callable[[Problem], Config], problem: Problem, device: str) -> Properties:
+def properties(
+    op: Op, kernel: Kernel, configure: Callable[[Problem], Config], problem: Problem, device: str
+) -> Properties:
     """Run `kernel` several times on equal arguments, and on parts of a batch next to the whole."""
     arguments = op.inputs(problem, 0, device)
     runs = [_run(op, kernel, configure(problem), arguments) for _ in range(RUNS)]
@@ -77,8 +79,13 @@ def _batch_invariant(
 
 def _fits(op: Op, cut: Sequence[Any]) -> bool:
     """Whether cut arguments still are a call: they describe one, and no table of indices speaks of rows that are gone."""
-    if any(isinstance(a, torch.Tensor) and a.dim() and not a.is_floating_point() and len(a) not in {end - start for start, end in CUTS}
-           for a in cut):  # fmt: skip
+    if any(
+        isinstance(a, torch.Tensor)
+        and a.dim()
+        and not a.is_floating_point()
+        and len(a) not in {end - start for start, end in CUTS}
+        for a in cut
+    ):
         return False
     try:
         op.describe(*cut)

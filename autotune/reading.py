@@ -92,14 +92,18 @@ def _measured(device: str, size: int, copies: int, captured: bool) -> Reading:
     step = -(-count // STEP) * STEP
     need, free = 4 * step * copies, free_bytes(device)
     held = _memory[device].nbytes if device in _memory else 0
-    absent = Reading(size, copies, None, f"{copies} x {size} bytes are more than half of the memory that is free")
+    absent = Reading(
+        size, copies, None, f"{copies} x {size} bytes are more than half of the memory that is free"
+    )
     if need > held and need > SHARE * (free + held):
         return absent
     try:
         with on_device(device):
             data = _room(device, need // 4)
             views = [data[index * step : index * step + count] for index in range(copies)]
-            us, how = min((_least(reader, views, device, captured), reader.name) for reader in _readers(data, count))
+            us, how = min(
+                (_least(reader, views, device, captured), reader.name) for reader in _readers(data, count)
+            )
     except torch.OutOfMemoryError:
         _memory.pop(device, None)
         return absent
@@ -153,8 +157,14 @@ def _triton(data: torch.Tensor, count: int) -> Iterator[Reader]:
         programs = -(-count // (block * parts))
         sink = torch.zeros(programs, dtype=torch.int32, device=data.device)
 
-        def call(view: torch.Tensor, block: int = block, parts: int = parts, warps: int = warps, programs: int = programs,
-                 sink: torch.Tensor = sink) -> None:  # fmt: skip
+        def call(
+            view: torch.Tensor,
+            block: int = block,
+            parts: int = parts,
+            warps: int = warps,
+            programs: int = programs,
+            sink: torch.Tensor = sink,
+        ) -> None:
             code.read[(programs,)](view, sink, len(view), BLOCK=block, PARTS=parts, num_warps=warps)
 
         def total(sink: torch.Tensor = sink) -> float:
@@ -199,5 +209,7 @@ def _check(reader: Reader, view: torch.Tensor) -> None:
     found = reader.total()
     odd.neg_()
     if found != expected:
-        raise ReadError(f"the read kernel {reader.name} adds up {view.nbytes} bytes to {found:.9g}, and they make {expected:.9g}: "
-                        "it does not read all of them")  # fmt: skip
+        raise ReadError(
+            f"the read kernel {reader.name} adds up {view.nbytes} bytes to {found:.9g}, and they make {expected:.9g}: "
+            "it does not read all of them"
+        )

@@ -52,9 +52,15 @@ class Resolver:
     def select(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """Selection as the records stand: verifies nothing."""
         return select(
-            op, problem, self.registry.kernels_of(op.name), self.target, self.build, self.store, self.policy,
+            op,
+            problem,
+            self.registry.kernels_of(op.name),
+            self.target,
+            self.build,
+            self.store,
+            self.policy,
             layouts=layouts,
-        )  # fmt: skip
+        )
 
     def resolve(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here; failures on the way are quarantined, with warning."""
@@ -65,8 +71,12 @@ class Resolver:
                     return selection
                 record = self.verify(op, problem, selection.best)
                 if not record.ok:
-                    warnings.warn(f"{record.kernel} is quarantined on {self.target.name} for {op.name} {problem}: "
-                                  f"{record.reason}", RuntimeWarning, stacklevel=2)  # fmt: skip
+                    warnings.warn(
+                        f"{record.kernel} is quarantined on {self.target.name} for {op.name} {problem}: "
+                        f"{record.reason}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
         """Verify one candidate, in a child process, and write the record; UnverifiableError where that says nothing of it.
@@ -78,9 +88,17 @@ class Resolver:
 
         def record(ok: bool, error: float | None, reason: str) -> Verification:
             return Verification(
-                op=op.name, kernel=kernel.name, code=kernel.code_hash(), config=config_key(config), problem=str(small),
-                target=target_key(self.target), toolchain=self.build.key(), ok=ok, error=error, reason=reason,
-            )  # fmt: skip
+                op=op.name,
+                kernel=kernel.name,
+                code=kernel.code_hash(),
+                config=config_key(config),
+                problem=str(small),
+                target=target_key(self.target),
+                toolchain=self.build.key(),
+                ok=ok,
+                error=error,
+                reason=reason,
+            )
 
         trying = record(False, None, "trying: the process ended before the verification did")
         with self._marked(trying) as left:
@@ -90,7 +108,9 @@ class Resolver:
                     return left
             outcome = self.worker.verify(op, kernel, config, small, self.device)
             if not outcome["judged"]:
-                raise UnverifiableError(f"{kernel.name} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}")
+                raise UnverifiableError(
+                    f"{kernel.name} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
+                )
         done = record(outcome["ok"], outcome["error"], outcome["reason"])
         self._record(done)
         return done
@@ -99,11 +119,18 @@ class Resolver:
         self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
     ) -> Plan:
         """The plan of a layer: every bucket resolved. without: layouts that cannot hold its weight."""
-        layouts = readable(self.registry.kernels_of(op.name), self.registry.layouts, self.target, self.build, without)
+        layouts = readable(
+            self.registry.kernels_of(op.name), self.registry.layouts, self.target, self.build, without
+        )
         return make_plan(
-            op, static, layouts, self.policy, lambda problem, layouts: self.resolve(op, problem, layouts),
-            sizes=sizes or bucket_sizes(), peek=lambda problem, layouts: self.select(op, problem, layouts),
-        )  # fmt: skip
+            op,
+            static,
+            layouts,
+            self.policy,
+            lambda problem, layouts: self.resolve(op, problem, layouts),
+            sizes=sizes or bucket_sizes(),
+            peek=lambda problem, layouts: self.select(op, problem, layouts),
+        )
 
     def kernel(self, op: Op, name: str) -> Kernel:
         """A kernel of this resolver's registry."""
@@ -113,7 +140,11 @@ class Resolver:
         try:
             return Store.read_over_shipped(self.policy.store_path)
         except StoreError as error:
-            warnings.warn(f"{error}; going on with an empty store, nothing will be recorded", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{error}; going on with an empty store, nothing will be recorded",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             self._recording = False
             return Store()
 
@@ -179,11 +210,15 @@ def confirmed_build(registry: Registry, target: Target, policy: Policy | None = 
     vendor = target.vendor
     kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
     build = Build.probe().confirm([offer for kernel in kernels for offer in kernel.requires.offers])
-    return imported_build(build, [k for k in kernels if policy is not None and policy.rank(k.op, k.name) is not None])
+    return imported_build(
+        build, [k for k in kernels if policy is not None and policy.rank(k.op, k.name) is not None]
+    )
 
 
 def imported_build(build: Build, kernels: Sequence[Kernel]) -> Build:
     """`build` once the modules that `kernels` need were imported, of installed packages, where their source does not tell
     what they offer."""
-    ready = [k for k in kernels if not any(build.why_not_package(*package) for package in k.requires.packages)]
+    ready = [
+        k for k in kernels if not any(build.why_not_package(*package) for package in k.requires.packages)
+    ]
     return build.confirm([offer for kernel in ready for offer in kernel.requires.offers], importing=True)

@@ -98,8 +98,16 @@ class Rotation:
     contents: what they begin with, where other kernels get the same; made here otherwise.
     """
 
-    def __init__(self, op: Op, kernel: Kernel, problem: Problem, device: str, *, hot: bool = False,
-                 contents: Contents | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        op: Op,
+        kernel: Kernel,
+        problem: Problem,
+        device: str,
+        *,
+        hot: bool = False,
+        contents: Contents | None = None,
+    ) -> None:
         self.op, self.problem, self.device = op, problem, device
         self._kernel, self._seed = kernel, 0
         contents = contents or Contents.first(op, problem, device)
@@ -107,7 +115,10 @@ class Rotation:
         self._take(contents)
         self._quick = contents.seconds + _now() - begin < PATIENCE
         self._knots: list[_Knot] = []
-        self.sets = [self._set(index % CONTENTS) for index in range(list_count(op.cost(problem).bytes, device, hot=hot))]
+        self.sets = [
+            self._set(index % CONTENTS)
+            for index in range(list_count(op.cost(problem).bytes, device, hot=hot))
+        ]
         self.turn = 0
 
     def next(self) -> list[Any]:
@@ -140,8 +151,12 @@ class Rotation:
     def tie(self) -> None:
         """Make the next call's input depend on what the last call wrote: its first number is written once more, the same one, by
         an operation that reads the last byte of that result. Nothing of the next call that needs its input can begin before."""
-        torch.where(self._knots[self.turn - 1].flag, self._knots[self.turn].kept, self._knots[self.turn].kept,
-                    out=self._knots[self.turn].element)  # fmt: skip
+        torch.where(
+            self._knots[self.turn - 1].flag,
+            self._knots[self.turn].kept,
+            self._knots[self.turn].kept,
+            out=self._knots[self.turn].element,
+        )
 
     def tied(self) -> str:
         """Get ready for `tie`: "", or why no input of this operation can be made to depend on a result."""
@@ -169,7 +184,9 @@ class Rotation:
             knot.kept.copy_(knot.element)
         self.turn = 0
 
-    def snapshot(self, count: int, into: Sequence[Sequence[torch.Tensor]] | None = None) -> Sequence[Sequence[torch.Tensor]]:
+    def snapshot(
+        self, count: int, into: Sequence[Sequence[torch.Tensor]] | None = None
+    ) -> Sequence[Sequence[torch.Tensor]]:
         """Copies of what the first `count` lists hold now, the last one first: it had least time to be finished late.
 
         into: an earlier snapshot to write to, so that nothing is allocated, which might wait for the whole device.
@@ -196,7 +213,13 @@ class Rotation:
                 continue  # compared already
             repeatable = repeatable and first is result
             contents = self._contents
-            figure = error_of(self.op, self.problem, contents.neutral[here.content], result, contents.references[here.content])
+            figure = error_of(
+                self.op,
+                self.problem,
+                contents.neutral[here.content],
+                result,
+                contents.references[here.content],
+            )
             error = max(error, figure)
             if not figure <= limit:
                 return Finding(f"error {figure:.3g} is over the tolerance {limit:.3g}", figure, repeatable)
@@ -220,7 +243,9 @@ class Rotation:
         for guard in here.guards:
             if not guard.intact():
                 return f"wrote outside {guard.name}"
-        for parameter, mine, master in zip(self.op.parameters, here.arguments, self._masters[here.content], strict=True):
+        for parameter, mine, master in zip(
+            self.op.parameters, here.arguments, self._masters[here.content], strict=True
+        ):
             if not parameter.mutable and not all(map(same_bits, tensors(mine), tensors(master))):
                 return f"changed its input {parameter.name}"
         return ""
@@ -245,7 +270,13 @@ class Rotation:
 
 def _element(op: Op, arguments: Sequence[Any]) -> torch.Tensor | None:
     """The first number of the first tensor that is read and not written: of floating point numbers, if there is such a one."""
-    read = [t for p, a in zip(op.parameters, arguments, strict=True) if not p.mutable for t in tensors(a) if t.numel() and t.dim()]
+    read = [
+        t
+        for p, a in zip(op.parameters, arguments, strict=True)
+        if not p.mutable
+        for t in tensors(a)
+        if t.numel() and t.dim()
+    ]
     found = next((t for t in read if t.dtype.is_floating_point), next(iter(read), None))
     return None if found is None else found[(0,) * (found.dim() - 1)][:1]
 
@@ -274,7 +305,12 @@ def _rolled(argument: Any, by: int) -> Any:
     """Floating point numbers moved along the last dimension; bands of poison between rows stay where they are."""
     if isinstance(argument, list | tuple):
         return [_rolled(item, by) for item in argument]
-    if isinstance(argument, torch.Tensor) and argument.dtype.is_floating_point and argument.dim() and argument.shape[-1] > 1:
+    if (
+        isinstance(argument, torch.Tensor)
+        and argument.dtype.is_floating_point
+        and argument.dim()
+        and argument.shape[-1] > 1
+    ):
         wide = argument.float() if argument.dtype.itemsize == 1 else argument
         return torch.roll(wide, 1 + by % (argument.shape[-1] - 1), -1).to(argument.dtype)
     return argument

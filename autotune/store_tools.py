@@ -70,7 +70,11 @@ class Difference:
 def diff(before: Store, after: Store) -> list[Difference]:
     """Records that only one store has, and those whose time or outcome differs."""
     old, new = ({(type(r).__name__, *r.key): r for r in records(store)} for store in (before, after))
-    return [Difference(old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [
+        Difference(old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,16 @@ def lint(store: Store, registry: Registry, target: Target, own: str, build: Buil
         if record.code and record.code != kernel.code_hash():
             found.append(Finding("stale", record, "the kernel's code has changed since"))
         elif record.target == own and record.toolchain != build.key():
-            found.append(Finding("stale", record, f"made with {record.toolchain}; this installation is {build.key()}"))
+            found.append(
+                Finding("stale", record, f"made with {record.toolchain}; this installation is {build.key()}")
+            )
         elif isinstance(record, Verification) and not record.ok:
             found.append(Finding("failed", record, record.reason or "did not match the reference"))
-        elif isinstance(record, Timing) and record.target == own and (reason := _slower(record, store, registry, target)):
+        elif (
+            isinstance(record, Timing)
+            and record.target == own
+            and (reason := _slower(record, store, registry, target))
+        ):
             found.append(Finding("slower", record, reason))
     return found
 
@@ -138,8 +148,14 @@ def _slower(record: Timing, store: Store, registry: Registry, target: Target) ->
     if config_key(record.config) == default:
         return ""
     for other in store.times(record.op, record.target):
-        if (other.kernel == record.kernel and other.problem == record.problem and other.toolchain == record.toolchain
-                and other.timing == record.timing and config_key(other.config) == default and other.us < record.us):  # fmt: skip
+        if (
+            other.kernel == record.kernel
+            and other.problem == record.problem
+            and other.toolchain == record.toolchain
+            and other.timing == record.timing
+            and config_key(other.config) == default
+            and other.us < record.us
+        ):
             return f"{record.us:.3g} us; the default configuration takes {other.us:.3g} us"
     return ""
 

@@ -65,9 +65,14 @@ class Timed:
     """
 
     def __init__(
-        self, step: Callable[[], object], device: str, *, calls: int | None = None, graph: bool = True,
+        self,
+        step: Callable[[], object],
+        device: str,
+        *,
+        calls: int | None = None,
+        graph: bool = True,
         start: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._step, self._device, self._graph = step, device, None
         self.stream: torch.cuda.Stream | None = None
         self.calls = calls or 1

@@ -52,11 +52,20 @@ def asked(op: Op, problem: Problem, device: str, seed: int = 0) -> Asked:
         arguments = op.inputs(problem, seed, device)
         return Asked(arguments, run_reference(op, arguments))
     except Exception as error:
-        raise UnverifiableError(f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {error}") from error
+        raise UnverifiableError(
+            f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {error}"
+        ) from error
 
 
 def verify(
-    op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, *, seed: int = 0, given: Asked | None = None
+    op: Op,
+    kernel: Kernel,
+    config: Config,
+    problem: Problem,
+    device: str,
+    *,
+    seed: int = 0,
+    given: Asked | None = None,
 ) -> Outcome:
     """Run `kernel` on random arguments of `problem` and compare with the reference. given: those to take, made before.
 
@@ -72,7 +81,9 @@ def verify(
             taken = with_workspace(op, kernel, config, problem, given.for_kernel(op, kernel, problem))
             outputs, trespass = run_guarded(op, kernel, config, taken)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UnverifiableError(f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}") from error
+        raise UnverifiableError(
+            f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}"
+        ) from error
     except Exception as error:
         return Outcome(False, None, tolerance, f"{type(error).__name__}: {error}")
     if trespass:
@@ -123,7 +134,9 @@ def packing(op: Op, kernel: Kernel, problem: Problem) -> str:
     if op.pack is None:
         return ""
     registry, scheme = default_registry(), dict(problem.values).get("w")
-    fitting = [name for name in kernel.layouts if scheme is None or registry.layout(name).accepts(str(scheme))]
+    fitting = [
+        name for name in kernel.layouts if scheme is None or registry.layout(name).accepts(str(scheme))
+    ]
     return fitting[0] if fitting else kernel.name
 
 
@@ -132,7 +145,9 @@ def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[A
     return list(arguments) if op.pack is None else op.pack(kernel, arguments)
 
 
-def with_workspace(op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]) -> list[Any]:
+def with_workspace(
+    op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]
+) -> list[Any]:
     """`arguments` with the scratch memory that `kernel` asks for."""
     given = list(arguments)
     found = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
@@ -141,7 +156,9 @@ def with_workspace(op: Op, kernel: Kernel, config: Config, problem: Problem, arg
     return given
 
 
-def scratch(op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any) -> tuple[int, torch.Tensor] | None:
+def scratch(
+    op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any
+) -> tuple[int, torch.Tensor] | None:
     """Scratch memory as the runtime hands it over, and its place among the arguments: zeros, or NaN in all float types, which
     stands for what others left there. None for a kernel that needs none."""
     need = kernel.workspace(problem, config)
@@ -153,8 +170,10 @@ def scratch(op: Op, kernel: Kernel, config: Config, problem: Problem, device: An
 
 def run_reference(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
     """What the reference produces: the outputs that it returns, then the arguments that it writes in place."""
-    copies = [a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
-              for p, a in zip(op.parameters, arguments, strict=True)]  # fmt: skip
+    copies = [
+        a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
+        for p, a in zip(op.parameters, arguments, strict=True)
+    ]
     returned = op.reference(*copies)
     made = [] if not op.outputs else [returned] if isinstance(returned, torch.Tensor) else list(returned)
     return made + written(op, copies)

@@ -41,7 +41,13 @@ class Worker:
         judged: false where nothing can be said of the kernel, for a reason that is not its own.
         """
         process = self._alive()
-        task = {"op": op.name, "kernel": kernel.name, "config": dict(config), "problem": str(problem), "device": device}
+        task = {
+            "op": op.name,
+            "kernel": kernel.name,
+            "config": dict(config),
+            "problem": str(problem),
+            "device": device,
+        }
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(task) + "\n")
@@ -49,7 +55,9 @@ class Worker:
             line = self._answers.get(timeout=self.timeout)
         except (BrokenPipeError, queue.Empty) as error:
             self.close()
-            what = f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
+            what = (
+                f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
+            )
             return _failure(f"verification: {what}")
         except BaseException:
             self.close()  # an answer that nobody waited for must not be taken for the next task's
@@ -75,10 +83,12 @@ class Worker:
             self._answers = queue.Queue()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gristmill.autotune.worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 process_group=0,  # an interrupt from the keyboard is for the parent, which ends its children
-            )  # fmt: skip
+            )
             threading.Thread(target=_pump, args=(self._process.stdout, self._answers), daemon=True).start()
         return self._process
 
@@ -117,7 +127,13 @@ def main() -> None:
         try:
             outcome = verifier.verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
             error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
-            answer = {"ok": outcome.ok, "error": error, "tolerance": outcome.tolerance, "reason": outcome.reason, "judged": True}
+            answer = {
+                "ok": outcome.ok,
+                "error": error,
+                "tolerance": outcome.tolerance,
+                "reason": outcome.reason,
+                "judged": True,
+            }
         except worker.UnverifiableError as fault:
             answer = _failure(str(fault), judged=False)
         answers.write(json.dumps(answer) + "\n")

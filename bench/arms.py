@@ -56,9 +56,23 @@ class KernelArm:
     WrongResultError, at construction or from `audit`, says what was wrong.
     """
 
-    def __init__(self, kernel: Kernel, config: Config, rotation: Rotation, *, name: str = "", eager: bool = False,
-                 isolated: bool = False, audited: bool = True) -> None:  # fmt: skip
-        self.name, self.kernel, self.config, self.rotation = name or kernel.name, kernel, dict(config), rotation
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: Config,
+        rotation: Rotation,
+        *,
+        name: str = "",
+        eager: bool = False,
+        isolated: bool = False,
+        audited: bool = True,
+    ) -> None:
+        self.name, self.kernel, self.config, self.rotation = (
+            name or kernel.name,
+            kernel,
+            dict(config),
+            rotation,
+        )
         self.error, self.repeatable = 0.0, True
         self.samples: list[float] = []
         self.fresh: list[float] = []
@@ -76,7 +90,9 @@ class KernelArm:
         self._timed = self._made(self._step, calls, eager)
         self._once = self._timed
         if rotation.device != "cpu" and rotation.in_place and not once_only:
-            self._once = self._made(self._step, lists, eager)  # what audits go around; with one list, a sample is many calls all the same
+            self._once = self._made(
+                self._step, lists, eager
+            )  # what audits go around; with one list, a sample is many calls all the same
         self._ties = self._made(self._tie, self._timed.calls, eager) if isolated else None
         self._tie_us = self._ties.sample() if self._ties is not None else 0.0
         if audited:
@@ -87,9 +103,17 @@ class KernelArm:
             self.rotation.turn = 0
 
         try:
-            return Timed(step, self.rotation.device, calls=calls, graph=self.kernel.capturable and not eager, start=start)
+            return Timed(
+                step,
+                self.rotation.device,
+                calls=calls,
+                graph=self.kernel.capturable and not eager,
+                start=start,
+            )
         except CaptureError as error:
-            raise WrongResultError(f"{self.kernel.name}: cannot be captured, and is declared to be: {error}") from error
+            raise WrongResultError(
+                f"{self.kernel.name}: cannot be captured, and is declared to be: {error}"
+            ) from error
 
     def _step(self) -> None:
         arguments = self.rotation.next()
@@ -170,8 +194,10 @@ class KernelArm:
             seen.append(self._around())
             if len(fresh) > 1 and min(fresh) <= STALE * min(seen) + COLD_US:
                 return
-        raise WrongResultError(f"{self.kernel.name}: {min(fresh):.3g} us a call on content it had not seen, {min(seen):.3g} us "
-                               "on content it had: it reuses results")  # fmt: skip
+        raise WrongResultError(
+            f"{self.kernel.name}: {min(fresh):.3g} us a call on content it had not seen, {min(seen):.3g} us "
+            "on content it had: it reuses results"
+        )
 
     def _held_back(self, count: int, results: Sequence[Sequence[torch.Tensor]], seconds: float) -> Finding:
         """Once more around a paused stream, with everything queued behind the pause: poison, calls, copies of the results.
@@ -227,15 +253,22 @@ class Way(NamedTuple):
         return Way("eager" in parts, "hot" in parts, "isolated" in parts)
 
 
-def shared_rotations(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False) -> dict[str, Rotation]:
+def shared_rotations(
+    op: Any, problem: Any, device: str, kernels: Sequence[Kernel], *, hot: bool = False
+) -> dict[str, Rotation]:
     """A rotation for each kernel, the same one for kernels that take the same arguments: equal data at equal addresses.
 
     UnverifiableError for a problem that is larger than the memory.
     """
     # Lists, and beside them two contents, each as the operation has it and packed.
-    need, free = (list_count(op.cost(problem).bytes, device, hot=hot) + 4) * op.cost(problem).bytes, free_bytes(device)
+    need, free = (
+        (list_count(op.cost(problem).bytes, device, hot=hot) + 4) * op.cost(problem).bytes,
+        free_bytes(device),
+    )
     if need > free:
-        raise UnverifiableError(f"{op.name} {problem} takes {need / 2**30:.1f} GiB to be timed and checked; {free / 2**30:.1f} GiB are free")
+        raise UnverifiableError(
+            f"{op.name} {problem} takes {need / 2**30:.1f} GiB to be timed and checked; {free / 2**30:.1f} GiB are free"
+        )
     try:
         return _shared(op, problem, device, kernels, hot)
     except (torch.OutOfMemoryError, MemoryError) as error:

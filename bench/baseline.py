@@ -62,11 +62,19 @@ class Checked:
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
         return {
-            "op": self.entry.op, "problem": self.entry.problem, "kernel": self.entry.kernel, "yardstick": self.entry.yardstick,
-            "verdict": self.verdict, "change": self.change, "ratio": self.row.found.ratio if self.row.found else None,
-            "baseline_ratio": self.entry.ratio, "us": self.row.us, "noise": self.row.noise, "error": self.row.error,
+            "op": self.entry.op,
+            "problem": self.entry.problem,
+            "kernel": self.entry.kernel,
+            "yardstick": self.entry.yardstick,
+            "verdict": self.verdict,
+            "change": self.change,
+            "ratio": self.row.found.ratio if self.row.found else None,
+            "baseline_ratio": self.entry.ratio,
+            "us": self.row.us,
+            "noise": self.row.noise,
+            "error": self.row.error,
             "reason": self.reason,
-        }  # fmt: skip
+        }
 
 
 def environment(here: Place, portable: bool) -> dict[str, Any]:
@@ -74,7 +82,11 @@ def environment(here: Place, portable: bool) -> dict[str, Any]:
     import torch
 
     version = ".".join(here.build.torch.split("+")[0].split(".")[:2]) if here.build.torch else None
-    fields: dict[str, Any] = {"target": here.target.name, "torch": version, "threads": torch.get_num_threads()}
+    fields: dict[str, Any] = {
+        "target": here.target.name,
+        "torch": version,
+        "threads": torch.get_num_threads(),
+    }
     return fields if portable else fields | {"device": here.target.device, "triton": here.build.triton}
 
 
@@ -82,7 +94,9 @@ def read(path: Path, kind: type = Entry) -> list[dict[str, Any]]:
     """The parts of a baseline file, with entries of a kind; ResultError names what is wrong with it, FileNotFoundError that there is none."""
     data = parsed(path, "a baseline file")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("parts"), list):
-        raise ResultError(f"{path}: expected a baseline file of schema {SCHEMA}; kernelbench check --update writes one")
+        raise ResultError(
+            f"{path}: expected a baseline file of schema {SCHEMA}; kernelbench check --update writes one"
+        )
     for place, part in enumerate(data["parts"]):
         try:
             part["entries"] = [_entry(kind, entry) for entry in part["entries"]]
@@ -110,15 +124,20 @@ def find(parts: Sequence[dict[str, Any]], here: Place) -> tuple[dict[str, Any] |
     for part in parts:
         wanted = part["environment"]
         mine = environment(here, portable="device" not in wanted)
-        differs = [f"{name} is {mine.get(name)}, the baseline's is {value}" for name, value in wanted.items()
-                   if mine.get(name) != value]  # fmt: skip
+        differs = [
+            f"{name} is {mine.get(name)}, the baseline's is {value}"
+            for name, value in wanted.items()
+            if mine.get(name) != value
+        ]
         if not differs:
             return part, ""
         nearest = differs if nearest is None or len(differs) < len(nearest) else nearest
     return None, "; ".join(nearest or ["the file holds no part"])
 
 
-def update(path: Path, here: Place, rows: Sequence[Row], portable: bool, dropped: Collection[Any] = ()) -> list[Entry]:
+def update(
+    path: Path, here: Place, rows: Sequence[Row], portable: bool, dropped: Collection[Any] = ()
+) -> list[Entry]:
     """Put the ratios of `rows` into the part for this environment; other parts, and other lines of it but for those `dropped`,
     stay."""
     own = environment(here, portable)
@@ -131,8 +150,13 @@ def update(path: Path, here: Place, rows: Sequence[Row], portable: bool, dropped
     written = []
     for row in rows:
         if row.found is not None:
-            entry = Entry(row.op, row.problem, row.kernel, row.baseline,
-                          *(round(value, 5) for value in (row.found.ratio, row.found.low, row.found.high)))  # fmt: skip
+            entry = Entry(
+                row.op,
+                row.problem,
+                row.kernel,
+                row.baseline,
+                *(round(value, 5) for value in (row.found.ratio, row.found.low, row.found.high)),
+            )
             kept[entry.op, entry.problem, entry.kernel] = entry
             written.append(entry)
     part["entries"] = [kept[key] for key in sorted(kept)]
@@ -196,13 +220,16 @@ def shifts(entries: Sequence[Entry]) -> Callable[[str, str, Sequence[float]], fl
     return shift
 
 
-def against(entries: Sequence[Entry], rows: Sequence[Row], rule: Rule, missing: Mapping[Entry, str] | None = None) -> list[Checked]:
-    """Hold rows just measured against their entries, all judged together. missing: entries without a row, and why (`gone`).
-
-    """
+def against(
+    entries: Sequence[Entry], rows: Sequence[Row], rule: Rule, missing: Mapping[Entry, str] | None = None
+) -> list[Checked]:
+    """Hold rows just measured against their entries, all judged together. missing: entries without a row, and why (`gone`)."""
     missing = missing or {}
     by_key = {(row.op, row.problem, row.kernel): row for row in rows}
-    by_key |= {(e.op, e.problem, e.kernel): Row(e.op, e.problem, e.kernel, e.yardstick, GAP, why) for e, why in missing.items()}
+    by_key |= {
+        (e.op, e.problem, e.kernel): Row(e.op, e.problem, e.kernel, e.yardstick, GAP, why)
+        for e, why in missing.items()
+    }
     logs, timed = [], []
     for entry in entries:
         row = by_key[entry.op, entry.problem, entry.kernel]
@@ -226,7 +253,9 @@ def against(entries: Sequence[Entry], rows: Sequence[Row], rule: Rule, missing: 
         noisy = row.noise is not None and row.noise > rule.min_effect
         reason = f"the yardstick differs from itself by {row.noise:.1%}" if noisy else verdict.reason
         assert row.found is not None
-        found.append(Checked(entry, UNCLEAR if noisy else verdict.verdict, reason, row.found.ratio / entry.ratio, row))
+        found.append(
+            Checked(entry, UNCLEAR if noisy else verdict.verdict, reason, row.found.ratio / entry.ratio, row)
+        )
     return found
 
 

@@ -55,16 +55,25 @@ def search(commits: Sequence[str], judge: Callable[[str], str]) -> list[str]:
 
 
 def bisect(
-    repository: Path, good: str, bad: str, command: Sequence[str], *, build: str | None, work: Path,
-    retries: int = 1, tell: Callable[[str], None] = lambda text: None,
-) -> Culprit:  # fmt: skip
+    repository: Path,
+    good: str,
+    bad: str,
+    command: Sequence[str],
+    *,
+    build: str | None,
+    work: Path,
+    retries: int = 1,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Culprit:
     """Find the first commit after `good`, up to `bad`, at which `command` exits with 1 or 2.
 
     Each commit is checked out in a work tree under `work`, where `build` (a shell line) and `command` run. 3, too noisy
     to say, is asked again `retries` times. BisectError if `good` is no ancestor of `bad`, or the ends are not as said.
     """
     commits = _git(repository, "rev-list", "--reverse", "--first-parent", f"{good}..{bad}").split()
-    if not commits or _git(repository, "merge-base", good, bad) != _git(repository, "rev-parse", f"{good}^{{commit}}"):
+    if not commits or _git(repository, "merge-base", good, bad) != _git(
+        repository, "rev-parse", f"{good}^{{commit}}"
+    ):
         raise BisectError(f"{good} is no ancestor of {bad}: nothing lies between them")
     tree, tried = work / "tree", {}
     _git(repository, "worktree", "add", "--detach", "--force", str(tree), bad)
@@ -80,16 +89,23 @@ def bisect(
         first = _git(repository, "rev-parse", f"{good}^{{commit}}")
         for commit, wanted in ((first, GOOD), (commits[-1], BAD)):
             if (said := judge(commit)) != wanted:
-                raise BisectError(f"{commit[:10]} ({tried[commit].subject}) is {said}, not {wanted}: the command ended with "
-                                  f"{tried[commit].status}")  # fmt: skip
+                raise BisectError(
+                    f"{commit[:10]} ({tried[commit].subject}) is {said}, not {wanted}: the command ended with "
+                    f"{tried[commit].status}"
+                )
         return Culprit(tuple(search(commits, judge)), tuple(tried.values()))
     finally:
         _git(repository, "worktree", "remove", "--force", str(tree))
 
 
-def _judge(tree: Path, commit: str, command: Sequence[str], build: str | None, retries: int) -> tuple[str, int | None]:
+def _judge(
+    tree: Path, commit: str, command: Sequence[str], build: str | None, retries: int
+) -> tuple[str, int | None]:
     _git(tree, "checkout", "--quiet", "--detach", "--force", commit)
-    if build is not None and subprocess.run(build, shell=True, cwd=tree, capture_output=True, check=False).returncode:
+    if (
+        build is not None
+        and subprocess.run(build, shell=True, cwd=tree, capture_output=True, check=False).returncode
+    ):
         return UNKNOWN, None
     status = 3
     for _ in range(1 + retries):

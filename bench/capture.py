@@ -58,12 +58,16 @@ def read(path: Path) -> list[Call]:
     """The calls of a captured file; ResultError names what is wrong with it."""
     data = parsed(path, "captured shapes")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("calls"), list):
-        raise ResultError(f"{path}: expected captured shapes of schema {SCHEMA}; kernelbench shapes capture writes them")
+        raise ResultError(
+            f"{path}: expected captured shapes of schema {SCHEMA}; kernelbench shapes capture writes them"
+        )
     found = []
     for place, call in enumerate(data["calls"]):
         try:
             op = default_registry().op(call["op"])
-            found.append(Call(op.name, str(op.problem(call["problem"])), int(call["count"]), "captured", LIVE))
+            found.append(
+                Call(op.name, str(op.problem(call["problem"])), int(call["count"]), "captured", LIVE)
+            )
         except (KeyError, TypeError, ValueError, LookupError) as error:
             raise ResultError(f"{path}: calls[{place}]: {error}") from error
     return found

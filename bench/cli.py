@@ -53,8 +53,27 @@ def cli() -> None:
     """
 
 
-for _command in (doctor, list_kernels, explain, verify, bench, compare, check, noise, store, shapes, coverage, tune, decode, regret, rerun,
-                 repro, history, report, bisect):  # fmt: skip
+for _command in (
+    doctor,
+    list_kernels,
+    explain,
+    verify,
+    bench,
+    compare,
+    check,
+    noise,
+    store,
+    shapes,
+    coverage,
+    tune,
+    decode,
+    regret,
+    rerun,
+    repro,
+    history,
+    report,
+    bisect,
+):
     cli.add_command(_command)
 
 

@@ -57,13 +57,26 @@ class Row:
         """The row of JSON and result files."""
         found = self.found
         return {
-            "op": self.op, "problem": self.problem, "kernel": self.kernel, "baseline": self.baseline,
-            "verdict": self.verdict, "ratio": found.ratio if found else None, "low": found.low if found else None,
-            "high": found.high if found else None, "p": found.p if found else None, "rounds": found.rounds if found else None,
-            "us": self.us, "baseline_us": self.baseline_us, "noise": self.noise, "error": self.error,
-            "tolerance": self.tolerance, "timing": self.timing, "config": dict(self.config) if self.config is not None else None,
-            **self.floor, "reason": self.reason,
-        }  # fmt: skip
+            "op": self.op,
+            "problem": self.problem,
+            "kernel": self.kernel,
+            "baseline": self.baseline,
+            "verdict": self.verdict,
+            "ratio": found.ratio if found else None,
+            "low": found.low if found else None,
+            "high": found.high if found else None,
+            "p": found.p if found else None,
+            "rounds": found.rounds if found else None,
+            "us": self.us,
+            "baseline_us": self.baseline_us,
+            "noise": self.noise,
+            "error": self.error,
+            "tolerance": self.tolerance,
+            "timing": self.timing,
+            "config": dict(self.config) if self.config is not None else None,
+            **self.floor,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True)
@@ -81,10 +94,17 @@ class Case:
 
 
 def compare(
-    cases: Sequence[Case], here: Place, rule: Rule, *, hot: bool = False, rounds: int = ROUNDS, seconds: float = SECONDS,
-    seed: int = 0, shift: Callable[[str, str, Sequence[float]], float] = lambda key, kernel, logs: 0.0,
+    cases: Sequence[Case],
+    here: Place,
+    rule: Rule,
+    *,
+    hot: bool = False,
+    rounds: int = ROUNDS,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    shift: Callable[[str, str, Sequence[float]], float] = lambda key, kernel, logs: 0.0,
     tell: Callable[[str], None] = lambda text: None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Race every case's kernels against its baseline, and the baseline against itself.
 
     Every kernel is audited before, at random moments during, and after its timing; one that fails is WRONG. A problem
@@ -102,13 +122,18 @@ def compare(
             arms, failed = _arms(case, here, hot)
             rows += failed
             if arms:
-                heats[case.key] = Heat(arms, between=auditor(arms, chance), clock=sm_clock(here.device or "cpu"))
+                heats[case.key] = Heat(
+                    arms, between=auditor(arms, chance), clock=sm_clock(here.device or "cpu")
+                )
         race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, shift=shift, tell=tell)
         raced += [found for case in group if case.key in heats for found in _finish(case, heats[case.key])]
     verdicts = judge([one.logs for one in raced], rule, seed=seed)
     again = {one.case.key: verdict for one, verdict in zip(raced, verdicts, strict=True) if one.twin}
-    rows += [_settle(one, verdict, again[one.case.key], rule)
-             for one, verdict in zip(raced, verdicts, strict=True) if not one.twin]  # fmt: skip
+    rows += [
+        _settle(one, verdict, again[one.case.key], rule)
+        for one, verdict in zip(raced, verdicts, strict=True)
+        if not one.twin
+    ]
     place = {case.key: number for number, case in enumerate(cases)}
     return sorted(rows, key=lambda row: (row.verdict == GAP, place[f"{row.op} {row.problem}"]))
 
@@ -122,7 +147,9 @@ def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
     for row in rows:
         if row.us is not None and row.timing is not None:
             way = Way.parse(row.timing)
-            found = row_floor(costs[row.op, row.problem], here.device or "cpu", row.us, captured=not way.eager, hot=way.hot)
+            found = row_floor(
+                costs[row.op, row.problem], here.device or "cpu", row.us, captured=not way.eager, hot=way.hot
+            )
             row.floor = found.fields(row.us)
 
 
@@ -136,7 +163,9 @@ def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
     room = 0
     for case in cases:
         # Lists amount to the cold budget or, where one call moves more, to two of them; each weight layout has its own.
-        need = max(cold_bytes(device), 4 * case.op.cost(case.problem).bytes) * (2 if case.op.pack is None else 1 + len(case.others))
+        need = max(cold_bytes(device), 4 * case.op.cost(case.problem).bytes) * (
+            2 if case.op.pack is None else 1 + len(case.others)
+        )
         if not groups or need > room:
             groups.append([])
             room = limit
@@ -158,11 +187,15 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
     rows += [_failed(case, kernel, GAP, gaps[kernel.name]) for kernel in case.others if gaps[kernel.name]]
     if gaps[case.baseline.name]:
         reason = f"the baseline cannot run: {gaps[case.baseline.name]}"
-        return [], rows + [_failed(case, kernel, GAP, reason) for kernel in case.others if not gaps[kernel.name]]
+        return [], rows + [
+            _failed(case, kernel, GAP, reason) for kernel in case.others if not gaps[kernel.name]
+        ]
     try:
         rotations = shared_rotations(case.op, case.problem, device, able, hot=hot)
     except UnverifiableError as error:
-        return [], rows + [_failed(case, kernel, GAP, str(error)) for kernel in able if kernel is not case.baseline]
+        return [], rows + [
+            _failed(case, kernel, GAP, str(error)) for kernel in able if kernel is not case.baseline
+        ]
     for kernel in able:
         config = kernel.config(case.problem, here.target)
         names = (kernel.name, kernel.name + TWIN) if kernel is case.baseline else (kernel.name,)
@@ -181,7 +214,9 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
 
 def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
     """Why `kernel` cannot run `problem` here; "" if it can."""
-    against = kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build)
+    against = kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(
+        here.target, here.build
+    )
     return "; ".join(against) or kernel.accepts(problem) or ""
 
 
@@ -251,10 +286,20 @@ def _finish(case: Case, heat: Heat) -> list[_Raced]:
     for arm in arms[1:]:
         times, kernel = tuple(heat.kept(arm.name)), arm.arm.kernel
         row = Row(
-            case.op.name, str(case.problem), kernel.name, case.baseline.name, UNCLEAR, us=statistics.median(times),
-            baseline_us=statistics.median(base), error=arm.arm.error, tolerance=case.op.tolerance(case.problem).limit,
-            timing=arm.arm.timing, config=arm.arm.config, samples=times, baseline_samples=base,
-        )  # fmt: skip
+            case.op.name,
+            str(case.problem),
+            kernel.name,
+            case.baseline.name,
+            UNCLEAR,
+            us=statistics.median(times),
+            baseline_us=statistics.median(base),
+            error=arm.arm.error,
+            tolerance=case.op.tolerance(case.problem).limit,
+            timing=arm.arm.timing,
+            config=arm.arm.config,
+            samples=times,
+            baseline_samples=base,
+        )
         found.append(_Raced(case, row, heat.logs(arm.name), arm is twin, arm.wrong or spoilt))
     return found
 
@@ -273,5 +318,12 @@ def _settle(one: _Raced, found: Verdict, again: Verdict, rule: Rule) -> Row:
 
 
 def _failed(case: Case, kernel: Kernel, verdict: str, reason: str) -> Row:
-    return Row(case.op.name, str(case.problem), kernel.name, case.baseline.name, verdict, reason,
-               tolerance=case.op.tolerance(case.problem).limit)  # fmt: skip
+    return Row(
+        case.op.name,
+        str(case.problem),
+        kernel.name,
+        case.baseline.name,
+        verdict,
+        reason,
+        tolerance=case.op.tolerance(case.problem).limit,
+    )

@@ -52,9 +52,16 @@ class Counted:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
-        return {"op": self.entry.op, "problem": self.entry.problem, "kernel": self.entry.kernel, "verdict": self.verdict,
-                "change": self.change, "instructions": self.instructions, "baseline_instructions": self.entry.instructions,
-                "reason": self.reason}  # fmt: skip
+        return {
+            "op": self.entry.op,
+            "problem": self.entry.problem,
+            "kernel": self.entry.kernel,
+            "verdict": self.verdict,
+            "change": self.change,
+            "instructions": self.instructions,
+            "baseline_instructions": self.entry.instructions,
+            "reason": self.reason,
+        }
 
 
 def work(entries: Sequence[Entry]) -> list[Work]:
@@ -83,15 +90,20 @@ def find(path: Path, here: Place) -> tuple[list[Entry] | None, str]:
         return None, gap
     mine, differs = counts.environment(here), "the file holds no part"
     for part in baseline.read(path, Entry):
-        off = [f"{name} is {mine.get(name)}, the baseline's is {value}" for name, value in part["environment"].items()
-               if mine.get(name) != value]  # fmt: skip
+        off = [
+            f"{name} is {mine.get(name)}, the baseline's is {value}"
+            for name, value in part["environment"].items()
+            if mine.get(name) != value
+        ]
         if not off:
             return part["entries"], ""
         differs = "; ".join(off)
     return None, differs
 
 
-def update(path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple[str, int | None]]) -> list[Entry]:
+def update(
+    path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple[str, int | None]]
+) -> list[Entry]:
     """Put counts into the part for this environment; other parts, and other lines of it but for those that are `gone`, stay."""
     own = counts.environment(here)
     parts = baseline.read(path, Entry) if path.exists() else []
@@ -99,8 +111,11 @@ def update(path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple
     if part is None:
         part = {"environment": own, "entries": []}
         parts.append(part)
-    written = [Entry(op.name, str(problem), kernel.name, number)
-               for (op, kernel, problem), (_, number) in zip(items, found, strict=True) if number is not None]  # fmt: skip
+    written = [
+        Entry(op.name, str(problem), kernel.name, number)
+        for (op, kernel, problem), (_, number) in zip(items, found, strict=True)
+        if number is not None
+    ]
     missing = baseline.gone(part["entries"])
     kept = {(e.op, e.problem, e.kernel): e for e in [*part["entries"], *written] if e not in missing}
     part["entries"] = [kept[key] for key in sorted(kept)]
@@ -108,7 +123,9 @@ def update(path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple
     return written
 
 
-def against(entries: Sequence[Entry], found: Sequence[tuple[str, int | None]], min_effect: float) -> list[Counted]:
+def against(
+    entries: Sequence[Entry], found: Sequence[tuple[str, int | None]], min_effect: float
+) -> list[Counted]:
     """Hold counts of the `work` of `entries` against them. A count is exact, so that more than the minimum effect is a verdict."""
     missing = baseline.gone(entries)
     checked = [Counted(entry, GAP, why) for entry, why in missing.items()]

@@ -68,7 +68,12 @@ def environment(here: Place) -> dict[str, str]:
     from gristmill.kernels.native import manifest
 
     libc = " ".join(platform.libc_ver()) or "unknown"
-    return {"counter": COUNTER, "target": here.target.name, "compiler": str(manifest().get("compiler")), "libc": libc}
+    return {
+        "counter": COUNTER,
+        "target": here.target.name,
+        "compiler": str(manifest().get("compiler")),
+        "libc": libc,
+    }
 
 
 def missing(here: Place) -> str:
@@ -78,7 +83,11 @@ def missing(here: Place) -> str:
         names = ", ".join(f"cpu:{name}" for name in LEVELS)
         return f"callgrind runs no code of {here.target.name}; expected --target to be one of {names}, as far as this processor has it"
     lacks = [name for name in ("valgrind", "cc") if shutil.which(name) is None]
-    return f"{' and '.join(lacks)} not installed; instructions are counted with valgrind, and a C compiler" if lacks else ""
+    return (
+        f"{' and '.join(lacks)} not installed; instructions are counted with valgrind, and a C compiler"
+        if lacks
+        else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,9 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
     finally:
         torch.set_num_threads(threads)
     if not calls:
-        raise CountError(f"{kernel.name} made no call into the native library; only C++ kernels can be counted")
+        raise CountError(
+            f"{kernel.name} made no call into the native library; only C++ kernels can be counted"
+        )
     error, limit = error_of(op, problem, neutral, results, references), op.tolerance(problem).limit
     if not wrong and not error <= limit:
         wrong = f"error {error:.3g} is over the tolerance {limit:.3g}"
@@ -144,14 +155,23 @@ def _recording(calls: list[Call], name: str) -> Iterator[None]:
 
 
 def _keep(
-    calls: list[Call], name: str, symbol: str, function: Callable[..., int], argtypes: tuple[Any, ...], values: tuple[Any, ...]
+    calls: list[Call],
+    name: str,
+    symbol: str,
+    function: Callable[..., int],
+    argtypes: tuple[Any, ...],
+    values: tuple[Any, ...],
 ) -> int:
-    regions = _tensors() + [(ctypes.addressof(value), ctypes.sizeof(value)) for value in values if isinstance(value, ctypes.Array)]
+    regions = _tensors() + [
+        (ctypes.addressof(value), ctypes.sizeof(value)) for value in values if isinstance(value, ctypes.Array)
+    ]
     used: list[tuple[int, int]] = []
     arguments: list[tuple[str, Any]] = []
     for kind, value in zip(argtypes, values, strict=True):
         if kind.__name__.startswith("LP_"):
-            raise CountError(f"{name} passes a structure to {symbol}; only numbers and pointers to tensors and arrays can be recorded")
+            raise CountError(
+                f"{name} passes a structure to {symbol}; only numbers and pointers to tensors and arrays can be recorded"
+            )
         if kind in (ctypes.c_double, ctypes.c_longdouble):
             raise CountError(f"{name} passes a {kind.__name__} to {symbol}, which bench/replay.c does not")
         if kind is not ctypes.c_void_p or not value:
@@ -175,7 +195,11 @@ def _tensors() -> list[tuple[int, int]]:
     import torch
 
     # By type(): isinstance would ask objects that warn when they are asked anything.
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu" and t.numel()]
+    tensors = [
+        t
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and t.device.type == "cpu" and t.numel()
+    ]
     return sorted({(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors)})
 
 
@@ -186,12 +210,37 @@ def replayed(launches: Sequence[Sequence[Call]]) -> list[int]:
     with tempfile.TemporaryDirectory(prefix="kernelbench-") as name:
         folder = Path(name)
         (folder / "torch.c").write_text(_TORCH)
-        _run(["cc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", "-o", f"{name}/libtorch_cpu.so", f"{name}/torch.c"], folder)
+        _run(
+            [
+                "cc",
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-Wl,-soname,libtorch_cpu.so",
+                "-o",
+                f"{name}/libtorch_cpu.so",
+                f"{name}/torch.c",
+            ],
+            folder,
+        )
         _run(["cc", "-O1", "-o", f"{name}/replay", str(Path(__file__).with_name("replay.c")), "-ldl"], folder)
         calls = [call for launch in launches for call in launch]
-        (folder / "script").write_text("".join(_script(call, folder / str(number)) for number, call in enumerate(calls)))
-        _run(["valgrind", "--tool=callgrind", f"--callgrind-out-file={name}/count", "--toggle-collect=counted", "--dump-after=counted",
-              f"{name}/replay", str(library_dir() / "libgristmill_cpu.so"), f"{name}/script"], folder)  # fmt: skip
+        (folder / "script").write_text(
+            "".join(_script(call, folder / str(number)) for number, call in enumerate(calls))
+        )
+        _run(
+            [
+                "valgrind",
+                "--tool=callgrind",
+                f"--callgrind-out-file={name}/count",
+                "--toggle-collect=counted",
+                "--dump-after=counted",
+                f"{name}/replay",
+                str(library_dir() / "libgristmill_cpu.so"),
+                f"{name}/script",
+            ],
+            folder,
+        )
         counts = iter([_total(folder / f"count.{n + 1}") for n in range(len(calls))])
     return [sum(next(counts) for _ in launch) for launch in launches]
 
@@ -218,12 +267,16 @@ def _run(command: Sequence[str], folder: Path) -> None:
     asked = {"PATH": os.environ.get("PATH", os.defpath), "LD_LIBRARY_PATH": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, env=asked)
     if done.returncode != 0:
-        raise CountError(f"{command[0]} failed with status {done.returncode}: {' '.join(done.stderr.split()[-60:])}")
+        raise CountError(
+            f"{command[0]} failed with status {done.returncode}: {' '.join(done.stderr.split()[-60:])}"
+        )
 
 
 def _total(path: Path) -> int:
     """The instructions of one dump of callgrind."""
-    found = re.search(r"^(?:totals|summary): (\d+)", path.read_text(), re.MULTILINE) if path.exists() else None
+    found = (
+        re.search(r"^(?:totals|summary): (\d+)", path.read_text(), re.MULTILINE) if path.exists() else None
+    )
     if found is None or not int(found[1]):
         raise CountError(f"callgrind wrote no count to {path.name}, expected one a call")
     return int(found[1])

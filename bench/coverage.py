@@ -15,7 +15,13 @@ from gristmill.kernel_registry.store import Store
 LEVELS = ("exact", "near", "sibling", "default", "none")
 """A measured time of this very problem; of one like it; of another device of the target; the default; nothing can run it."""
 
-_LEVEL = {"measured": "exact", "near": "near", "sibling": "sibling", "model": "default", "priority": "default"}
+_LEVEL = {
+    "measured": "exact",
+    "near": "near",
+    "sibling": "sibling",
+    "model": "default",
+    "priority": "default",
+}
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,16 @@ class Covered:
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
         call = self.call
-        return {"op": call.op, "problem": call.problem, "part": call.part, "step": str(call.step), "count": call.count,
-                "level": self.level, "kernel": self.kernel, "expected_us": self.expected_us}  # fmt: skip
+        return {
+            "op": call.op,
+            "problem": call.problem,
+            "part": call.part,
+            "step": str(call.step),
+            "count": call.count,
+            "level": self.level,
+            "kernel": self.kernel,
+            "expected_us": self.expected_us,
+        }
 
 
 def coverage(calls: Iterable[Call], here: Place, store: Store) -> list[Covered]:
@@ -42,10 +56,21 @@ def coverage(calls: Iterable[Call], here: Place, store: Store) -> list[Covered]:
         key = (call.op, call.problem)
         if key not in seen:
             op = registry.op(call.op)
-            chosen = select(op, op.problem(call.problem), registry.kernels_of(op.name), here.target, here.build, store,
-                            here.policy, foreign=here.device is None).best  # fmt: skip
-            seen[key] = ("none", None, None) if chosen is None else (
-                _LEVEL[chosen.source or "priority"], chosen.kernel.name, chosen.expected_us)  # fmt: skip
+            chosen = select(
+                op,
+                op.problem(call.problem),
+                registry.kernels_of(op.name),
+                here.target,
+                here.build,
+                store,
+                here.policy,
+                foreign=here.device is None,
+            ).best
+            seen[key] = (
+                ("none", None, None)
+                if chosen is None
+                else (_LEVEL[chosen.source or "priority"], chosen.kernel.name, chosen.expected_us)
+            )
         found.append(Covered(call, *seen[key]))
     return found
 

@@ -35,8 +35,11 @@ from gristmill.kernels.interpreter import load
 
 DECODE = "heads=32,kv_heads=8"
 CASES = (
-    *(("linear", f"m={m},n=4096,k=4096,x=bf16,w={w}")
-      for w in ("bf16", "int4_g128", "fp8_block", "mxfp4", "nvfp4", "int8_ch") for m in (1, 4, 16)),
+    *(
+        ("linear", f"m={m},n=4096,k=4096,x=bf16,w={w}")
+        for w in ("bf16", "int4_g128", "fp8_block", "mxfp4", "nvfp4", "int8_ch")
+        for m in (1, 4, 16)
+    ),
     ("linear", "m=1,n=8,k=65536,x=bf16,w=int4_g128"),
     ("paged_attention", f"q_tokens=1,seqs=1,max_q=1,max_ctx=4096,total_ctx=4096,{DECODE}"),
     ("paged_attention", f"q_tokens=8,seqs=8,max_q=1,max_ctx=4096,total_ctx=32768,{DECODE}"),
@@ -46,7 +49,8 @@ CASES = (
     ("merge_attention_states", "t=1024,h=32,d=128"),
     ("reshape_and_cache", "t=4096,h=8,d=128,dv=128"),
     ("reshape_and_cache_mla", "t=4096"),
-    ("rms_norm", "m=1,n=4096"), ("rms_norm", "m=1024,n=7168"),
+    ("rms_norm", "m=1,n=4096"),
+    ("rms_norm", "m=1024,n=7168"),
     ("fused_add_rms_norm", "m=1024,n=7168"),
     ("silu_and_mul", "m=1024,n=14336"),
     ("rotary_embedding", "t=1024,hq=32,hk=8,d=128,rot=128"),
@@ -57,7 +61,7 @@ CASES = (
     ("permute", "m=4096,top_k=8,e=256"),
     ("combine", "m=256,top_k=8,h=7168"),
     ("sample", "m=8,v=128256"),
-)  # fmt: skip
+)
 FLOOR_BYTES = 256 << 20
 
 
@@ -73,9 +77,19 @@ class Case:
 
 
 @click.command()
-@click.option("--case", "only", metavar="TEXT", default="", help="Only cases whose op or problem contains this.")
-@click.option("--rounds", type=click.IntRange(3), default=40, show_default=True, help="Rounds; each times everything once.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of torch's pool; default: what OMP_NUM_THREADS says.")
+@click.option(
+    "--case", "only", metavar="TEXT", default="", help="Only cases whose op or problem contains this."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(3),
+    default=40,
+    show_default=True,
+    help="Rounds; each times everything once.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads of torch's pool; default: what OMP_NUM_THREADS says."
+)
 @click.option("--level", metavar="LEVEL", help="Code level: avx2, avx512 ...; default: the best here.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples here as JSON.")
 def main(only: str, rounds: int, threads: int | None, level: str | None, out: Path | None) -> None:
@@ -87,7 +101,9 @@ def main(only: str, rounds: int, threads: int | None, level: str | None, out: Pa
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if level and target.name not in place("cpu").target.levels:
-        raise click.UsageError(f"this CPU has no level {level}; it has {', '.join(place('cpu').target.levels)}")
+        raise click.UsageError(
+            f"this CPU has no level {level}; it has {', '.join(place('cpu').target.levels)}"
+        )
     data = torch.ones(FLOOR_BYTES // 4)
     cases = [Case("floor", "sum of 256 MiB", FLOOR_BYTES, data.sum)]
     cases += [made_case(op, text, target) for op, text in CASES if only in f"{op} {text}"]
@@ -101,28 +117,52 @@ def main(only: str, rounds: int, threads: int | None, level: str | None, out: Pa
     print(file=sys.stderr)
     floor, usual = (FLOOR_BYTES / of(cases[0].us) for of in (min, statistics.median))
     rows = [
-        {"op": c.op, "problem": c.problem, "bytes": c.bytes, "least_us": min(c.us), "median_us": statistics.median(c.us),
-         "gbs": c.bytes / min(c.us) / 1e3, "of_floor": c.bytes / floor / min(c.us),
-         "of_floor_by_medians": c.bytes / usual / statistics.median(c.us), "samples_us": [round(us, 2) for us in c.us]}
+        {
+            "op": c.op,
+            "problem": c.problem,
+            "bytes": c.bytes,
+            "least_us": min(c.us),
+            "median_us": statistics.median(c.us),
+            "gbs": c.bytes / min(c.us) / 1e3,
+            "of_floor": c.bytes / floor / min(c.us),
+            "of_floor_by_medians": c.bytes / usual / statistics.median(c.us),
+            "samples_us": [round(us, 2) for us in c.us],
+        }
         for c in cases
-    ]  # fmt: skip
+    ]
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         command = "python -m gristmill.bench.cpu " + " ".join(
-            f"--{name} {value}" for name, value in (("threads", torch.get_num_threads()), ("level", level), ("case", only)) if value
+            f"--{name} {value}"
+            for name, value in (("threads", torch.get_num_threads()), ("level", level), ("case", only))
+            if value
         )
-        about = {**environment(target, command), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-                 "clock": clock.__name__, "system": f"{platform.system()} {platform.machine()}", "read_gbs": floor / 1e3,
-                 "load": os.getloadavg()[0]}  # fmt: skip
+        about = {
+            **environment(target, command),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "clock": clock.__name__,
+            "system": f"{platform.system()} {platform.machine()}",
+            "read_gbs": floor / 1e3,
+            "load": os.getloadavg()[0],
+        }
         out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
     figures = ("least µs", "median µs", "GB/s", "of floor", "by medians")
     console.table(
         f"{target.device}, {target.name}, {torch.get_num_threads()} thread(s), reads {floor / 1e3:.1f} GB/s",
         ["op", "problem", *figures],
-        [[r["op"], r["problem"], *(console.number(r[key]) for key in ("least_us", "median_us", "gbs")),
-          f"{r['of_floor']:.0%}", f"{r['of_floor_by_medians']:.0%}"] for r in rows],
+        [
+            [
+                r["op"],
+                r["problem"],
+                *(console.number(r[key]) for key in ("least_us", "median_us", "gbs")),
+                f"{r['of_floor']:.0%}",
+                f"{r['of_floor_by_medians']:.0%}",
+            ]
+            for r in rows
+        ],
         right=figures,
-    )  # fmt: skip
+    )
 
 
 def sample(call: Callable[[], object], clock: Callable[[], float]) -> list[float]:
@@ -143,9 +183,17 @@ def sample(call: Callable[[], object], clock: Callable[[], float]) -> list[float
 def made_case(op_name: str, text: str, target: Target) -> Case:
     """A call of the operation's C++ kernel that finds its arguments in memory, not in a cache."""
     op = default_registry().op(op_name)
-    kernel: Any = next(k for k in default_registry().kernels_of(op_name) if k.language == "cpp" and "cpu" in k.requires.vendors)
+    kernel: Any = next(
+        k
+        for k in default_registry().kernels_of(op_name)
+        if k.language == "cpp" and "cpu" in k.requires.vendors
+    )
     problem = op.problem(text)
-    rotation, config, launch = Rotation(op, kernel, problem, "cpu"), dict(kernel.config(problem, target)), load(kernel)
+    rotation, config, launch = (
+        Rotation(op, kernel, problem, "cpu"),
+        dict(kernel.config(problem, target)),
+        load(kernel),
+    )
 
     def call() -> None:
         launch(config, *rotation.next())

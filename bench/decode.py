@@ -32,8 +32,12 @@ from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
-                 "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 WARM_STEPS = 4
 CHUNK = 256
 """Prompt tokens of a step."""
@@ -44,12 +48,23 @@ def model_config(shape: Mapping[str, Any]) -> ModelConfig:
     kind = str(shape["model_type"])
     if kind not in ARCHITECTURES:
         raise ShapeError(f"model_type {kind!r}: decoding is measured for {', '.join(ARCHITECTURES)}")
-    data = {"architectures": [ARCHITECTURES[kind]], "max_position_embeddings": 8192, "dtype": "bfloat16", **shape}
+    data = {
+        "architectures": [ARCHITECTURES[kind]],
+        "max_position_embeddings": 8192,
+        "dtype": "bfloat16",
+        **shape,
+    }
     return parse_config({**data, "quantization_config": None})
 
 
 def measure_decode(
-    config: ModelConfig, quant: str, batches: tuple[int, ...], context: int, steps: int, device: str, policy: Policy | None = None
+    config: ModelConfig,
+    quant: str,
+    batches: tuple[int, ...],
+    context: int,
+    steps: int,
+    device: str,
+    policy: Policy | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each batch: milliseconds a step, with samples, and what they consist of.
 
@@ -71,8 +86,13 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     length = steps + WARM_STEPS + 2 * batch * context // chunk + 2
     blocks = -(-(context + length) // 16) * batch
     plans = model.plans
-    runner = Runner(model, PagedCache(model.config, blocks, 16, plans.dtype, plans.device), decode_graphs=True)
-    engine = Engine(runner, SchedulerConfig(num_blocks=blocks, max_batch_tokens=chunk, max_seqs=batch, prefix_caching=False))
+    runner = Runner(
+        model, PagedCache(model.config, blocks, 16, plans.dtype, plans.device), decode_graphs=True
+    )
+    engine = Engine(
+        runner,
+        SchedulerConfig(num_blocks=blocks, max_batch_tokens=chunk, max_seqs=batch, prefix_caching=False),
+    )
     draw = random.Random(0)
     for index in range(batch):
         prompt = [draw.randrange(model.config.vocab_size) for _ in range(context)]
@@ -91,9 +111,12 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     engine.abort([str(index) for index in range(batch)])
     step = taken[WARM_STEPS:]
     return _parts(model, runner, batch, context, device) | {
-        "step_ms": statistics.median(step), "tokens_per_s": batch / statistics.median(step) * 1e3, "step_samples_ms": step,
-        "graphs": graphs, "kernels": summarize(explain_plans(plans)),
-    }  # fmt: skip
+        "step_ms": statistics.median(step),
+        "tokens_per_s": batch / statistics.median(step) * 1e3,
+        "step_samples_ms": step,
+        "graphs": graphs,
+        "kernels": summarize(explain_plans(plans)),
+    }
 
 
 def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) -> dict[str, Any]:
@@ -112,10 +135,15 @@ def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) 
     found: dict[str, Any] = {name: statistics.median(values) for name, values in ms.items()}
     return found | {
         "linear_share": found["linear_ms"] / found["device_ms"],
-        "linear_floor_ms": weights / rate / 1e6, "floor_ms": (weights + head_bytes + cached) / rate / 1e6, "read_gbs": rate,
-        "linear_bytes": weights, "head_bytes": head_bytes, "kv_bytes": cached, "weight_bytes": model.plans.weight_bytes,
+        "linear_floor_ms": weights / rate / 1e6,
+        "floor_ms": (weights + head_bytes + cached) / rate / 1e6,
+        "read_gbs": rate,
+        "linear_bytes": weights,
+        "head_bytes": head_bytes,
+        "kv_bytes": cached,
+        "weight_bytes": model.plans.weight_bytes,
         "samples_ms": ms,
-    }  # fmt: skip
+    }
 
 
 def _graph_of(runner: Runner, batch: int, context: int) -> Callable[[], Any]:

@@ -30,9 +30,16 @@ class Placed:
 
 
 def halve(
-    arms: Sequence[Arm], *, keep: Sequence[Arm] = (), deadline: float = math.inf, rounds: int = ROUNDS, seed: int = 0,
-    clock: Callable[[], float] = now, mhz: Callable[[], float | None] | None = None, kind: Callable[[Arm], str] | None = None,
-) -> list[Placed]:  # fmt: skip
+    arms: Sequence[Arm],
+    *,
+    keep: Sequence[Arm] = (),
+    deadline: float = math.inf,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+    clock: Callable[[], float] = now,
+    mhz: Callable[[], float | None] | None = None,
+    kind: Callable[[Arm], str] | None = None,
+) -> list[Placed]:
     """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
 
     kind: what an arm is one of (its kernel). The fastest so far of each kind is in the final, too, unless it is KEEP_WITHIN times slower
@@ -66,11 +73,15 @@ def halve(
     final.run(2, chance)
     while final.rounds < rounds and clock() < deadline:
         final.run(2, chance)
-    placed = [Placed(arm, statistics.median(final.kept(arm.name)), tuple(final.kept(arm.name))) for arm in finalists]
+    placed = [
+        Placed(arm, statistics.median(final.kept(arm.name)), tuple(final.kept(arm.name))) for arm in finalists
+    ]
     return sorted(placed, key=lambda one: one.us)
 
 
-def _others(arms: Sequence[Arm], seen: dict[str, list[float]], there: set[str], kind: Callable[[Arm], str]) -> list[Arm]:
+def _others(
+    arms: Sequence[Arm], seen: dict[str, list[float]], there: set[str], kind: Callable[[Arm], str]
+) -> list[Arm]:
     """The fastest of each kind that is not `there`, of those that come near the best."""
     fastest: dict[str, Arm] = {}
     timed = sorted((arm for arm in arms if seen[arm.name]), key=lambda arm: min(seen[arm.name]))

@@ -21,9 +21,16 @@ def humming_choices(weights: list[list[torch.Tensor]], x: torch.Tensor, out: tor
     def call(tuning: str, index: int) -> None:
         given = [t if t.numel() else None for t in weights[index % len(weights)][:4]]
         humming_gemm(
-            layer_config=layer, inputs=x, weight=given[0], weight_scale=given[1], zero_point=given[2], weight_scale_2=given[3],
-            outputs=out, locks=locks, tuning_config=tuning,
-        )  # fmt: skip
+            layer_config=layer,
+            inputs=x,
+            weight=given[0],
+            weight_scale=given[1],
+            zero_point=given[2],
+            weight_scale_2=given[3],
+            outputs=out,
+            locks=locks,
+            tuning_config=tuning,
+        )
 
     return {name: partial(call, tuning) for name, tuning in _tunings(layer, x.shape[0]).items()}
 

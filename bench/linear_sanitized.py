@@ -42,7 +42,9 @@ def configs(kernel: Kernel, scheme: str, m: int, n: int, k: int) -> Iterator[Con
             yield config
 
 
-def run(kernel: Kernel, config: Config, x: torch.Tensor, q: QuantTensor, tensors: list[torch.Tensor]) -> float:
+def run(
+    kernel: Kernel, config: Config, x: torch.Tensor, q: QuantTensor, tensors: list[torch.Tensor]
+) -> float:
     """The error by column of one call."""
     out = torch.full((x.shape[0], q.n), float("nan"), dtype=x.dtype, device=DEVICE)
     load(kernel)(config, x.to(DEVICE), tensors, None, None, False, q.n, None, out)
@@ -55,7 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problems", default=PROBLEMS, help="MxNxK, by commas")
     options = parser.parse_args(arguments)
     registry, wrong, count = default_registry(), 0, 0
-    kernels = [kernel for kernel in registry.kernels_of("linear") if kernel.language == "cuda" and kernel.provider == "gristmill"]
+    kernels = [
+        kernel
+        for kernel in registry.kernels_of("linear")
+        if kernel.language == "cuda" and kernel.provider == "gristmill"
+    ]
     for scheme in options.schemes.split(","):
         for text in options.problems.split(","):
             m, n, k = (int(part) for part in text.split("x"))

@@ -47,8 +47,18 @@ from gristmill.quant import pack, quantize
 from gristmill.quant.packed import LayoutError
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
-MORE = ((2112, 7168), (5120, 27648), (8192, 8192), (10240, 8192), (1280, 8192), (3584, 8192), (6144, 4096), (18944, 3584),
-        (3584, 18944), (57344, 8192))  # fmt: skip
+MORE = (
+    (2112, 7168),
+    (5120, 27648),
+    (8192, 8192),
+    (10240, 8192),
+    (1280, 8192),
+    (3584, 8192),
+    (6144, 4096),
+    (18944, 3584),
+    (3584, 18944),
+    (57344, 8192),
+)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = {"bf16": 6e-3, "fp16": 2e-3}
 """Error by column above which a candidate is not timed."""
@@ -77,10 +87,13 @@ class Shape:
         self.op, self.build = self.registry.op("linear"), confirmed_build(self.registry, self.target)
         wanted = [name for name in options.kernels.split(",") if name]
         self.kernels = [
-            kernel for kernel in self.registry.kernels_of("linear")
-            if kernel.name not in SLOW and (kernel.name in wanted if wanted else True)
-            and not kernel.requires.check_hardware(self.target, self.build) and not kernel.requires.check_build(self.target, self.build)
-        ]  # fmt: skip
+            kernel
+            for kernel in self.registry.kernels_of("linear")
+            if kernel.name not in SLOW
+            and (kernel.name in wanted if wanted else True)
+            and not kernel.requires.check_hardware(self.target, self.build)
+            and not kernel.requires.check_build(self.target, self.build)
+        ]
         self.q = quantize(torch.randn(n, k, device=DEVICE), scheme)
         self.wide = self.q.dequantize()
         self.floor, self.how = (0.0, "not measured") if options.alone else floor_us(self.q.nbytes)
@@ -104,16 +117,38 @@ class Shape:
         if not self.options.alone:
             if not self.dense or self.dense[0].dtype != dtype:
                 self.dense = [t[0] for t in cold_copies([self.wide.to(dtype)])]
-            found.add(CUBLAS, lambda i: torch.mm(found.x, self.dense[i % len(self.dense)].T, out=found.out), len(self.dense))
+            found.add(
+                CUBLAS,
+                lambda i: torch.mm(found.x, self.dense[i % len(self.dense)].T, out=found.out),
+                len(self.dense),
+            )
         for kernel in self.kernels:
             found.kernel(kernel)
         result = found.timed()
         for name, config in found.configs.items():
-            store.add(Timing(
-                op="linear", kernel=name.split("/")[0], code="", config=config, problem=str(problem), target=target_key(self.target),
-                toolchain=self.build.key(), us=round(result["us"][name], 3), timing="graph,cold",
-            ))  # fmt: skip
-        return {"scheme": self.scheme, "n": self.n, "k": self.k, "m": m, "x": x_name, "floor_us": self.floor, "floor_how": self.how, **result}
+            store.add(
+                Timing(
+                    op="linear",
+                    kernel=name.split("/")[0],
+                    code="",
+                    config=config,
+                    problem=str(problem),
+                    target=target_key(self.target),
+                    toolchain=self.build.key(),
+                    us=round(result["us"][name], 3),
+                    timing="graph,cold",
+                )
+            )
+        return {
+            "scheme": self.scheme,
+            "n": self.n,
+            "k": self.k,
+            "m": m,
+            "x": x_name,
+            "floor_us": self.floor,
+            "floor_how": self.how,
+            **result,
+        }
 
 
 class Row:
@@ -160,21 +195,38 @@ class Row:
                     if kernel.provider == "gristmill":
                         self.ours.add(name)
                 elif kernel.provider == "gristmill":
-                    raise RuntimeError(f"{kernel.name} at {config} is wrong for {self.problem}: {self.refused[name]}")
-        except (LayoutError, AssertionError) as refusal:  # humming says by an assertion that it has no configuration
+                    raise RuntimeError(
+                        f"{kernel.name} at {config} is wrong for {self.problem}: {self.refused[name]}"
+                    )
+        except (
+            LayoutError,
+            AssertionError,
+        ) as refusal:  # humming says by an assertion that it has no configuration
             self.refused[kernel.name] = repr(refusal)
 
     def _configs(self, kernel: Kernel, weights: list[list[torch.Tensor]]) -> list[tuple[dict[str, Any], Any]]:
         """Configurations to be timed, each with its call: the default one, or the fastest few by the better of two replays."""
         launcher, options = load(kernel), [dict(kernel.config(self.problem, self.shape.target))]
         if self.shape.options.tuned and kernel.space is not None:
-            options += [dict(c) for c in kernel.space(self.problem, self.shape.target) if dict(c) != options[0]]
+            options += [
+                dict(c) for c in kernel.space(self.problem, self.shape.target) if dict(c) != options[0]
+            ]
             options = options[: self.shape.options.tried]
         size = max(kernel.workspace(self.problem, option).bytes for option in options)
         space = torch.zeros(size, dtype=torch.uint8, device=DEVICE) if size else None
 
         def call(config: dict[str, Any], index: int) -> None:
-            launcher(config, self.x, weights[index % len(weights)], None, None, False, self.shape.n, space, self.out)
+            launcher(
+                config,
+                self.x,
+                weights[index % len(weights)],
+                None,
+                None,
+                False,
+                self.shape.n,
+                space,
+                self.out,
+            )
 
         made = [(option, partial(call, option)) for option in options]
         if len(made) > KEPT:
@@ -193,8 +245,13 @@ class Row:
         if self.x.shape[0] >= 1024:
             self.graphs.settle(0.3)
         samples = self.graphs.samples(rounds)
-        result: dict[str, Any] = {"us": {name: statistics.median(v) for name, v in samples.items()}, "errors": self.errors,
-                                  "configs": self.configs, "refused": self.refused, "samples": samples}  # fmt: skip
+        result: dict[str, Any] = {
+            "us": {name: statistics.median(v) for name, v in samples.items()},
+            "errors": self.errors,
+            "configs": self.configs,
+            "refused": self.refused,
+            "samples": samples,
+        }
         if self.shape.options.isolated:
             self.apart.add("links", links(self.x, self.out))
             result["isolated_samples"] = apart = self.apart.samples(rounds)
@@ -215,7 +272,9 @@ def fastest(options: list[list[Call]]) -> list[int]:
     return sorted(best, key=lambda place: best[place])
 
 
-def verdict(samples: dict[str, list[float]], ours: set[str], m: int, scheme: str, floor: float) -> dict[str, Any]:
+def verdict(
+    samples: dict[str, list[float]], ours: set[str], m: int, scheme: str, floor: float
+) -> dict[str, Any]:
     """Our best against the best peer. bar_us: the peer's time over a share that falls with M, or that of the floor; over_peer: our time
     over the peer's round by round, (second least, median, second greatest), which is what counts. None where one of the two is missing.
     """
@@ -229,7 +288,13 @@ def verdict(samples: dict[str, list[float]], ours: set[str], m: int, scheme: str
     bar = max(us[peer] / share, floor / 0.85)
     low, high = ratios[min(1, len(ratios) - 1)], ratios[max(0, len(ratios) - 2)]
     ratio = statistics.median(ratios)
-    return {"best": best, "peer": peer, "over_peer": [low, ratio, high], "bar_us": bar, "met": ratio * share <= 1 or us[best] <= floor / 0.85}
+    return {
+        "best": best,
+        "peer": peer,
+        "over_peer": [low, ratio, high],
+        "bar_us": bar,
+        "met": ratio * share <= 1 or us[best] <= floor / 0.85,
+    }
 
 
 def shapes_of(text: str) -> tuple[tuple[int, ...], ...]:
@@ -240,7 +305,10 @@ def shapes_of(text: str) -> tuple[tuple[int, ...], ...]:
 
 def line(row: dict[str, Any]) -> str:
     """A row on the screen."""
-    shown = "  ".join(f"{name.removeprefix('linear_')} {us:.2f}" for name, us in sorted(row["us"].items(), key=lambda i: i[1]))
+    shown = "  ".join(
+        f"{name.removeprefix('linear_')} {us:.2f}"
+        for name, us in sorted(row["us"].items(), key=lambda i: i[1])
+    )
     met = "" if row["met"] is None else f"bar {row['bar_us']:.2f} {'met' if row['met'] else 'NOT met'}  "
     if row.get("isolated_met") is not None:
         met += f"isolated {row['isolated_bar_us']:.2f} {'met' if row['isolated_met'] else 'NOT met'}  "
@@ -257,9 +325,20 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default="table", help="table, more, all, or NxK by commas")
     parser.add_argument("--m", default="1,4,16,32,64,128,256,1024,4096", help="rows of x, by commas")
     parser.add_argument("--kernels", default="", help="these registered kernels alone, by commas")
-    parser.add_argument("--tuned", action="store_true", help="every configuration of a kernel's space instead of the default one")
-    parser.add_argument("--tried", type=int, default=1000, help="with --tuned: at most so many, in the order of the kernel's space")
-    parser.add_argument("--isolated", action="store_true", help="also with each call after the end of the one before")
+    parser.add_argument(
+        "--tuned",
+        action="store_true",
+        help="every configuration of a kernel's space instead of the default one",
+    )
+    parser.add_argument(
+        "--tried",
+        type=int,
+        default=1000,
+        help="with --tuned: at most so many, in the order of the kernel's space",
+    )
+    parser.add_argument(
+        "--isolated", action="store_true", help="also with each call after the end of the one before"
+    )
     parser.add_argument("--alone", action="store_true", help="without cuBLAS and the floor")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after that long")
@@ -283,7 +362,9 @@ def main() -> int:
                     print(line(rows[-1]), flush=True)
             del shape
             torch.cuda.empty_cache()
-            options.out.write_text(json.dumps({"command": command, "before": before, "after": environment(), "rows": rows}))
+            options.out.write_text(
+                json.dumps({"command": command, "before": before, "after": environment(), "rows": rows})
+            )
             if options.store:
                 options.store.write_text(dump(store))
     judged = [row["met"] for row in rows if row["met"] is not None]

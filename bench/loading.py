@@ -71,7 +71,11 @@ def measure(
     """
     case = CASES[name]()
     made = synthesize(case, folder, size)
-    about = {"case": name, "step": case.step, "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors"))}
+    about = {
+        "case": name,
+        "step": case.step,
+        "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+    }
     return [{**about, "cache": state, **_rounds(made, rounds, state == "cold", take)} for state in states]
 
 
@@ -98,23 +102,44 @@ def _rounds(made: Made, rounds: int, cold: bool, take: Turn) -> dict[str, Any]:
 
 COLUMNS = ("case", "step", "cache", "GB", "safetensors GB/s", "reader", "loader", "least", "CPU", "packed")
 """Of the table; `least` and `CPU` are the loader's, by the shortest turns and in processor time, all else by medians."""
-RATIOS = ("reader_wall_median", "loader_wall_median", "loader_wall_min", "loader_cpu_median", "packed_wall_median")
+RATIOS = (
+    "reader_wall_median",
+    "loader_wall_median",
+    "loader_wall_min",
+    "loader_cpu_median",
+    "packed_wall_median",
+)
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The table's rows."""
     return [
-        [r["case"], r["step"], r["cache"], f"{r['bytes'] / 1e9:.2f}", f"{r['bytes'] / r['safetensors_wall_median'] / 1e9:.2f}",
-         *(f"{r[key]:.2f}" for key in RATIOS)] for r in rows
-    ]  # fmt: skip
+        [
+            r["case"],
+            r["step"],
+            r["cache"],
+            f"{r['bytes'] / 1e9:.2f}",
+            f"{r['bytes'] / r['safetensors_wall_median'] / 1e9:.2f}",
+            *(f"{r[key]:.2f}" for key in RATIOS),
+        ]
+        for r in rows
+    ]
 
 
 @click.command()
 @click.option("--gigabytes", type=float, default=2.0, show_default=True, help="Of a checkpoint.")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Turns that count, of each.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=7, show_default=True, help="Turns that count, of each."
+)
 @click.option("--case", "only", metavar="TEXT", default="", help="Only cases whose name contains this.")
-@click.option("--cold/--warm-only", default=True, show_default=True, help="Also with the files out of the page cache.")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write; default: the system's temporary folder.")
+@click.option(
+    "--cold/--warm-only", default=True, show_default=True, help="Also with the files out of the page cache."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to write; default: the system's temporary folder.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples here as JSON.")
 def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | None, out: Path | None) -> None:
     """Time the loading of quantized checkpoints next to safetensors."""
@@ -126,16 +151,23 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
         made = Path(tempfile.mkdtemp(dir=folder))
         try:
             with processes() as take:
-                rows += measure(name, made, int(gigabytes * 1e9), rounds, ("warm", "cold") if cold else ("warm",), take)
+                rows += measure(
+                    name, made, int(gigabytes * 1e9), rounds, ("warm", "cold") if cold else ("warm",), take
+                )
         finally:
             shutil.rmtree(made)
         click.echo(f"{name}: {rows[-1]['loader_wall_median']:.2f}", err=True)
         if out:  # after every case: what was measured is not lost with what was not
             command = f"python -m gristmill.bench.loading --gigabytes {gigabytes:g} --rounds {rounds}"
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n")
+            out.write_text(
+                json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n"
+            )
     console.table(
-        f"Loading, as a multiple of safetensors' time, {torch.get_num_threads()} thread(s)", COLUMNS, cells(rows), right=COLUMNS[3:]
+        f"Loading, as a multiple of safetensors' time, {torch.get_num_threads()} thread(s)",
+        COLUMNS,
+        cells(rows),
+        right=COLUMNS[3:],
     )
 
 

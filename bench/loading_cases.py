@@ -18,17 +18,28 @@ from gristmill.runtime.loader.checkpoint import INDEX
 from gristmill.runtime.loader.weights import Weight, WeightTable
 
 HIDDEN, KV, FFN = 4096, 1024, 14336
-DENSE = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o": ("self_attn.o_proj",),
-         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}  # fmt: skip
+DENSE = {
+    "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o": ("self_attn.o_proj",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
 SHAPES = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN), "self_attn.v_proj": (KV, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN),
-}  # fmt: skip
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (FFN, HIDDEN),
+    "mlp.up_proj": (FFN, HIDDEN),
+    "mlp.down_proj": (HIDDEN, FFN),
+}
 """Linear weights of a dense layer, [N, K]."""
 EXPERTS = 32
 STACKED = {"mlp.experts.gate_up_proj": (5760, 2880), "mlp.experts.down_proj": (2880, 2880)}
 """Those of a layer of gpt-oss, [N, K] of each expert."""
-GGUF_NAMES = dict(zip(SHAPES, ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), strict=True))
+GGUF_NAMES = dict(
+    zip(SHAPES, ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), strict=True)
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,9 @@ def gguf(kind: str) -> Case:
         import gguf as package
 
         floats = torch.randn(n, k, generator=generator).numpy() * 0.02
-        return {".weight": torch.from_numpy(package.quants.quantize(floats, package.GGMLQuantizationType[kind]))}
+        return {
+            ".weight": torch.from_numpy(package.quants.quantize(floats, package.GGMLQuantizationType[kind]))
+        }
 
     return Case(tensors, {"quant_method": "gguf"}, "repacked: scales out of blocks", gguf=kind)
 
@@ -110,7 +123,9 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "gptq int4_g128": lambda: written("gptq", "int4_g128", "words transposed"),
     "modelopt nvfp4": lambda: written("modelopt", "nvfp4"),
     "compressed-tensors int4_g128": lambda: written("compressed-tensors", "int4_g128"),
-    "compressed-tensors int8_ch": lambda: written("compressed-tensors", "int8_ch.int8_token", "a bit of each byte flipped"),
+    "compressed-tensors int8_ch": lambda: written(
+        "compressed-tensors", "int8_ch.int8_token", "a bit of each byte flipped"
+    ),
     "mxfp4 experts": gpt_oss,
     "modelopt mxfp8": lambda: written("modelopt", "mxfp8"),
     "gristmill int4_g128_zp": lambda: written("gristmill", "int4_g128_zp"),
@@ -123,7 +138,11 @@ def synthesize(case: Case, folder: Path, size: int) -> Made:
     """Write layers, a file each, until they have `size` bytes; every layer holds the same numbers."""
     generator = torch.Generator().manual_seed(0)
     made = {shape: case.tensors(*shape, generator) for shape in dict.fromkeys(case.shapes.values())}
-    layer = {f"{name}{suffix}": t.clone() for name, shape in case.shapes.items() for suffix, t in made[shape].items()}
+    layer = {
+        f"{name}{suffix}": t.clone()
+        for name, shape in case.shapes.items()
+        for suffix, t in made[shape].items()
+    }
     count = max(1, round(size / sum(t.nbytes for t in layer.values())))
     weights: list[Weight] = []
     index: dict[str, str] = {}
@@ -140,9 +159,18 @@ def synthesize(case: Case, folder: Path, size: int) -> Made:
 def _weights(prefix: str, case: Case) -> list[Weight]:
     """A layer's entries of the table."""
     if case.shapes is STACKED:
-        return [Weight(prefix + n, (prefix + n,), (s[0],), s[1], "linear", EXPERTS, stacked=True) for n, s in STACKED.items()]
+        return [
+            Weight(prefix + n, (prefix + n,), (s[0],), s[1], "linear", EXPERTS, stacked=True)
+            for n, s in STACKED.items()
+        ]
     return [
-        Weight(prefix + target, tuple(prefix + p for p in parts), tuple(SHAPES[p][0] for p in parts), SHAPES[parts[0]][1], "linear")
+        Weight(
+            prefix + target,
+            tuple(prefix + p for p in parts),
+            tuple(SHAPES[p][0] for p in parts),
+            SHAPES[parts[0]][1],
+            "linear",
+        )
         for target, parts in DENSE.items()
     ]
 
@@ -152,12 +180,18 @@ def _gguf_file(path: Path, kind: str, layers: int, layer: Mapping[str, Tensor]) 
     import gguf as package
 
     writer = package.GGUFWriter(path, "llama")
-    for name, value in {"block_count": layers, "attention.head_count": 32, "attention.head_count_kv": 8}.items():
+    for name, value in {
+        "block_count": layers,
+        "attention.head_count": 32,
+        "attention.head_count_kv": 8,
+    }.items():
         writer.add_uint32(f"llama.{name}", value)
     for number in range(layers):
         for name, own in GGUF_NAMES.items():
             data = layer[f"{name}.weight"].numpy()
-            writer.add_tensor(f"blk.{number}.{own}.weight", data, raw_dtype=package.GGMLQuantizationType[kind])
+            writer.add_tensor(
+                f"blk.{number}.{own}.weight", data, raw_dtype=package.GGMLQuantizationType[kind]
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

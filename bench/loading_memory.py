@@ -37,20 +37,51 @@ from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import model_table
 
-COMMON = {"vocab_size": 4096, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-          "dtype": "bfloat16"}  # fmt: skip
+COMMON = {
+    "vocab_size": 4096,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 KINDS: dict[str, dict[str, Any]] = {
-    "dense": {"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "head_dim": 128},
-    "experts": {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 768, "num_attention_heads": 32,
-                "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_local_experts": 128,
-                "num_experts_per_tok": 8, "norm_topk_prob": True},
-    "stacked": {"architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-                "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
-}  # fmt: skip
+    "dense": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "stacked": {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+}
 """Layers as those of Llama-3-8B, Qwen3-30B-A3B and gpt-oss-20b; they are added until the model is large enough."""
-SCHEMES = {"dense": ("int4_g128", "fp8_block", "nvfp4"), "experts": ("int4_g128", "fp8_block", "nvfp4"),
-           "stacked": ("mxfp4", "int4_g32", "nvfp4")}  # fmt: skip
+SCHEMES = {
+    "dense": ("int4_g128", "fp8_block", "nvfp4"),
+    "experts": ("int4_g128", "fp8_block", "nvfp4"),
+    "stacked": ("mxfp4", "int4_g32", "nvfp4"),
+}
 
 
 @dataclass
@@ -103,7 +134,11 @@ def synthesize(kind: str, folder: Path, size: int) -> None:
     index: dict[str, str] = {}
     for layer in range(layers):
         file = f"model-{layer:05d}.safetensors"
-        held = {name.replace("layers.0.", f"layers.{layer}."): t for name, t in one.items() if not layer or ".layers.0." in name}
+        held = {
+            name.replace("layers.0.", f"layers.{layer}."): t
+            for name, t in one.items()
+            if not layer or ".layers.0." in name
+        }
         save_file(held, folder / file)
         index.update(dict.fromkeys(held, file))
     (folder / INDEX).write_text(json.dumps({"weight_map": index}))
@@ -126,15 +161,23 @@ def _tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 def measure(folder: Path, scheme: str, policy: Policy) -> dict[str, Any]:
     """One loading: bytes of the model, of the two largest tensors, and of the peak above the start."""
-    load_model(folder, quant=scheme, policy=policy)  # kernels are verified and loaded, whose memory is not the weights'
+    load_model(
+        folder, quant=scheme, policy=policy
+    )  # kernels are verified and loaded, whose memory is not the weights'
     with watched() as peak:
         model = load_model(folder, quant=scheme, policy=policy)
     checkpoint = Checkpoint(folder)
     sizes = [e.dtype.itemsize * torch.Size(e.shape).numel() for e in checkpoint.entries.values()]
     sizes += [t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in model.plans.owned}.values()]
     final, largest, used = model.plans.weight_bytes, sum(sorted(sizes)[-2:]), peak.most - peak.start
-    return {"scheme": scheme, "final": final, "two_largest": largest, "peak": used, "beside": used - final,
-            "checkpoint": sum(f.stat().st_size for f in folder.glob("*.safetensors"))}  # fmt: skip
+    return {
+        "scheme": scheme,
+        "final": final,
+        "two_largest": largest,
+        "peak": used,
+        "beside": used - final,
+        "checkpoint": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+    }
 
 
 COLUMNS = ("model", "scheme", "checkpoint", "loaded", "peak", "beside", "two largest", "within")
@@ -143,15 +186,24 @@ COLUMNS = ("model", "scheme", "checkpoint", "loaded", "peak", "beside", "two lar
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The table's rows, in MB."""
     return [
-        [r["kind"], r["scheme"], *(f"{r[key] / 1e6:.1f}" for key in ("checkpoint", "final", "peak", "beside", "two_largest")),
-         "yes" if r["beside"] <= r["two_largest"] else "NO"] for r in rows
-    ]  # fmt: skip
+        [
+            r["kind"],
+            r["scheme"],
+            *(f"{r[key] / 1e6:.1f}" for key in ("checkpoint", "final", "peak", "beside", "two_largest")),
+            "yes" if r["beside"] <= r["two_largest"] else "NO",
+        ]
+        for r in rows
+    ]
 
 
 @click.command()
 @click.option("--gigabytes", type=float, default=1.0, show_default=True, help="Of the bfloat16 model.")
 @click.option("--kind", "only", type=click.Choice(list(KINDS)), help="One kind of model; default: all.")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write; default: the system's temporary folder.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to write; default: the system's temporary folder.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures here as JSON.")
 def main(gigabytes: float, only: str | None, folder: Path | None, out: Path | None) -> None:
     """Measure the peak memory of loading with quantization."""
@@ -163,7 +215,10 @@ def main(gigabytes: float, only: str | None, folder: Path | None, out: Path | No
             for scheme in SCHEMES[kind]:
                 rows.append({"kind": kind, **measure(made, scheme, policy)})
                 if out:
-                    about = environment(place("cpu").target, f"python -m gristmill.bench.loading_memory --gigabytes {gigabytes:g}")
+                    about = environment(
+                        place("cpu").target,
+                        f"python -m gristmill.bench.loading_memory --gigabytes {gigabytes:g}",
+                    )
                     out.parent.mkdir(parents=True, exist_ok=True)
                     out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
         finally:

@@ -51,10 +51,16 @@ def readers(made: Made) -> list[Any]:
 
 def loaded(made: Made) -> list[Any]:
     """Every parameter by the runtime's loader."""
-    weights = Weights(opened(made.path), made.table, torch.bfloat16, torch.device("cpu"), None, open_format(made.config))
+    weights = Weights(
+        opened(made.path), made.table, torch.bfloat16, torch.device("cpu"), None, open_format(made.config)
+    )
     held = []
     for weight in made.table.weights:
-        held += [weights.linear(weight.target)] if weight.stacked else [part.weight for part in weights.parts(weight.target)]
+        held += (
+            [weights.linear(weight.target)]
+            if weight.stacked
+            else [part.weight for part in weights.parts(weight.target)]
+        )
     weights.finish()
     return held
 
@@ -64,7 +70,12 @@ def packed(made: Made) -> list[Any]:
     return [pack(weight, "plain_v1") for weight in loaded(made)]
 
 
-CALLS: dict[str, Callable[[Made], list[Any]]] = {"safetensors": copied, "reader": readers, "loader": loaded, "packed": packed}
+CALLS: dict[str, Callable[[Made], list[Any]]] = {
+    "safetensors": copied,
+    "reader": readers,
+    "loader": loaded,
+    "packed": packed,
+}
 
 
 def read_bytes() -> int:
@@ -80,7 +91,11 @@ def turn(who: str, made: Made) -> dict[str, float]:
     pack(quantize(torch.ones(16, 32), "int4_g32"), "plain_v1")  # everything is imported
     before, wall, cpu = read_bytes(), time.perf_counter(), time.process_time()
     held = CALLS[who](made)
-    found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "disk": float(read_bytes() - before)}
+    found = {
+        "wall": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "disk": float(read_bytes() - before),
+    }
     del held
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
     if trim is not None:

@@ -10,15 +10,40 @@ import click
 from gristmill.bench.shapes import MIX, MIXES, Call, Step, calls, load_config, model_names
 
 _OPTIONS = (
-    click.option("--model", metavar="M", help=f"A config.json, a checkpoint's directory, or one of {', '.join(model_names())}."),
-    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="With --model: tensor-parallel size."),
-    click.option("--weights", metavar="S", help="With --model: a quantization scheme, instead of the checkpoint's."),
-    click.option("--mix", type=click.Choice([*MIXES]), multiple=True,
-                 help="With --model: named steps, together with those of --decode and --prefill. Default: serve."),
-    click.option("--decode", metavar="NxC", multiple=True,
-                 help="With --model: a decode step of N sequences of C tokens; NxC*W gives it a weight. Repeatable."),
-    click.option("--prefill", metavar="NxT", multiple=True, help="With --model: a prefill step of N prompts of T tokens."),
-)  # fmt: skip
+    click.option(
+        "--model",
+        metavar="M",
+        help=f"A config.json, a checkpoint's directory, or one of {', '.join(model_names())}.",
+    ),
+    click.option(
+        "--tp",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="With --model: tensor-parallel size.",
+    ),
+    click.option(
+        "--weights", metavar="S", help="With --model: a quantization scheme, instead of the checkpoint's."
+    ),
+    click.option(
+        "--mix",
+        type=click.Choice([*MIXES]),
+        multiple=True,
+        help="With --model: named steps, together with those of --decode and --prefill. Default: serve.",
+    ),
+    click.option(
+        "--decode",
+        metavar="NxC",
+        multiple=True,
+        help="With --model: a decode step of N sequences of C tokens; NxC*W gives it a weight. Repeatable.",
+    ),
+    click.option(
+        "--prefill",
+        metavar="NxT",
+        multiple=True,
+        help="With --model: a prefill step of N prompts of T tokens.",
+    ),
+)
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,13 +54,21 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def model_calls(
-    model: str | None, tp: int, weights: str | None, decode: tuple[str, ...], prefill: tuple[str, ...], mix: tuple[str, ...] = (),
-) -> list[Call]:  # fmt: skip
+    model: str | None,
+    tp: int,
+    weights: str | None,
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...],
+    mix: tuple[str, ...] = (),
+) -> list[Call]:
     """The calls that the options name; [] without --model. UsageError for the others without it."""
     if model is None:
         if tp != 1 or weights or decode or prefill or mix:
             raise click.UsageError("--tp, --weights, --mix, --decode and --prefill go with --model")
         return []
-    steps = [*(step for name in mix for step in MIXES[name]), *(Step.decode(text) for text in decode),
-             *(Step.prefill(text) for text in prefill)]  # fmt: skip
+    steps = [
+        *(step for name in mix for step in MIXES[name]),
+        *(Step.decode(text) for text in decode),
+        *(Step.prefill(text) for text in prefill),
+    ]
     return calls(load_config(model), tp, steps or MIX, weights)

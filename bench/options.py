@@ -45,7 +45,13 @@ def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
     """Every kernel and configuration worth trying: those that can run, less what the cost models rule out, large spaces
     sampled. every: all of them."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if not why_not(k, job.problem, here)]
-    kernels = [k for k in kernels if k.auto and not here.policy.excludes(k.name) and not (k.language == "triton" and here.device == "cpu")]
+    kernels = [
+        k
+        for k in kernels
+        if k.auto
+        and not here.policy.excludes(k.name)
+        and not (k.language == "triton" and here.device == "cpu")
+    ]
     estimates = {k.name: k.estimate(job.problem, here.target) if k.estimate else None for k in kernels}
     best = min((us for us in estimates.values() if us is not None), default=None)
     found: list[Option] = []

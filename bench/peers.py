@@ -28,12 +28,29 @@ PEERS = (
     Peer("gemlite", "gemlite", ("linear",), ("nvidia", "amd")),
     Peer("torchao", "torchao", ("linear",), ("nvidia", "cpu")),
     Peer("humming", "humming-kernels", ("grouped_linear", "moe"), ("nvidia",)),
-    Peer("flashinfer", "flashinfer-python",
-         ("fused_add_rms_norm", "rotary_embedding", "silu_and_mul", "sample", "reshape_and_cache", "varlen_attention", "moe"), ("nvidia",)),
-    Peer("onnxruntime", "onnxruntime", ("linear",), ("cpu",),
-         "its MatMulNBits is fast only over constant weights that a session packs for itself, and cannot follow content rewritten in place"),
+    Peer(
+        "flashinfer",
+        "flashinfer-python",
+        (
+            "fused_add_rms_norm",
+            "rotary_embedding",
+            "silu_and_mul",
+            "sample",
+            "reshape_and_cache",
+            "varlen_attention",
+            "moe",
+        ),
+        ("nvidia",),
+    ),
+    Peer(
+        "onnxruntime",
+        "onnxruntime",
+        ("linear",),
+        ("cpu",),
+        "its MatMulNBits is fast only over constant weights that a session packs for itself, and cannot follow content rewritten in place",
+    ),
     Peer("onnxruntime", "onnxruntime", ("fused_add_rms_norm", "rotary_embedding", "moe"), ("cpu",)),
-)  # fmt: skip
+)
 
 
 def unwrapped(op: Op, here: Place) -> dict[str, str]:

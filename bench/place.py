@@ -51,7 +51,11 @@ def imported(here: Place, kernels: Iterable[Kernel]) -> Place:
 
     Selection and lists take "only an import can tell" for an answer; whoever measures a kernel means it.
     """
-    fit = [k for k in kernels if here.device is not None and not k.requires.check_hardware(here.target, here.build)]
+    fit = [
+        k
+        for k in kernels
+        if here.device is not None and not k.requires.check_hardware(here.target, here.build)
+    ]
     if not any(here.build.why_not_offer(offer) for kernel in fit for offer in kernel.requires.offers):
         return here
     from gristmill.autotune import clock
@@ -59,8 +63,10 @@ def imported(here: Place, kernels: Iterable[Kernel]) -> Place:
     before = clock.originals()
     build = imported_build(here.build, fit)
     if changed := clock.tampered(before):
-        raise RuntimeError(f"a module that {', '.join(k.name for k in fit)} need replaced {changed} when it was imported; "
-                           "no time could be trusted: leave its kernel out with --kernels")  # fmt: skip
+        raise RuntimeError(
+            f"a module that {', '.join(k.name for k in fit)} need replaced {changed} when it was imported; "
+            "no time could be trusted: leave its kernel out with --kernels"
+        )
     return replace(here, build=build)
 
 

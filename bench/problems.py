@@ -30,11 +30,20 @@ class Asked:
 
 _OPTIONS = (
     click.argument("op_name", metavar="[OP]", required=False),
-    click.option("--problem", "problem_texts", metavar="P", multiple=True,
-                 help="A problem of OP; | separates alternatives, as in m=1|16,n=4096. May be given several times."),
-    click.option("--suite", metavar="S", help=f"A set of problems: OP's {' or '.join(OF_AN_OPERATION)}, "
-                 f"{', '.join(suite_names())}, or a file of one."),
-)  # fmt: skip
+    click.option(
+        "--problem",
+        "problem_texts",
+        metavar="P",
+        multiple=True,
+        help="A problem of OP; | separates alternatives, as in m=1|16,n=4096. May be given several times.",
+    ),
+    click.option(
+        "--suite",
+        metavar="S",
+        help=f"A set of problems: OP's {' or '.join(OF_AN_OPERATION)}, "
+        f"{', '.join(suite_names())}, or a file of one.",
+    ),
+)
 
 
 def problem_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,20 +59,27 @@ def asked(op_name: str | None, texts: Sequence[str], suite: str | None, calls: S
     UsageError when that is nothing, or more than one of them.
     """
     if sum(map(bool, (texts, suite, calls))) > 1:
-        raise click.UsageError("--problem, --suite and --model are three ways to say which problems: give one of them")
+        raise click.UsageError(
+            "--problem, --suite and --model are three ways to say which problems: give one of them"
+        )
     op = default_registry().op(op_name) if op_name is not None else None
     if calls:
         weights: dict[tuple[str, str], float] = {}
         for call in calls:
             weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
         registry = default_registry()
-        found = [Asked(registry.op(name), registry.op(name).problem(text), weight) for (name, text), weight in weights.items()]
+        found = [
+            Asked(registry.op(name), registry.op(name).problem(text), weight)
+            for (name, text), weight in weights.items()
+        ]
     elif suite and suite not in OF_AN_OPERATION:
         found = [Asked(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
     elif op is None:
         raise click.UsageError("name an operation, a suite with --suite, or a model with --model")
     else:
-        found = [Asked(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))]
+        found = [
+            Asked(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))
+        ]
     found = [one for one in found if op is None or one.op.name == op.name]
     if not found:
         raise click.UsageError(f"there is no problem of {op_name} in {suite or 'the model'}")
@@ -75,7 +91,9 @@ def concrete(op: Op, texts: Sequence[str]) -> list[Problem]:
     problems = [op.problem(text) for line in texts for text in expand(line)]
     for problem in problems:
         if problem.open_axes:
-            raise click.UsageError(f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value")
+            raise click.UsageError(
+                f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value"
+            )
     return problems
 
 
@@ -87,11 +105,15 @@ def named(op: Op, patterns: str) -> list[Kernel]:
         matches = [k for k in kernels if fnmatch(k.name, pattern)]
         if not matches:
             if any(c in pattern for c in "*?["):
-                raise UnknownError(f"no kernel of {op.name} matches {pattern!r}; they are {', '.join(k.name for k in kernels)}")
+                raise UnknownError(
+                    f"no kernel of {op.name} matches {pattern!r}; they are {', '.join(k.name for k in kernels)}"
+                )
             matches = [default_registry().kernel(op.name, pattern)]
         found += [k for k in matches if k not in found]
     if not found:
-        raise UnknownError(f"{patterns!r} names no kernel of {op.name}; they are {', '.join(k.name for k in kernels)}")
+        raise UnknownError(
+            f"{patterns!r} names no kernel of {op.name}; they are {', '.join(k.name for k in kernels)}"
+        )
     return found
 
 
@@ -106,7 +128,9 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
         return {ops[0].name: named(ops[0], patterns)}
     found: dict[str, list[Kernel]] = {op.name: [] for op in ops}
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        matches = [k for op in ops for k in default_registry().kernels_of(op.name) if fnmatch(k.name, pattern)]
+        matches = [
+            k for op in ops for k in default_registry().kernels_of(op.name) if fnmatch(k.name, pattern)
+        ]
         if not matches:
             raise UnknownError(f"no kernel of {', '.join(op.name for op in ops)} matches {pattern!r}")
         for kernel in matches:
@@ -123,12 +147,16 @@ def configured(kernel: Kernel, problem: Problem, here: Place, text: str) -> Conf
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name.strip() not in config:
-            raise click.UsageError(f"--config: {kernel.name} has no {name.strip()!r} in its configuration; it has {', '.join(config) or 'nothing'}")
+            raise click.UsageError(
+                f"--config: {kernel.name} has no {name.strip()!r} in its configuration; it has {', '.join(config) or 'nothing'}"
+            )
         kind = type(config[name.strip()])
         try:
             config[name.strip()] = value.strip() == "True" if kind is bool else kind(value.strip())
         except ValueError as error:
-            raise click.UsageError(f"--config: {name.strip()} wants {kind.__name__}, got {value!r}") from error
+            raise click.UsageError(
+                f"--config: {name.strip()} wants {kind.__name__}, got {value!r}"
+            ) from error
     return config
 
 
@@ -140,15 +168,24 @@ def baseline_of(op: Op, problem: Problem, pattern: str, here: Place) -> Kernel:
 
 def able(op: Op, here: Place) -> list[Kernel]:
     """Kernels that the hardware and this installation can run; on a CPU none that Triton would interpret."""
-    kernels = [k for k in default_registry().kernels_of(op.name) if not k.requires.check_hardware(here.target, here.build)
-               and not k.requires.check_build(here.target, here.build)]  # fmt: skip
+    kernels = [
+        k
+        for k in default_registry().kernels_of(op.name)
+        if not k.requires.check_hardware(here.target, here.build)
+        and not k.requires.check_build(here.target, here.build)
+    ]
     return [k for k in kernels if not (k.language == "triton" and here.device == "cpu")]
 
 
 def missing_peers(op: Op, here: Place) -> list[Kernel]:
     """Other libraries' kernels that this hardware could run and this installation cannot: gaps to be named."""
-    return [k for k in default_registry().kernels_of(op.name) if k.provider != "gristmill"
-            and not k.requires.check_hardware(here.target, here.build) and k.requires.check_build(here.target, here.build)]  # fmt: skip
+    return [
+        k
+        for k in default_registry().kernels_of(op.name)
+        if k.provider != "gristmill"
+        and not k.requires.check_hardware(here.target, here.build)
+        and k.requires.check_build(here.target, here.build)
+    ]
 
 
 def here_or_refuse(here: Place) -> str:

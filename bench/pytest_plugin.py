@@ -84,9 +84,14 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
     """
 
     def run(
-        op: str, problem: str, kernel: str | Kernel | None = None, *, target: str | None = None, hot: bool = False,
+        op: str,
+        problem: str,
+        kernel: str | Kernel | None = None,
+        *,
+        target: str | None = None,
+        hot: bool = False,
         rounds: int = ROUNDS,
-    ) -> KernelTimes:  # fmt: skip
+    ) -> KernelTimes:
         from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
         from gristmill.bench.compare import verified
 
@@ -98,7 +103,9 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
         # On a GPU a fault ends the context, and with it every test that comes later: it may happen in a child process first.
         if here.device != "cpu" and (wrong := verified(known, chosen, config, asked, here.device)):
             raise WrongResultError(f"{chosen.name}: {wrong}")
-        arm = KernelArm(chosen, config, shared_rotations(known, asked, here.device, [chosen], hot=hot)[chosen.name])
+        arm = KernelArm(
+            chosen, config, shared_rotations(known, asked, here.device, [chosen], hot=hot)[chosen.name]
+        )
         samples: list[float] = []
 
         def sample() -> None:
@@ -115,11 +122,21 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
         arm.conclude()
         cost, us = known.cost(asked), statistics.median(samples)
         benchmark.extra_info |= {
-            "op": op, "problem": str(asked), "kernel": chosen.name, "config": dict(config), "target": here.target.name,
-            "device": here.target.device, "timing": arm.timing, "error": arm.error, "tolerance": known.tolerance(asked).limit,
-            "gbs": cost.bytes / us / 1e3, "tflops": cost.flops / us / 1e6,
-        }  # fmt: skip
-        return KernelTimes(chosen.name, us, tuple(samples), arm.error, known.tolerance(asked).limit, arm.timing)
+            "op": op,
+            "problem": str(asked),
+            "kernel": chosen.name,
+            "config": dict(config),
+            "target": here.target.name,
+            "device": here.target.device,
+            "timing": arm.timing,
+            "error": arm.error,
+            "tolerance": known.tolerance(asked).limit,
+            "gbs": cost.bytes / us / 1e3,
+            "tflops": cost.flops / us / 1e6,
+        }
+        return KernelTimes(
+            chosen.name, us, tuple(samples), arm.error, known.tolerance(asked).limit, arm.timing
+        )
 
     return run
 
@@ -133,7 +150,10 @@ def _chosen(op: Op, kernel: str | Kernel | None, problem: Problem, here: Place) 
         return best.kernel, best.config or {}
     found = default_registry().kernel(op.name, kernel) if isinstance(kernel, str) else kernel
     here = imported(here, [found])
-    if against := [*found.requires.check_hardware(here.target, here.build), *found.requires.check_build(here.target, here.build)]:
+    if against := [
+        *found.requires.check_hardware(here.target, here.build),
+        *found.requires.check_build(here.target, here.build),
+    ]:
         pytest.skip(f"{found.name} cannot run here: {'; '.join(against)}")
     if refusal := found.accepts(problem):
         raise ValueError(f"{found.name} does not take {problem}: {refusal}")

@@ -54,20 +54,56 @@ Case = tuple[str, str, str]
 
 def cases(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str]) -> list[Case]:
     """All rows, the models as they are first."""
-    return [(model, FLOAT, "rtn") for model in models] + [(m, s, how) for s in schemes for m in models for how in methods]
+    return [(model, FLOAT, "rtn") for model in models] + [
+        (m, s, how) for s in schemes for m in models for how in methods
+    ]
 
 
 def command(case: Case, settings: Settings, out: str = "OUT") -> str:
     """The shell command that measures a row."""
     model, scheme, method = case
-    evaluate = ["gristmill", "eval", "--model", model if scheme == FLOAT else out, "--quant", "fp32", "--dtype", "fp32"]
-    evaluate += ["--tokens", settings.tokens, "--window", str(settings.window), "--windows", str(settings.windows)]
+    evaluate = [
+        "gristmill",
+        "eval",
+        "--model",
+        model if scheme == FLOAT else out,
+        "--quant",
+        "fp32",
+        "--dtype",
+        "fp32",
+    ]
+    evaluate += [
+        "--tokens",
+        settings.tokens,
+        "--window",
+        str(settings.window),
+        "--windows",
+        str(settings.windows),
+    ]
     evaluate += ["--device", settings.device]
     if scheme == FLOAT:
         return shlex.join(evaluate)
-    quantize = ["gristmill", "quantize", "--model", model, "--quant", scheme, "--out", out, "--method", method]
+    quantize = [
+        "gristmill",
+        "quantize",
+        "--model",
+        model,
+        "--quant",
+        scheme,
+        "--out",
+        out,
+        "--method",
+        method,
+    ]
     if method != "rtn":
-        quantize += ["--calibration", settings.tokens, "--first", str(settings.first), "--window", str(settings.calibration_window)]
+        quantize += [
+            "--calibration",
+            settings.tokens,
+            "--first",
+            str(settings.first),
+            "--window",
+            str(settings.calibration_window),
+        ]
         quantize += ["--windows", str(settings.calibration_windows), "--device", settings.device]
     return f"{shlex.join(quantize)} && {shlex.join(evaluate)}"
 
@@ -94,21 +130,36 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
         if scheme != FLOAT:
             directory = Path(folder) / "out"
             chosen = make_method(
-                method, model, None if method == "rtn" else tokens[settings.first :], window=settings.calibration_window,
-                windows=settings.calibration_windows, device=settings.device,
-            )  # fmt: skip
+                method,
+                model,
+                None if method == "rtn" else tokens[settings.first :],
+                window=settings.calibration_window,
+                windows=settings.calibration_windows,
+                device=settings.device,
+            )
             table, parsed = model_table(load_config(model)), QuantScheme.parse(scheme)
             notes = write_quantized(Path(model), directory, table, parsed, method=chosen)["notes"]
         llm = LLM(
-            directory, dtype="fp32", quant="fp32", device=settings.device, max_batch_tokens=max(2048, settings.window),
+            directory,
+            dtype="fp32",
+            quant="fp32",
+            device=settings.device,
+            max_batch_tokens=max(2048, settings.window),
             num_blocks=4 * -(-settings.window // 16),
-        )  # fmt: skip
+        )
         found = evaluate(llm.engine, tokens, settings.window, settings.windows)
     return {
-        "model": Path(model).name, "scheme": scheme, "method": method, "loss": found.loss, "perplexity": found.perplexity,
-        "tokens": found.tokens, "seconds": round(time.perf_counter() - begin, 1), "notes": notes, "command": command(case, settings),
+        "model": Path(model).name,
+        "scheme": scheme,
+        "method": method,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "tokens": found.tokens,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "notes": notes,
+        "command": command(case, settings),
         "window_losses": [round(loss, 6) for loss in found.window_losses],
-    }  # fmt: skip
+    }
 
 
 def sweep(todo: Sequence[Case], settings: Settings, jobs: int, seconds: float) -> Iterator[dict[str, Any]]:
@@ -125,12 +176,22 @@ def sweep(todo: Sequence[Case], settings: Settings, jobs: int, seconds: float) -
                 yield future.result()
 
 
-def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], settings: Settings, out: Path, jobs: int, seconds: float) -> int:
+def run(
+    models: Sequence[str],
+    schemes: Sequence[str],
+    methods: Sequence[str],
+    settings: Settings,
+    out: Path,
+    jobs: int,
+    seconds: float,
+) -> int:
     """Measure what `out` lacks; how many rows are still missing."""
     from gristmill.autotune.environment import environment
 
     wanted = cases(models, schemes, methods)
-    fixed = {name: value for name, value in asdict(settings).items() if name != "device"}  # which every row's command says
+    fixed = {
+        name: value for name, value in asdict(settings).items() if name != "device"
+    }  # which every row's command says
     data: dict[str, Any] = {"schema": SCHEMA, "settings": fixed, "runs": [], "rows": []}
     if out.exists():
         data = json.loads(out.read_text(encoding="utf-8"))
@@ -138,21 +199,30 @@ def run(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str], s
             raise SystemExit(f"{out} holds rows of other settings: {data['settings']}; name another file")
     have = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
     todo = [case for case in wanted if (Path(case[0]).name, *case[1:]) not in have]
-    order = {(Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))}
+    order = {
+        (Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))
+    }
     words = ["python", "-m", "gristmill.bench.quality", *sys.argv[1:]]
-    data["runs"].append(environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words)))
+    data["runs"].append(
+        environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words))
+    )
     for row in sweep(todo, settings, jobs, seconds):
         data["rows"].append(row | {"run": len(data["runs"]) - 1})
         data["rows"].sort(key=lambda r: order.get((r["model"], r["scheme"], r["method"]), len(order)))
         replace(out, _text(data))
-        print(f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s", flush=True)
+        print(
+            f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s",
+            flush=True,
+        )
     found = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
     return sum((Path(case[0]).name, *case[1:]) not in found for case in wanted)
 
 
 def _text(data: dict[str, Any]) -> str:
     """JSON, a row a line."""
-    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1).removesuffix("\n}")
+    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1).removesuffix(
+        "\n}"
+    )
     rows = ",\n  ".join(json.dumps(row) for row in data["rows"])
     return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
 
@@ -171,8 +241,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that")
     parser.add_argument("--out", type=Path, help="result file, JSON; rows that it has are not measured again")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a result file, and do nothing else")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="write that table between the marks of a document")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="print the table of a result file, and do nothing else"
+    )
+    parser.add_argument(
+        "--readme", type=Path, metavar="FILE", help="write that table between the marks of a document"
+    )
     given = parser.parse_args()
     if given.table is not None:
         text = render(json.loads(given.table.read_text(encoding="utf-8")))
@@ -188,7 +262,15 @@ def main() -> int:
     settings = Settings(
         given.tokens, given.window, given.windows, given.first, 512, given.calibration_windows, given.device
     )
-    missing = run(given.models, given.schemes.split(","), given.methods.split(","), settings, given.out, given.jobs, given.seconds)
+    missing = run(
+        given.models,
+        given.schemes.split(","),
+        given.methods.split(","),
+        settings,
+        given.out,
+        given.jobs,
+        given.seconds,
+    )
     print(f"{missing} rows missing" if missing else "all rows measured")
     return 1 if missing else 0
 

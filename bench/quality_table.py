@@ -18,7 +18,11 @@ def render(data: Mapping[str, Any]) -> str:
     """
     rows = {(row["model"], row["scheme"], row["method"]): row for row in data["rows"]}
     models = list(dict.fromkeys(model for model, scheme, _ in rows if scheme == "float"))
-    head = ["format", "bits a weight", *(f"{model}: {name}" if name == "nearest" else name for model in models for name in NAMES.values())]
+    head = [
+        "format",
+        "bits a weight",
+        *(f"{model}: {name}" if name == "nearest" else name for model in models for name in NAMES.values()),
+    ]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for scheme in dict.fromkeys(row["scheme"] for row in data["rows"]):
         cells = [_cell(rows.get((model, scheme, method))) for model in models for method in NAMES]
@@ -36,7 +40,10 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def _sentence(model: str, rows: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> str:
     plain = rows[model, "float", "rtn"]["loss"]
     lost = {m: rows[model, "int4_g128", m]["loss"] - plain for m in NAMES if (model, "int4_g128", m) in rows}
-    parts = [f"{NAMES[m]} {value:+.4f}" + (f" ({value / lost['rtn']:.0%})" if m != "rtn" else "") for m, value in lost.items()]
+    parts = [
+        f"{NAMES[m]} {value:+.4f}" + (f" ({value / lost['rtn']:.0%})" if m != "rtn" else "")
+        for m, value in lost.items()
+    ]
     return f"{model} in `int4_g128`, nats a token over the model as stored: {', '.join(parts)}."
 
 

@@ -84,16 +84,32 @@ class Studied:
         """The row of JSON and result files: the best candidate's time as `us`, and those near it."""
         best_us = None if self.best is None else self.judged_us(self.best)
         picked = set(self.picks.values())
-        near = [key for key in self.times if best_us is not None and (key in picked or self.judged_us(key) <= SHOWN * best_us)]
+        near = [
+            key
+            for key in self.times
+            if best_us is not None and (key in picked or self.judged_us(key) <= SHOWN * best_us)
+        ]
         return {
-            "op": self.job.op.name, "problem": str(self.job.problem), "kernel": self.best[0] if self.best else "",
-            "config": self.configs[self.best] if self.best else None, "us": best_us, "exact": self.exact,
-            "candidates": len(self.times), "missing": self.missing, "wrong": self.wrong,
-            "picks": {name: {"kernel": k, "config": c, "us": self.judged_us((k, c)), "regret": self.regrets[name]}
-                      for name, (k, c) in self.picks.items()},
-            "near": [{"kernel": k, "config": c, "samples": self.times[k, c]} for k, c in sorted(near, key=self.judged_us)],
-            "times": self._table(), "seconds": round(self.seconds, 2),
-        }  # fmt: skip
+            "op": self.job.op.name,
+            "problem": str(self.job.problem),
+            "kernel": self.best[0] if self.best else "",
+            "config": self.configs[self.best] if self.best else None,
+            "us": best_us,
+            "exact": self.exact,
+            "candidates": len(self.times),
+            "missing": self.missing,
+            "wrong": self.wrong,
+            "picks": {
+                name: {"kernel": k, "config": c, "us": self.judged_us((k, c)), "regret": self.regrets[name]}
+                for name, (k, c) in self.picks.items()
+            },
+            "near": [
+                {"kernel": k, "config": c, "samples": self.times[k, c]}
+                for k, c in sorted(near, key=self.judged_us)
+            ],
+            "times": self._table(),
+            "seconds": round(self.seconds, 2),
+        }
 
     def _table(self) -> dict[str, dict[str, Any]]:
         """The judged time of every candidate by kernel: the names of a configuration's parts once, then their values."""
@@ -101,14 +117,23 @@ class Studied:
         for kernel, config in sorted(self.times, key=self.judged_us):
             names = ",".join(part.partition("=")[0] for part in config.split(","))
             values = ",".join(part.partition("=")[2] for part in config.split(","))
-            found.setdefault(kernel, {"of": names, "us": {}})["us"][values] = round(self.judged_us((kernel, config)), 3)
+            found.setdefault(kernel, {"of": names, "us": {}})["us"][values] = round(
+                self.judged_us((kernel, config)), 3
+            )
         return found
 
 
 def study(
-    jobs: Sequence[Job], here: Place, store: Store, *, seconds: float, workers: int = 2, seed: int = 0,
-    tell: Callable[[str], None] = lambda text: None, each: Callable[[Studied], None] = lambda one: None,
-) -> list[Studied]:  # fmt: skip
+    jobs: Sequence[Job],
+    here: Place,
+    store: Store,
+    *,
+    seconds: float,
+    workers: int = 2,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+    each: Callable[[Studied], None] = lambda one: None,
+) -> list[Studied]:
     """Study `jobs`, drawn in an order of their own so that what a deadline leaves is a fair sample; then ask the stores.
 
     each: called with every problem when it has been timed (regrets come at the end, since stores are made of all).
@@ -127,8 +152,12 @@ def study(
             if now() - begin > seconds:
                 break
             candidates = {str(job.problem): _candidates(job, here, store) for job in burst}
-            asked = [(job, option) for job in burst for option in candidates[str(job.problem)]
-                     if _key(job, option) not in outcomes]  # fmt: skip
+            asked = [
+                (job, option)
+                for job in burst
+                for option in candidates[str(job.problem)]
+                if _key(job, option) not in outcomes
+            ]
             tell(f"{first + 1}/{len(jobs)}: verifying {len(asked)} candidates of {len(burst)} problems")
             made, since = verify_all(asked, here, pool, begin + seconds), now()
             tell(f"{first + 1}/{len(jobs)}: verified {len(made)}; {seconds - now() + begin:.0f} s left")
@@ -137,7 +166,9 @@ def study(
             for number, job in enumerate(burst, first + 1):
                 if now() - begin > seconds:
                     break
-                tell(f"{number}/{len(jobs)} {job.op.name} {job.problem}: {seconds - now() + begin:.0f} s left")
+                tell(
+                    f"{number}/{len(jobs)} {job.op.name} {job.problem}: {seconds - now() + begin:.0f} s left"
+                )
                 one = _time(job, candidates[str(job.problem)], outcomes, here, store, random.Random(seed))
                 one.seconds, since = now() - since, now()
                 found.append(one)
@@ -158,13 +189,21 @@ def _candidates(job: Job, here: Place, store: Store) -> list[Option]:
     """Every option, and what the store would pick if that is another configuration still."""
     found = options(job, here, every=True)
     picked = _pick(job, here, store)
-    if picked is not None and all((o.kernel.name, config_key(o.config)) != (picked[0].name, config_key(picked[1])) for o in found):
+    if picked is not None and all(
+        (o.kernel.name, config_key(o.config)) != (picked[0].name, config_key(picked[1])) for o in found
+    ):
         found.append(Option(*picked, False))
     return found
 
 
-def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verification], here: Place, store: Store,
-          chance: random.Random) -> Studied:  # fmt: skip
+def _time(
+    job: Job,
+    candidates: Sequence[Option],
+    outcomes: dict[Any, Verification],
+    here: Place,
+    store: Store,
+    chance: random.Random,
+) -> Studied:
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     own = [t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)]
@@ -186,14 +225,18 @@ def _time(job: Job, candidates: Sequence[Option], outcomes: dict[Any, Verificati
         one.configs[key] = dict(option.config)
         one.defaults |= {key} if option.default else set()
         try:
-            arms[key] = KernelArm(option.kernel, option.config, rotations[option.kernel.name], name=option.name, audited=False)
+            arms[key] = KernelArm(
+                option.kernel, option.config, rotations[option.kernel.name], name=option.name, audited=False
+            )
         except WrongResultError as error:
             one.wrong.append(f"{option.name}: {error}")
     if not arms:
         return one
     once = {key: arm.sample() for key, arm in arms.items()}
     far = HOPELESS * min(once.values())
-    once |= {key: min(us, arms[key].sample()) for key, us in once.items() if us > far}  # it may have been disturbed
+    once |= {
+        key: min(us, arms[key].sample()) for key, us in once.items() if us > far
+    }  # it may have been disturbed
     heat = Heat([arm for key, arm in arms.items() if once[key] <= far])
     heat.run(1, chance)
     best_us = min(us for times in heat.times.values() for us in times)
@@ -223,7 +266,9 @@ def ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[V
         stores = {
             "store": _with(failed, store.timings),
             "tuned": _with(failed, [t for timings in tuned.values() for t in timings]),
-            "left out": _with(failed, [t for problem, timings in tuned.items() if problem != mine for t in timings]),
+            "left out": _with(
+                failed, [t for problem, timings in tuned.items() if problem != mine for t in timings]
+            ),
         }
         for name, held in stores.items():
             picked = _pick(one.job, here, held, {kernel for kernel, _ in one.times})
@@ -236,12 +281,26 @@ def _remembered(one: Studied, here: Place) -> list[Timing]:
     """What a tuning by the first rounds would have written."""
     order = sorted(one.times, key=one.tuned_us)
     within = KEEP_WITHIN * one.tuned_us(order[0])
-    near = {key[0]: key for key in reversed(order) if one.tuned_us(key) <= within}  # the fastest of each kernel
-    kept = dict.fromkeys([*order[:FINALISTS], *near.values(), *[key for key in order if key in one.defaults][:1]])
+    near = {
+        key[0]: key for key in reversed(order) if one.tuned_us(key) <= within
+    }  # the fastest of each kernel
+    kept = dict.fromkeys(
+        [*order[:FINALISTS], *near.values(), *[key for key in order if key in one.defaults][:1]]
+    )
     registry, op = default_registry(), one.job.op.name
-    return [Timing(op=op, kernel=kernel, code=registry.kernel(op, kernel).code_hash(), config=one.configs[kernel, config],
-                   problem=str(one.job.problem), target=target_key(here.target), toolchain=here.build.key(),
-                   us=one.tuned_us((kernel, config))) for kernel, config in kept]  # fmt: skip
+    return [
+        Timing(
+            op=op,
+            kernel=kernel,
+            code=registry.kernel(op, kernel).code_hash(),
+            config=one.configs[kernel, config],
+            problem=str(one.job.problem),
+            target=target_key(here.target),
+            toolchain=here.build.key(),
+            us=one.tuned_us((kernel, config)),
+        )
+        for kernel, config in kept
+    ]
 
 
 def _with(failed: Sequence[Verification], timings: Sequence[Timing]) -> Store:
@@ -290,6 +349,7 @@ def _regret(pairs: Sequence[tuple[Studied, float]]) -> Regret | None:
     one, worst = max(pairs, key=lambda pair: pair[1])
     mean = math.exp(statistics.mean(math.log1p(r) for _, r in pairs)) - 1
     return Regret(len(pairs), mean, worst, str(one.job.problem), statistics.median(r for _, r in pairs))
+
 
 def unknown(found: Sequence[Studied], name: str) -> int:
     """Problems whose pick by the store `name` was not timed: it was wrong, or (from a file) no candidate then."""

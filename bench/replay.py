@@ -40,17 +40,27 @@ def _place(environment: dict[str, Any]) -> Place:
     there = place(known.alias if known else environment["target"])
     keyed = dict(part.partition("=")[::2] for part in str(environment.get("toolchain") or "").split(","))
     packages = {name: str(keyed[name]) for name in ("torch", "triton") if name in keyed}
-    build = replace(there.build, packages=Build.of({**dict(there.build.packages), **packages}).packages,
-                    python=str(environment.get("python") or ""), library=keyed.get("lib", ""), driver=keyed.get("driver", ""))  # fmt: skip
-    return replace(there, build=build, target=replace(there.target, device=str(environment.get("device") or "")))
+    build = replace(
+        there.build,
+        packages=Build.of({**dict(there.build.packages), **packages}).packages,
+        python=str(environment.get("python") or ""),
+        library=keyed.get("lib", ""),
+        driver=keyed.get("driver", ""),
+    )
+    return replace(
+        there, build=build, target=replace(there.target, device=str(environment.get("device") or ""))
+    )
 
 
 def _studied(row: dict[str, Any], here: Place, store: Store) -> Studied:
     op = default_registry().op(row["op"])
     job = Job(op, op.problem(row["problem"]))
     kernels = {k.name: k for k in default_registry().kernels_of(op.name)}
-    one = Studied(job, exact=any(t.problem == str(job.problem) for t in store.times(op.name, target_key(here.target))),
-                  missing=int(row["missing"]))  # fmt: skip
+    one = Studied(
+        job,
+        exact=any(t.problem == str(job.problem) for t in store.times(op.name, target_key(here.target))),
+        missing=int(row["missing"]),
+    )
     for kernel, table in row.get("times", {}).items():
         names = table["of"].split(",")
         for values, us in table["us"].items():

@@ -40,14 +40,29 @@ class Again:
         """The row of JSON."""
         found = self.found
         return {
-            "op": self.row["op"], "problem": self.row["problem"], "kernel": self.row["kernel"], "verdict": self.verdict,
-            "then_us": self.then_us, "now_us": self.now_us, "ratio": found.ratio if found else None,
-            "low": found.low if found else None, "high": found.high if found else None, "error": self.error,
-            "then_error": self.row.get("error"), "reason": self.reason,
-        }  # fmt: skip
+            "op": self.row["op"],
+            "problem": self.row["problem"],
+            "kernel": self.row["kernel"],
+            "verdict": self.verdict,
+            "then_us": self.then_us,
+            "now_us": self.now_us,
+            "ratio": found.ratio if found else None,
+            "low": found.low if found else None,
+            "high": found.high if found else None,
+            "error": self.error,
+            "then_error": self.row.get("error"),
+            "reason": self.reason,
+        }
 
 
-def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, tell: Callable[[str], None] = lambda text: None) -> list[Again]:
+def rerun(
+    data: dict[str, Any],
+    here: Place,
+    rule: Rule,
+    *,
+    rounds: int = 16,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Again]:
     """Measure every row of a result file, at the configuration that it names, audited; and compare with what it says. Rows that had
     no time then and have none now do not differ, and are left out.
 
@@ -57,7 +72,15 @@ def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, te
     from gristmill.bench.arms import WrongResultError
 
     rows = data["rows"]
-    here = imported(here, [k for row in rows for k in default_registry().all_kernels() if (k.op, k.name) == (row["op"], row["kernel"])])
+    here = imported(
+        here,
+        [
+            k
+            for row in rows
+            for k in default_registry().all_kernels()
+            if (k.op, k.name) == (row["op"], row["kernel"])
+        ],
+    )
     found: list[Again] = []
     logs: list[list[float]] = []
     taken: list[tuple[int, float]] = []
@@ -76,7 +99,16 @@ def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, te
         else:
             middle = statistics.median(times)
             if then is None:
-                found.append(Again(row, NEW, None, middle, error=error, reason=f"had no time: {row.get('reason') or 'no reason was given'}"))
+                found.append(
+                    Again(
+                        row,
+                        NEW,
+                        None,
+                        middle,
+                        error=error,
+                        reason=f"had no time: {row.get('reason') or 'no reason was given'}",
+                    )
+                )
                 continue
             off = median_error(before)
             near = min(max(middle, then - off), then + off)
@@ -84,7 +116,9 @@ def rerun(data: dict[str, Any], here: Place, rule: Rule, *, rounds: int = 16, te
             logs.append([math.log(us / near) for us in times])
             found.append(Again(row, "", then, middle, error=error))
     for (place, scale), verdict in zip(taken, judge(logs, rule), strict=True):
-        of_then = replace(verdict, ratio=verdict.ratio * scale, low=verdict.low * scale, high=verdict.high * scale)
+        of_then = replace(
+            verdict, ratio=verdict.ratio * scale, low=verdict.low * scale, high=verdict.high * scale
+        )
         found[place] = replace(found[place], verdict=verdict.verdict, found=of_then, reason=verdict.reason)
     return found
 
@@ -115,7 +149,9 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
         raise _Gap(str(error)) from error
     if wrong:
         raise WrongResultError(f"{kernel.name}: {wrong}")
-    way = Way.parse(str(row.get("timing") or ""))  # files of before it was written: as a kernel is deployed, cold
+    way = Way.parse(
+        str(row.get("timing") or "")
+    )  # files of before it was written: as a kernel is deployed, cold
     try:
         rotation = shared_rotations(op, problem, device, [kernel], hot=way.hot)[kernel.name]
     except UnverifiableError as error:
@@ -123,7 +159,9 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
     arm = KernelArm(kernel, config, rotation, eager=way.eager, isolated=way.isolated)
     times: list[float] = []
     begin = now()
-    while not times or (now() - begin < SECONDS and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS):
+    while not times or (
+        now() - begin < SECONDS and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS
+    ):
         times += [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
     arm.conclude()
     return times, arm.error
@@ -135,4 +173,8 @@ def differences(data: dict[str, Any], here: Place) -> list[str]:
 
     then, now = data.get("environment", {}), environment(here.target, "")
     names = ("target", "device", "torch", "triton", "toolchain", "gristmill", "python")
-    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names if then.get(name) != now.get(name)]
+    return [
+        f"{name}: {then.get(name)} then, {now.get(name)} now"
+        for name in names
+        if then.get(name) != now.get(name)
+    ]

@@ -29,7 +29,13 @@ def record(here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str
 
     command = "kernelbench " + shlex.join(sys.argv[1:])
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"schema": SCHEMA, "when": when, "environment": environment(here.target, command), **more, "rows": [*rows]}
+    return {
+        "schema": SCHEMA,
+        "when": when,
+        "environment": environment(here.target, command),
+        **more,
+        "rows": [*rows],
+    }
 
 
 def write(path: str | Path, here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> None:
@@ -62,9 +68,13 @@ def read(path: str | Path) -> dict[str, Any]:
     """A result file; ResultError names what is wrong with it, FileNotFoundError that there is none."""
     data = parsed(path, "a result file of kernelbench")
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
-        raise ResultError(f"{path}: expected a result file of kernelbench, an object with rows; found {type(data).__name__}")
+        raise ResultError(
+            f"{path}: expected a result file of kernelbench, an object with rows; found {type(data).__name__}"
+        )
     if data.get("schema", SCHEMA) != SCHEMA:
-        raise ResultError(f"{path}: expected a result file of schema {SCHEMA}, found {data['schema']!r}: another version of kernelbench wrote it")
+        raise ResultError(
+            f"{path}: expected a result file of schema {SCHEMA}, found {data['schema']!r}: another version of kernelbench wrote it"
+        )
     if not isinstance(data.get("environment", {}), dict):
         raise ResultError(f"{path}: environment: expected an object, found {data['environment']!r}")
     for place, row in enumerate(data["rows"]):
@@ -80,7 +90,11 @@ def _fault(row: Any) -> str:
     for name in ("op", "problem", "kernel"):
         if not isinstance(row[name], str):
             return f"{name}: expected text, found {row[name]!r}"
-    for name, kind, what in (("timing", str, "text"), ("config", dict, "an object"), ("samples", list, "a list")):
+    for name, kind, what in (
+        ("timing", str, "text"),
+        ("config", dict, "an object"),
+        ("samples", list, "a list"),
+    ):
         if row.get(name) is not None and not isinstance(row[name], kind):
             return f"{name}: expected {what}, found {row[name]!r}"
     if row.get("us") is not None and not _is_time(row["us"]):
@@ -109,7 +123,9 @@ def command(row: dict[str, Any], target: str | None = None) -> str:
 
 def _tunable(row: dict[str, Any]) -> bool:
     """Whether the row's kernel, if there still is one, has other configurations than its default one."""
-    return any(k.name == row["kernel"] and k.space is not None for k in default_registry().kernels.get(row["op"], ()))
+    return any(
+        k.name == row["kernel"] and k.space is not None for k in default_registry().kernels.get(row["op"], ())
+    )
 
 
 def device_of(data: dict[str, Any]) -> str:

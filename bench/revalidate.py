@@ -74,20 +74,35 @@ class Group:
         """The row of JSON."""
         ratios = [one.ratio for one in self.again if one.ratio is not None]
         return {
-            "op": self.op, "kernel": self.kernel, "outcome": self.outcome, "records": len(self.records), "sampled": len(self.again),
-            "ratio": statistics.median(ratios) if ratios else None, "least": min(ratios, default=None), "most": max(ratios, default=None),
+            "op": self.op,
+            "kernel": self.kernel,
+            "outcome": self.outcome,
+            "records": len(self.records),
+            "sampled": len(self.again),
+            "ratio": statistics.median(ratios) if ratios else None,
+            "least": min(ratios, default=None),
+            "most": max(ratios, default=None),
             "reasons": [*(one.reason for one in self.again if one.reason), *self.untried],
-        }  # fmt: skip
+        }
 
 
 def groups(store: Store, here: Place) -> list[Group]:
     """The times of this device by the present code and another toolchain, of problems that the present one has no time of."""
     registry, found = default_registry(), {}
     own, tools = target_key(here.target), here.build.key()
-    known = {(t.op, t.kernel, t.problem, config_key(t.config), t.timing) for t in store.timings if t.target == own and t.toolchain == tools}
+    known = {
+        (t.op, t.kernel, t.problem, config_key(t.config), t.timing)
+        for t in store.timings
+        if t.target == own and t.toolchain == tools
+    }
     for timing in store.timings:
         kernel = next((k for k in registry.kernels.get(timing.op, ()) if k.name == timing.kernel), None)
-        if kernel is None or timing.target != own or timing.toolchain == tools or timing.code not in ("", kernel.code_hash()):
+        if (
+            kernel is None
+            or timing.target != own
+            or timing.toolchain == tools
+            or timing.code not in ("", kernel.code_hash())
+        ):
             continue
         if timing.toolchain.endswith(",interpreter") != here.build.triton_interpreter:
             continue  # interpreted kernels and compiled ones say nothing of each other
@@ -95,14 +110,21 @@ def groups(store: Store, here: Place) -> list[Group]:
             continue
         problem = store.problem(registry.op(timing.op), timing.problem)
         if problem is not None and not why_not(kernel, problem, here):
-            found.setdefault((timing.op, timing.kernel), Group(timing.op, timing.kernel, [])).records.append(timing)
+            found.setdefault((timing.op, timing.kernel), Group(timing.op, timing.kernel, [])).records.append(
+                timing
+            )
     return [found[key] for key in sorted(found)]
 
 
 def revalidate(
-    found: Sequence[Group], here: Place, *, sample: int = 8, seed: int = 0, tell: Callable[[str], None] = lambda text: None,
+    found: Sequence[Group],
+    here: Place,
+    *,
+    sample: int = 8,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
     measure: Callable[[Timing, Place], Again] | None = None,
-) -> list[Verification | Timing]:  # fmt: skip
+) -> list[Verification | Timing]:
     """Measure a sample of every group again, and return the records that this makes: those of the sample, and, where it
     holds, those that are carried over."""
     records: list[Verification | Timing] = []
@@ -112,7 +134,9 @@ def revalidate(
             tell(f"{number + 1}/{len(found)} {group.kernel} {timing.problem}")
             try:
                 group.again.append((measure or _again)(timing, here))
-            except UnverifiableError as error:  # too little memory, say: it speaks neither for the record nor against it
+            except (
+                UnverifiableError
+            ) as error:  # too little memory, say: it speaks neither for the record nor against it
                 group.untried.append(str(error))
         records += [record for one in group.again for record in _records(one, here)]
         if group.outcome != HOLDS:
@@ -129,7 +153,11 @@ def replaced(store: Store, records: Sequence[Verification | Timing]) -> Store:
     """`store` with `records`, and without the times of other toolchains that they stand for."""
     new = {_place(record) for record in records if isinstance(record, Timing)}
     made = Store()
-    for record in (*store.verifications.values(), *(t for t in store.timings if _place(t) not in new), *records):
+    for record in (
+        *store.verifications.values(),
+        *(t for t in store.timings if _place(t) not in new),
+        *records,
+    ):
         made.add(record)
     return made
 
@@ -165,12 +193,30 @@ def _records(one: Again, here: Place) -> list[Verification | Timing]:
     timing = one.record
     op, kernel, problem = _named(timing)
     where = {"target": timing.target, "toolchain": here.build.key()}
-    outcome = Verification(op=op.name, kernel=kernel.name, code=kernel.code_hash(), config=config_key(timing.config),
-                           problem=str(op.verification(problem)), ok=one.us is not None, error=one.error, reason=one.reason, **where)  # fmt: skip
+    outcome = Verification(
+        op=op.name,
+        kernel=kernel.name,
+        code=kernel.code_hash(),
+        config=config_key(timing.config),
+        problem=str(op.verification(problem)),
+        ok=one.us is not None,
+        error=one.error,
+        reason=one.reason,
+        **where,
+    )
     if one.us is None:
         return [outcome]
-    fields = asdict(timing) | where | {"code": kernel.code_hash(), "config": dict(timing.config), "us": one.us,
-                                       "samples": one.samples, "origin": ""}  # fmt: skip
+    fields = (
+        asdict(timing)
+        | where
+        | {
+            "code": kernel.code_hash(),
+            "config": dict(timing.config),
+            "us": one.us,
+            "samples": one.samples,
+            "origin": "",
+        }
+    )
     return [outcome, Timing(**fields)]
 
 

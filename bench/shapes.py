@@ -55,7 +55,12 @@ class Step:
 
 
 _DECODE, _PREFILL = (Step(1, 1, 1024), Step(32, 1, 2048)), (Step(1, 2048, 2048),)
-MIXES = {"decode": _DECODE, "prefill": _PREFILL, "serve": (*_DECODE, *_PREFILL), "long": (Step(1, 1, 32768), Step(1, 8192, 8192))}
+MIXES = {
+    "decode": _DECODE,
+    "prefill": _PREFILL,
+    "serve": (*_DECODE, *_PREFILL),
+    "long": (Step(1, 1, 32768), Step(1, 8192, 8192)),
+}
 """Named mixes: one user and thirty-two, one prompt, both, and contexts that are long."""
 
 MIX = MIXES["serve"]
@@ -81,7 +86,9 @@ class Call:
 def _numbers(text: str) -> tuple[int, int, float]:
     found = re.fullmatch(r"(\d+)x(\d+)(?:\*(\d+(?:\.\d+)?))?", text.strip())
     if found is None or not int(found[1]) or not int(found[2]):
-        raise ShapeError(f"step {text!r}: expected SEQUENCESxTOKENS, such as 32x2048, or 32x2048*9 for nine times the weight")
+        raise ShapeError(
+            f"step {text!r}: expected SEQUENCESxTOKENS, such as 32x2048, or 32x2048*9 for nine times the weight"
+        )
     if not (weight := float(found[3] or 1)):
         raise ShapeError(f"step {text!r}: a step of weight 0 is never made; leave it out")
     return int(found[1]), int(found[2]), weight
@@ -98,7 +105,9 @@ def load_config(name: str) -> dict[str, Any]:
     if not path.is_file():
         path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
-        raise ShapeError(f"model {name!r}: expected a config.json, a directory with one, or one of {', '.join(model_names())}")
+        raise ShapeError(
+            f"model {name!r}: expected a config.json, a directory with one, or one of {', '.join(model_names())}"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -111,7 +120,9 @@ def load_config(name: str) -> dict[str, Any]:
     return config
 
 
-def calls(config: Mapping[str, Any], tp: int = 1, mix: Sequence[Step] = MIX, weights: str | None = None) -> list[Call]:
+def calls(
+    config: Mapping[str, Any], tp: int = 1, mix: Sequence[Step] = MIX, weights: str | None = None
+) -> list[Call]:
     """Every call of every step of `mix`, problems checked against their operations. weights: the scheme of linear layers,
     instead of the checkpoint's. ShapeError if `tp` does not divide what it has to, FormatError (both are ValueErrors) if the
     checkpoint's quantization is not known.
@@ -135,12 +146,21 @@ class _Shape:
         if tp < 1:
             raise ShapeError(f"tensor-parallel size {tp}; expected at least 1")
         self.kind, self.tp, self.config = str(config["model_type"]), tp, config
-        self.h, self.layers, self.vocab = self._int("hidden_size"), self._int("num_hidden_layers"), self._int("vocab_size")
+        self.h, self.layers, self.vocab = (
+            self._int("hidden_size"),
+            self._int("num_hidden_layers"),
+            self._int("vocab_size"),
+        )
         heads = self._int("num_attention_heads")
-        kv_heads, self.head_dim = self._int("num_key_value_heads", heads), self._int("head_dim", self.h // heads)
+        kv_heads, self.head_dim = (
+            self._int("num_key_value_heads", heads),
+            self._int("head_dim", self.h // heads),
+        )
         self.heads = self._share(heads, "num_attention_heads")
         # Fewer KV heads than ranks: each rank holds a copy of one.
-        self.kv_heads = 1 if kv_heads < tp and tp % kv_heads == 0 else self._share(kv_heads, "num_key_value_heads")
+        self.kv_heads = (
+            1 if kv_heads < tp and tp % kv_heads == 0 else self._share(kv_heads, "num_key_value_heads")
+        )
         own = Stored() if weights else stored(config, self.layers)
         order = ",act_order=true" if own.act_order else ""
         self.w, self.expert_w = ((weights or scheme) + order for scheme in (own.linear, own.experts))
@@ -151,36 +171,64 @@ class _Shape:
         yield "rms_norm", f"m={m},n={self.h}", 1, "norm"
         yield "fused_add_rms_norm", f"m={m},n={self.h}", 2 * layers, "norm"
         yield from self._mla(step) if self.kind == "deepseek_v3" else self._attention(step)
-        experts = next((self._int(n) for n in ("num_experts", "n_routed_experts", "num_local_experts") if self.config.get(n)), 0)
+        experts = next(
+            (
+                self._int(n)
+                for n in ("num_experts", "n_routed_experts", "num_local_experts")
+                if self.config.get(n)
+            ),
+            0,
+        )
         dense = self._int("first_k_dense_replace", 0) if experts else layers
         if dense:
             yield from self._mlp(m, self._int("intermediate_size"), dense, "mlp")
         if experts:
             yield from self._experts(m, experts, layers - dense)
-        yield "linear", f"m={step.seqs},n={self._share(self.vocab, 'vocab_size')},k={self.h},w=bf16", 1, "lm_head"
+        yield (
+            "linear",
+            f"m={step.seqs},n={self._share(self.vocab, 'vocab_size')},k={self.h},w=bf16",
+            1,
+            "lm_head",
+        )
         yield "sample", f"m={step.seqs},v={self.vocab}", 1, "sample"
 
     def _attention(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
         m, d, layers = step.tokens, self.head_dim, self.layers
         every = self.config.get("attention_bias", self.kind == "gpt_oss")
-        bias = ",epilogue=bias" if every or self.kind == "qwen2" else ""  # Qwen2 has biases of q, k and v alone
-        yield "linear", f"m={m},n={(self.heads + 2 * self.kv_heads) * d},k={self.h},w={self.w}{bias}", layers, "qkv"
+        bias = (
+            ",epilogue=bias" if every or self.kind == "qwen2" else ""
+        )  # Qwen2 has biases of q, k and v alone
+        yield (
+            "linear",
+            f"m={m},n={(self.heads + 2 * self.kv_heads) * d},k={self.h},w={self.w}{bias}",
+            layers,
+            "qkv",
+        )
         if self.kind in ("qwen3", "qwen3_moe"):
             yield "rms_norm", f"m={m * self.heads},n={d}", layers, "q_norm"
             yield "rms_norm", f"m={m * self.kv_heads},n={d}", layers, "k_norm"
         yield "rotary_embedding", f"t={m},hq={self.heads},hk={self.kv_heads},d={d},rot={d}", layers, "rope"
         yield "reshape_and_cache", f"t={m},h={self.kv_heads},d={d},dv={d}", layers, "cache"
         window = self._int("sliding_window", 0) if self.kind == "gpt_oss" else 0
-        base = f"{_ragged(step)},heads={self.heads},kv_heads={self.kv_heads},head_dim={d}" + (",sinks=true" if window else "")
+        base = f"{_ragged(step)},heads={self.heads},kv_heads={self.kv_heads},head_dim={d}" + (
+            ",sinks=true" if window else ""
+        )
         if window:
             yield "paged_attention", f"{base},window={window}", layers - layers // 2, "attention, window"
             layers //= 2
         yield "paged_attention", base, layers, "attention"
-        yield "linear", f"m={m},n={self.h},k={self.heads * d},w={self.w}{',epilogue=bias' if every else ''}", self.layers, "out"
+        yield (
+            "linear",
+            f"m={m},n={self.h},k={self.heads * d},w={self.w}{',epilogue=bias' if every else ''}",
+            self.layers,
+            "out",
+        )
 
     def _mla(self, step: Step) -> Iterator[tuple[str, str, int, str]]:
         m, layers, rank = step.tokens, self.layers, self._int("q_lora_rank")
-        latent, rope, nope, v = (self._int(n) for n in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        latent, rope, nope, v = (
+            self._int(n) for n in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
         yield "linear", f"m={m},n={rank + latent + rope},k={self.h},w={self.w}", layers, "latents"
         yield "rms_norm", f"m={m},n={rank}", layers, "q_norm"
         yield "rms_norm", f"m={m},n={latent}", layers, "kv_norm"
@@ -188,7 +236,12 @@ class _Shape:
         yield "rotary_embedding", f"t={m},hq={self.heads},hk=1,d={rope},rot={rope},style=gptj", layers, "rope"
         yield "reshape_and_cache_mla", f"t={m},d={latent + rope}", layers, "cache"
         if step.new == 1:
-            yield "mla_attention", f"{_ragged(step)},heads={self.heads},latent_dim={latent},rope_dim={rope}", layers, "attention"
+            yield (
+                "mla_attention",
+                f"{_ragged(step)},heads={self.heads},latent_dim={latent},rope_dim={rope}",
+                layers,
+                "attention",
+            )
         else:
             yield "linear", f"m={m},n={self.heads * (nope + v)},k={latent},w={self.w}", layers, "kv"
             text = f"{_ragged(step)},heads={self.heads},kv_heads={self.heads},qk_dim={nope + rope},v_dim={v}"
@@ -203,7 +256,11 @@ class _Shape:
 
     def _experts(self, m: int, e: int, layers: int) -> Iterator[tuple[str, str, int, str]]:
         top_k = self._int("num_experts_per_tok")
-        inner = self._int("moe_intermediate_size") if self.config.get("moe_intermediate_size") else self._int("intermediate_size")
+        inner = (
+            self._int("moe_intermediate_size")
+            if self.config.get("moe_intermediate_size")
+            else self._int("intermediate_size")
+        )
         yield "linear", f"m={m},n={e},k={self.h},x=fp32,w=bf16", layers, "router"
         groups = ""
         if self.kind == "deepseek_v3":

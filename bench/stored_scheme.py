@@ -39,8 +39,16 @@ def _scheme(found: Any, module: str) -> str:
     from gristmill.quant.formats.modelopt import ALGORITHMS
 
     if isinstance(found, formats.Awq | formats.Gptq):
-        rule = (4, found.group, not found.zero_point) if isinstance(found, formats.Awq) else found.rule(module)
-        return "bf16" if rule is None else str(QuantScheme.integer(rule[0], None if rule[1] == -1 else rule[1], zero_points=not rule[2]))
+        rule = (
+            (4, found.group, not found.zero_point) if isinstance(found, formats.Awq) else found.rule(module)
+        )
+        return (
+            "bf16"
+            if rule is None
+            else str(
+                QuantScheme.integer(rule[0], None if rule[1] == -1 else rule[1], zero_points=not rule[2])
+            )
+        )
     if isinstance(found, formats.CompressedTensors):
         group = found.rule(module)
         return "bf16" if group is None or group.scheme is None else str(group.scheme)
@@ -53,4 +61,6 @@ def _scheme(found: Any, module: str) -> str:
         return "mxfp4" if ".experts." in module else "bf16"
     if isinstance(found, formats.Gristmill):
         return str(found.scheme)
-    raise formats.FormatError(f"quantization_config: {found.name} does not say how every layer is stored; name the scheme with --weights")
+    raise formats.FormatError(
+        f"quantization_config: {found.name} does not say how every layer is stored; name the scheme with --weights"
+    )

@@ -31,8 +31,10 @@ class Suite:
 
 def expand(text: str) -> list[str]:
     """Every problem that `text` stands for: ``|`` separates alternatives of an axis, the last axis turns fastest."""
-    axes = [[f"{name}{equals}{value}" for value in values.split("|")]
-            for name, equals, values in (part.partition("=") for part in text.split(","))]  # fmt: skip
+    axes = [
+        [f"{name}{equals}{value}" for value in values.split("|")]
+        for name, equals, values in (part.partition("=") for part in text.split(","))
+    ]
     return [",".join(chosen) for chosen in itertools.product(*axes)]
 
 
@@ -46,7 +48,9 @@ def load_suite(name: str) -> Suite:
     path = SUITES / f"{name}.json"
     path = path if path.is_file() else Path(name)
     if not path.is_file():
-        raise SuiteError(f"suite {name!r}: expected a file, {', '.join(OF_AN_OPERATION)}, or one of {', '.join(suite_names())}")
+        raise SuiteError(
+            f"suite {name!r}: expected a file, {', '.join(OF_AN_OPERATION)}, or one of {', '.join(suite_names())}"
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

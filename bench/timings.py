@@ -30,9 +30,17 @@ LEAST, MOST = 5, 64
 
 
 def kernel_rows(
-    op: Op, problem: Problem, kernels: Sequence[Kernel], here: Place, *, baseline: Kernel | None = None, seconds: float = 0.5,
-    all_timings: bool = True, seed: int = 0, configs: Mapping[str, Config] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    op: Op,
+    problem: Problem,
+    kernels: Sequence[Kernel],
+    here: Place,
+    *,
+    baseline: Kernel | None = None,
+    seconds: float = 0.5,
+    all_timings: bool = True,
+    seed: int = 0,
+    configs: Mapping[str, Config] | None = None,
+) -> list[dict[str, Any]]:
     """A row for each kernel; one that cannot run or is wrong has a reason instead of a time.
 
     configs: by kernel, where it is not the default one.
@@ -46,7 +54,11 @@ def kernel_rows(
     for kernel in held:
         row = rows.setdefault(kernel.name, _empty(op, problem, kernel.name))
         given = (configs or {}).get(kernel.name)
-        config = None if why_not(kernel, problem, here) else dict(kernel.config(problem, here.target) if given is None else given)
+        config = (
+            None
+            if why_not(kernel, problem, here)
+            else dict(kernel.config(problem, here.target) if given is None else given)
+        )
         row["config"] = config
         row["reason"] = why_not(kernel, problem, here)
         if config is not None:
@@ -90,14 +102,35 @@ def gap_row(op: Op, problem: Problem, name: str, reason: str) -> dict[str, Any]:
 
 def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
     return {
-        "op": op.name, "problem": str(problem), "kernel": name, "us": None, "spread": None, "timing": None, "times": {},
-        "gbs": None, "tflops": None, "fraction_of_floor": None, "floor_us": None, "floor_source": None, "bound": None, "error": None,
-        "tolerance": op.tolerance(problem).limit, "baseline": None, "speedup": None, "discarded": 0,
-        "reason": "", "wrong": False, "note": "", "config": None, "samples": (),
-    }  # fmt: skip
+        "op": op.name,
+        "problem": str(problem),
+        "kernel": name,
+        "us": None,
+        "spread": None,
+        "timing": None,
+        "times": {},
+        "gbs": None,
+        "tflops": None,
+        "fraction_of_floor": None,
+        "floor_us": None,
+        "floor_source": None,
+        "bound": None,
+        "error": None,
+        "tolerance": op.tolerance(problem).limit,
+        "baseline": None,
+        "speedup": None,
+        "discarded": 0,
+        "reason": "",
+        "wrong": False,
+        "note": "",
+        "config": None,
+        "samples": (),
+    }
 
 
-def _arms(op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, Any], here: Place, all_timings: bool) -> Any:
+def _arms(
+    op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, Any], here: Place, all_timings: bool
+) -> Any:
     """(kernel, timing, arm or None, what was wrong) of everything that is timed."""
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
@@ -114,7 +147,13 @@ def _arms(op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, A
                 if rows[kernel.name]["reason"]:
                     continue  # one of its other timings was wrong
                 try:
-                    arm = KernelArm(kernel, rows[kernel.name]["config"], rotations[kernel.name], eager=eager, isolated=isolated)
+                    arm = KernelArm(
+                        kernel,
+                        rows[kernel.name]["config"],
+                        rotations[kernel.name],
+                        eager=eager,
+                        isolated=isolated,
+                    )
                 except WrongResultError as error:
                     yield kernel, "", None, str(error)
                     continue
@@ -151,10 +190,13 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
     timing = next(iter(row["times"]))
     way, cost, us = Way.parse(timing), op.cost(problem), row["times"][timing]["us"]
     row |= {
-        "timing": timing, **row["times"][timing], "gbs": cost.bytes / us / 1e3, "tflops": cost.flops / us / 1e6,
+        "timing": timing,
+        **row["times"][timing],
+        "gbs": cost.bytes / us / 1e3,
+        "tflops": cost.flops / us / 1e6,
         **row_floor(cost, here.device or "cpu", us, captured=not way.eager, hot=way.hot).fields(us),
         "error": max(watched.arm.error for watched in own.values()),
-    }  # fmt: skip
+    }
 
 
 def _hold(rows: dict[str, dict[str, Any]], baseline: str) -> None:

@@ -39,8 +39,14 @@ class Tuned:
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
         gain = None if self.us is None or self.default_us is None else self.default_us / self.us
-        saved = None if self.us is None or self.default_us is None else self.weight * (self.default_us - self.us)
-        return vars(self) | {"config": dict(self.config) if self.config is not None else None, "gain": gain, "saved_us": saved}
+        saved = (
+            None if self.us is None or self.default_us is None else self.weight * (self.default_us - self.us)
+        )
+        return vars(self) | {
+            "config": dict(self.config) if self.config is not None else None,
+            "gain": gain,
+            "saved_us": saved,
+        }
 
 
 def jobs_of(calls: Iterable[Call]) -> list[Job]:
@@ -49,7 +55,10 @@ def jobs_of(calls: Iterable[Call]) -> list[Job]:
     for call in calls:
         weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
     registry = default_registry()
-    found = [Job(registry.op(op), registry.op(op).problem(problem), weight) for (op, problem), weight in weights.items()]
+    found = [
+        Job(registry.op(op), registry.op(op).problem(problem), weight)
+        for (op, problem), weight in weights.items()
+    ]
     return sorted(found, key=lambda job: -job.weight * _size(job))
 
 
@@ -66,8 +75,13 @@ def _size(job: Job) -> float:
 def known(job: Job, here: Place, store: Store) -> bool:
     """Whether the store holds times of this very problem with the present toolchain, of calls as they are deployed, and none of
     them is of code that has changed since: then it is tuned."""
-    own = [t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)
-           and t.toolchain == here.build.key() and not {"hot", "isolated"} & {*t.timing.split(",")}]  # fmt: skip
+    own = [
+        t
+        for t in store.times(job.op.name, target_key(here.target))
+        if t.problem == str(job.problem)
+        and t.toolchain == here.build.key()
+        and not {"hot", "isolated"} & {*t.timing.split(",")}
+    ]
     return bool(own) and not any(_outdated(t) for t in own)
 
 
@@ -81,7 +95,11 @@ def with_tuned(store: Store, records: Iterable[Verification | Timing]) -> Store:
     """`store` with the `records` of tuning, and without what other code took for the problems that they time."""
     records, made = [*records], Store()
     tuned = {_place(record) for record in records if isinstance(record, Timing)}
-    for record in (*store.verifications.values(), *(t for t in store.timings if _place(t) not in tuned or not _outdated(t)), *records):
+    for record in (
+        *store.verifications.values(),
+        *(t for t in store.timings if _place(t) not in tuned or not _outdated(t)),
+        *records,
+    ):
         made.add(record)
     return made
 
@@ -91,9 +109,16 @@ def _place(timing: Timing) -> tuple[str, ...]:
 
 
 def tune(
-    jobs: Sequence[Job], here: Place, save: Callable[[list[Any]], Store], *, seconds: float, store: Store, redo: bool = False,
-    workers: int = 2, tell: Callable[[str], None] = lambda text: None,
-) -> list[Tuned]:  # fmt: skip
+    jobs: Sequence[Job],
+    here: Place,
+    save: Callable[[list[Any]], Store],
+    *,
+    seconds: float,
+    store: Store,
+    redo: bool = False,
+    workers: int = 2,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Tuned]:
     """Tune `jobs` in order until `seconds` are over. `save` gets the records of each job as soon as it is done, so a run
     that ends early has lost nothing: the next one takes up where it stopped, since jobs the store knows are skipped.
     """
@@ -112,7 +137,9 @@ def tune(
                 found.append(Tuned(job.op.name, str(job.problem), job.weight, "out of time"))
                 continue
             waiting = sum(redo or not known(j, here, store) for j in jobs[number:])
-            tell(f"{number + 1}/{len(jobs)} {job.op.name} {job.problem}: {left / 60:.1f} minutes left for {waiting} problem(s)")
+            tell(
+                f"{number + 1}/{len(jobs)} {job.op.name} {job.problem}: {left / 60:.1f} minutes left for {waiting} problem(s)"
+            )
             # What is saved by quick jobs goes to later ones; none may take more than half of what is left.
             share = min(max(4 * left / waiting, 2.0), max(left / 2, left / waiting))
             tuned, records = _one(job, here, now() + share, pool)
@@ -151,14 +178,28 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         if arms and now() > deadline:
             break
         try:
-            arms.append(KernelArm(option.kernel, option.config, rotations[option.kernel.name], name=option.name, audited=False))
+            arms.append(
+                KernelArm(
+                    option.kernel,
+                    option.config,
+                    rotations[option.kernel.name],
+                    name=option.name,
+                    audited=False,
+                )
+            )
         except WrongResultError as error:
             tuned.wrong.append(f"{option.name}: {error}")
     by_name = {option.name: option for option in fit}
     defaults = [arm for arm in arms if by_name[arm.name].default]
     best_default = sorted(defaults, key=lambda arm: arm.sample())[:1]
     placed = []
-    for one in halve(arms, keep=best_default, deadline=deadline, mhz=sm_clock(device), kind=lambda arm: by_name[arm.name].kernel.name):
+    for one in halve(
+        arms,
+        keep=best_default,
+        deadline=deadline,
+        mhz=sm_clock(device),
+        kind=lambda arm: by_name[arm.name].kernel.name,
+    ):
         try:
             one.arm.conclude()  # type: ignore[attr-defined]
             placed.append(one)
@@ -167,15 +208,27 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
     where = {"target": target_key(here.target), "toolchain": here.build.key()}
     for one in placed:
         option = by_name[one.arm.name]
-        records.append(Timing(
-            op=job.op.name, kernel=option.kernel.name, code=option.kernel.code_hash(), config=dict(option.config),
-            problem=str(job.problem), us=one.us, samples=one.samples, timing=one.arm.timing, **where,  # type: ignore[attr-defined]
-        ))  # fmt: skip
+        records.append(
+            Timing(
+                op=job.op.name,
+                kernel=option.kernel.name,
+                code=option.kernel.code_hash(),
+                config=dict(option.config),
+                problem=str(job.problem),
+                us=one.us,
+                samples=one.samples,
+                timing=one.arm.timing,
+                **where,  # type: ignore[attr-defined]
+            )
+        )
     if placed:
         winner = by_name[placed[0].arm.name]
         tuned.kernel, tuned.config, tuned.us = winner.kernel.name, winner.config, placed[0].us
         tuned.default_us = min((one.us for one in placed if by_name[one.arm.name].default), default=None)
     else:
-        tuned.state, tuned.reason = "nothing ran", tuned.reason or "; ".join(tuned.wrong) or "no kernel can run it here"
+        tuned.state, tuned.reason = (
+            "nothing ran",
+            tuned.reason or "; ".join(tuned.wrong) or "no kernel can run it here",
+        )
     tuned.seconds = now() - begin
     return tuned, records

@@ -26,7 +26,9 @@ Task = tuple[Job, Option, Problem]
 """A candidate, and the problem that it is verified on."""
 
 
-def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float) -> list[Verification]:
+def verify_all(
+    pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float
+) -> list[Verification]:
     """A record of every option that was verified, in any order; past `deadline` only defaults still are.
 
     What several problems have in common, the same cut-out of a weight at the same configuration, is verified once.
@@ -48,17 +50,28 @@ def verify_all(pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[
                 outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
                 if not outcome["judged"]:
                     continue
-                found.append(Verification(
-                    op=job.op.name, kernel=option.kernel.name, code=option.kernel.code_hash(), config=config_key(option.config),
-                    problem=str(small), target=target_key(here.target), toolchain=here.build.key(), ok=outcome["ok"],
-                    error=outcome["error"], reason=outcome["reason"],
-                ))  # fmt: skip
+                found.append(
+                    Verification(
+                        op=job.op.name,
+                        kernel=option.kernel.name,
+                        code=option.kernel.code_hash(),
+                        config=config_key(option.config),
+                        problem=str(small),
+                        target=target_key(here.target),
+                        toolchain=here.build.key(),
+                        ok=outcome["ok"],
+                        error=outcome["error"],
+                        reason=outcome["reason"],
+                    )
+                )
         return found
 
     with ThreadPoolExecutor(len(pool)) as threads:
         try:
             return [record for part in threads.map(work, pool) for record in part]
-        except BaseException:  # an interrupt: nothing more is begun, and what a worker is at is not waited for
+        except (
+            BaseException
+        ):  # an interrupt: nothing more is begun, and what a worker is at is not waited for
             stopped.set()
             for worker in pool:
                 worker.close()
@@ -75,7 +88,9 @@ def chunks(pairs: Sequence[tuple[Job, Option]], workers: int) -> list[list[Task]
     for job, option, small in once.values():
         compiled = option.kernel.language == "triton"
         alike = option.name if compiled else str(small)
-        together.setdefault((not option.default, not compiled, job.op.name, alike), []).append((job, option, small))
+        together.setdefault((not option.default, not compiled, job.op.name, alike), []).append(
+            (job, option, small)
+        )
     most = max(1, min(CHUNK, -(-len(once) // workers)))
     order = sorted(together, key=lambda key: key[:2])
     return [together[key][at : at + most] for key in order for at in range(0, len(together[key]), most)]

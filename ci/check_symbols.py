@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = ROOT / "src" / "gristmill" / "_lib" / "libgristmill_cpu.so"
 GLIBC_LIMIT = (2, 34)
 NEEDED = re.compile(r"^(libtorch_cpu\.so|libc\.so\.6|libm\.so\.6|libgcc_s\.so\.1|ld-linux.*)$")
-WEAK_BY_COMPILER = {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__cxa_finalize", "__gmon_start__"}
+WEAK_BY_COMPILER = {
+    "_ITM_deregisterTMCloneTable",
+    "_ITM_registerTMCloneTable",
+    "__cxa_finalize",
+    "__gmon_start__",
+}
 
 
 def torch_symbols() -> set[str]:

@@ -15,7 +15,12 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench")
 NATIVE = {".cpp", ".cu", ".cuh", ".h"}
-RUN = (".py", ".css", ".js", ".c")  # what Python runs, what its report page is made of, what it compiles on the spot
+RUN = (
+    ".py",
+    ".css",
+    ".js",
+    ".c",
+)  # what Python runs, what its report page is made of, what it compiles on the spot
 MODEL_FILES = {".safetensors", ".u16"}
 SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
 
@@ -25,7 +30,12 @@ def tracked() -> list[str]:
     answer = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if answer.returncode == 0:
         return [name for name in answer.stdout.splitlines() if (ROOT / name).exists()]
-    return [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
 
 
 def problems(dist: Path) -> list[str]:
@@ -33,7 +43,9 @@ def problems(dist: Path) -> list[str]:
     found = []
     if dist.suffix == ".whl":
         names = set(zipfile.ZipFile(dist).namelist())
-        wanted = {f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(RUN)}
+        wanted = {
+            f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(RUN)
+        }
         wanted |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
         wanted |= {"gristmill/__init__.py", "gristmill/py.typed"}
         found += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
@@ -43,12 +55,22 @@ def problems(dist: Path) -> list[str]:
     else:
         with tarfile.open(dist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
-        wanted = {name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {*RUN, *NATIVE}}
+        wanted = {
+            name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {*RUN, *NATIVE}
+        }
         wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
-        found += [f"has {name}: generated" for name in names if name.startswith(("build/", "src/gristmill/_lib", ".venv"))]
+        found += [
+            f"has {name}: generated"
+            for name in names
+            if name.startswith(("build/", "src/gristmill/_lib", ".venv"))
+        ]
     found += [f"has result file {name}" for name in names if "bench/results/" in name]
     found += [f"lacks {name}" for name in sorted(wanted - names)]
-    found += [f"has model data {name}" for name in names if PurePosixPath(name).suffix in MODEL_FILES or "examples/models/" in name]
+    found += [
+        f"has model data {name}"
+        for name in names
+        if PurePosixPath(name).suffix in MODEL_FILES or "examples/models/" in name
+    ]
     if dist.stat().st_size > SIZE_LIMIT:
         found.append(f"is {dist.stat().st_size >> 20} MiB, over {SIZE_LIMIT >> 20}")
     return found

@@ -45,9 +45,13 @@ ROTATION = 7
 """A pair that has not changed is compiled again every ROTATION days."""
 
 PROMISES = {
-    "wgmma": r"\b[HQI]GMMA", "mma": r"\b[HQIO]?MMA\b|\bHMMA|\bIMMA|\bQMMA|\bOMMA|GMMA|UTC\w*MMA", "mfma": r"v_s?mfma",
-    "wmma": r"v_wmma", "tma": r"UTMALDG", "tcgen05": r"UTC\w*MMA",
-}  # fmt: skip
+    "wgmma": r"\b[HQI]GMMA",
+    "mma": r"\b[HQIO]?MMA\b|\bHMMA|\bIMMA|\bQMMA|\bOMMA|GMMA|UTC\w*MMA",
+    "mfma": r"v_s?mfma",
+    "wmma": r"v_wmma",
+    "tma": r"UTMALDG",
+    "tcgen05": r"UTC\w*MMA",
+}
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,11 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
     names = case.function.arg_names
     signature = {name: "constexpr" if name in case.constants else case.signature[name] for name in names}
     # Launches see 16-byte alignment of pointers and of the sizes named in `aligned`; so does this compilation.
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names)
-               if signature[name].startswith("*") or name in case.aligned}  # fmt: skip
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name in case.aligned
+    }
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.function, signature=signature, constexprs=constants, attrs=aligned)
     triple = target.triton_target
@@ -104,7 +111,12 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
 
 
 def _amd(text: str) -> dict[str, int]:
-    counts = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text)}
+    counts = {
+        name: int(value)
+        for name, value in re.findall(
+            r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text
+        )
+    }
     return {"registers": counts.get("vgpr_count", 0), "spills": counts.get("private_segment_fixed_size", 0)}
 
 
@@ -125,7 +137,9 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([str(binary), option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [str(binary), option, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 class Compiler:
@@ -138,11 +152,18 @@ class Compiler:
     def run(self, pair: Pair) -> dict[str, Any]:
         if self.process is None or self.process.poll() is not None:
             self.answers = queue.Queue()
-            self.process = subprocess.Popen([sys.executable, __file__, "--worker"], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
             threading.Thread(target=self._pump, args=(self.process, self.answers), daemon=True).start()
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([pair.kernel.name, pair.kernel.op, pair.case, pair.target]) + "\n")
+        self.process.stdin.write(
+            json.dumps([pair.kernel.name, pair.kernel.op, pair.case, pair.target]) + "\n"
+        )
         self.process.stdin.flush()
         try:
             line = self.answers.get(timeout=TIMEOUT)
@@ -150,7 +171,11 @@ class Compiler:
             self.process.kill()
             self.process.wait()
             return {"cannot": f"did not finish in {TIMEOUT:.0f} s"}
-        return json.loads(line) if line is not None else {"cannot": f"the compiler died (status {self.process.wait()})"}
+        return (
+            json.loads(line)
+            if line is not None
+            else {"cannot": f"the compiler died (status {self.process.wait()})"}
+        )
 
     @staticmethod
     def _pump(process: subprocess.Popen[str], answers: queue.Queue[str | None]) -> None:
@@ -195,7 +220,9 @@ def judge(pair: Pair, found: dict[str, Any], baseline: dict[str, Any] | None) ->
 
 def main() -> int:
     """Run the matrix; 0 when every pair is as good as its baseline."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true", help="every pair, not a sample")
     parser.add_argument("--update", action="store_true", help="write the baseline from what was found")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="another baseline")
@@ -203,7 +230,9 @@ def main() -> int:
     parser.add_argument("--target", metavar="T")
     parser.add_argument("--verbose", action="store_true", help="a line for each compilation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=180.0, help="how long a sample goes on starting compilations")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="how long a sample goes on starting compilations"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -265,8 +294,10 @@ def main() -> int:
     seen_path.parent.mkdir(parents=True, exist_ok=True)
     seen_path.write_text(json.dumps(seen, sort_keys=True))
     cannot = sum("cannot" in results[pair.key] for pair in work)
-    print(f"compile matrix (triton {version}): {len(work)} compiled, {cannot} known not to, {failures} worse than the baseline"
-          + (f", {left} left for another day" if left else ""))
+    print(
+        f"compile matrix (triton {version}): {len(work)} compiled, {cannot} known not to, {failures} worse than the baseline"
+        + (f", {left} left for another day" if left else "")
+    )
     return 1 if failures else 0
 
 

@@ -1,7 +1,7 @@
 """Write docs/kernels.md and the table of operations in README.md from the registry.
 
-    python ci/tables.py            write both
-    python ci/tables.py --check    write nothing; exit 1 if one of them is not what the registry says
+python ci/tables.py            write both
+python ci/tables.py --check    write nothing; exit 1 if one of them is not what the registry says
 """
 
 from __future__ import annotations
@@ -27,16 +27,34 @@ RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- ops-table -->", "<!-- /ops-table -->"
 
 COLUMNS = (
-    ("sm_75", "sm_75"), ("sm_80", "sm_80"), ("sm_90", "sm_90"), ("sm_100", "sm_100"), ("sm_120", "sm_120"),
-    ("gfx90a", "gfx90a"), ("gfx942", "gfx942"), ("gfx950", "gfx950"), ("gfx1030", "gfx1030"), ("gfx1100", "gfx1100"),
-    ("gfx1201", "gfx1201"), ("xpu", "xpu:bmg"), ("x86-64", "cpu:avx2"), ("arm64", "cpu:neon"),
-)  # fmt: skip
+    ("sm_75", "sm_75"),
+    ("sm_80", "sm_80"),
+    ("sm_90", "sm_90"),
+    ("sm_100", "sm_100"),
+    ("sm_120", "sm_120"),
+    ("gfx90a", "gfx90a"),
+    ("gfx942", "gfx942"),
+    ("gfx950", "gfx950"),
+    ("gfx1030", "gfx1030"),
+    ("gfx1100", "gfx1100"),
+    ("gfx1201", "gfx1201"),
+    ("xpu", "xpu:bmg"),
+    ("x86-64", "cpu:avx2"),
+    ("arm64", "cpu:neon"),
+)
 """Heading and target of each column. sm_86, sm_87 and sm_89 are as sm_80; sm_103 as sm_100; sm_121 as sm_120."""
 
 LETTERS = {
-    "cuda": "H", "triton": "T", "cpp": "C", "torch": "t", "flashinfer": "F", "humming": "U", "deepgemm": "D", "aiter": "A",
+    "cuda": "H",
+    "triton": "T",
+    "cpp": "C",
+    "torch": "t",
+    "flashinfer": "F",
+    "humming": "U",
+    "deepgemm": "D",
+    "aiter": "A",
     "onnxruntime": "O",
-}  # fmt: skip
+}
 LEGEND = (
     "`H` CUDA C++, `T` Triton, `C` C++ for CPUs, `t` torch; wrapped libraries, when installed: `F` FlashInfer, "
     "`U` humming, `D` DeepGEMM, `A` AITER, `O` ONNX Runtime. In brackets: only when a policy pins it. sm_86, sm_87 and sm_89 are as sm_80, "
@@ -64,7 +82,18 @@ def serves(kernel: Kernel, target: Target) -> bool:
 EVERYTHING = Build.of(
     {"torch": "99", "triton": "99", "nvidia-cutlass-dsl": "99"},
     triton_backends=("cuda", "hip", "xpu"),
-    cpu_levels=("base", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "neon_dotprod", "neon_i8mm", "sve"),
+    cpu_levels=(
+        "base",
+        "avx2",
+        "avx512",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx",
+        "neon",
+        "neon_dotprod",
+        "neon_i8mm",
+        "sve",
+    ),
     cuda_archs=("sm_90a",),
 )
 """All that this repository's build can make, for every processor at once."""
@@ -72,7 +101,10 @@ EVERYTHING = Build.of(
 
 def ops_table(registry: Registry) -> str:
     """Operations by targets, as Markdown."""
-    lines = ["| operation | " + " | ".join(title for title, _ in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines = [
+        "| operation | " + " | ".join(title for title, _ in COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
     order = [*LETTERS.values()]
     for name in sorted(registry.ops):
         cells = []
@@ -97,8 +129,14 @@ def needs(requires: Requirement) -> str:
     parts += [f"{name} {minimum}".strip() for name, minimum in requires.packages]
     parts += [f"`{offer}`" for offer in requires.offers]
     kind, _, arch = requires.code.partition(":")
-    made = {"triton": "Triton for the device", "cpp": "C++ compiled for the CPU", "cuda": "CUDA code", "hip": "HIP code",
-            "cute": "CuTe DSL", "torch": "torch"}.get(kind)  # fmt: skip
+    made = {
+        "triton": "Triton for the device",
+        "cpp": "C++ compiled for the CPU",
+        "cuda": "CUDA code",
+        "hip": "HIP code",
+        "cute": "CuTe DSL",
+        "torch": "torch",
+    }.get(kind)
     if made:
         parts.append(made + (f" ({arch})" if arch else ""))
     return "; ".join(parts)
@@ -106,7 +144,11 @@ def needs(requires: Requirement) -> str:
 
 def promises(kernel: Kernel) -> str:
     """What a kernel promises, in words."""
-    found = [name for name, on in (("deterministic", kernel.deterministic), ("batch invariant", kernel.batch_invariant)) if on]
+    found = [
+        name
+        for name, on in (("deterministic", kernel.deterministic), ("batch invariant", kernel.batch_invariant))
+        if on
+    ]
     return ", ".join([*found, *([] if kernel.auto else ["runs only when pinned"])]) or "-"
 
 
@@ -129,10 +171,22 @@ def op_section(registry: Registry, op: Op) -> str:
     lines = [f"## {op.name}", "", f"{op.summary[0].upper()}{op.summary[1:]}.", ""]
     lines += [f"`{op.name}({op.arguments}) -> {', '.join(op.outputs) or 'in place'}`", ""]
     lines += [f"Problem: {axes}; for example `{op.bench[0]}`.", ""]
-    lines += ["| kernel | by | language | how | needs | layouts | promises | rank | proven on |", "|---" * 9 + "|"]
+    lines += [
+        "| kernel | by | language | how | needs | layouts | promises | rank | proven on |",
+        "|---" * 9 + "|",
+    ]
     for k in registry.kernels_of(op.name):
-        cells = (f"`{k.name}`", k.provider, k.language, k.summary, needs(k.requires), ", ".join(k.layouts) or "-", promises(k),
-                 str(k.priority), ", ".join(sorted(proven().get(k.name, ()))) or k.proven or "-")  # fmt: skip
+        cells = (
+            f"`{k.name}`",
+            k.provider,
+            k.language,
+            k.summary,
+            needs(k.requires),
+            ", ".join(k.layouts) or "-",
+            promises(k),
+            str(k.priority),
+            ", ".join(sorted(proven().get(k.name, ()))) or k.proven or "-",
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -146,7 +200,9 @@ def page(registry: Registry) -> str:
         "devices whose reports are under `bench/results/`; every Triton kernel is compiled for the targets of the compile\n"
         "matrix (`ci/compile_baseline.json`) and run in the interpreter, every C++ kernel at each level, by the tests.\n"
     )
-    return "\n".join([head, ops_table(registry), *(op_section(registry, registry.op(n)) for n in sorted(registry.ops))])
+    return "\n".join(
+        [head, ops_table(registry), *(op_section(registry, registry.op(n)) for n in sorted(registry.ops))]
+    )
 
 
 def readme(registry: Registry, text: str) -> str:
@@ -162,18 +218,28 @@ def readme(registry: Registry, text: str) -> str:
 
 def main() -> int:
     """Write or check; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a table is out of date"
+    )
     checking = parser.parse_args().check
     registry = default_registry()
     stale = []
-    for path, text in ((PAGE, page(registry)), (README, readme(registry, README.read_text(encoding="utf-8")))):
+    for path, text in (
+        (PAGE, page(registry)),
+        (README, readme(registry, README.read_text(encoding="utf-8"))),
+    ):
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(path.name)
             if not checking:
                 path.write_text(text, encoding="utf-8")
     if stale:
-        print(f"{'out of date' if checking else 'written'}: {', '.join(stale)}" + ("; run python ci/tables.py" if checking else ""))
+        print(
+            f"{'out of date' if checking else 'written'}: {', '.join(stale)}"
+            + ("; run python ci/tables.py" if checking else "")
+        )
     return 1 if stale and checking else 0
 
 

@@ -1,6 +1,6 @@
 """`make run`: two small models answer on this machine, then what each number format costs, and which kernels ran.
 
-    python examples/run.py [--windows 16] [--schemes bf16,int4_g128,...]
+python examples/run.py [--windows 16] [--schemes bf16,int4_g128,...]
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[
     """A row of the table of formats, and the kernels that ran."""
     llm = LLM(MODELS / name, dtype="bf16", quant=None if scheme == "bf16" else scheme)
     found = evaluate(llm.engine, read_tokens(MODELS / "eval_tokens.u16"), WINDOW, windows)
-    prompts, params = [[1 + i] * 8 for i in range(4)], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts, params = (
+        [[1 + i] * 8 for i in range(4)],
+        SamplingParams(temperature=0, max_tokens=32, ignore_eos=True),
+    )
     llm.generate(prompts, params)  # the kernels of these sizes are verified and loaded
     speeds = []
     for _ in range(5):
@@ -48,17 +51,31 @@ def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[
         count = sum(len(result.token_ids) for result in llm.generate(prompts, params))
         speeds.append(count / (time.perf_counter() - start))
     speed = statistics.median(speeds)
-    row = [name, scheme, f"{found.perplexity:.3f}", f"{found.loss:.4f}", f"{llm.weight_bytes / 1e6:.2f}", f"{speed:.0f}"]
+    row = [
+        name,
+        scheme,
+        f"{found.perplexity:.3f}",
+        f"{found.loss:.4f}",
+        f"{llm.weight_bytes / 1e6:.2f}",
+        f"{speed:.0f}",
+    ]
     return row, llm.explain()
 
 
 def main() -> None:
     """Answers, the table of formats, the table of kernels."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=16, help="windows of 1,024 held-out tokens (default 16)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--windows", type=int, default=16, help="windows of 1,024 held-out tokens (default 16)"
+    )
     parser.add_argument("--schemes", default=SCHEMES, help=f"comma-separated (default {SCHEMES})")
     options = parser.parse_args()
-    print("Every kernel is compared with its reference here before it first runs: the first start takes longer.\n", flush=True)
+    print(
+        "Every kernel is compared with its reference here before it first runs: the first start takes longer.\n",
+        flush=True,
+    )
     for name in NAMES:
         answer(name)
     rows, ran = [], []
@@ -70,14 +87,19 @@ def main() -> None:
     numbers = ("perplexity", "loss (nats)", "weights (MB)", "tokens/s, 4 requests")
     console.table(
         f"Number formats, rounded to nearest: perplexity on {options.windows} windows of {WINDOW:,} held-out tokens",
-        ["model", "format", *numbers], rows, right=numbers,
-    )  # fmt: skip
+        ["model", "format", *numbers],
+        rows,
+        right=numbers,
+    )
     print()
     console.table(
-        "Which kernel each operation ran, and why", ["operation", "kernel", "weights", "why"],
-        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["reason"]]
-         for r in sorted(summarize(ran), key=lambda r: (r["op"], r["kernel"]))],
-    )  # fmt: skip
+        "Which kernel each operation ran, and why",
+        ["operation", "kernel", "weights", "why"],
+        [
+            [r["op"], r["kernel"], ", ".join(r["formats"]), r["reason"]]
+            for r in sorted(summarize(ran), key=lambda r: (r["op"], r["kernel"]))
+        ],
+    )
     print('\nNext: gristmill generate --help, kernelbench explain linear --problem "n=768,k=256,w=int4_g128"')
 
 

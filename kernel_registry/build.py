@@ -220,7 +220,9 @@ def triton_backends() -> tuple[str, ...]:
     spec = importlib.util.find_spec("triton")
     names = {"nvidia": "cuda", "amd": "hip", "intel": "xpu"}
     folders = [Path(p) / "backends" for p in (spec.submodule_search_locations or ())] if spec else []
-    return tuple(names[name] for name in names if any((folder / name / "compiler.py").is_file() for folder in folders))
+    return tuple(
+        names[name] for name in names if any((folder / name / "compiler.py").is_file() for folder in folders)
+    )
 
 
 @cache

@@ -96,7 +96,11 @@ class Kernel:
 
     def proofs(self, op: Op) -> list[str]:
         """The problems that it is proven on: the operation's examples and its own, as far as it accepts them."""
-        return [text for text in dict.fromkeys((*op.examples, *self.examples)) if self.accepts(op.problem(text)) is None]
+        return [
+            text
+            for text in dict.fromkeys((*op.examples, *self.examples))
+            if self.accepts(op.problem(text)) is None
+        ]
 
     def load(self) -> Callable[..., None]:
         """The launcher. ImportError and AttributeError come through: selection asks before it loads."""

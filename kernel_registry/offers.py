@@ -23,7 +23,9 @@ def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
     found, why = _by_source(module, attribute.partition(".")[0])
     if found is False or (found is True and "." not in attribute) or not importing:
         return (
-            (found, why) if found is not True or "." not in attribute else (None, f"{offer}: only an import can tell")
+            (found, why)
+            if found is not True or "." not in attribute
+            else (None, f"{offer}: only an import can tell")
         )
     return _by_import(module, attribute)
 
@@ -82,7 +84,11 @@ def _names(file: Path, module: str, name: str) -> tuple[bool | None, str]:
                 dynamic |= alias.name == "*"
                 if (alias.asname or alias.name.partition(".")[0]) == name:
                     # An import inside try, if or a function may not happen.
-                    return (True, "") if node in tree.body else (None, f"{module}:{name}: only an import can tell")
+                    return (
+                        (True, "")
+                        if node in tree.body
+                        else (None, f"{module}:{name}: only an import can tell")
+                    )
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
             return (True, "") if _at_top(tree, name) else (None, f"{module}:{name}: only an import can tell")
     if any(isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name for n in ast.walk(tree)):

@@ -77,16 +77,26 @@ class Plan:
 
     def digest(self) -> str:
         """Equal on every rank of a tensor-parallel group, or they do not run the same plan."""
-        text = json.dumps([self.op, str(self.problem), self.layouts, [e.as_dict() for e in self.entries]], sort_keys=True)
+        text = json.dumps(
+            [self.op, str(self.problem), self.layouts, [e.as_dict() for e in self.entries]], sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def readable(
-    kernels: Sequence[Kernel], layouts: Mapping[str, Layout], target: Target, build: Build, without: Collection[str] = ()
+    kernels: Sequence[Kernel],
+    layouts: Mapping[str, Layout],
+    target: Target,
+    build: Build,
+    without: Collection[str] = (),
 ) -> dict[str, Layout]:
     """The layouts that some kernel reads which device and installation can run: no others are worth packing for."""
-    read = {name for k in kernels if not k.requires.check_hardware(target, build) and not k.requires.check_build(target, build)
-            for name in k.layouts}  # fmt: skip
+    read = {
+        name
+        for k in kernels
+        if not k.requires.check_hardware(target, build) and not k.requires.check_build(target, build)
+        for name in k.layouts
+    }
     return {name: layout for name, layout in layouts.items() if name in read and name not in without}
 
 
@@ -112,20 +122,26 @@ def make_plan(
     """
     sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
     if strange := sorted(set(sizes) - set(bucket_sizes())):
-        raise ValueError(f"plan of {op.name}: {strange[0]} is no bucket's size; expected some of {bucket_sizes()}")
+        raise ValueError(
+            f"plan of {op.name}: {strange[0]} is no bucket's size; expected some of {bucket_sizes()}"
+        )
     choices, too_large = _layout_choices(op, static, layouts, policy)
     best: tuple[_Cost, Plan] | None = None
     failure: NoKernelError | None = None
 
     def total(entries: list[tuple[PlanEntry, Candidate]]) -> _Cost:
         pins = sum(_pin(policy, candidate) for _, candidate in entries)
-        us = sum(_score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True))
+        us = sum(
+            _score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True)
+        )
         return pins, us
 
     hoped: list[tuple[_Cost, frozenset[str] | None]] = []
     for choice in choices:
         try:
-            hoped.append((total(_entries(op, static, sizes, choice, peek)) if peek is not None else (0, 0.0), choice))
+            hoped.append(
+                (total(_entries(op, static, sizes, choice, peek)) if peek is not None else (0, 0.0), choice)
+            )
         except NoKernelError as error:
             failure = failure or error
     for hope, choice in sorted(hoped, key=lambda pair: pair[0]):
@@ -143,7 +159,9 @@ def make_plan(
         if best is None or _cheaper(cost, best[0]):
             best = (cost, plan)
     if best is None:
-        raise NoKernelError("\n".join([str(failure or f"no weight layout serves {op.name} {static}"), *too_large]))
+        raise NoKernelError(
+            "\n".join([str(failure or f"no weight layout serves {op.name} {static}"), *too_large])
+        )
     return best[1]
 
 
@@ -199,17 +217,24 @@ def _layout_choices(
     sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in fit.items()}
     allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)
     # The bound is there to keep second copies out, not the padding of a weight of few rows to the block of a layout.
-    padded = policy.weight_memory * sum(scheme.weight_bytes(-(-n // ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes)
+    padded = policy.weight_memory * sum(
+        scheme.weight_bytes(-(-n // ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes
+    )
     names = sorted(sizes)
     # Padding along K may still pass it, and something has to run: then the smallest layout is the choice.
-    fits = [name for name in names if sizes[name] <= padded] or sorted(names, key=lambda name: sizes[name])[:1]
+    fits = [name for name in names if sizes[name] <= padded] or sorted(names, key=lambda name: sizes[name])[
+        :1
+    ]
     found = [frozenset((name,)) for name in fits]
     for count in range(2, MAX_LAYOUTS + 1):
-        found += [frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed]
+        found += [
+            frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed
+        ]
     too_large = [
         f"  layout {name} takes {sizes[name]} bytes; the policy's weight_memory {policy.weight_memory} allows {allowed:.0f}"
-        for name in names if name not in fits
-    ]  # fmt: skip
+        for name in names
+        if name not in fits
+    ]
     return list(found), too_large
 
 

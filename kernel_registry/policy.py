@@ -79,7 +79,9 @@ class Policy:
         known = {f.name: f for f in fields(Policy) if f.name != "origin"}
         unknown = sorted(data.keys() - known.keys())
         if unknown:
-            raise PolicyError(f"{origin}: unknown policy entry {unknown[0]!r}; entries are {', '.join(known)}")
+            raise PolicyError(
+                f"{origin}: unknown policy entry {unknown[0]!r}; entries are {', '.join(known)}"
+            )
         values: dict[str, Any] = {"origin": origin}
         for name, value in data.items():
             values[name] = _checked(name, value, origin)

@@ -169,7 +169,13 @@ class Problem:
         for (name, value), default in zip(self.values, defaults, strict=True):
             if value is None or (default is not None and value == default):
                 continue
-            text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+            text = (
+                str(value).lower()
+                if isinstance(value, bool)
+                else f"{value:g}"
+                if isinstance(value, float)
+                else value
+            )
             parts.append(f"{name}={text}")
         return ",".join(parts)
 

@@ -76,7 +76,9 @@ def _find(table: dict[str, Spec], name: str, what: str) -> Spec:
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(sorted(table)) or 'none'}"
+    hint = (
+        f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(sorted(table)) or 'none'}"
+    )
     raise UnknownError(f"no {what} called {name!r}{hint}")
 
 
@@ -114,7 +116,9 @@ def default_registry() -> Registry:
 
     An entry point names a module that declares OP, KERNEL, KERNELS, LAYOUT or LAYOUTS, like our own.
     """
-    from importlib.metadata import entry_points  # brings in email and sockets: half of an import of this package
+    from importlib.metadata import (
+        entry_points,
+    )  # brings in email and sockets: half of an import of this package
 
     registry = Registry()
     for package in ("gristmill.kernels", "gristmill.quant.layouts"):

@@ -39,7 +39,9 @@ class Requirement:
 
     def __post_init__(self) -> None:
         if any(isinstance(s, str) for s in self.features):
-            raise TypeError(f"features {self.features!r}: expected sets of feature names, one set for each alternative")
+            raise TypeError(
+                f"features {self.features!r}: expected sets of feature names, one set for each alternative"
+            )
         object.__setattr__(self, "features", tuple(frozenset(s) for s in self.features))
         for vendor in self.vendors:
             if vendor not in VENDORS:
@@ -49,7 +51,9 @@ class Requirement:
                 raise ValueError(f"offer {offer!r}: expected 'module:attr'")
         kind, _, arch = self.code.partition(":")
         if kind not in CODES or (arch and kind in ("python", "torch", "triton")):
-            raise ValueError(f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'")
+            raise ValueError(
+                f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'"
+            )
         if kind in ("hip", "cute") and not arch:
             raise ValueError(
                 f"code {self.code!r}: name the architecture, e.g. {kind}:{'gfx942' if kind == 'hip' else 'sm_90a'}"
@@ -90,7 +94,9 @@ class Requirement:
         if reasons:
             return tuple(reasons)
         if self.brings and all(why_not_code(target, code) for code in self.brings):
-            reasons.append(f"the library has code for {', '.join(self.brings)}; none of it runs on {target.name}")
+            reasons.append(
+                f"the library has code for {', '.join(self.brings)}; none of it runs on {target.name}"
+            )
         if self._kind == "triton" and target.triton_target is None and not interpreted:
             remedy = " (its interpreter is off: TRITON_INTERPRET=1)" if target.vendor == "cpu" else ""
             reasons.append(f"Triton emits no code for {target.name}{remedy}")
@@ -118,7 +124,9 @@ class Requirement:
         ):
             reasons.append(why)
         elif self._kind == "cpp":
-            reasons += self._compiled(target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level", build)
+            reasons += self._compiled(
+                target, [f"cpu:{level}" for level in build.cpu_levels], "C++ level", build
+            )
         elif self._kind == "cuda":
             reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture", build)
         elif self._kind == "hip":

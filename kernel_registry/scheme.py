@@ -40,8 +40,14 @@ BLOCK: Final = 128
 """Rows and columns of one fp8_block scale (DeepSeek-V3 checkpoints)."""
 
 ACTIVATION_FORMATS: Final[tuple[str, ...]] = (
-    "fp8", "fp8_token", "fp8_g128", "int8_token", "mxfp8", "mxfp4", "nvfp4",
-)  # fmt: skip
+    "fp8",
+    "fp8_token",
+    "fp8_g128",
+    "int8_token",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+)
 
 DENSE_BITS: Final[dict[str, int]] = {"fp32": 32, "fp16": 16, "bf16": 16}
 _SCALE_BYTES: Final[dict[str, int]] = {"bf16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1}
@@ -114,7 +120,9 @@ class QuantScheme:
         if zero_points and minimums:
             raise ValueError("an integer scheme stores zero points or minimums, not both")
         granularity: Granularity = "channel" if group_size is None else "group"
-        return QuantScheme(f"int{bits}", bits, granularity, group_size, zero_points, "bf16", minimums=minimums)
+        return QuantScheme(
+            f"int{bits}", bits, granularity, group_size, zero_points, "bf16", minimums=minimums
+        )
 
     @property
     def weights(self) -> str:
@@ -250,10 +258,18 @@ ALL_SCHEMES: Final[tuple[str, ...]] = ALL_WEIGHT_SCHEMES + tuple(
 """Every name that parses: each weight scheme, and each quantized one with each activation format."""
 
 PAIRED_SCHEMES: Final[tuple[str, ...]] = (
-    "int4_g128.fp8_token", "int4_g128.int8_token", "int8_ch.int8_token",
-    "fp8.fp8", "fp8.fp8_token", "fp8_ch.fp8_token", "fp8_block.fp8_g128",
-    "mxfp8.mxfp8", "mxfp4.mxfp4", "mxfp4.mxfp8", "nvfp4.nvfp4",
-)  # fmt: skip
+    "int4_g128.fp8_token",
+    "int4_g128.int8_token",
+    "int8_ch.int8_token",
+    "fp8.fp8",
+    "fp8.fp8_token",
+    "fp8_ch.fp8_token",
+    "fp8_block.fp8_g128",
+    "mxfp8.mxfp8",
+    "mxfp4.mxfp4",
+    "mxfp4.mxfp8",
+    "nvfp4.nvfp4",
+)
 """The pairs that published checkpoints and tensor cores use: what to enumerate where ALL_SCHEMES is too many."""
 
 

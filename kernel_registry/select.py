@@ -89,10 +89,15 @@ def select(
     if policy.strict and policy.pinned(op.name):
         outside = [c for c in alive if policy.rank(op.name, c.kernel.name) is None]
         alive = [c for c in alive if policy.rank(op.name, c.kernel.name) is not None]
-        losers += [replace(c, verdict="policy", reasons=("strict policy: not among the pinned kernels",)) for c in outside]
+        losers += [
+            replace(c, verdict="policy", reasons=("strict policy: not among the pinned kernels",))
+            for c in outside
+        ]
     alive.sort(key=lambda c: _order(c, policy))
     if foreign:
-        alive = [replace(c, verdict="unverified", reasons=("not verified: no such device here",)) for c in alive]
+        alive = [
+            replace(c, verdict="unverified", reasons=("not verified: no such device here",)) for c in alive
+        ]
     elif alive and alive[0].verdict == "eligible":
         alive[0] = replace(alive[0], verdict="selected")
     order = {verdict: place for place, verdict in enumerate(VERDICTS)}
@@ -137,7 +142,9 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
         reads, have = ", ".join(kernel.layouts), ", ".join(sorted(case.layouts))
         return Candidate(kernel, "problem", (f"reads layout {reads}; the weight is packed as {have}",))
     if case.layouts is not None and not kernel.layouts and case.op.pack is not None:
-        own = "packs weights in an order of its own, which no layout names: runs in direct calls and benchmarks"
+        own = (
+            "packs weights in an order of its own, which no layout names: runs in direct calls and benchmarks"
+        )
         return Candidate(kernel, "problem", (own,))
     failed: dict[str, str] = {}
     default = kernel.config(case.problem, _code_target(case, kernel))
@@ -146,7 +153,9 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
         if config_key(config) in failed:
             continue
         key = config_key(config)
-        found = case.store.verifications.get((case.op.name, kernel.name, kernel.code_hash(), key, *case.record))
+        found = case.store.verifications.get(
+            (case.op.name, kernel.name, kernel.code_hash(), key, *case.record)
+        )
         if found is not None and not found.ok:
             failed[key] = found.reason or "did not match the reference"
             continue

@@ -133,12 +133,16 @@ class Store:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise StoreError(f"{origin}: expected a store of schema {SCHEMA}, found {found!r}")
         if other := sorted(data.keys() - {"schema", "verified", "timed"}):
-            raise StoreError(f"{origin}: expected verified and timed, found {', '.join(other)}: this is no store, and will not be replaced by one")
+            raise StoreError(
+                f"{origin}: expected verified and timed, found {', '.join(other)}: this is no store, and will not be replaced by one"
+            )
         store = Store()
         for kind, name in ((Verification, "verified"), (Timing, "timed")):
             entries = data.get(name, [])
             if not isinstance(entries, list):
-                raise StoreError(f"{origin}: {name}: expected a list of records, found {type(entries).__name__}")
+                raise StoreError(
+                    f"{origin}: {name}: expected a list of records, found {type(entries).__name__}"
+                )
             for place, entry in enumerate(entries):
                 try:
                     store.add(_record(kind, entry))
@@ -190,7 +194,15 @@ def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification
     if kind is Timing:
         entry = {**entry, "samples": tuple(entry.get("samples", ()))}
     record = kind(**entry)
-    texts = ("op", "kernel", "code", "problem", "target", "toolchain", *(("config", "reason") if kind is Verification else ("timing", "origin")))
+    texts = (
+        "op",
+        "kernel",
+        "code",
+        "problem",
+        "target",
+        "toolchain",
+        *(("config", "reason") if kind is Verification else ("timing", "origin")),
+    )
     for name in texts:
         if not isinstance(getattr(record, name), str):
             raise TypeError(f"{name}: expected text, found {getattr(record, name)!r}")
@@ -200,7 +212,9 @@ def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification
         if record.error is not None and not _is_number(record.error):
             raise TypeError(f"error: expected a number or null, found {record.error!r}")
         return record
-    if not isinstance(record.config, dict) or not all(isinstance(v, str | int | float) for v in record.config.values()):
+    if not isinstance(record.config, dict) or not all(
+        isinstance(v, str | int | float) for v in record.config.values()
+    ):
         raise TypeError(f"config: expected names with numbers or text, found {record.config!r}")
     for us in (record.us, *record.samples):
         if not _is_number(us) or not 0 <= us < math.inf:

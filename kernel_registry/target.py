@@ -56,14 +56,18 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.vendor not in VENDORS:
-            raise ValueError(f"target {self.name!r}: vendor {self.vendor!r}; expected one of {', '.join(VENDORS)}")
+            raise ValueError(
+                f"target {self.name!r}: vendor {self.vendor!r}; expected one of {', '.join(VENDORS)}"
+            )
         if not self.name or any(c.isspace() for c in self.name):
             raise ValueError(f"target name {self.name!r} is empty or has white space")
         object.__setattr__(self, "features", frozenset(self.features))
         for key in _INTS:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"target {self.name!r}: {key} is {value!r}; expected a count, or None for unknown")
+                raise ValueError(
+                    f"target {self.name!r}: {key} is {value!r}; expected a count, or None for unknown"
+                )
         if self.vendor == "cpu":
             arch = self.arch
             if arch == "any":  # a hand-written CPU: its features tell the family
@@ -88,9 +92,12 @@ class Target:
             return target
         found = _EDIT.findall(edits)
         if "".join(sign + name for sign, name in found) != edits:
-            raise ValueError(f"target {text!r}: {edits!r} is no list of edits; expected +feature or -feature, repeated")
+            raise ValueError(
+                f"target {text!r}: {edits!r} is no list of edits; expected +feature or -feature, repeated"
+            )
         return target.edited(
-            add=[name for sign, name in found if sign == "+"], remove=[name for sign, name in found if sign == "-"]
+            add=[name for sign, name in found if sign == "+"],
+            remove=[name for sign, name in found if sign == "-"],
         )
 
     def edited(self, add: list[str] | None = None, remove: list[str] | None = None) -> Target:
@@ -183,7 +190,9 @@ class Target:
         known |= {"wave_size", "device"}
         missing, strange = {"name", "vendor", "arch", "features"} - data.keys(), data.keys() - known
         if missing or strange:
-            raise ValueError(f"target in JSON: missing keys {sorted(missing)}, unknown keys {sorted(strange)}")
+            raise ValueError(
+                f"target in JSON: missing keys {sorted(missing)}, unknown keys {sorted(strange)}"
+            )
         fields = dict(data)
         fields["features"] = frozenset(fields["features"])
         fields["tflops"] = tuple(sorted(dict(fields.get("tflops") or {}).items()))
@@ -198,7 +207,9 @@ class Target:
         }
         if self.bandwidth_gbs is None and device.bandwidth_gbs is not None:
             counts.update(bandwidth_gbs=float(device.bandwidth_gbs), bandwidth_source=device.bandwidth_source)
-        return replace(self, device=self.device or device.title, tflops=self.tflops or device.tflops, **counts)
+        return replace(
+            self, device=self.device or device.title, tflops=self.tflops or device.tflops, **counts
+        )
 
 
 def runs_code_of(target: Target, code: str) -> bool:
@@ -240,7 +251,9 @@ def _vendor_of(code: str) -> str:
         return "intel"
     if code.startswith("cpu:") or f"cpu:{code}" in ARCHES:
         return "cpu"
-    raise ValueError(f"{code!r} is no code name; expected e.g. sm_90a, sm_100f, compute_80, gfx942, xpu:bmg, cpu:avx2")
+    raise ValueError(
+        f"{code!r} is no code name; expected e.g. sm_90a, sm_100f, compute_80, gfx942, xpu:bmg, cpu:avx2"
+    )
 
 
 def _base(base: str, text: str) -> Target:

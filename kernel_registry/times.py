@@ -34,12 +34,19 @@ class Times:
         self._near: dict[str, list[_Near]] = {}
         seen: dict[str, tuple[Problem, float, bool] | None] = {}
         own = target_key(target)
-        for sibling, records in ((False, store.times(op.name, own)), (True, store.sibling_times(op.name, target))):
+        for sibling, records in (
+            (False, store.times(op.name, own)),
+            (True, store.sibling_times(op.name, target)),
+        ):
             for timing in records:
                 if timing.problem not in seen:
                     seen[timing.problem] = self._place(store.problem(op, timing.problem))
                 place = seen[timing.problem]
-                if place is not None and deployed(timing) and timing.toolchain.endswith(",interpreter") == build.triton_interpreter:
+                if (
+                    place is not None
+                    and deployed(timing)
+                    and timing.toolchain.endswith(",interpreter") == build.triton_interpreter
+                ):
                     self._near.setdefault(timing.kernel, []).append(_Near(timing, *place, sibling))
 
     def config(self, kernel: Kernel) -> Config | None:
@@ -79,7 +86,9 @@ class Times:
             fresh = n.far == 0 and not n.sibling and n.timing.code in codes and n.timing.toolchain == tools
             found.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
         order = ("measured", "near", "sibling")
-        return sorted(found, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config)))
+        return sorted(
+            found, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config))
+        )
 
     def _of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])
@@ -119,4 +128,7 @@ def _nearest(known: list[_Near]) -> _Near | None:
     if not known:
         return None
     best = min((n.sibling, n.far, n.timing.us) for n in known)
-    return min((n for n in known if (n.sibling, n.far, n.timing.us) == best), key=lambda n: (str(n.at), config_key(n.timing.config)))
+    return min(
+        (n for n in known if (n.sibling, n.far, n.timing.us) == best),
+        key=lambda n: (str(n.at), config_key(n.timing.config)),
+    )

@@ -37,4 +37,8 @@ def matrix_product(target: Target, rows: int) -> tuple[str, ...]:
     large = next((name for name in ("wgmma", "tcgen05") if name in features), None)
     if rows >= 64 and large is not None:
         return (large,)
-    return tuple(name for name, feature in (("mma", "mma.bf16"), ("mfma", "mfma"), ("wmma", "wmma")) if feature in features)
+    return tuple(
+        name
+        for name, feature in (("mma", "mma.bf16"), ("mfma", "mfma"), ("wmma", "wmma"))
+        if feature in features
+    )

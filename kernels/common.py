@@ -15,7 +15,17 @@ _TEXT = {
     "torch.int32": "int32",
     "torch.int64": "int64",
 }
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_e5m2": 1, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+ITEM_BYTES = {
+    "fp32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "fp8": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}
 FLOATS = ("fp32", "fp16", "bf16")
 CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
 """Dtype codes of the C++ entry points."""
@@ -89,18 +99,24 @@ def need_plain(op: str, dtype: str, **tensors: Any) -> None:
     """ValueError unless every tensor that is given has `dtype` and is contiguous: what kernels read without asking for strides."""
     for name, x in tensors.items():
         if x is not None and (dtype_name(x.dtype) != dtype or not x.is_contiguous()):
-            raise ValueError(f"{op}: {name} must be a contiguous {dtype} tensor, got {x.dtype} {tuple(x.shape)} with strides "
-                             f"{tuple(x.stride())}")  # fmt: skip
+            raise ValueError(
+                f"{op}: {name} must be a contiguous {dtype} tensor, got {x.dtype} {tuple(x.shape)} with strides "
+                f"{tuple(x.stride())}"
+            )
 
 
 def need_vectors(op: str, **tensors: Any) -> None:
     """ValueError unless the last dimension of every tensor is contiguous, and the rows of `out` do not overlap."""
     for name, x in tensors.items():
         if name == "out" and 0 in x.stride() and not x.is_contiguous():
-            raise ValueError(f"{op}: out is written, so its rows must not overlap; got {tuple(x.shape)} with strides {tuple(x.stride())}")
+            raise ValueError(
+                f"{op}: out is written, so its rows must not overlap; got {tuple(x.shape)} with strides {tuple(x.stride())}"
+            )
         if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(f"{op}: the last dimension of {name} must be contiguous, got {tuple(x.shape)} with strides "
-                             f"{tuple(x.stride())}")  # fmt: skip
+            raise ValueError(
+                f"{op}: the last dimension of {name} must be contiguous, got {tuple(x.shape)} with strides "
+                f"{tuple(x.stride())}"
+            )
 
 
 def separate_rows(x: Any) -> bool:
@@ -113,12 +129,17 @@ def need_rows(op: str, reads: dict[str, Any], writes: dict[str, Any]) -> None:
     for name, x in (reads | writes).items():
         rows_of(f"{op}: {name}", x)
     for name, x in writes.items():
-        need(separate_rows(x), f"{op}: {name} is written, so its rows must not overlap; got shape {tuple(x.shape)} with "
-             f"strides {tuple(x.stride())}")  # fmt: skip
+        need(
+            separate_rows(x),
+            f"{op}: {name} is written, so its rows must not overlap; got shape {tuple(x.shape)} with "
+            f"strides {tuple(x.stride())}",
+        )
 
 
 def need_workspace(op: str, given: Any, size: int, device: Any) -> None:
     """ValueError unless a caller's workspace has `size` bytes that a kernel can use on `device`."""
     if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
-        raise ValueError(f"{op}: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
-                         f"got {given.nbytes} on {given.device}")  # fmt: skip
+        raise ValueError(
+            f"{op}: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
+            f"got {given.nbytes} on {given.device}"
+        )

@@ -37,7 +37,9 @@ def install() -> None:
     try:
         _patch()
     except (ImportError, AttributeError) as error:
-        raise InterpreterError(f"Triton's interpreter has changed: {error}; it computes bf16 wrongly unrepaired") from error
+        raise InterpreterError(
+            f"Triton's interpreter has changed: {error}; it computes bf16 wrongly unrepaired"
+        ) from error
     check()
 
 
@@ -54,7 +56,11 @@ def _patch() -> None:
         tl.float8e4b8: ml_dtypes.float8_e4m3fnuz,
         tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
     }
-    builder, handle, numpy_type = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter._get_np_dtype
+    builder, handle, numpy_type = (
+        interpreter.InterpreterBuilder,
+        interpreter.TensorHandle,
+        interpreter._get_np_dtype,
+    )
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         plain = np.ascontiguousarray(values)
@@ -101,7 +107,9 @@ def _patch() -> None:
     builder.binary_op, builder.unary_op = binary_op, unary_op
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     for name in ("fp_ext", "fp_trunc", "si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):
-        setattr(builder, f"create_{name}", lambda self, source, target, *rest: cast_impl(self, source, target))
+        setattr(
+            builder, f"create_{name}", lambda self, source, target, *rest: cast_impl(self, source, target)
+        )
 
 
 def check() -> None:
@@ -120,5 +128,9 @@ def check() -> None:
         "rounding to fp8": (a.float() * 7).to(torch.float8_e4m3fn),
     }
     for what, value in wanted.items():
-        if not torch.allclose(found[what].float(), value.float(), rtol=0 if "matrix" not in what else 1e-6, atol=1e-6):
-            raise InterpreterError(f"{what} differs from torch in Triton's interpreter, repaired; do not trust its results")
+        if not torch.allclose(
+            found[what].float(), value.float(), rtol=0 if "matrix" not in what else 1e-6, atol=1e-6
+        ):
+            raise InterpreterError(
+                f"{what} differs from torch in Triton's interpreter, repaired; do not trust its results"
+            )

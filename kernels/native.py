@@ -56,7 +56,10 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     -3: (MemoryError, "out of memory for its scratch space"),
     -4: (RuntimeError, "torch's thread pool failed"),
     -5: (ValueError, "an argument out of its range"),
-    -6: (RuntimeError, "no CUDA driver that can load it: libcuda.so.1 of CUDA 12.0 or newer (r525) is needed"),
+    -6: (
+        RuntimeError,
+        "no CUDA driver that can load it: libcuda.so.1 of CUDA 12.0 or newer (r525) is needed",
+    ),
 }
 _CUDA_ERROR = -1000  # codes from here down are this minus a CUresult
 
@@ -95,7 +98,9 @@ def _load(file: str, what: str, remedy: str) -> ctypes.CDLL:
 @functools.cache
 def cpu_library() -> ctypes.CDLL:
     """The library of CPU cores. Raises NativeLibraryError if this installation has none."""
-    return _load("libgristmill_cpu.so", "C++ kernels", "run `make build`, or install with a C++20 compiler present")
+    return _load(
+        "libgristmill_cpu.so", "C++ kernels", "run `make build`, or install with a C++20 compiler present"
+    )
 
 
 @functools.cache

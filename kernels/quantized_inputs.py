@@ -10,7 +10,9 @@ from gristmill.kernel_registry.scheme import QuantScheme
 def misfit(scheme: str, k: int, act_order: bool) -> str | None:
     """What keeps a weight of `scheme` with k columns from having groups in any order; None if nothing does."""
     if act_order and QuantScheme.parse(scheme).granularity not in ("group", "block"):
-        return f"act_order orders groups of columns, and {scheme} has none; expected a scheme such as int4_g128"
+        return (
+            f"act_order orders groups of columns, and {scheme} has none; expected a scheme such as int4_g128"
+        )
     if act_order and k < 2:
         return f"act_order needs at least 2 columns to order, got k={k}"
     return None
@@ -31,7 +33,11 @@ def quantized(weight: Any, scheme: QuantScheme, act_order: bool, generator: Any)
     if act_order and scheme.is_integer and k > size:
         whole = -(-k // size) * size
         order = torch.randperm(whole, generator=generator).to(weight.device)
-        full = quantize(pad(weight, (0, whole - k)), scheme, g_idx=torch.arange(whole, device=weight.device)[order] // size)
+        full = quantize(
+            pad(weight, (0, whole - k)),
+            scheme,
+            g_idx=torch.arange(whole, device=weight.device)[order] // size,
+        )
         start = 0
     else:
         start = size - min(size, k) // 2 if act_order else 0

@@ -98,7 +98,9 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
         raise ValueError(f"{format} has groups of {group} along K, and K = {k} is not a multiple of {group}")
     if scale is not None:
         if format not in ("fp8", "nvfp4"):
-            raise ValueError(f"{format} takes its scales from the activations; a given scale is for fp8 and nvfp4")
+            raise ValueError(
+                f"{format} takes its scales from the activations; a given scale is for fp8 and nvfp4"
+            )
         if scale.numel() != 1:
             raise ValueError(f"the given scale is one number, got shape {list(scale.shape)}")
         scale = scale.to(device=x.device, dtype=torch.float32).reshape(1)
@@ -119,7 +121,9 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
     amax = grouped.abs().amax(-1)
     if format == "fp8_g128":
         scales = amax.clamp(min=MIN_AMAX_G128) / numeric.E4M3_MAX
-        return QuantAct(format, _e4m3((grouped / scales[..., None]).flatten(-2)[..., :k]).contiguous(), scales, k)
+        return QuantAct(
+            format, _e4m3((grouped / scales[..., None]).flatten(-2)[..., :k]).contiguous(), scales, k
+        )
     byte = numeric.e8m0_encode(numeric.floor_log2(amax) - _EMAX[format])
     byte = torch.where(torch.isfinite(amax), byte, torch.full_like(byte, numeric.E8M0_NAN))
     scaled = (grouped / numeric.e8m0_decode(byte)[..., None]).flatten(-2)

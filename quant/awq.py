@@ -59,17 +59,25 @@ def search_channel_scales(
     Raises:
         ValueError: no weights, or shapes that do not fit.
     """
-    if not weights or any(h.shape != (w.shape[-1],) * 2 or w.shape[-1] != weights[0][0].shape[-1] for w, h in weights):
+    if not weights or any(
+        h.shape != (w.shape[-1],) * 2 or w.shape[-1] != weights[0][0].shape[-1] for w, h in weights
+    ):
         found = ", ".join(f"{list(w.shape)} with {list(h.shape)}" for w, h in weights) or "none"
-        raise ValueError(f"channel scales are searched for weights [N, K] of one K, each with moments [K, K]: got {found}")
-    energy = torch.stack([h.diagonal().float() for _, h in {id(h): (w, h) for w, h in weights}.values()]).sum(0)
+        raise ValueError(
+            f"channel scales are searched for weights [N, K] of one K, each with moments [K, K]: got {found}"
+        )
+    energy = torch.stack([h.diagonal().float() for _, h in {id(h): (w, h) for w, h in weights}.values()]).sum(
+        0
+    )
     if columns is not None:
         energy = torch.zeros(int(columns.max()) + 1, device=energy.device).index_add_(0, columns, energy)
     best, chosen = float("inf"), torch.ones_like(energy)
     for alpha in ALPHAS:
         scales = channel_scales(energy, alpha)
         spread = scales if columns is None else scales[columns]
-        error = sum(output_error(w, h, quantize(w.float() * spread).dequantize() / spread) for w, h in weights)
+        error = sum(
+            output_error(w, h, quantize(w.float() * spread).dequantize() / spread) for w, h in weights
+        )
         if error < best:
             best, chosen = error, scales
     return chosen

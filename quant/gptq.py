@@ -43,14 +43,23 @@ class Factor:
             raise ValueError("gptq: the Hessian is 0: no input was seen")
         h.diagonal()[energy <= 0] = float(energy.mean())  # an input that is always 0 is free to round
         h.diagonal().add_(damping * energy.mean())
-        order = torch.argsort(energy, descending=True, stable=True) if act_order else torch.arange(len(h), device=h.device)
+        order = (
+            torch.argsort(energy, descending=True, stable=True)
+            if act_order
+            else torch.arange(len(h), device=h.device)
+        )
         h = h[order][:, order]
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
         return Factor(torch.linalg.cholesky(inverse, upper=True).to(torch.float32), order)
 
 
 def gptq(
-    weight: Tensor, hessian: Tensor | Factor, start: QuantTensor, *, act_order: bool = True, damping: float = 0.01
+    weight: Tensor,
+    hessian: Tensor | Factor,
+    start: QuantTensor,
+    *,
+    act_order: bool = True,
+    damping: float = 0.01,
 ) -> QuantTensor:
     """The weight rounded to the scales of `start`, codes chosen for inputs with second moments `hessian`.
 
@@ -67,8 +76,10 @@ def gptq(
         raise ValueError(f"gptq rounds one matrix of a quantized scheme without minimums, not {start}")
     found = hessian.upper.shape if isinstance(hessian, Factor) else hessian.shape
     if tuple(weight.shape) != (n, k) or tuple(found) != (k, k):
-        raise ValueError(f"gptq: {start} needs a weight [{n}, {k}] and a Hessian [{k}, {k}], got {list(weight.shape)} and "
-                         f"{list(found)}")  # fmt: skip
+        raise ValueError(
+            f"gptq: {start} needs a weight [{n}, {k}] and a Hessian [{k}, {k}], got {list(weight.shape)} and "
+            f"{list(found)}"
+        )
     made = hessian if isinstance(hessian, Factor) else Factor.of(hessian, act_order, damping)
     factor, order = made.upper, made.order
     w = weight.to(torch.float32)[:, order]

@@ -20,7 +20,15 @@ E8M0_BIAS: Final = 127
 E8M0_NAN: Final = 255
 
 # Halfway points between neighbours, and whether the tie goes up: to the neighbour whose mantissa bit is even.
-_E2M1_STEPS: Final = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_E2M1_STEPS: Final = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
@@ -78,7 +86,9 @@ def e4m3fnuz_to_fn(codes: Tensor) -> Tensor:
         ValueError: NaN (0x80), or 240 and -240 (0x7F, 0xFF), whose doubles E4M3 does not have.
     """
     if bool(((codes == 0x80) | ((codes & 0x7F) == 0x7F)).any()):
-        raise ValueError("e4m3fnuz codes 0x7F, 0xFF (240 of either sign) and 0x80 (NaN) have no E4M3 code of twice the value")
+        raise ValueError(
+            "e4m3fnuz codes 0x7F, 0xFF (240 of either sign) and 0x80 (NaN) have no E4M3 code of twice the value"
+        )
     return codes.clone()
 
 

@@ -65,7 +65,9 @@ def quantize(
         g_idx = _check_g_idx(g_idx, weight, scheme)
     starts = _check_segments(segments, weight.shape[-2])
     if global_scale is not None and (not scheme.has_global or len(starts) > 1 or weight.dim() != 2):
-        raise ValueError(f"a global scale is given to one [N, K] matrix of nvfp4 or fp8, not to {scheme} {list(weight.shape)}")
+        raise ValueError(
+            f"a global scale is given to one [N, K] matrix of nvfp4 or fp8, not to {scheme} {list(weight.shape)}"
+        )
     if len(starts) > 1:
         parts = [
             quantize(weight[..., a:b, :], scheme, g_idx=g_idx)
@@ -88,7 +90,7 @@ def quantize(
         scales = scales.view(torch.float8_e4m3fn)
     return QuantTensor(
         fields["codes"], scales, shape, scheme, fields.get("zero"), fields.get("global_scale"), (0,), g_idx
-    )  # fmt: skip
+    )
 
 
 def _quantize_matrix(
@@ -142,7 +144,11 @@ def _quantize_rows(
 def _integer_rows(w: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[str, Tensor]:
     n, k = w.shape
     groups = scheme.groups(k)
-    column = torch.arange(k, device=w.device) // (scheme.group_size or k) if g_idx is None else g_idx.to(torch.int64)
+    column = (
+        torch.arange(k, device=w.device) // (scheme.group_size or k)
+        if g_idx is None
+        else g_idx.to(torch.int64)
+    )
 
     def reduce(values: Tensor, how: str) -> Tensor:
         """[N, groups] amax or amin, together with 0."""
@@ -242,7 +248,9 @@ def _is_finite(rows: Tensor) -> bool:
 def _check_g_idx(g_idx: Tensor, weight: Tensor, scheme: QuantScheme) -> Tensor:
     k = weight.shape[-1]
     if not scheme.is_integer or scheme.granularity != "group":
-        raise ValueError(f"g_idx orders the groups of integer group schemes such as int4_g128, not of {scheme}")
+        raise ValueError(
+            f"g_idx orders the groups of integer group schemes such as int4_g128, not of {scheme}"
+        )
     if g_idx.is_floating_point() or list(g_idx.shape) != [k]:
         raise ValueError(f"g_idx is an integer tensor [{k}], got {g_idx.dtype} {list(g_idx.shape)}")
     groups = scheme.groups(k)

@@ -33,7 +33,9 @@ def shard(q: QuantTensor, dim: int, rank: int, world: int) -> QuantTensor:
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"shard needs 0 <= rank < world, got rank {rank} of {world}")
     if size % world:
-        raise ValueError(f"shard: dimension {dim} of {q} has {size} entries, not divisible by {world}; use narrow()")
+        raise ValueError(
+            f"shard: dimension {dim} of {q} has {size} entries, not divisible by {world}; use narrow()"
+        )
     return narrow(q, dim, rank * (size // world), size // world)
 
 
@@ -123,7 +125,13 @@ def stack(tensors: Iterable[QuantTensor], count: int | None = None) -> QuantTens
             out = {name: memory.empty((count, *t.shape), t.dtype, t.device) for name, t in held.items()}
         _check_joinable(first, tensor, 0, whole=True)
         _check_experts(first, tensor, 0)
-        _need(all(t.shape == out[name].shape[1:] for name, t in held.items()), first, tensor, 0, "numbers of scales differ")
+        _need(
+            all(t.shape == out[name].shape[1:] for name, t in held.items()),
+            first,
+            tensor,
+            0,
+            "numbers of scales differ",
+        )
         if done == count:
             raise ValueError(f"stack was told of {count} QuantTensors and got more")
         for name, place in out.items():
@@ -161,7 +169,9 @@ def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
     segments = q.segments
     if q.global_scale is not None:
         ends = (*segments[1:], q.n)
-        inside = [i for i, (a, b) in enumerate(zip(segments, ends, strict=True)) if a < start + length and b > start]
+        inside = [
+            i for i, (a, b) in enumerate(zip(segments, ends, strict=True)) if a < start + length and b > start
+        ]
         new["global_scale"] = q.global_scale[..., inside[0] : inside[-1] + 1].clone()
         segments = tuple(max(0, segments[i] - start) for i in inside)
     return _rebuild(q, (*q.shape[:-2], length, q.k), new, segments)
@@ -177,7 +187,9 @@ def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...], codes: Ten
             -2,
             "g_idx differs: the rows of one tensor share one; keep them apart",
         )
-    new: dict[str, Tensor | None] = {"codes": torch.cat([t.codes for t in tensors], -2) if codes is None else codes}
+    new: dict[str, Tensor | None] = {
+        "codes": torch.cat([t.codes for t in tensors], -2) if codes is None else codes
+    }
     new["scales"] = _cat([t.scales for t in tensors], -2)
     new["zero"] = _cat([t.zero for t in tensors], -2)
     new["global_scale"] = _cat([t.global_scale for t in tensors], -1)
@@ -206,10 +218,14 @@ def _concat_k(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTe
             same = _equal(first.scales, other.scales) and _equal(first.zero, other.zero)
             _need(same, first, other, -1, "per-channel scales differ, and a channel has one")
         if first.scheme.granularity == "block":
-            _need(_same_rows(first, other), first, other, -1, "n_idx differs: columns of one tensor share one")
+            _need(
+                _same_rows(first, other), first, other, -1, "n_idx differs: columns of one tensor share one"
+            )
     if first.scheme.granularity in ("group", "block"):
         size = first.scheme.group_size or 1
-        new["g_idx"] = _join_index([t.column_groups() for t in tensors], [t.scales for t in tensors], -1, size)
+        new["g_idx"] = _join_index(
+            [t.column_groups() for t in tensors], [t.scales for t in tensors], -1, size
+        )
         new["scales"] = _cat([t.scales for t in tensors], -1)
         new["zero"] = _cat([t.zero for t in tensors], -1)
     return _rebuild(first, shape, new)
@@ -269,10 +285,16 @@ def _rebuild(
     """q with another shape and the given tensors; those not given stay."""
     held: dict[str, Tensor | None] = {**q.tensors(), **new}
     return type(q)(
-        held["codes"] if held["codes"] is not None else q.codes, held.get("scales"), shape, q.scheme,
-        held.get("zero"), held.get("global_scale"), q.segments if segments is None else segments,
-        held.get("g_idx"), held.get("n_idx"),
-    )  # fmt: skip
+        held["codes"] if held["codes"] is not None else q.codes,
+        held.get("scales"),
+        shape,
+        q.scheme,
+        held.get("zero"),
+        held.get("global_scale"),
+        q.segments if segments is None else segments,
+        held.get("g_idx"),
+        held.get("n_idx"),
+    )
 
 
 def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int, whole: bool = False) -> None:
@@ -291,7 +313,9 @@ def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int, whole: boo
 def _check_experts(first: QuantTensor, other: QuantTensor, dim: int) -> None:
     _need(_same_columns(first, other), first, other, dim, "g_idx differs, and experts share one")
     _need(_same_rows(first, other), first, other, dim, "n_idx differs, and experts share one")
-    _need(first.segments == other.segments, first, other, dim, f"segments {first.segments} and {other.segments}")
+    _need(
+        first.segments == other.segments, first, other, dim, f"segments {first.segments} and {other.segments}"
+    )
 
 
 def _need(condition: bool, first: QuantTensor, other: QuantTensor, dim: int, why: str) -> None:

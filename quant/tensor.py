@@ -110,7 +110,9 @@ class QuantTensor:
 
     def __repr__(self) -> str:
         extra = "".join(f", {name}" for name in ("zero", "g_idx", "n_idx") if getattr(self, name) is not None)
-        return f"QuantTensor({self.scheme} {list(self.shape)} on {self.device}, segments={self.segments}{extra})"
+        return (
+            f"QuantTensor({self.scheme} {list(self.shape)} on {self.device}, segments={self.segments}{extra})"
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors held, by field name."""
@@ -125,7 +127,11 @@ class QuantTensor:
         """Whether every field is the same, bit for bit (float8 compared as bytes)."""
         mine, theirs = self.tensors(), other.tensors()
         same = (self.shape, self.scheme, self.segments) == (other.shape, other.scheme, other.segments)
-        return same and mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
+        return (
+            same
+            and mine.keys() == theirs.keys()
+            and all(same_bits(mine[name], theirs[name]) for name in mine)
+        )
 
     def dense(self) -> Tensor:
         """The [..., N, K] float tensor of a dense scheme, a view of the codes where alignment allows."""
@@ -183,7 +189,11 @@ class QuantTensor:
             return
         count = torch.Size(self.lead).numel()
         shared = {name: t for name, t in self.tensors().items() if name in ("g_idx", "n_idx")}
-        own = {n: t.reshape(count, *t.shape[len(self.lead) :]) for n, t in self.tensors().items() if n not in shared}
+        own = {
+            n: t.reshape(count, *t.shape[len(self.lead) :])
+            for n, t in self.tensors().items()
+            if n not in shared
+        }
         for i in range(count):
             part = {**shared, **{name: t[i] for name, t in own.items()}}
             yield self._with(part, self.shape[-2:])
@@ -211,9 +221,16 @@ class QuantTensor:
 
     def _with(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantTensor:
         return QuantTensor(
-            tensors["codes"], tensors.get("scales"), shape, self.scheme, tensors.get("zero"),
-            tensors.get("global_scale"), self.segments, tensors.get("g_idx"), tensors.get("n_idx"),
-        )  # fmt: skip
+            tensors["codes"],
+            tensors.get("scales"),
+            shape,
+            self.scheme,
+            tensors.get("zero"),
+            tensors.get("global_scale"),
+            self.segments,
+            tensors.get("g_idx"),
+            tensors.get("n_idx"),
+        )
 
     def _decode(self, start: int, stop: int) -> Tensor:
         """float32 rows [start, stop) of an [N, K] matrix."""
@@ -256,7 +273,9 @@ class QuantTensor:
         if tensor.device != self.codes.device:
             self._fail(field, f"device {self.codes.device} as the codes", tensor.device)
 
-    def _check_index(self, field: str, index: Tensor | None, size: int, allowed: bool, scale_dim: int) -> None:
+    def _check_index(
+        self, field: str, index: Tensor | None, size: int, allowed: bool, scale_dim: int
+    ) -> None:
         if index is None:
             return
         if not allowed:

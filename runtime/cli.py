@@ -40,16 +40,33 @@ def cli() -> None:
 
 def model_options(function: F) -> F:
     """The options that say which model runs, how and where."""
-    for option in reversed([
-        click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."),
-        click.option("--quant", metavar="SCHEME", help="Round linear and expert weights to this format while loading: "
-                     "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. Of a quantized checkpoint: bf16 "
-                     "dequantizes it, fp8_block.fp8_g128 and the like quantize activations too."),
-        click.option("--dtype", default="auto", show_default=True, metavar="D",
-                     help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's)."),
-        click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."),
-        click.option("--policy", metavar="FILE", help="Policy file (TOML or JSON) that pins or excludes kernels."),
-    ]):  # fmt: skip
+    for option in reversed(
+        [
+            click.option(
+                "--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."
+            ),
+            click.option(
+                "--quant",
+                metavar="SCHEME",
+                help="Round linear and expert weights to this format while loading: "
+                "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. Of a quantized checkpoint: bf16 "
+                "dequantizes it, fp8_block.fp8_g128 and the like quantize activations too.",
+            ),
+            click.option(
+                "--dtype",
+                default="auto",
+                show_default=True,
+                metavar="D",
+                help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's).",
+            ),
+            click.option(
+                "--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."
+            ),
+            click.option(
+                "--policy", metavar="FILE", help="Policy file (TOML or JSON) that pins or excludes kernels."
+            ),
+        ]
+    ):
         function = option(function)
     return function
 
@@ -57,22 +74,63 @@ def model_options(function: F) -> F:
 @cli.command()
 @model_options
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to generate at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T",
-              help="0 takes the likeliest token each time; higher is more varied.")  # fmt: skip
-@click.option("--top-k", type=int, default=0, metavar="K", help="Draw from the K likeliest tokens only. 0: all.")
-@click.option("--top-p", type=float, default=1.0, metavar="P",
-              help="Draw from the likeliest tokens that reach probability P together.")  # fmt: skip
-@click.option("--min-p", type=float, default=0.0, metavar="P", help="Draw from tokens at least P times as likely as the best.")
-@click.option("--seed", type=int, metavar="S", help="The same seed draws the same tokens. Default: one fixed by the engine.")
-@click.option("--decode-graphs/--no-decode-graphs", default=None,
-              help="Run steps of one new token a request as CUDA graphs. Default: on a GPU.")  # fmt: skip
-@click.option("--explain", is_flag=True, help="Say which kernel each operation ran, and why; which steps ran as CUDA graphs.")
+@click.option(
+    "--max-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to generate at most."
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="T",
+    help="0 takes the likeliest token each time; higher is more varied.",
+)
+@click.option(
+    "--top-k", type=int, default=0, metavar="K", help="Draw from the K likeliest tokens only. 0: all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    metavar="P",
+    help="Draw from the likeliest tokens that reach probability P together.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    metavar="P",
+    help="Draw from tokens at least P times as likely as the best.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    metavar="S",
+    help="The same seed draws the same tokens. Default: one fixed by the engine.",
+)
+@click.option(
+    "--decode-graphs/--no-decode-graphs",
+    default=None,
+    help="Run steps of one new token a request as CUDA graphs. Default: on a GPU.",
+)
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Say which kernel each operation ran, and why; which steps ran as CUDA graphs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout, at the end.")
 def generate(
-    prompt: str, max_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None,
-    explain: bool, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    explain: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Continue a text. It is written to stdout as it comes; timings go to stderr.
 
     Sampling is as the options say: what the model's generation_config.json recommends is not used, but its end tokens.
@@ -98,30 +156,59 @@ def generate(
     seconds = time.perf_counter() - begin
     rows, graphs = (llm.explain(), llm.explain_graphs()) if explain else (None, None)
     if as_json:
-        console.emit({
-            "prompt": prompt, "text": text, "token_ids": ids, "finish_reason": reason,
-            "prompt_tokens": len(llm.tokenizer.encode(prompt)), "seconds": seconds,
-            "tokens_per_second": len(ids) / seconds, "weight_bytes": llm.weight_bytes, "explain": rows,
-            "decode_graphs": graphs,
-        })  # fmt: skip
+        console.emit(
+            {
+                "prompt": prompt,
+                "text": text,
+                "token_ids": ids,
+                "finish_reason": reason,
+                "prompt_tokens": len(llm.tokenizer.encode(prompt)),
+                "seconds": seconds,
+                "tokens_per_second": len(ids) / seconds,
+                "weight_bytes": llm.weight_bytes,
+                "explain": rows,
+                "decode_graphs": graphs,
+            }
+        )
         return
     click.echo()
-    console.err().print(f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}", style="dim")
+    console.err().print(
+        f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}", style="dim"
+    )
     if rows is not None:
         _kernels(rows)
     if graphs:
         console.table(
-            "Decode steps", ["requests up to", "context up to", "CUDA graph", "steps", "why not"],
-            [[r["seqs"] or "", r["max_ctx"] or "", "yes" if r["captured"] else "no", r["steps"], r["reason"]] for r in graphs],
+            "Decode steps",
+            ["requests up to", "context up to", "CUDA graph", "steps", "why not"],
+            [
+                [
+                    r["seqs"] or "",
+                    r["max_ctx"] or "",
+                    "yes" if r["captured"] else "no",
+                    r["steps"],
+                    r["reason"],
+                ]
+                for r in graphs
+            ],
             right=("requests up to", "context up to", "steps"),
-        )  # fmt: skip
+        )
 
 
 @cli.command(name="eval")
 @model_options
-@click.option("--tokens", "tokens_file", required=True, metavar="FILE", help="Token ids, little-endian uint16.")
+@click.option(
+    "--tokens", "tokens_file", required=True, metavar="FILE", help="Token ids, little-endian uint16."
+)
 @click.option("--window", type=int, default=1024, show_default=True, metavar="N", help="Tokens of a window.")
-@click.option("--windows", type=int, default=96, show_default=True, metavar="N", help="Windows, contiguous from token 0.")
+@click.option(
+    "--windows",
+    type=int,
+    default=96,
+    show_default=True,
+    metavar="N",
+    help="Windows, contiguous from token 0.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **options: Any) -> None:
     """Perplexity of a model on a file of token ids: how well it predicts each token from those before it.
@@ -146,29 +233,79 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
         ["loss (nats/token)", "perplexity", "tokens", "seconds"],
         [[f"{found.loss:.4f}", f"{found.perplexity:.3f}", f"{found.tokens:,}", f"{found.seconds:.1f}"]],
         right=("loss (nats/token)", "perplexity", "tokens", "seconds"),
-    )  # fmt: skip
+    )
 
 
 @cli.command()
-@click.option("--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized.")
-@click.option("--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ...")
+@click.option(
+    "--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized."
+)
+@click.option(
+    "--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ..."
+)
 @click.option("--out", required=True, metavar="DIR", help="New directory to write.")
-@click.option("--format", "form", default="gristmill", show_default=True, metavar="F",
-              help="gristmill, compressed-tensors, modelopt, gptq, fp8 (DeepSeek's blocks) or mxfp4 (gpt-oss).")  # fmt: skip
-@click.option("--method", type=click.Choice(["rtn", "gptq", "awq"]), default="rtn", show_default=True,
-              help="Round to nearest, by GPTQ, or with channels scaled by AWQ; the last two need --calibration.")  # fmt: skip
-@click.option("--calibration", metavar="FILE", help="Token ids for GPTQ and AWQ, little-endian uint16: text like that to be served.")
-@click.option("--window", type=int, default=512, show_default=True, metavar="N", help="Tokens of a calibration window.")
-@click.option("--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, contiguous.")
-@click.option("--first", type=int, default=0, show_default=True, metavar="N", help="Token of the file that windows begin at.")
-@click.option("--act-order/--no-act-order", default=True, show_default=True,
-              help="GPTQ: take columns by energy. Groups stay where they are: every reader reads the result.")  # fmt: skip
-@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where layers are calibrated and rounded.")
+@click.option(
+    "--format",
+    "form",
+    default="gristmill",
+    show_default=True,
+    metavar="F",
+    help="gristmill, compressed-tensors, modelopt, gptq, fp8 (DeepSeek's blocks) or mxfp4 (gpt-oss).",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["rtn", "gptq", "awq"]),
+    default="rtn",
+    show_default=True,
+    help="Round to nearest, by GPTQ, or with channels scaled by AWQ; the last two need --calibration.",
+)
+@click.option(
+    "--calibration",
+    metavar="FILE",
+    help="Token ids for GPTQ and AWQ, little-endian uint16: text like that to be served.",
+)
+@click.option(
+    "--window", type=int, default=512, show_default=True, metavar="N", help="Tokens of a calibration window."
+)
+@click.option(
+    "--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, contiguous."
+)
+@click.option(
+    "--first",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Token of the file that windows begin at.",
+)
+@click.option(
+    "--act-order/--no-act-order",
+    default=True,
+    show_default=True,
+    help="GPTQ: take columns by energy. Groups stay where they are: every reader reads the result.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda",
+    help="Where layers are calibrated and rounded.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def quantize(
-    model: str, quant: str, out: str, form: str, method: str, calibration: str | None, window: int, windows: int, first: int,
-    act_order: bool, device: str, as_json: bool,
-) -> None:  # fmt: skip
+    model: str,
+    quant: str,
+    out: str,
+    form: str,
+    method: str,
+    calibration: str | None,
+    window: int,
+    windows: int,
+    first: int,
+    act_order: bool,
+    device: str,
+    as_json: bool,
+) -> None:
     """Round a model's linear and expert weights and write it as a model directory.
 
     Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
@@ -200,12 +337,25 @@ def quantize(
         raise click.UsageError(f"--first must be at least 0, got {first}")
     begin = time.perf_counter()
     tokens = None if calibration is None else read_tokens(calibration)[first:]
-    chosen = make_method(method, model, tokens, window=window, windows=windows, device=device, act_order=act_order)
+    chosen = make_method(
+        method, model, tokens, window=window, windows=windows, device=device, act_order=act_order
+    )
     with _bar("quantizing", as_json) as advance:
-        report = write_quantized(Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, chosen)
+        report = write_quantized(
+            Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, chosen
+        )
     seconds = time.perf_counter() - begin
     if as_json:
-        console.emit({"out": out, "format": form, "scheme": str(scheme), "method": method, **report, "seconds": seconds})
+        console.emit(
+            {
+                "out": out,
+                "format": form,
+                "scheme": str(scheme),
+                "method": method,
+                **report,
+                "seconds": seconds,
+            }
+        )
         return
     for note in report["notes"]:
         console.err().print(note, style="dim", highlight=False)
@@ -244,9 +394,11 @@ def _kernels(rows: list[dict[str, Any]]) -> None:
     from gristmill.runtime.explain import summarize
 
     console.table(
-        "Kernels that ran", ["operation", "kernel", "weights", "plans", "why"],
-        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)], right=("plans",),
-    )  # fmt: skip
+        "Kernels that ran",
+        ["operation", "kernel", "weights", "plans", "why"],
+        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)],
+        right=("plans",),
+    )
 
 
 def main() -> None:

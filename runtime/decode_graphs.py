@@ -65,18 +65,32 @@ class Buffers:
         self.query_start = torch.arange(seqs + 1, dtype=torch.int32, device=device)
         self.rows = torch.arange(seqs, device=device)
         self.ids = torch.zeros(seqs, dtype=torch.int64, device=device)
-        self.wishes = Wishes(*(parts[name] for name in ("temperature", "top_p", "min_p", "seed", "index", "top_k")))
+        self.wishes = Wishes(
+            *(parts[name] for name in ("temperature", "top_p", "min_p", "seed", "index", "top_k"))
+        )
 
     def batch(self, bound: int) -> Batch:
         """The step as layers see it; no context is longer than `bound`."""
         parts = self.parts
         return Batch(
-            parts["tokens"], parts["positions"], parts["slots"], self.query_start, parts["seq_lens"], parts["table"], self.rows,
-            max_q=1, max_ctx=bound, fresh=False,
-        )  # fmt: skip
+            parts["tokens"],
+            parts["positions"],
+            parts["slots"],
+            self.query_start,
+            parts["seq_lens"],
+            parts["table"],
+            self.rows,
+            max_q=1,
+            max_ctx=bound,
+            fresh=False,
+        )
 
     def fill(
-        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], block_size: int, top_k: Callable[[SamplingRow], int]
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        block_size: int,
+        top_k: Callable[[SamplingRow], int],
     ) -> None:
         """Numbers of a step, sent to the device. The step before has ended: its ids were read."""
         host, count = self.host, len(entries)
@@ -174,10 +188,14 @@ class DecodeGraphs:
     def explain(self) -> list[dict[str, Any]]:
         """A row for each graph, {"seqs", "max_ctx", "captured", "steps", "reason"}, and one for each kind of step that none
         took, its seqs and max_ctx None."""
-        rows = [{"seqs": g.seqs, "max_ctx": g.bound, "captured": g.captured, "steps": g.steps, "reason": g.reason}
-                for g in self.graphs.values()]  # fmt: skip
-        return rows + [{"seqs": None, "max_ctx": None, "captured": False, "steps": count, "reason": reason}
-                       for reason, count in self.refused.items()]  # fmt: skip
+        rows = [
+            {"seqs": g.seqs, "max_ctx": g.bound, "captured": g.captured, "steps": g.steps, "reason": g.reason}
+            for g in self.graphs.values()
+        ]
+        return rows + [
+            {"seqs": None, "max_ctx": None, "captured": False, "steps": count, "reason": reason}
+            for reason, count in self.refused.items()
+        ]
 
     @torch.inference_mode()
     def _make(self, seqs: int, bound: int) -> DecodeGraph:
@@ -198,8 +216,10 @@ class DecodeGraphs:
             made.reason = str(error)
             return made
         except RuntimeError as error:
-            raise RuntimeError(f"a decode step of {seqs} sequences could not be captured, though its kernels are declared to be "
-                               f"capturable: {error}; decode_graphs=False runs steps kernel by kernel") from error  # fmt: skip
+            raise RuntimeError(
+                f"a decode step of {seqs} sequences could not be captured, though its kernels are declared to be "
+                f"capturable: {error}; decode_graphs=False runs steps kernel by kernel"
+            ) from error
         made.graph = graph
         return made
 

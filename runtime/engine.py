@@ -1,10 +1,10 @@
 """The engine, step by step: for programs that drive it themselves. `LLM` is the convenient way in.
 
-    engine = Engine(model_directory)
-    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=16))
-    while engine.has_unfinished():
-        for output in engine.step():
-            print(output.id, output.new_ids, output.finish_reason)
+engine = Engine(model_directory)
+engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=16))
+while engine.has_unfinished():
+    for output in engine.step():
+        print(output.id, output.new_ids, output.finish_reason)
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class Engine:
         self._seeds = random.Random(seed)
 
     def add_request(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a prompt, token ids taken as they are.
 
@@ -60,11 +64,17 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise UsageError(f"request {request_id!r}: params must be a SamplingParams, got {type(params).__name__}")
+            raise UsageError(
+                f"request {request_id!r}: params must be a SamplingParams, got {type(params).__name__}"
+            )
         if not isinstance(request_id, str) or type(priority) is not int:
-            raise UsageError(f"a request has a text as its id and an integer as its priority, got {request_id!r} and {priority!r}")
+            raise UsageError(
+                f"a request has a text as its id and an integer as its priority, got {request_id!r} and {priority!r}"
+            )
         if not isinstance(prompt_ids, Sequence):
-            raise UsageError(f"request {request_id!r}: the prompt must be a list of token ids, got {type(prompt_ids).__name__}")
+            raise UsageError(
+                f"request {request_id!r}: the prompt must be a list of token ids, got {type(prompt_ids).__name__}"
+            )
         ids = list(prompt_ids)
         if not ids:
             raise UsageError(f"request {request_id!r}: the prompt is empty, at least one token id is needed")

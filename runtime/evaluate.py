@@ -59,18 +59,28 @@ def evaluate(
     """
     config, vocab = engine.scheduler.config, engine.runner.model.config.vocab_size
     if window < 2 or windows < 1:
-        raise UsageError(f"evaluation wants a window of at least 2 tokens and at least one window, got {window} and {windows}")
+        raise UsageError(
+            f"evaluation wants a window of at least 2 tokens and at least one window, got {window} and {windows}"
+        )
     if len(tokens) < window * windows:
-        raise UsageError(f"{windows} windows of {window} tokens need {window * windows} tokens, got {len(tokens)}")
+        raise UsageError(
+            f"{windows} windows of {window} tokens need {window * windows} tokens, got {len(tokens)}"
+        )
     if window > config.capacity:
-        raise UsageError(f"a window of {window} tokens is longer than one request can be here: {config.capacity}")
+        raise UsageError(
+            f"a window of {window} tokens is longer than one request can be here: {config.capacity}"
+        )
     if engine.has_unfinished():
         raise UsageError("evaluation wants an idle engine: requests are unfinished")
     if max(tokens[: window * windows]) >= vocab:
-        raise UsageError(f"token ids must be below the vocabulary's size {vocab}: these tokens are another model's")
+        raise UsageError(
+            f"token ids must be below the vocabulary's size {vocab}: these tokens are another model's"
+        )
     begin = time.perf_counter()
     found: list[float] = []
-    at_once = windows_at_once(engine.runner.device, window, windows, config.num_blocks // blocks_needed(window, config.block_size))
+    at_once = windows_at_once(
+        engine.runner.device, window, windows, config.num_blocks // blocks_needed(window, config.block_size)
+    )
     for index in range(0, windows, at_once):
         some = [tokens[i * window : (i + 1) * window] for i in range(index, index + at_once)]
         found += losses_of(engine, some).mean(1).tolist()
@@ -115,7 +125,9 @@ def _logits(engine: Engine, windows: Sequence[Sequence[int]]) -> torch.Tensor:
     blocks = pool.allocate(each * len(windows))
     try:
         entries = [
-            ScheduledRequest(f"window {i}", 0, len(ids), False, list(ids), blocks[i * each : (i + 1) * each], [])
+            ScheduledRequest(
+                f"window {i}", 0, len(ids), False, list(ids), blocks[i * each : (i + 1) * each], []
+            )
             for i, ids in enumerate(windows)
         ]
         return engine.runner.logits(entries)

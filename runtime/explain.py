@@ -22,7 +22,9 @@ def explain_plans(plans: Plans) -> list[dict[str, Any]]:
             row.pop("config")
             kernel = bound.resolver.kernel(bound.op, entry.kernel)
             row |= {"op": bound.op.name, "problem": str(bound.static)}
-            row["reason"] = _reason(entry.source, entry.expected_us, kernel.priority, plans.policy.pinned(bound.op.name))
+            row["reason"] = _reason(
+                entry.source, entry.expected_us, kernel.priority, plans.policy.pinned(bound.op.name)
+            )
             rows.append(row)
     return rows
 
@@ -35,7 +37,9 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["op"], row["kernel"], row["reason"])
-        entry = found.setdefault(key, {"op": key[0], "kernel": key[1], "formats": [], "reason": key[2], "plans": 0})
+        entry = found.setdefault(
+            key, {"op": key[0], "kernel": key[1], "formats": [], "reason": key[2], "plans": 0}
+        )
         entry["plans"] += 1
         scheme = default_registry().op(row["op"]).problem(row["problem"]).as_dict().get("w")
         if scheme is not None and str(scheme) not in entry["formats"]:
@@ -47,5 +51,9 @@ def _reason(source: str, us: float | None, priority: int, pins: tuple[str, ...])
     pinned = "pinned by the policy; " if pins else ""
     if source == "priority":
         return f"{pinned}verified here; not timed: highest priority, {priority}"
-    word = {"measured": "measured", "near": "measured on a near problem", "sibling": "measured on a sibling device"}
+    word = {
+        "measured": "measured",
+        "near": "measured on a near problem",
+        "sibling": "measured on a sibling device",
+    }
     return f"{pinned}verified here; {word.get(source, 'estimated by the cost model')}: {us:.1f} µs"

@@ -1,8 +1,8 @@
 """LLM: a model directory in, text out.
 
-    llm = LLM("examples/models/docs-llama", quant="int4_g128")
-    for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
-        print(result.text)
+llm = LLM("examples/models/docs-llama", quant="int4_g128")
+for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
+    print(result.text)
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class LLM:
     ) -> None:
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
         if policy is not None and not isinstance(policy, Policy):
-            raise UsageError(f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}")
+            raise UsageError(
+                f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
+            )
         _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
         self.path = Path(model)
         self.model: Model = load_model(model, dtype, quant, device, policy)
@@ -101,9 +103,14 @@ class LLM:
             num_blocks = _blocks(self.model, block_size, memory, max_seqs, limit)
         try:
             config = SchedulerConfig(
-                num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens, max_seqs=max_seqs,
-                max_model_len=limit, max_chunk=max_chunk, prefix_caching=enable_prefix_cache,
-            )  # fmt: skip
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_batch_tokens=max_batch_tokens,
+                max_seqs=max_seqs,
+                max_model_len=limit,
+                max_chunk=max_chunk,
+                prefix_caching=enable_prefix_cache,
+            )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         cache = _cache(self.model, num_blocks, block_size)
@@ -119,7 +126,9 @@ class LLM:
         return self._tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer every prompt, batched as the scheduler sees fit; results in the order of the prompts.
 
@@ -141,7 +150,9 @@ class LLM:
         ]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Chunk]:
         """Like `generate`, in pieces as they come. Text never breaks inside a character; closing the iterator aborts."""
         ids = self._prompts(prompts)
@@ -197,7 +208,9 @@ class LLM:
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):
-            raise UsageError(f"prompts are text, a list of token ids, or a list of such, got {type(prompts).__name__}")
+            raise UsageError(
+                f"prompts are text, a list of token ids, or a list of such, got {type(prompts).__name__}"
+            )
         alone = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
         found: list[list[int]] = []
         for prompt in [prompts] if alone else prompts:
@@ -213,13 +226,19 @@ class LLM:
             raise UsageError("no prompts were given")
         return found
 
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
         if not isinstance(params, Sequence) or not all(isinstance(wish, SamplingParams) for wish in params):
-            raise UsageError(f"params must be a SamplingParams, or a list of one for each prompt, got {params!r}")
+            raise UsageError(
+                f"params must be a SamplingParams, or a list of one for each prompt, got {params!r}"
+            )
         if len(params) != count:
-            raise UsageError(f"{count} prompts and {len(params)} SamplingParams: give one for all, or one for each")
+            raise UsageError(
+                f"{count} prompts and {len(params)} SamplingParams: give one for all, or one for each"
+            )
         return list(params)
 
 
@@ -249,8 +268,15 @@ def _blocks(model: Model, block_size: int, memory: int | float | None, max_seqs:
     if memory is None and device.type == "cpu":
         return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
     share = CUDA_MEMORY if memory is None else memory
-    if isinstance(share, bool) or not isinstance(share, int | float) or share <= 0 or (isinstance(share, float) and share > 1):
-        raise UsageError(f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}")
+    if (
+        isinstance(share, bool)
+        or not isinstance(share, int | float)
+        or share <= 0
+        or (isinstance(share, float) and share > 1)
+    ):
+        raise UsageError(
+            f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
+        )
     count = int(share * _free_bytes(device) if isinstance(share, float) else share) // block_bytes
     if count < 1:
         raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")

@@ -47,7 +47,9 @@ class Sampler:
         params = [row.params for row in rows]
         shares = [w.temperature for w in params] + [w.top_p for w in params] + [w.min_p for w in params]
         temperature, top_p, min_p = send(shares, torch.float32, device).view(3, count)
-        seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(2, count)
+        seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(
+            2, count
+        )
         top_k = send([self.top_k(row) for row in rows], torch.int32, device)
         ids = torch.empty(count, dtype=torch.int64, device=device)
         self.draw(logits, Wishes(temperature, top_p, min_p, seed, index, top_k), ids)
@@ -64,6 +66,13 @@ class Sampler:
         x = "bf16" if logits.dtype is torch.bfloat16 else "fp32"
         plan = self.plans.bind("sample", f"v={self.vocab_size},x={x}")
         plan(
-            logits, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.seed, wishes.index,
-            self.plans.scratch(plan, len(ids)), ids,
-        )  # fmt: skip
+            logits,
+            wishes.temperature,
+            wishes.top_k,
+            wishes.top_p,
+            wishes.min_p,
+            wishes.seed,
+            wishes.index,
+            self.plans.scratch(plan, len(ids)),
+            ids,
+        )

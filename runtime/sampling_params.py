@@ -49,9 +49,13 @@ class SamplingParams:
         try:
             stop = tuple(self.stop_token_ids)
         except TypeError:
-            raise UsageError(f"stop_token_ids must be a sequence of token ids, got {self.stop_token_ids!r}") from None
+            raise UsageError(
+                f"stop_token_ids must be a sequence of token ids, got {self.stop_token_ids!r}"
+            ) from None
         if any(type(token) is not int or token < 0 for token in stop):
-            raise UsageError(f"stop_token_ids must be token ids (non-negative integers), got {self.stop_token_ids!r}")
+            raise UsageError(
+                f"stop_token_ids must be token ids (non-negative integers), got {self.stop_token_ids!r}"
+            )
         object.__setattr__(self, "stop_token_ids", stop)
 
     def _integer(self, name: str, least: int) -> None:

@@ -34,8 +34,10 @@ class Arenas:
         arena = self._arenas.get(key)
         if arena is None or arena.numel() < need.bytes:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise UnpreparedError(f"{kernel} needs {need.bytes} bytes of scratch memory, more than there is: run the step "
-                                      "once on this stream before it is captured")  # fmt: skip
+                raise UnpreparedError(
+                    f"{kernel} needs {need.bytes} bytes of scratch memory, more than there is: run the step "
+                    "once on this stream before it is captured"
+                )
             make = torch.zeros if need.zeroed else torch.empty
             self._arenas[key] = arena = make(need.bytes, dtype=torch.uint8, device=self.device)
         return arena

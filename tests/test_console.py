@@ -14,17 +14,24 @@ from rich.console import Console
 
 from gristmill import console
 
-ROWS = [["rms_norm_triton_of_a_long_name", 1234.5, "no [bold]code[/bold] for x[c=1,d=2]"], ["b", 0.000394, ""]]
+ROWS = [
+    ["rms_norm_triton_of_a_long_name", 1234.5, "no [bold]code[/bold] for x[c=1,d=2]"],
+    ["b", 0.000394, ""],
+]
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, width: int) -> str:
     text = io.StringIO()
-    monkeypatch.setattr(console, "out", lambda: Console(file=text, width=width, highlight=False, markup=False))
+    monkeypatch.setattr(
+        console, "out", lambda: Console(file=text, width=width, highlight=False, markup=False)
+    )
     console.table("Times", ("kernel", "µs cold", "reason"), ROWS, right=("µs cold",))
     return text.getvalue()
 
 
-def test_a_narrow_table_folds_no_number_and_a_narrower_one_is_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_table_folds_no_number_and_a_narrower_one_is_paragraphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folded = printed(monkeypatch, 46)
     assert "kernel" in folded.splitlines()[1] and "µs cold" in folded.splitlines()[1]
     assert " 1234.5 " in folded and " 0.000394 " in folded
@@ -47,10 +54,20 @@ def test_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def left(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     """A command that does `body`, run as the command lines are; stdout: where to, a pipe by default."""
     program = tmp_path / "program.py"
-    program.write_text("import click\nfrom gristmill import console\n\n@click.command()\ndef it():\n" + textwrap.indent(body, "    ")
-                       + "\n\nconsole.run(it, 'program')\n", encoding="utf-8")  # fmt: skip
-    return subprocess.run([sys.executable, str(program)], stdout=subprocess.PIPE if stdout is None else stdout, stderr=subprocess.PIPE,
-                          text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    program.write_text(
+        "import click\nfrom gristmill import console\n\n@click.command()\ndef it():\n"
+        + textwrap.indent(body, "    ")
+        + "\n\nconsole.run(it, 'program')\n",
+        encoding="utf-8",
+    )
+    return subprocess.run(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE if stdout is None else stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
 
 
 def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
@@ -77,7 +94,9 @@ def test_an_interrupt_says_so(tmp_path: Path) -> None:
     assert done.returncode == console.INTERRUPTED and done.stderr.strip() == "program: interrupted"
 
 
-@pytest.mark.parametrize("body", ["console.emit(['x'])", "console.emit(['x'] * 9999)", "console.table('t', ['c'], [['x']] * 9999)"])
+@pytest.mark.parametrize(
+    "body", ["console.emit(['x'])", "console.emit(['x'] * 9999)", "console.table('t', ['c'], [['x']] * 9999)"]
+)
 def test_a_reader_that_left_is_no_verdict_either(tmp_path: Path, body: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -30,21 +30,60 @@ from gristmill.kernel_registry.registry import default_registry
 @click.command()
 @problem_options
 @model_options
-@click.option("--kernels", metavar="A,B", help="Only these kernels; patterns such as *_cpu are allowed. Default: all that can run here.")
-@click.option("--baseline", metavar="K", help="What speed-ups are against; a pattern such as *_torch picks one for each problem.")
-@click.option("--config", metavar="A=1,B=2", help="With one kernel in --kernels: its configuration, instead of the default one.")
+@click.option(
+    "--kernels",
+    metavar="A,B",
+    help="Only these kernels; patterns such as *_cpu are allowed. Default: all that can run here.",
+)
+@click.option(
+    "--baseline",
+    metavar="K",
+    help="What speed-ups are against; a pattern such as *_torch picks one for each problem.",
+)
+@click.option(
+    "--config",
+    metavar="A=1,B=2",
+    help="With one kernel in --kernels: its configuration, instead of the default one.",
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--seconds", type=Finite(0.01), default=0.5, show_default=True, help="Time spent on each row.")
-@click.option("--quick", is_flag=True, help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.")
-@click.option("--save", is_flag=True, help="Write the times to the store, each under its own key; selection reads those of cold calls back to back.")
-@click.option("--results", type=OutFile(), metavar="FILE",
-              help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.")  # fmt: skip
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.",
+)
+@click.option(
+    "--save",
+    is_flag=True,
+    help="Write the times to the store, each under its own key; selection reads those of cold calls back to back.",
+)
+@click.option(
+    "--results",
+    type=OutFile(),
+    metavar="FILE",
+    help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def bench(
-    op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, model: str | None, tp: int, weights: str | None,
-    mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...], kernels: str | None, baseline: str | None,
-    config: str | None, target: str | None, seconds: float, quick: bool, save: bool, results: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    op_name: str | None,
+    problem_texts: tuple[str, ...],
+    suite: str | None,
+    model: str | None,
+    tp: int,
+    weights: str | None,
+    mix: tuple[str, ...],
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...],
+    kernels: str | None,
+    baseline: str | None,
+    config: str | None,
+    target: str | None,
+    seconds: float,
+    quick: bool,
+    save: bool,
+    results: Path | None,
+    as_json: bool,
+) -> None:
     """Time kernels of OP, of a suite, or of what a model calls. A kernel is checked before, while and after it is timed.
 
     \b
@@ -80,17 +119,39 @@ def bench(
     wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
     ops = [*dict.fromkeys(one.op for one in wanted)]
     held = chosen(ops, kernels, here)
-    here = imported(here, [k for op in ops for k in (*held[op.name], *(named(op, baseline) if baseline else ()))])
+    here = imported(
+        here, [k for op in ops for k in (*held[op.name], *(named(op, baseline) if baseline else ()))]
+    )
     if config is not None and len(fixed := [k for op in ops for k in held[op.name]]) != 1:
-        raise click.UsageError(f"--config is of one kernel, and --kernels names {len(fixed) if kernels else 'none'}")
-    limits = ceilings(here.device or "cpu")  # before anything else is: damaged ones are refused, and nothing disturbs new ones
+        raise click.UsageError(
+            f"--config is of one kernel, and --kernels names {len(fixed) if kernels else 'none'}"
+        )
+    limits = ceilings(
+        here.device or "cpu"
+    )  # before anything else is: damaged ones are refused, and nothing disturbs new ones
     rows: list[dict[str, Any]] = []
     for one in console.progress(wanted, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None
-        configs = {k.name: configured(k, one.problem, here, config) for k in held[one.op.name]} if config is not None else None
-        made = kernel_rows(one.op, one.problem, held[one.op.name], here, baseline=base, seconds=seconds, all_timings=not quick,
-                           configs=configs)  # fmt: skip
-        made += [gap_row(one.op, one.problem, name, why) for name, why in unwrapped(one.op, here).items() if kernels is None]
+        configs = (
+            {k.name: configured(k, one.problem, here, config) for k in held[one.op.name]}
+            if config is not None
+            else None
+        )
+        made = kernel_rows(
+            one.op,
+            one.problem,
+            held[one.op.name],
+            here,
+            baseline=base,
+            seconds=seconds,
+            all_timings=not quick,
+            configs=configs,
+        )
+        made += [
+            gap_row(one.op, one.problem, name, why)
+            for name, why in unwrapped(one.op, here).items()
+            if kernels is None
+        ]
         rows += [row | ({} if one.weight is None else {"weight": one.weight}) for row in made]
     if save:
         _save(rows, here)
@@ -113,19 +174,52 @@ def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baselin
     against = ["speed-up"] if baseline else []
     ops = dict.fromkeys(one.op.name for one in wanted)
     several = ["operation"] if len(ops) > 1 else []
-    columns = [*several, "problem", "kernel", *heads, "spread", "GB/s", "TFLOP/s", "of floor", "bound", "error", *against, ""]
+    columns = [
+        *several,
+        "problem",
+        "kernel",
+        *heads,
+        "spread",
+        "GB/s",
+        "TFLOP/s",
+        "of floor",
+        "bound",
+        "error",
+        *against,
+        "",
+    ]
     console.table(
-        f"{', '.join(ops)} on {here.target.name} {here.target.device}", columns,
-        [[*([r["op"]] if several else []), r["problem"], r["kernel"],
-          *(console.number(r["times"].get(name, {}).get("us")) for name in timed), _percent(r["spread"]), console.number(r["gbs"]),
-          console.number(r["tflops"]), _percent(r["fraction_of_floor"]), r["bound"], console.number(r["error"]),
-          *([console.number(r["speedup"])] if baseline else []), r["reason"] or r["note"]] for r in rows],
+        f"{', '.join(ops)} on {here.target.name} {here.target.device}",
+        columns,
+        [
+            [
+                *([r["op"]] if several else []),
+                r["problem"],
+                r["kernel"],
+                *(console.number(r["times"].get(name, {}).get("us")) for name in timed),
+                _percent(r["spread"]),
+                console.number(r["gbs"]),
+                console.number(r["tflops"]),
+                _percent(r["fraction_of_floor"]),
+                r["bound"],
+                console.number(r["error"]),
+                *([console.number(r["speedup"])] if baseline else []),
+                r["reason"] or r["note"],
+            ]
+            for r in rows
+        ],
         right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speed-up"),
-    )  # fmt: skip
+    )
 
 
-_HEADS = {"graph,cold": "µs cold", "graph,hot": "µs hot", "eager,cold": "µs cold eager", "eager,hot": "µs hot eager",
-          "graph,cold,isolated": "µs isolated", "eager,cold,isolated": "µs isolated eager"}  # fmt: skip
+_HEADS = {
+    "graph,cold": "µs cold",
+    "graph,hot": "µs hot",
+    "eager,cold": "µs cold eager",
+    "eager,hot": "µs hot eager",
+    "graph,cold,isolated": "µs isolated",
+    "eager,cold,isolated": "µs isolated eager",
+}
 
 
 def _save(rows: list[dict[str, Any]], here: Place) -> None:
@@ -139,12 +233,32 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
         op = registry.op(row["op"])
         code = registry.kernel(op.name, row["kernel"]).code_hash()
         where = {"target": target_key(here.target), "toolchain": here.build.key()}
-        records.append(Verification(op=op.name, kernel=row["kernel"], code=code, config=config_key(row["config"]),
-                                    problem=str(op.verification(op.problem(row["problem"]))), ok=True,
-                                    error=row["error"], **where))  # fmt: skip
-        records += [Timing(op=op.name, kernel=row["kernel"], code=code, config=row["config"], problem=row["problem"],
-                           us=one["us"], samples=tuple(one["samples"]), **where, timing=timing)
-                    for timing, one in row["times"].items()]  # fmt: skip
+        records.append(
+            Verification(
+                op=op.name,
+                kernel=row["kernel"],
+                code=code,
+                config=config_key(row["config"]),
+                problem=str(op.verification(op.problem(row["problem"]))),
+                ok=True,
+                error=row["error"],
+                **where,
+            )
+        )
+        records += [
+            Timing(
+                op=op.name,
+                kernel=row["kernel"],
+                code=code,
+                config=row["config"],
+                problem=row["problem"],
+                us=one["us"],
+                samples=tuple(one["samples"]),
+                **where,
+                timing=timing,
+            )
+            for timing, one in row["times"].items()
+        ]
     save(here.policy.store_path, records)
 
 

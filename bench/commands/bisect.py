@@ -13,12 +13,25 @@ from gristmill import console
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--good", required=True, metavar="REV", help="A commit at which it was fine.")
-@click.option("--bad", default="HEAD", show_default=True, metavar="REV", help="A later one at which it is not.")
-@click.option("--build", metavar="LINE", help="A shell line to run at each commit first: cmake --build ..., pip install ...")
-@click.option("--repository", type=click.Path(file_okay=False, exists=True, path_type=Path), default=Path(), help="Default: here.")
+@click.option(
+    "--bad", default="HEAD", show_default=True, metavar="REV", help="A later one at which it is not."
+)
+@click.option(
+    "--build",
+    metavar="LINE",
+    help="A shell line to run at each commit first: cmake --build ..., pip install ...",
+)
+@click.option(
+    "--repository",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    default=Path(),
+    help="Default: here.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.argument("command", nargs=-1, required=True, metavar="COMMAND...")
-def bisect(good: str, bad: str, build: str | None, repository: Path, as_json: bool, command: tuple[str, ...]) -> None:
+def bisect(
+    good: str, bad: str, build: str | None, repository: Path, as_json: bool, command: tuple[str, ...]
+) -> None:
     """Find the first commit at which COMMAND, run in a checkout of its own, ends with 1 (slower) or 2 (wrong).
 
     \b
@@ -31,13 +44,22 @@ def bisect(good: str, bad: str, build: str | None, repository: Path, as_json: bo
     """
     from gristmill.bench.bisect import bisect as run
 
-    with tempfile.TemporaryDirectory(prefix="kernelbench-bisect-") as work, console.status(quiet=as_json) as tell:
+    with (
+        tempfile.TemporaryDirectory(prefix="kernelbench-bisect-") as work,
+        console.status(quiet=as_json) as tell,
+    ):
         found = run(repository, good, bad, command, build=build, work=Path(work), tell=tell)
     if as_json:
         console.emit({"suspects": list(found.suspects), "tried": [vars(one) for one in found.tried]})
         return
-    console.table("Tried", ["commit", "", "exit", "subject"], [[t.commit[:10], t.said, t.status, t.subject] for t in found.tried])
+    console.table(
+        "Tried",
+        ["commit", "", "exit", "subject"],
+        [[t.commit[:10], t.said, t.status, t.subject] for t in found.tried],
+    )
     subjects = {one.commit: one.subject for one in found.tried}
     print(file=sys.stdout)
     for commit in found.suspects:
-        console.out().print(f"{'first bad' if len(found.suspects) == 1 else 'suspect'}: {commit[:10]} {subjects.get(commit, '')}")
+        console.out().print(
+            f"{'first bad' if len(found.suspects) == 1 else 'suspect'}: {commit[:10]} {subjects.get(commit, '')}"
+        )

@@ -27,31 +27,67 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--update", is_flag=True, help="Measure and write the baseline: the lines that FILE has, or those of --op.")
+@click.option(
+    "--update",
+    is_flag=True,
+    help="Measure and write the baseline: the lines that FILE has, or those of --op.",
+)
 @click.option("--op", "op_name", metavar="OP", help="With --update: add lines for this operation.")
 @click.option("--kernels", metavar="A,B", help="With --op: for these kernels.")
-@click.option("--yardstick", metavar="K", help="With --op: the kernel they are held against, timed in turn with them.")
-@click.option("--problem", "problem_texts", metavar="P", multiple=True, help="With --op: for this problem; repeatable.")
-@click.option("--instructions", is_flag=True,
-              help="Count instructions of C++ CPU kernels with valgrind instead of timing them: exact on any machine, however busy; "
-              "lines belong to a compiler and a level.")  # fmt: skip
-@click.option("--portable", is_flag=True,
-              help="With --op: the lines hold on any device of this target, not on this one alone.")  # fmt: skip
-@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), show_default="0.05; 0.02 of instructions",
-              help="The least relative slow-down that counts.")  # fmt: skip
-@click.option("--seconds", type=Finite(0.1), default=30.0, show_default=True,
-              help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
+@click.option(
+    "--yardstick", metavar="K", help="With --op: the kernel they are held against, timed in turn with them."
+)
+@click.option(
+    "--problem", "problem_texts", metavar="P", multiple=True, help="With --op: for this problem; repeatable."
+)
+@click.option(
+    "--instructions",
+    is_flag=True,
+    help="Count instructions of C++ CPU kernels with valgrind instead of timing them: exact on any machine, however busy; "
+    "lines belong to a compiler and a level.",
+)
+@click.option(
+    "--portable",
+    is_flag=True,
+    help="With --op: the lines hold on any device of this target, not on this one alone.",
+)
+@click.option(
+    "--min-effect",
+    type=Finite(0, 1, min_open=True, max_open=True),
+    show_default="0.05; 0.02 of instructions",
+    help="The least relative slow-down that counts.",
+)
+@click.option(
+    "--seconds",
+    type=Finite(0.1),
+    default=30.0,
+    show_default=True,
+    help="How long a problem may have taken and still be given more rounds.",
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--junit", type=OutFile(), metavar="FILE", help="Write JUnit XML.")
-@click.option("--markdown", type=OutFile(), metavar="FILE",
-              help="Write a Markdown summary, for a pull request.")  # fmt: skip
+@click.option(
+    "--markdown", type=OutFile(), metavar="FILE", help="Write a Markdown summary, for a pull request."
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def check(
-    context: click.Context, file: Path, update: bool, op_name: str | None, kernels: str | None, yardstick: str | None,
-    problem_texts: tuple[str, ...], instructions: bool, portable: bool, min_effect: float | None, seconds: float, target: str | None,
-    junit: Path | None, markdown: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    context: click.Context,
+    file: Path,
+    update: bool,
+    op_name: str | None,
+    kernels: str | None,
+    yardstick: str | None,
+    problem_texts: tuple[str, ...],
+    instructions: bool,
+    portable: bool,
+    min_effect: float | None,
+    seconds: float,
+    target: str | None,
+    junit: Path | None,
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
     """Hold kernels against the baseline in FILE: ratios to a yardstick kernel timed in turn with them, which hold on busy
     machines. Results are checked before, while and after timing.
 
@@ -76,8 +112,11 @@ def check(
         if yardstick or portable:
             raise click.UsageError("--yardstick and --portable are of ratios; counts need neither")
         effect = min_effect or COUNTED_EFFECT
-        code = _update_counts(file, here, op_name, kernels, problem_texts, as_json) if update else _check_counts(
-            context, file, here, effect, junit, markdown, as_json)  # fmt: skip
+        code = (
+            _update_counts(file, here, op_name, kernels, problem_texts, as_json)
+            if update
+            else _check_counts(context, file, here, effect, junit, markdown, as_json)
+        )
         context.exit(code)
     rule = Rule(min_effect=min_effect or EFFECT)
     if update:
@@ -88,9 +127,14 @@ def check(
         if op_name is None:
             part, _ = baseline.find(baseline.read(file), here) if file.exists() else (None, "")
             if part is None or not part["entries"]:
-                raise click.UsageError(f"{file} has no lines for this environment; name some with --op, --kernels and --yardstick")
+                raise click.UsageError(
+                    f"{file} has no lines for this environment; name some with --op, --kernels and --yardstick"
+                )
             dropped = baseline.gone(part["entries"])
-            wanted, portable = baseline.cases([e for e in part["entries"] if e not in dropped]), "device" not in part["environment"]
+            wanted, portable = (
+                baseline.cases([e for e in part["entries"] if e not in dropped]),
+                "device" not in part["environment"],
+            )
         else:
             if not kernels or not yardstick:
                 raise click.UsageError("--op needs --kernels and --yardstick")
@@ -98,8 +142,12 @@ def check(
             against = default_registry().kernel(op.name, yardstick)
             others = tuple(k for k in named(op, kernels) if k.name != against.name)
             if not others:
-                raise click.UsageError(f"--kernels {kernels!r} names nothing but the yardstick: there is no ratio to write")
-            wanted = [Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)]
+                raise click.UsageError(
+                    f"--kernels {kernels!r} names nothing but the yardstick: there is no ratio to write"
+                )
+            wanted = [
+                Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)
+            ]
         here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
         with console.status(quiet=as_json) as tell:
             rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
@@ -108,23 +156,45 @@ def check(
         if as_json:
             console.emit([vars(entry) for entry in written])
         else:
-            console.table(f"Baseline {file}", ["operation", "problem", "kernel", "yardstick", "ratio"],
-                          [[e.op, e.problem, e.kernel, e.yardstick, f"{e.ratio:.4f}"] for e in written], right=("ratio",))  # fmt: skip
+            console.table(
+                f"Baseline {file}",
+                ["operation", "problem", "kernel", "yardstick", "ratio"],
+                [[e.op, e.problem, e.kernel, e.yardstick, f"{e.ratio:.4f}"] for e in written],
+                right=("ratio",),
+            )
         for row in lost:
-            console.err().print(f"not written: {row.kernel} {row.problem}: {row.verdict}: {row.reason}", soft_wrap=True)
+            console.err().print(
+                f"not written: {row.kernel} {row.problem}: {row.verdict}: {row.reason}", soft_wrap=True
+            )
         for entry, why in dropped.items():
             console.err().print(f"dropped: {entry.kernel} {entry.problem}: {why}", soft_wrap=True)
         context.exit(baseline.BAD if lost else baseline.OK)
     if op_name or kernels or yardstick or problem_texts or portable:
         raise click.UsageError("--op, --kernels, --yardstick, --problem and --portable go with --update")
     if not file.exists():
-        _stop(context, baseline.ABSENT, f"{file} does not exist; kernelbench check {file} --update --op OP ... writes it", junit, markdown, as_json)
+        _stop(
+            context,
+            baseline.ABSENT,
+            f"{file} does not exist; kernelbench check {file} --update --op OP ... writes it",
+            junit,
+            markdown,
+            as_json,
+        )
     part, differs = baseline.find(baseline.read(file), here)
     entries = part["entries"] if part else []
     if part is None:
-        _stop(context, baseline.ELSEWHERE, f"{file} was not written in this environment: {differs}", junit, markdown, as_json)
+        _stop(
+            context,
+            baseline.ELSEWHERE,
+            f"{file} was not written in this environment: {differs}",
+            junit,
+            markdown,
+            as_json,
+        )
     if not entries:
-        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", junit, markdown, as_json)
+        _stop(
+            context, baseline.ABSENT, f"{file} holds no lines for this environment", junit, markdown, as_json
+        )
     begin = time.perf_counter()
     missing = baseline.gone(entries)
     wanted = baseline.cases([entry for entry in entries if entry not in missing])
@@ -138,29 +208,46 @@ def check(
 
 
 def _update_counts(
-    file: Path, here: Place, op_name: str | None, kernels: str | None, problem_texts: tuple[str, ...], as_json: bool
+    file: Path,
+    here: Place,
+    op_name: str | None,
+    kernels: str | None,
+    problem_texts: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     from gristmill.bench import baseline, count_baseline, counts
 
     if gap := counts.missing(here):
         raise click.UsageError(gap)
     if op_name is None:
-        entries, differs = count_baseline.find(file, here) if file.exists() else (None, "there is no such file")
+        entries, differs = (
+            count_baseline.find(file, here) if file.exists() else (None, "there is no such file")
+        )
         if entries is None:
-            raise click.UsageError(f"{file} has no lines for this environment ({differs}); name some with --op and --kernels")
+            raise click.UsageError(
+                f"{file} has no lines for this environment ({differs}); name some with --op and --kernels"
+            )
         work = count_baseline.work(entries)
     else:
         if not kernels:
             raise click.UsageError("--op needs --kernels")
         op = default_registry().op(op_name)
-        work = [(op, kernel, problem) for problem in concrete(op, problem_texts or op.bench) for kernel in named(op, kernels)]
+        work = [
+            (op, kernel, problem)
+            for problem in concrete(op, problem_texts or op.bench)
+            for kernel in named(op, kernels)
+        ]
     found = count_baseline.measure(work, here)
     written = count_baseline.update(file, here, work, found)
     if as_json:
         console.emit([vars(entry) for entry in written])
     else:
-        console.table(f"Baseline {file}", ["operation", "problem", "kernel", "instructions"],
-                      [[e.op, e.problem, e.kernel, f"{e.instructions:,}"] for e in written], right=("instructions",))  # fmt: skip
+        console.table(
+            f"Baseline {file}",
+            ["operation", "problem", "kernel", "instructions"],
+            [[e.op, e.problem, e.kernel, f"{e.instructions:,}"] for e in written],
+            right=("instructions",),
+        )
         for (_, kernel, problem), (wrong, _) in zip(work, found, strict=True):
             if wrong:
                 console.out().print(f"not written: {kernel.name} {problem}: {wrong}")
@@ -168,7 +255,13 @@ def _update_counts(
 
 
 def _check_counts(
-    context: click.Context, file: Path, here: Place, min_effect: float, junit: Path | None, markdown: Path | None, as_json: bool
+    context: click.Context,
+    file: Path,
+    here: Place,
+    min_effect: float,
+    junit: Path | None,
+    markdown: Path | None,
+    as_json: bool,
 ) -> int:
     from gristmill.bench import baseline, count_baseline
 
@@ -177,20 +270,37 @@ def _check_counts(
         _stop(context, baseline.ABSENT, why, junit, markdown, as_json)
     entries, differs = count_baseline.find(file, here)
     if entries is None:
-        _stop(context, baseline.ELSEWHERE, f"{file} cannot be held against what is here: {differs}", junit, markdown, as_json)
+        _stop(
+            context,
+            baseline.ELSEWHERE,
+            f"{file} cannot be held against what is here: {differs}",
+            junit,
+            markdown,
+            as_json,
+        )
     if not entries:
-        _stop(context, baseline.ABSENT, f"{file} holds no lines for this environment", junit, markdown, as_json)
+        _stop(
+            context, baseline.ABSENT, f"{file} holds no lines for this environment", junit, markdown, as_json
+        )
     begin = time.perf_counter()
-    checked = count_baseline.against(entries, count_baseline.measure(count_baseline.work(entries), here), min_effect)
+    checked = count_baseline.against(
+        entries, count_baseline.measure(count_baseline.work(entries), here), min_effect
+    )
     code = count_baseline.exit_code(checked)
     _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)
     return code
 
 
 def _tell(
-    file: Path, here: Place, checked: Sequence[Checked | Counted], code: int, seconds: float, junit: Path | None,
-    markdown: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    file: Path,
+    here: Place,
+    checked: Sequence[Checked | Counted],
+    code: int,
+    seconds: float,
+    junit: Path | None,
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
     """What was found, on stdout and in the files asked for."""
     from gristmill.bench import report_ci
 
@@ -200,14 +310,32 @@ def _tell(
         console.emit({"exit": code, "meaning": _MEANS[code], "rows": [one.as_dict() for one in checked]})
         return
     console.table(
-        f"{file} on {here.target.name}: {_MEANS[code]}", ["operation", "problem", "kernel", "verdict", "change", "now", "reason"],
-        [[c.entry.op, c.entry.problem, c.entry.kernel, c.verdict, "-" if c.change is None else f"{c.change - 1:+.1%}", c.now, c.reason]
-         for c in checked], right=("change", "now"),
-    )  # fmt: skip
+        f"{file} on {here.target.name}: {_MEANS[code]}",
+        ["operation", "problem", "kernel", "verdict", "change", "now", "reason"],
+        [
+            [
+                c.entry.op,
+                c.entry.problem,
+                c.entry.kernel,
+                c.verdict,
+                "-" if c.change is None else f"{c.change - 1:+.1%}",
+                c.now,
+                c.reason,
+            ]
+            for c in checked
+        ],
+        right=("change", "now"),
+    )
 
 
-_MEANS = {0: "nothing is slower", 1: "something is slower", 2: "a wrong result", 3: "too noisy to say",
-          4: "the environment differs", 5: "there is no baseline"}  # fmt: skip
+_MEANS = {
+    0: "nothing is slower",
+    1: "something is slower",
+    2: "a wrong result",
+    3: "too noisy to say",
+    4: "the environment differs",
+    5: "there is no baseline",
+}
 
 
 def _write(path: Path | None, text: str) -> None:
@@ -215,7 +343,9 @@ def _write(path: Path | None, text: str) -> None:
         replace(path, text)
 
 
-def _stop(context: click.Context, code: int, why: str, junit: Path | None, markdown: Path | None, as_json: bool) -> NoReturn:
+def _stop(
+    context: click.Context, code: int, why: str, junit: Path | None, markdown: Path | None, as_json: bool
+) -> NoReturn:
     """End before anything was measured; the files that were asked for say so."""
     from gristmill.bench import report_ci
 

@@ -21,23 +21,58 @@ from gristmill.kernel_registry.op import Op
 @click.command()
 @problem_options
 @model_options
-@click.option("--baseline", metavar="K", help="The kernel that others are held against; a pattern such as *_torch picks one for each "
-              "problem. Default: the one that selection would run.")  # fmt: skip
-@click.option("--kernels", metavar="A,B", help="The others; patterns such as *_cpu are allowed. Default: all that can run here.")
-@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.03, show_default=True,
-              help="The least relative change worth a verdict.")  # fmt: skip
-@click.option("--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory.")
-@click.option("--seconds", type=Finite(0.1), default=30.0, show_default=True,
-              help="How long a problem may have taken and still be given more rounds.")  # fmt: skip
+@click.option(
+    "--baseline",
+    metavar="K",
+    help="The kernel that others are held against; a pattern such as *_torch picks one for each "
+    "problem. Default: the one that selection would run.",
+)
+@click.option(
+    "--kernels",
+    metavar="A,B",
+    help="The others; patterns such as *_cpu are allowed. Default: all that can run here.",
+)
+@click.option(
+    "--min-effect",
+    type=Finite(0, 1, min_open=True, max_open=True),
+    default=0.03,
+    show_default=True,
+    help="The least relative change worth a verdict.",
+)
+@click.option(
+    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory."
+)
+@click.option(
+    "--seconds",
+    type=Finite(0.1),
+    default=30.0,
+    show_default=True,
+    help="How long a problem may have taken and still be given more rounds.",
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with raw samples.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def compare(
-    context: click.Context, op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, model: str | None, tp: int,
-    weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...], baseline: str | None,
-    kernels: str | None, min_effect: float, seconds: float, hot: bool, target: str | None, results: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    context: click.Context,
+    op_name: str | None,
+    problem_texts: tuple[str, ...],
+    suite: str | None,
+    model: str | None,
+    tp: int,
+    weights: str | None,
+    mix: tuple[str, ...],
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...],
+    baseline: str | None,
+    kernels: str | None,
+    min_effect: float,
+    seconds: float,
+    hot: bool,
+    target: str | None,
+    results: Path | None,
+    as_json: bool,
+) -> None:
     """Compare kernels of OP, of a suite, or of what a model calls, with a baseline: timed in turn over the same data, round by
     round, in an order drawn anew.
 
@@ -70,39 +105,90 @@ def compare(
     wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
     ops = [*dict.fromkeys(one.op for one in wanted)]
     others = chosen(ops, kernels, here)
-    here = imported(here, [k for op in ops for k in (*others[op.name], *(named(op, baseline) if baseline else ()))])
+    here = imported(
+        here, [k for op in ops for k in (*others[op.name], *(named(op, baseline) if baseline else ()))]
+    )
     cases = []
     for one in wanted:
-        first = baseline_of(one.op, one.problem, baseline, here) if baseline else _selected(one.op, one.problem, here)
-        cases.append(Case(one.op, one.problem, first, tuple(k for k in others[one.op.name] if k.name != first.name)))
+        first = (
+            baseline_of(one.op, one.problem, baseline, here)
+            if baseline
+            else _selected(one.op, one.problem, here)
+        )
+        cases.append(
+            Case(one.op, one.problem, first, tuple(k for k in others[one.op.name] if k.name != first.name))
+        )
     if not any(case.others for case in cases):
-        raise click.UsageError(f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels")
-    limits = ceilings(here.device or "cpu")  # before anything else is: damaged ones are refused, and nothing disturbs new ones
+        raise click.UsageError(
+            f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels"
+        )
+    limits = ceilings(
+        here.device or "cpu"
+    )  # before anything else is: damaged ones are refused, and nothing disturbs new ones
     with console.status(quiet=as_json) as tell:
         rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, tell=tell)
         tell("floors")
         add_floors(rows, cases, here)
     if kernels is None:
-        rows += [Row(one.op.name, str(one.problem), name, case.baseline.name, GAP, why)
-                 for one, case in zip(wanted, cases, strict=True) for name, why in unwrapped(one.op, here).items()]  # fmt: skip
+        rows += [
+            Row(one.op.name, str(one.problem), name, case.baseline.name, GAP, why)
+            for one, case in zip(wanted, cases, strict=True)
+            for name, why in unwrapped(one.op, here).items()
+        ]
     if results:
-        write(results, here, [row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples} for row in rows],
-              ceilings=limits.as_dict())  # fmt: skip
+        write(
+            results,
+            here,
+            [
+                row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples}
+                for row in rows
+            ],
+            ceilings=limits.as_dict(),
+        )
     if as_json:
         console.emit([row.as_dict() for row in rows])
     else:
         console.table(
             f"{', '.join(dict.fromkeys(case.op.name for case in cases))} on {here.target.name} {here.target.device}",
-            ["operation", "problem", "kernel", "baseline", "verdict", "µs", "baseline µs", "ratio", "interval", "noise", "of floor", "error",
-             "reason"],
-            [[r.op, r.problem, r.kernel, r.baseline, r.verdict, console.number(r.us), console.number(r.baseline_us),
-              *_ratio(r.found), _percent(r.noise), _percent(r.floor["fraction_of_floor"]), console.number(r.error),
-              "; ".join(filter(None, (r.reason, r.floor["note"])))] for r in rows],
+            [
+                "operation",
+                "problem",
+                "kernel",
+                "baseline",
+                "verdict",
+                "µs",
+                "baseline µs",
+                "ratio",
+                "interval",
+                "noise",
+                "of floor",
+                "error",
+                "reason",
+            ],
+            [
+                [
+                    r.op,
+                    r.problem,
+                    r.kernel,
+                    r.baseline,
+                    r.verdict,
+                    console.number(r.us),
+                    console.number(r.baseline_us),
+                    *_ratio(r.found),
+                    _percent(r.noise),
+                    _percent(r.floor["fraction_of_floor"]),
+                    console.number(r.error),
+                    "; ".join(filter(None, (r.reason, r.floor["note"]))),
+                ]
+                for r in rows
+            ],
             right=("µs", "baseline µs", "ratio", "noise", "of floor", "error"),
-        )  # fmt: skip
+        )
         gaps = sum(row.verdict == GAP for row in rows)
         if gaps:
-            console.out().print(f"\n{gaps} row(s) are gaps: a kernel that cannot run here is named, never left out.")
+            console.out().print(
+                f"\n{gaps} row(s) are gaps: a kernel that cannot run here is named, never left out."
+            )
     if any(row.verdict == WRONG for row in rows):
         context.exit(1)
 

@@ -15,18 +15,50 @@ from gristmill.bench.result_file import write
 
 
 @click.command()
-@click.option("--model", "name", default="llama-3-8b", show_default=True, metavar="M",
-              help="A shipped model (kernelbench shapes --help), a config.json, or a directory with one: its sizes are taken.")  # fmt: skip
-@click.option("--quant", default="int4_g128", show_default=True, metavar="A,B", help="Schemes of linear weights; bf16 keeps them.")
+@click.option(
+    "--model",
+    "name",
+    default="llama-3-8b",
+    show_default=True,
+    metavar="M",
+    help="A shipped model (kernelbench shapes --help), a config.json, or a directory with one: its sizes are taken.",
+)
+@click.option(
+    "--quant",
+    default="int4_g128",
+    show_default=True,
+    metavar="A,B",
+    help="Schemes of linear weights; bf16 keeps them.",
+)
 @click.option("--batch", default="1,16", show_default=True, metavar="N,M", help="Sequences of a step.")
-@click.option("--context", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens of each prompt.")
-@click.option("--steps", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Steps to measure.")
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Tokens of each prompt.",
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Steps to measure."
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--out", type=OutFile(), metavar="FILE",
-              help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.")  # fmt: skip
+@click.option(
+    "--out",
+    type=OutFile(),
+    metavar="FILE",
+    help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def decode(
-    name: str, quant: str, batch: str, context: int, steps: int, target: str | None, out: Path | None, as_json: bool
+    name: str,
+    quant: str,
+    batch: str,
+    context: int,
+    steps: int,
+    target: str | None,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Time decode steps of a model of random weights, through the runtime that serves requests.
 
@@ -50,7 +82,9 @@ def decode(
         raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
     config, sizes = model_config(load_config(name)), _numbers(batch)
     if context + 2 * steps > config.max_position:
-        raise click.UsageError(f"{name} has {config.max_position} positions, fewer than a context of {context} and {steps} steps take")
+        raise click.UsageError(
+            f"{name} has {config.max_position} positions, fewer than a context of {context} and {steps} steps take"
+        )
     rows: list[dict[str, Any]] = []
     for scheme in quant.split(","):
         for row in measure_decode(config, scheme.strip(), sizes, context, steps, here.device, here.policy):
@@ -78,10 +112,32 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
-    ms = {key: f"{row[key]:.3f}" for key in ("step_ms", "device_ms", "linear_ms", "head_ms", "linear_floor_ms", "floor_ms")}
+    ms = {
+        key: f"{row[key]:.3f}"
+        for key in ("step_ms", "device_ms", "linear_ms", "head_ms", "linear_floor_ms", "floor_ms")
+    }
     console.table(
         f"{name}, {row['quant']}, batch {row['batch']}, context {row['context']}",
-        ["step ms", "device", "linear", "head", "share of linear", "floor of linear", "floor of all", "tokens/s"],
-        [[ms["step_ms"], ms["device_ms"], ms["linear_ms"], ms["head_ms"], f"{row['linear_share'] * 100:.0f} %", ms["linear_floor_ms"],
-          ms["floor_ms"], f"{row['tokens_per_s']:,.0f}"]],
-    )  # fmt: skip
+        [
+            "step ms",
+            "device",
+            "linear",
+            "head",
+            "share of linear",
+            "floor of linear",
+            "floor of all",
+            "tokens/s",
+        ],
+        [
+            [
+                ms["step_ms"],
+                ms["device_ms"],
+                ms["linear_ms"],
+                ms["head_ms"],
+                f"{row['linear_share'] * 100:.0f} %",
+                ms["linear_floor_ms"],
+                ms["floor_ms"],
+                f"{row['tokens_per_s']:,.0f}",
+            ]
+        ],
+    )

@@ -17,8 +17,11 @@ from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 
 
 @click.command()
-@click.option("--measure", is_flag=True,
-              help="Measure the ceilings anew: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds a device).")  # fmt: skip
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure the ceilings anew: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds a device).",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def doctor(measure: bool, as_json: bool) -> None:
     """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing.
@@ -28,7 +31,10 @@ def doctor(measure: bool, as_json: bool) -> None:
     store, where every roofline figure finds them: read and copy bandwidth past the caches; rates of matrix products (on a
     CPU those of fused multiply-add, fp32, AVX512-BF16 or AMX, bf16, and VNNI, int8); and what held the device back meanwhile.
     """
-    from gristmill.autotune.floor import kept, remeasure  # torch with it, which then says how many threads it has
+    from gristmill.autotune.floor import (
+        kept,
+        remeasure,
+    )  # torch with it, which then says how many threads it has
 
     found = probe_devices()
     build, policy, registry = Build.probe(), Policy.current(), default_registry()
@@ -38,15 +44,20 @@ def doctor(measure: bool, as_json: bool) -> None:
         "devices": [_device(target) for target in devices],
         "no_device": [*found.reasons],
         "build": {
-            "cpu_levels": [*build.cpu_levels], "cuda": [*build.cuda_archs], "library": build.library or None,
-            "torch": build.torch, "triton": build.triton, "driver": build.driver or None, "python": build.python,
+            "cpu_levels": [*build.cpu_levels],
+            "cuda": [*build.cuda_archs],
+            "library": build.library or None,
+            "torch": build.torch,
+            "triton": build.triton,
+            "driver": build.driver or None,
+            "python": build.python,
             "compilers": dict(build.compilers),
         },
         "packages": {name: build.version(name) for name in _wrapped()},
         "policy": policy.origin,
         "store": _store(policy),
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
-    }  # fmt: skip
+    }
     names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
     for name, device in zip(names, report["devices"], strict=True):
         limits = remeasure(name) if measure else kept(name)
@@ -59,11 +70,16 @@ def doctor(measure: bool, as_json: bool) -> None:
 
 def _device(target: Target) -> dict[str, Any]:
     return {
-        "target": target.name, "device": target.device or None, "vendor": target.vendor,
-        "features": sorted(target.features), "multiprocessors": target.multiprocessors,
+        "target": target.name,
+        "device": target.device or None,
+        "vendor": target.vendor,
+        "features": sorted(target.features),
+        "multiprocessors": target.multiprocessors,
         "memory_gib": None if target.memory_bytes is None else round(target.memory_bytes / 2**30, 1),
-        "levels": [*target.levels], "state": _state(target), "measured": None,
-    }  # fmt: skip
+        "levels": [*target.levels],
+        "state": _state(target),
+        "measured": None,
+    }
 
 
 def _state(target: Target) -> dict[str, Any] | None:
@@ -97,30 +113,74 @@ def _store(policy: Policy) -> dict[str, Any]:
         store = Store.read(policy.store_path)
     except StoreError as error:
         return {"path": str(policy.store_path), "verifications": None, "timings": None, "error": str(error)}
-    return {"path": str(policy.store_path), "verifications": len(store.verifications), "timings": len(store.timings), "error": None}
+    return {
+        "path": str(policy.store_path),
+        "verifications": len(store.verifications),
+        "timings": len(store.timings),
+        "error": None,
+    }
 
 
 def _print(report: dict[str, Any]) -> None:
     build, store = report["build"], report["store"]
-    rows = [["gristmill", report["version"]], ["registry", "{operations} operations, {kernels} kernels".format(**report["registry"])]]
+    rows = [
+        ["gristmill", report["version"]],
+        ["registry", "{operations} operations, {kernels} kernels".format(**report["registry"])],
+    ]
     for device in report["devices"]:
         memory = f", {device['memory_gib']} GiB" if device["memory_gib"] else ""
-        rows.append([device["target"], f"{device['device'] or device['vendor']}, {device['multiprocessors']} processors{memory}"])
+        rows.append(
+            [
+                device["target"],
+                f"{device['device'] or device['vendor']}, {device['multiprocessors']} processors{memory}",
+            ]
+        )
         rows.append(["", ", ".join(device["features"])])
         if device["state"]:
-            rows.append(["  now", ", ".join(_said(name, value) for name, value in device["state"].items() if value is not None or name in _NONE)])
+            rows.append(
+                [
+                    "  now",
+                    ", ".join(
+                        _said(name, value)
+                        for name, value in device["state"].items()
+                        if value is not None or name in _NONE
+                    ),
+                ]
+            )
         if device["measured"]:
-            rates = ", ".join(f"{name} {console.number(rate)} TFLOP/s" for name, rate in device["measured"]["tflops"].items())
+            rates = ", ".join(
+                f"{name} {console.number(rate)} TFLOP/s"
+                for name, rate in device["measured"]["tflops"].items()
+            )
             measured = device["measured"]
-            speeds = ", ".join(f"{what} {console.number(measured[f'{what}_gbs'])} GB/s" for what in ("read", "copy"))
+            speeds = ", ".join(
+                f"{what} {console.number(measured[f'{what}_gbs'])} GB/s" for what in ("read", "copy")
+            )
             launch = f", launch {console.number(measured['launch_us'])} µs" if measured["launch_us"] else ""
             rows.append(["  measured", f"{speeds}, {rates}{launch}"])
-            rows += [["  throttled", f"{what}: the ceilings may be too low"] for what in measured["throttled"]]
+            rows += [
+                ["  throttled", f"{what}: the ceilings may be too low"] for what in measured["throttled"]
+            ]
     rows += [["no accelerator", reason] for reason in report["no_device"]]
-    rows.append(["C++ levels", ", ".join(build["cpu_levels"]) or "none: run make build, or install with a C++20 compiler"])
+    rows.append(
+        [
+            "C++ levels",
+            ", ".join(build["cpu_levels"]) or "none: run make build, or install with a C++20 compiler",
+        ]
+    )
     rows.append(["CUDA code", ", ".join(build["cuda"]) or "none: built without nvcc"])
     rows += [[name, build[name] or "not installed"] for name in ("torch", "triton")]
-    rows += [[name, version or "not installed (optional)"] for name, version in report["packages"].items() if name not in ("torch", "triton")]
+    rows += [
+        [name, version or "not installed (optional)"]
+        for name, version in report["packages"].items()
+        if name not in ("torch", "triton")
+    ]
     rows.append(["policy", report["policy"]])
-    rows.append(["store", store["error"] or f"{store['path']}: {store['verifications']} verifications, {store['timings']} times"])
+    rows.append(
+        [
+            "store",
+            store["error"]
+            or f"{store['path']}: {store['verifications']} verifications, {store['timings']} times",
+        ]
+    )
     console.table("Doctor", ["what", "found"], rows)

@@ -20,7 +20,9 @@ from gristmill.kernel_registry.store import Store
 @click.command()
 @click.argument("op_name", metavar="OP")
 @click.option("--problem", "text", metavar="P", help='Axis values: "m=16,n=4096,k=4096,x=bf16,w=int4_g128".')
-@click.option("--target", metavar="T", help="A device: sm_121, h200, gfx942, cpu:avx2 ... Default: this machine.")
+@click.option(
+    "--target", metavar="T", help="A device: sm_121, h200, gfx942, cpu:avx2 ... Default: this machine."
+)
 @click.option("--axes", is_flag=True, help="Print the axes that problems of OP have, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_json: bool) -> None:
@@ -87,7 +89,9 @@ class _Asker:
             self.build = self.resolver.build
         else:
             self.store = Store.read_over_shipped(here.policy.store_path)
-        self.layouts = readable(self.registry.kernels_of(op.name), self.registry.layouts, here.target, self.build)
+        self.layouts = readable(
+            self.registry.kernels_of(op.name), self.registry.layouts, here.target, self.build
+        )
 
     def selection(self, problem: Problem) -> Selection:
         """What runs `problem`; on a device of this machine it is verified."""
@@ -98,7 +102,17 @@ class _Asker:
         if self.resolver is not None:
             return self.resolver.select(self.op, problem, layouts)
         kernels, here = self.registry.kernels_of(self.op.name), self.here
-        return select(self.op, problem, kernels, here.target, self.build, self.store, here.policy, layouts=layouts, foreign=True)
+        return select(
+            self.op,
+            problem,
+            kernels,
+            here.target,
+            self.build,
+            self.store,
+            here.policy,
+            layouts=layouts,
+            foreign=True,
+        )
 
     def plan(self, static: Problem) -> Plan | None:
         """The plan of a layer; None where nothing runs it."""
@@ -116,25 +130,33 @@ class _Asker:
 
 def _axes(op: Op, as_json: bool) -> None:
     rows = [
-        {"axis": a.name, "wants": a.wants(), "default": a.default, "dynamic": a.dynamic, "meaning": a.help} for a in op.axes
+        {"axis": a.name, "wants": a.wants(), "default": a.default, "dynamic": a.dynamic, "meaning": a.help}
+        for a in op.axes
     ]
     if as_json:
         console.emit({"op": op.name, "axes": rows, "examples": [*op.examples]})
         return
     console.table(
-        f"Axes of {op.name}: {op.summary}", ["axis", "takes", "default", "changes per call", "meaning"],
+        f"Axes of {op.name}: {op.summary}",
+        ["axis", "takes", "default", "changes per call", "meaning"],
         [[r["axis"], r["wants"], r["default"], "yes" if r["dynamic"] else "", r["meaning"]] for r in rows],
-    )  # fmt: skip
+    )
     console.out().print(f'\nFor example: kernelbench explain {op.name} --problem "{op.bench[0]}"')
 
 
-def _tables(op: Op, problem: Problem, here: Place, selection: Selection, plan: Plan | None, more: MoreMemory | None) -> None:
+def _tables(
+    op: Op, problem: Problem, here: Place, selection: Selection, plan: Plan | None, more: MoreMemory | None
+) -> None:
     where = here.target.name + ("" if here.device else " (not a device of this machine: nothing is verified)")
     console.table(
-        f"{op.name} {problem} on {where}", ["kernel", "verdict", "expected µs", "source", "reasons"],
-        [[c.kernel.name, c.verdict, console.number(c.expected_us), c.source, "; ".join(c.reasons)]
-         for c in selection.candidates], right=("expected µs",),
-    )  # fmt: skip
+        f"{op.name} {problem} on {where}",
+        ["kernel", "verdict", "expected µs", "source", "reasons"],
+        [
+            [c.kernel.name, c.verdict, console.number(c.expected_us), c.source, "; ".join(c.reasons)]
+            for c in selection.candidates
+        ],
+        right=("expected µs",),
+    )
     if selection.best is None:
         console.out().print("\nNothing can run this problem here.")
     elif here.device is None:
@@ -144,11 +166,26 @@ def _tables(op: Op, problem: Problem, here: Place, selection: Selection, plan: P
         console.table(
             "Plan" + (f" over {', '.join(plan.layouts)}" if plan.layouts else ""),
             [f"{op.bucket} up to", "kernel", "layout", "expected µs", "source", "configuration"],
-            [[entry.m_max or "any", entry.kernel, entry.layout, console.number(entry.expected_us), entry.source,
-              ", ".join(f"{k}={v}" for k, v in entry.config.items())] for entry in plan.entries],
+            [
+                [
+                    entry.m_max or "any",
+                    entry.kernel,
+                    entry.layout,
+                    console.number(entry.expected_us),
+                    entry.source,
+                    ", ".join(f"{k}={v}" for k, v in entry.config.items()),
+                ]
+                for entry in plan.entries
+            ],
             right=(f"{op.bucket} up to", "expected µs"),
-        )  # fmt: skip
+        )
     if more is not None:
-        gain = f"expected {more.faster:.2f}x faster over the sizes" if more.faster else "preferred by priority, not timed"
-        console.out().print(f"\nMore memory: {' + '.join(more.layouts)} takes {more.memory:.2f}x the weight's bytes and is {gain}; "
-                            f"the policy's weight_memory allows {here.policy.weight_memory}.")  # fmt: skip
+        gain = (
+            f"expected {more.faster:.2f}x faster over the sizes"
+            if more.faster
+            else "preferred by priority, not timed"
+        )
+        console.out().print(
+            f"\nMore memory: {' + '.join(more.layouts)} takes {more.memory:.2f}x the weight's bytes and is {gain}; "
+            f"the policy's weight_memory allows {here.policy.weight_memory}."
+        )

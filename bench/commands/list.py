@@ -11,7 +11,9 @@ from gristmill.kernel_registry.registry import default_registry
 
 @click.command("list")
 @click.option("--op", "op_name", metavar="OP", help="Only this operation.")
-@click.option("--target", metavar="T", help="A device: sm_90, h200, gfx942, cpu:avx2 ... Default: this machine.")
+@click.option(
+    "--target", metavar="T", help="A device: sm_90, h200, gfx942, cpu:avx2 ... Default: this machine."
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None:
     """Every kernel of every operation, and whether this machine (or a target) can run it.
@@ -27,16 +29,31 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
         for kernel in registry.kernels_of(op.name):
             reasons = [*kernel.requires.check_hardware(here.target, here.build)]
             reasons = reasons or [*kernel.requires.check_build(here.target, here.build)]
-            rows.append({
-                "op": op.name, "kernel": kernel.name, "provider": kernel.provider, "language": kernel.language,
-                "available": not reasons, "reasons": reasons,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "op": op.name,
+                    "kernel": kernel.name,
+                    "provider": kernel.provider,
+                    "language": kernel.language,
+                    "available": not reasons,
+                    "reasons": reasons,
+                }
+            )
     if as_json:
         console.emit(rows)
         return
     console.table(
         f"Kernels on {here.target.name}" + ("" if here.device else " (not a device of this machine)"),
         ["operation", "kernel", "provider", "language", "", "why not"],
-        [[r["op"], r["kernel"], r["provider"], r["language"], "yes" if r["available"] else "no", "; ".join(r["reasons"])]
-         for r in rows],
-    )  # fmt: skip
+        [
+            [
+                r["op"],
+                r["kernel"],
+                r["provider"],
+                r["language"],
+                "yes" if r["available"] else "no",
+                "; ".join(r["reasons"]),
+            ]
+            for r in rows
+        ],
+    )

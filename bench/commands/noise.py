@@ -17,18 +17,44 @@ TOO_NOISY = 3
 @click.command()
 @click.argument("op_name", metavar="[OP]", default="rms_norm")
 @click.option("--problem", "text", metavar="P", help="A problem of OP. Default: its first benchmark problem.")
-@click.option("--kernel", "name", metavar="K", help="The kernel that is compared with itself. Default: the one that selection would run.")
-@click.option("--comparisons", type=click.IntRange(1, 10_000), default=20, show_default=True, metavar="N", help="How often.")
-@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.03, show_default=True,
-              help="The least relative change that is to be told apart.")  # fmt: skip
-@click.option("--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory.")
+@click.option(
+    "--kernel",
+    "name",
+    metavar="K",
+    help="The kernel that is compared with itself. Default: the one that selection would run.",
+)
+@click.option(
+    "--comparisons",
+    type=click.IntRange(1, 10_000),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="How often.",
+)
+@click.option(
+    "--min-effect",
+    type=Finite(0, 1, min_open=True, max_open=True),
+    default=0.03,
+    show_default=True,
+    help="The least relative change that is to be told apart.",
+)
+@click.option(
+    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory."
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def noise(
-    context: click.Context, op_name: str, text: str | None, name: str | None, comparisons: int, min_effect: float, hot: bool,
-    target: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    context: click.Context,
+    op_name: str,
+    text: str | None,
+    name: str | None,
+    comparisons: int,
+    min_effect: float,
+    hot: bool,
+    target: str | None,
+    as_json: bool,
+) -> None:
     """Compare a kernel of OP with itself, again and again: what this machine makes of no difference at all.
 
     \b
@@ -61,18 +87,40 @@ def noise(
     shared = shared_rotations(op, problem, device, [kernel], hot=hot)[kernel.name]
     with console.status(quiet=as_json) as tell:
         tell(f"{kernel.name} {problem}: {comparisons} comparisons with itself")
-        found = self_test(lambda side: KernelArm(kernel, config, shared, name=side), Rule(min_effect=min_effect), comparisons=comparisons)
+        found = self_test(
+            lambda side: KernelArm(kernel, config, shared, name=side),
+            Rule(min_effect=min_effect),
+            comparisons=comparisons,
+        )
     try:
         found.refuse(min_effect)
         refused = ""
     except NoiseError as error:
         refused = str(error)
     if as_json:
-        console.emit({"op": op.name, "problem": str(problem), "kernel": kernel.name, **vars(found), "min_effect": min_effect, "refused": refused})
+        console.emit(
+            {
+                "op": op.name,
+                "problem": str(problem),
+                "kernel": kernel.name,
+                **vars(found),
+                "min_effect": min_effect,
+                "refused": refused,
+            }
+        )
     else:
-        console.table(f"{kernel.name} and itself on {here.target.name} {here.target.device}", ["what", "found"],
-                      [["problem", f"{op.name} {problem}"], ["comparisons", found.comparisons], ["floor", f"{found.floor:.2%}"],
-                       ["worst", f"{found.worst:.2%}"], ["false", found.false], ["undecided", found.undecided]])  # fmt: skip
+        console.table(
+            f"{kernel.name} and itself on {here.target.name} {here.target.device}",
+            ["what", "found"],
+            [
+                ["problem", f"{op.name} {problem}"],
+                ["comparisons", found.comparisons],
+                ["floor", f"{found.floor:.2%}"],
+                ["worst", f"{found.worst:.2%}"],
+                ["false", found.false],
+                ["undecided", found.undecided],
+            ],
+        )
         console.out().print(f"\n{refused or f'A minimum effect of {min_effect:.1%} can be told apart here.'}")
     if refused:
         context.exit(TOO_NOISY)

@@ -16,18 +16,46 @@ from gristmill.bench.problems import asked, here_or_refuse, problem_options
 
 @click.command()
 @problem_options
-@click.option("--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True,
-              help="The budget; problems it does not reach are left out of the figures.")  # fmt: skip
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
+@click.option(
+    "--minutes",
+    type=Finite(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="The budget; problems it does not reach are left out of the figures.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Child processes that compile and verify.",
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--replay", "replayed", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
-              help="Measure nothing: what selection picks now, by the times in a result file of this command.")  # fmt: skip
-@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file, with samples of all near the best.")
+@click.option(
+    "--replay",
+    "replayed",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Measure nothing: what selection picks now, by the times in a result file of this command.",
+)
+@click.option(
+    "--results",
+    type=OutFile(),
+    metavar="FILE",
+    help="Write a result file, with samples of all near the best.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def regret(
-    op_name: str | None, problem_texts: tuple[str, ...], suite: str | None, minutes: float, workers: int, target: str | None,
-    replayed: str | None, results: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    op_name: str | None,
+    problem_texts: tuple[str, ...],
+    suite: str | None,
+    minutes: float,
+    workers: int,
+    target: str | None,
+    replayed: str | None,
+    results: Path | None,
+    as_json: bool,
+) -> None:
     """Time every kernel at every configuration of OP's problems, or of a suite's, in one run, and say how much slower what
     selection picks is than the best of all.
 
@@ -71,15 +99,40 @@ def regret(
     console.table(
         f"Regret on {here.target.name} {here.target.device}",
         ["problem", "tried", "missing", "best", "µs", "by store", "tuned", "left out", "picked by store"],
-        [[r["problem"], r["candidates"], r["missing"] or "", r["kernel"], console.number(r["us"]),
-          *(_percent(r["picks"].get(name)) for name in ("store", "tuned", "left out")),
-          r["picks"].get("store", {}).get("kernel")] for r in rows],
+        [
+            [
+                r["problem"],
+                r["candidates"],
+                r["missing"] or "",
+                r["kernel"],
+                console.number(r["us"]),
+                *(_percent(r["picks"].get(name)) for name in ("store", "tuned", "left out")),
+                r["picks"].get("store", {}).get("kernel"),
+            ]
+            for r in rows
+        ],
         right=("tried", "missing", "µs", "by store", "tuned", "left out"),
-    )  # fmt: skip
-    console.table("", ["of", "problems", "geometric mean", "median", "worst", "which"],
-                  [[name, *(["0", "-", "-", "-", ""] if one is None else
-                            [one["problems"], *(f"{one[k]:.1%}" for k in ("mean", "median", "worst")), one["where"]])]
-                   for name, one in figures.items()], right=("problems", "geometric mean", "median", "worst"))  # fmt: skip
+    )
+    console.table(
+        "",
+        ["of", "problems", "geometric mean", "median", "worst", "which"],
+        [
+            [
+                name,
+                *(
+                    ["0", "-", "-", "-", ""]
+                    if one is None
+                    else [
+                        one["problems"],
+                        *(f"{one[k]:.1%}" for k in ("mean", "median", "worst")),
+                        one["where"],
+                    ]
+                ),
+            ]
+            for name, one in figures.items()
+        ],
+        right=("problems", "geometric mean", "median", "worst"),
+    )
     for name in ("store", "tuned", "left out"):
         if lost := unknown(found, name):
             console.out().print(f"{name}: {lost} pick(s) have no time, and are in no figure")

@@ -12,7 +12,9 @@ from gristmill.bench.out_file import OutFile
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE...")
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE..."
+)
 @click.option("--html", "out", required=True, type=OutFile(), metavar="PAGE", help="The page to write.")
 @click.option("--title", default="kernelbench", show_default=True, help="Its heading.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
@@ -25,7 +27,11 @@ def report(files: tuple[Path, ...], out: Path, title: str, as_json: bool) -> Non
     data = [(path.name, result_file.read(path)) for path in files]
     text = page(data, title)
     result_file.replace(out, text)
-    answer = {"page": str(out), "bytes": len(text.encode()), "rows": sum(len(result_file.timed(d)) for _, d in data)}
+    answer = {
+        "page": str(out),
+        "bytes": len(text.encode()),
+        "rows": sum(len(result_file.timed(d)) for _, d in data),
+    }
     if as_json:
         console.emit(answer)
     else:

@@ -18,13 +18,25 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command()
 @click.argument("file", type=_FILE, metavar="FILE")
-@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.1, show_default=True,
-              help="The least relative difference worth a verdict.")  # fmt: skip
+@click.option(
+    "--min-effect",
+    type=Finite(0, 1, min_open=True, max_open=True),
+    default=0.1,
+    show_default=True,
+    help="The least relative difference worth a verdict.",
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="OUT", help="Write a result file of the present times.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
-def rerun(context: click.Context, file: Path, min_effect: float, target: str | None, results: Path | None, as_json: bool) -> None:
+def rerun(
+    context: click.Context,
+    file: Path,
+    min_effect: float,
+    target: str | None,
+    results: Path | None,
+    as_json: bool,
+) -> None:
     """Measure every row of a result file again, here, and say where it differs: times, results, and environment.
 
     NEW is a row that had no time then and has one now; GAP one that cannot be measured here. Then and now were not timed in
@@ -50,10 +62,22 @@ def rerun(context: click.Context, file: Path, min_effect: float, target: str | N
         console.table(
             f"{file} again on {here.target.name} {here.target.device}",
             ["operation", "problem", "kernel", "verdict", "then µs", "now µs", "ratio", "error", "reason"],
-            [[r["op"], r["problem"], r["kernel"], r["verdict"], console.number(r["then_us"]), console.number(r["now_us"]),
-              console.number(r["ratio"]), console.number(r["error"]), r["reason"]] for r in rows],
+            [
+                [
+                    r["op"],
+                    r["problem"],
+                    r["kernel"],
+                    r["verdict"],
+                    console.number(r["then_us"]),
+                    console.number(r["now_us"]),
+                    console.number(r["ratio"]),
+                    console.number(r["error"]),
+                    r["reason"],
+                ]
+                for r in rows
+            ],
             right=("then µs", "now µs", "ratio", "error"),
-        )  # fmt: skip
+        )
         for line in differs:
             console.out().print(f"differs: {line}")
     if any(row["verdict"] == "WRONG" for row in rows):
@@ -81,9 +105,17 @@ def repro(file: Path, row: int, as_json: bool) -> None:
     way, config = Way.parse(wanted.get("timing") or ""), wanted.get("config")
     device = "cpu" if str(data.get("environment", {}).get("target")).startswith("cpu") else "cuda:0"
     script = _SCRIPT.format(
-        op=wanted["op"], kernel=wanted["kernel"], problem=wanted["problem"], hot=way.hot, eager=way.eager, isolated=way.isolated,
-        config=f'kernel.config(problem, device_target("{device}", Policy()))' if config is None else repr(config), device=device,
-    )  # fmt: skip
+        op=wanted["op"],
+        kernel=wanted["kernel"],
+        problem=wanted["problem"],
+        hot=way.hot,
+        eager=way.eager,
+        isolated=way.isolated,
+        config=f'kernel.config(problem, device_target("{device}", Policy()))'
+        if config is None
+        else repr(config),
+        device=device,
+    )
     if as_json:
         console.emit({"command": line, "script": script})
     else:
@@ -91,7 +123,7 @@ def repro(file: Path, row: int, as_json: bool) -> None:
         console.out().print(f"\n{script}", soft_wrap=True)
 
 
-_SCRIPT = '''from gristmill.autotune.device import device_target
+_SCRIPT = """from gristmill.autotune.device import device_target
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench.arms import KernelArm
 from gristmill.kernel_registry.policy import Policy
@@ -104,13 +136,18 @@ config = {config}
 arm = KernelArm(kernel, config, Rotation(op, kernel, problem, "{device}", hot={hot}), eager={eager}, isolated={isolated})
 print(sorted(arm.sample() for _ in range(15))[7], "us")
 arm.conclude()
-'''
+"""
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@click.option("--min-effect", type=Finite(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
-              help="The least relative change that counts.")  # fmt: skip
+@click.option(
+    "--min-effect",
+    type=Finite(0, 1, min_open=True, max_open=True),
+    default=0.05,
+    show_default=True,
+    help="The least relative change that counts.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
     """Rows that several result files have in common, in order of their dates, and where they changed.
@@ -121,13 +158,36 @@ def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
 
     found = series([(str(path), result_file.read(path)) for path in files], min_effect)
     if as_json:
-        console.emit([{"op": s.key[0], "problem": s.key[1], "kernel": s.key[2], "device": s.key[3],
-                       "points": [vars(p) for p in s.points]} for s in found])  # fmt: skip
+        console.emit(
+            [
+                {
+                    "op": s.key[0],
+                    "problem": s.key[1],
+                    "kernel": s.key[2],
+                    "device": s.key[3],
+                    "points": [vars(p) for p in s.points],
+                }
+                for s in found
+            ]
+        )
         return
     rows = []
     for one in found:
         changes = [f"{p.change - 1:+.0%} in {p.file}" for p in one.points if p.change is not None]
-        rows.append([one.key[0], one.key[1], one.key[2], len(one.points), console.number(one.points[0].us),
-                     console.number(one.points[-1].us), "; ".join(changes) or "no change"])  # fmt: skip
-    console.table(f"{len(files)} result files", ["operation", "problem", "kernel", "points", "first µs", "last µs", "changes"], rows,
-                  right=("points", "first µs", "last µs"))  # fmt: skip
+        rows.append(
+            [
+                one.key[0],
+                one.key[1],
+                one.key[2],
+                len(one.points),
+                console.number(one.points[0].us),
+                console.number(one.points[-1].us),
+                "; ".join(changes) or "no change",
+            ]
+        )
+    console.table(
+        f"{len(files)} result files",
+        ["operation", "problem", "kernel", "points", "first µs", "last µs", "changes"],
+        rows,
+        right=("points", "first µs", "last µs"),
+    )

@@ -23,9 +23,15 @@ from gristmill.kernel_registry.store import Store
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def shapes(
-    context: click.Context, model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...],
-    prefill: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+    context: click.Context,
+    model: str | None,
+    tp: int,
+    weights: str | None,
+    mix: tuple[str, ...],
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Every problem that a model calls in a step, on one rank. Without --model: the models whose shapes are shipped.
 
     \b
@@ -36,33 +42,64 @@ def shapes(
         return
     found = model_calls(model, tp, weights, decode, prefill, mix)
     if model is None:
-        rows = [{"model": name, "type": load_config(name)["model_type"], "layers": load_config(name)["num_hidden_layers"]}
-                for name in model_names()]  # fmt: skip
+        rows = [
+            {
+                "model": name,
+                "type": load_config(name)["model_type"],
+                "layers": load_config(name)["num_hidden_layers"],
+            }
+            for name in model_names()
+        ]
         if as_json:
             console.emit(rows)
         else:
-            console.table("Models", ["model", "type", "layers"], [list(row.values()) for row in rows], right=("layers",))
+            console.table(
+                "Models", ["model", "type", "layers"], [list(row.values()) for row in rows], right=("layers",)
+            )
         return
     registry = default_registry()
     rows = []
     for call in found:
         op = registry.op(call.op)
         cost = op.cost(op.problem(call.problem))
-        rows.append({"step": str(call.step), "part": call.part, "op": call.op, "problem": call.problem, "count": call.count,
-                     "bytes": cost.bytes, "flops": cost.flops})  # fmt: skip
+        rows.append(
+            {
+                "step": str(call.step),
+                "part": call.part,
+                "op": call.op,
+                "problem": call.problem,
+                "count": call.count,
+                "bytes": cost.bytes,
+                "flops": cost.flops,
+            }
+        )
     if as_json:
         console.emit(rows)
         return
     console.table(
-        f"{model} on {tp} rank(s)", ["step", "part", "operation", "problem", "calls", "MB each", "GFLOP each"],
-        [[r["step"], r["part"], r["op"], r["problem"], r["count"], console.number(r["bytes"] / 1e6), console.number(r["flops"] / 1e9)]
-         for r in rows], right=("calls", "MB each", "GFLOP each"),
-    )  # fmt: skip
+        f"{model} on {tp} rank(s)",
+        ["step", "part", "operation", "problem", "calls", "MB each", "GFLOP each"],
+        [
+            [
+                r["step"],
+                r["part"],
+                r["op"],
+                r["problem"],
+                r["count"],
+                console.number(r["bytes"] / 1e6),
+                console.number(r["flops"] / 1e9),
+            ]
+            for r in rows
+        ],
+        right=("calls", "MB each", "GFLOP each"),
+    )
 
 
 @shapes.command(context_settings={"ignore_unknown_options": True})
 @click.option("--out", required=True, type=OutFile(), metavar="FILE", help="Where to write them.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout; what the program prints goes to stderr.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="JSON on stdout; what the program prints goes to stderr."
+)
 @click.argument("arguments", nargs=-1, required=True, metavar="ARGUMENTS...")
 def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
     """Run `gristmill ARGUMENTS...` and record every problem that it calls, with how often: what to tune first.
@@ -84,25 +121,48 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
             if counts:  # of a run that ended early too: what it called until then is what it calls
                 write(out, counts, "gristmill " + shlex.join(arguments))
     if not counts:
-        raise click.UsageError(f"gristmill {shlex.join(arguments)} called no kernel; there is nothing to write to {out}")
+        raise click.UsageError(
+            f"gristmill {shlex.join(arguments)} called no kernel; there is nothing to write to {out}"
+        )
     rows = [{"op": op, "problem": problem, "count": count} for (op, problem), count in counts.most_common()]
     if as_json:
         console.emit(rows)
         return
-    console.table(f"{sum(counts.values())} calls of {len(rows)} problems, in {out}", ["calls", "operation", "problem"],
-                  [[row["count"], row["op"], row["problem"]] for row in rows], right=("calls",))  # fmt: skip
+    console.table(
+        f"{sum(counts.values())} calls of {len(rows)} problems, in {out}",
+        ["calls", "operation", "problem"],
+        [[row["count"], row["op"], row["problem"]] for row in rows],
+        right=("calls",),
+    )
 
 
 @click.command()
 @model_options
-@click.option("--target", "--device", metavar="T", help="A device: h200, sm_90, gfx942, cpu:avx2 ... Default: this machine.")
-@click.option("--store", "store_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="The store to ask, alone. Default: the one in use, over the times that are shipped.")  # fmt: skip
+@click.option(
+    "--target",
+    "--device",
+    metavar="T",
+    help="A device: h200, sm_90, gfx942, cpu:avx2 ... Default: this machine.",
+)
+@click.option(
+    "--store",
+    "store_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The store to ask, alone. Default: the one in use, over the times that are shipped.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def coverage(
-    model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...], prefill: tuple[str, ...],
-    target: str | None, store_path: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    model: str | None,
+    tp: int,
+    weights: str | None,
+    mix: tuple[str, ...],
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...],
+    target: str | None,
+    store_path: Path | None,
+    as_json: bool,
+) -> None:
     """Before serving: the share of a model's calls that the store knows exactly, nearly, or not at all.
 
     \b
@@ -123,11 +183,33 @@ def coverage(
     found = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, held)
     share = shares(found)
     if as_json:
-        console.emit({"model": model, "tp": tp, "target": here.target.name, "shares": share, "calls": [c.as_dict() for c in found]})
+        console.emit(
+            {
+                "model": model,
+                "tp": tp,
+                "target": here.target.name,
+                "shares": share,
+                "calls": [c.as_dict() for c in found],
+            }
+        )
         return
     console.table(
-        f"{model} on {tp} x {here.target.name}", ["step", "part", "operation", "problem", "known", "kernel", "expected µs"],
-        [[str(c.call.step), c.call.part, c.call.op, c.call.problem, c.level, c.kernel, console.number(c.expected_us)] for c in found],
+        f"{model} on {tp} x {here.target.name}",
+        ["step", "part", "operation", "problem", "known", "kernel", "expected µs"],
+        [
+            [
+                str(c.call.step),
+                c.call.part,
+                c.call.op,
+                c.call.problem,
+                c.level,
+                c.kernel,
+                console.number(c.expected_us),
+            ]
+            for c in found
+        ],
         right=("expected µs",),
-    )  # fmt: skip
-    console.out().print("\nCalls: " + ", ".join(f"{level} {value:.0%}" for level, value in share.items() if value))
+    )
+    console.out().print(
+        "\nCalls: " + ", ".join(f"{level} {value:.0%}" for level, value in share.items() if value)
+    )

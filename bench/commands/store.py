@@ -39,7 +39,13 @@ def _existing(path: Path) -> Store:
 
 @store.command()
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@click.option("--into", required=True, type=OutFile(), metavar="FILE", help="The store to write; its own records are merged too.")
+@click.option(
+    "--into",
+    required=True,
+    type=OutFile(),
+    metavar="FILE",
+    help="The store to write; its own records are merged too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
     """Merge stores into one. Of two records of the same key a failed verification is kept, and the time with more samples.
@@ -52,8 +58,12 @@ def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
 
     parts = [_existing(path) for path in files]
     result = writing.update(into, lambda present: merged([present, *parts]))
-    answer = {"into": str(into), "records": len(records(result)), "verifications": len(result.verifications),
-              "timings": len(result.timings)}  # fmt: skip
+    answer = {
+        "into": str(into),
+        "records": len(records(result)),
+        "verifications": len(result.verifications),
+        "timings": len(result.timings),
+    }
     if as_json:
         console.emit(answer)
     else:
@@ -113,13 +123,21 @@ def lint(context: click.Context, file: Path | None, target: str | None, as_json:
 
 
 @store.command()
-@click.option("--sample", type=click.IntRange(1), default=8, show_default=True, help="Records of each kernel to measure again.")
+@click.option(
+    "--sample",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Records of each kernel to measure again.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Which ones.")
 @click.option("--dry-run", is_flag=True, help="Measure, and write nothing.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
-def revalidate(context: click.Context, sample: int, seed: int, dry_run: bool, target: str | None, as_json: bool) -> None:
+def revalidate(
+    context: click.Context, sample: int, seed: int, dry_run: bool, target: str | None, as_json: bool
+) -> None:
     """After a change of toolchain: verify and time a sample of the times that another one measured, the shipped ones included.
 
     \b
@@ -143,16 +161,34 @@ def revalidate(context: click.Context, sample: int, seed: int, dry_run: bool, ta
         writing.update(path, lambda present: again.replaced(present, records))
     rows = [group.as_dict() for group in found]
     if as_json:
-        console.emit({"store": str(path), "toolchain": here.build.key(), "written": 0 if dry_run else len(records), "kernels": rows})
+        console.emit(
+            {
+                "store": str(path),
+                "toolchain": here.build.key(),
+                "written": 0 if dry_run else len(records),
+                "kernels": rows,
+            }
+        )
     elif not rows:
         console.out().print(f"{path}: no time of this device is another toolchain's")
     else:
         console.table(
             f"Times of another toolchain than {here.build.key()}",
             ["operation", "kernel", "outcome", "records", "sampled", "now / then", "least", "most", "reason"],
-            [[r["op"], r["kernel"], r["outcome"], r["records"], r["sampled"], *(console.number(r[k]) for k in ("ratio", "least", "most")),
-              "; ".join(r["reasons"])] for r in rows], right=("records", "sampled", "now / then", "least", "most"),
-        )  # fmt: skip
+            [
+                [
+                    r["op"],
+                    r["kernel"],
+                    r["outcome"],
+                    r["records"],
+                    r["sampled"],
+                    *(console.number(r[k]) for k in ("ratio", "least", "most")),
+                    "; ".join(r["reasons"]),
+                ]
+                for r in rows
+            ],
+            right=("records", "sampled", "now / then", "least", "most"),
+        )
     if any(group.outcome == again.WRONG for group in found):
         context.exit(1)
 
@@ -179,10 +215,20 @@ def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> N
     op = registry.op(op_name)
     problem = op.problem(problem_text)
     if problem.open_axes:
-        raise click.UsageError(f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value")
+        raise click.UsageError(
+            f"problem {problem} leaves {', '.join(problem.open_axes)} open; give every axis a value"
+        )
     held = Store.read_over_shipped(here.policy.store_path)
-    selection = select(op, problem, registry.kernels_of(op.name), here.target, here.build, held, here.policy,
-                       foreign=here.device is None)  # fmt: skip
+    selection = select(
+        op,
+        problem,
+        registry.kernels_of(op.name),
+        here.target,
+        here.build,
+        held,
+        here.policy,
+        foreign=here.device is None,
+    )
     times = Times(op, problem, here.target, here.build, held)
     rows = []
     for candidate in selection.candidates:
@@ -190,34 +236,63 @@ def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> N
             continue
         evidence = times.evidence(candidate.kernel)
         record, far, _ = evidence[0] if evidence else (None, None, None)
-        rows.append({
-            "kernel": candidate.kernel.name, "verdict": candidate.verdict, "rule": candidate.source,
-            "expected_us": candidate.expected_us, "config": dict(candidate.config or {}),
-            "record": None if record is None else _row(record), "distance": far, "records": len(evidence),
-        })  # fmt: skip
+        rows.append(
+            {
+                "kernel": candidate.kernel.name,
+                "verdict": candidate.verdict,
+                "rule": candidate.source,
+                "expected_us": candidate.expected_us,
+                "config": dict(candidate.config or {}),
+                "record": None if record is None else _row(record),
+                "distance": far,
+                "records": len(evidence),
+            }
+        )
     if as_json:
-        console.emit({"op": op.name, "problem": str(problem), "store": str(here.policy.store_path), "candidates": rows})
+        console.emit(
+            {"op": op.name, "problem": str(problem), "store": str(here.policy.store_path), "candidates": rows}
+        )
         return
     console.table(
         f"{op.name} {problem} by {here.policy.store_path}",
         ["kernel", "verdict", "rule", "expected µs", "decided by", "distance", "configuration"],
-        [[r["kernel"], r["verdict"], r["rule"], console.number(r["expected_us"]), _decided(r["record"]),
-          "" if r["distance"] is None else f"{r['distance']:.2f}", config_key(r["config"])] for r in rows],
+        [
+            [
+                r["kernel"],
+                r["verdict"],
+                r["rule"],
+                console.number(r["expected_us"]),
+                _decided(r["record"]),
+                "" if r["distance"] is None else f"{r['distance']:.2f}",
+                config_key(r["config"]),
+            ]
+            for r in rows
+        ],
         right=("expected µs", "distance"),
-    )  # fmt: skip
+    )
 
 
 def _decided(record: dict[str, Any] | None) -> str:
-    return "no record" if record is None else f"{record['problem']} on {record['target']}: {console.number(record['us'])} µs"
+    return (
+        "no record"
+        if record is None
+        else f"{record['problem']} on {record['target']}: {console.number(record['us'])} µs"
+    )
 
 
 def _row(record: Any) -> dict[str, Any]:
     timing = isinstance(record, Timing)
     return {
-        "kind": "timing" if timing else "verification", "op": record.op, "kernel": record.kernel, "problem": record.problem,
-        "target": record.target, "toolchain": record.toolchain, "config": config_key(record.config) if timing else record.config,
-        "us": record.us if timing else None, "ok": None if timing else record.ok,
-    }  # fmt: skip
+        "kind": "timing" if timing else "verification",
+        "op": record.op,
+        "kernel": record.kernel,
+        "problem": record.problem,
+        "target": record.target,
+        "toolchain": record.toolchain,
+        "config": config_key(record.config) if timing else record.config,
+        "us": record.us if timing else None,
+        "ok": None if timing else record.ok,
+    }
 
 
 def _show(rows: list[dict[str, Any]], title: str, columns: tuple[str, ...], as_json: bool) -> None:

@@ -21,20 +21,55 @@ from gristmill.kernel_registry.store import Store
 @click.command()
 @click.argument("op_name", metavar="[OP]", required=False)
 @model_options
-@click.option("--problem", "problem_texts", metavar="P", multiple=True, help="A problem of OP; may be given several times.")
-@click.option("--shapes", "captured", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Tune what kernelbench shapes capture recorded, what moves most data first.")  # fmt: skip
-@click.option("--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True, help="The budget. Kept within a tenth.")
+@click.option(
+    "--problem",
+    "problem_texts",
+    metavar="P",
+    multiple=True,
+    help="A problem of OP; may be given several times.",
+)
+@click.option(
+    "--shapes",
+    "captured",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Tune what kernelbench shapes capture recorded, what moves most data first.",
+)
+@click.option(
+    "--minutes",
+    type=Finite(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="The budget. Kept within a tenth.",
+)
 @click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Child processes that compile and verify.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Child processes that compile and verify.",
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def tune(
-    op_name: str | None, model: str | None, tp: int, weights: str | None, mix: tuple[str, ...], decode: tuple[str, ...],
-    prefill: tuple[str, ...], problem_texts: tuple[str, ...], captured: Path | None, minutes: float, redo: bool, workers: int,
-    target: str | None, results: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    op_name: str | None,
+    model: str | None,
+    tp: int,
+    weights: str | None,
+    mix: tuple[str, ...],
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...],
+    problem_texts: tuple[str, ...],
+    captured: Path | None,
+    minutes: float,
+    redo: bool,
+    workers: int,
+    target: str | None,
+    results: Path | None,
+    as_json: bool,
+) -> None:
     """Tune the problems of OP (its benchmark problems by default), or of a model, on this machine.
 
     \b
@@ -55,7 +90,9 @@ def tune(
     from gristmill.bench.tune import tune as run
 
     if sum(given is not None for given in (op_name, model, captured)) != 1:
-        raise click.UsageError("name an operation, or a model with --model, or a file with --shapes: one of them")
+        raise click.UsageError(
+            "name an operation, or a model with --model, or a file with --shapes: one of them"
+        )
     here = place(target)
     here_or_refuse(here)
     calls = model_calls(model, tp, weights, decode, prefill, mix)
@@ -74,33 +111,70 @@ def tune(
 
     try:
         with console.status(quiet=as_json) as tell:
-            found = run(jobs, here, keep, seconds=60 * minutes, store=held, redo=redo,
-                        workers=workers, tell=tell)  # fmt: skip
+            found = run(
+                jobs, here, keep, seconds=60 * minutes, store=held, redo=redo, workers=workers, tell=tell
+            )
     except KeyboardInterrupt:
-        console.err().print(f"What is tuned is in {path}: the same command goes on from there.", soft_wrap=True)
+        console.err().print(
+            f"What is tuned is in {path}: the same command goes on from there.", soft_wrap=True
+        )
         raise
     rows, tokens = [one.as_dict() for one in found], sampled(jobs)
     for row in rows:
-        row["saved_ms_per_token"] = row["saved_us"] / tokens / 1e3 if tokens and row["saved_us"] is not None else None
+        row["saved_ms_per_token"] = (
+            row["saved_us"] / tokens / 1e3 if tokens and row["saved_us"] is not None else None
+        )
     if results:
         write(results, here, [row | {"kernel": row["kernel"] or ""} for row in rows])
     summary = _summary(rows) | {"store": str(path)}
-    per_token, reason = ["saved ms/token"] if tokens else [], ["reason"] if any(row["reason"] for row in rows) else []
+    per_token, reason = (
+        ["saved ms/token"] if tokens else [],
+        ["reason"] if any(row["reason"] for row in rows) else [],
+    )
     rows.sort(key=lambda row: -(row["saved_ms_per_token"] or 0.0))
     if as_json:
         console.emit(summary | {"problems": rows})
         return
     console.table(
         f"Tuned for {here.target.name} {here.target.device}",
-        ["operation", "problem", "", "tried", "wrong", "kernel", "µs", "default µs", "gain", *per_token, *reason],
-        [[r["op"], r["problem"], r["state"], r["options"] or "", len(r["wrong"]) or "", r["kernel"], console.number(r["us"]),
-          console.number(r["default_us"]), "-" if r["gain"] is None else f"{r['gain']:.2f}x",
-          *([console.number(r["saved_ms_per_token"])] if tokens else []), *([r["reason"]] if reason else [])] for r in rows],
+        [
+            "operation",
+            "problem",
+            "",
+            "tried",
+            "wrong",
+            "kernel",
+            "µs",
+            "default µs",
+            "gain",
+            *per_token,
+            *reason,
+        ],
+        [
+            [
+                r["op"],
+                r["problem"],
+                r["state"],
+                r["options"] or "",
+                len(r["wrong"]) or "",
+                r["kernel"],
+                console.number(r["us"]),
+                console.number(r["default_us"]),
+                "-" if r["gain"] is None else f"{r['gain']:.2f}x",
+                *([console.number(r["saved_ms_per_token"])] if tokens else []),
+                *([r["reason"]] if reason else []),
+            ]
+            for r in rows
+        ],
         right=("tried", "wrong", "µs", "default µs", "gain", *per_token),
-    )  # fmt: skip
+    )
     states = ", ".join(f"{count} {state}" for state, count in summary["states"].items())
     gain = "" if summary["gain"] is None else f"; {summary['gain']:.3f}x the default, geometric mean"
-    saved = "" if summary["saved_ms_per_token"] is None else f"; {console.number(summary['saved_ms_per_token'])} ms a token saved"
+    saved = (
+        ""
+        if summary["saved_ms_per_token"] is None
+        else f"; {console.number(summary['saved_ms_per_token'])} ms a token saved"
+    )
     more = {"out of time": "the same command goes on", "known": "--redo tunes them again"}
     hints = "".join(f" ({state}: {hint})" for state, hint in more.items() if state in summary["states"])
     console.out().print(f"\n{states}{gain}{saved}. Written to {path}{hints}")
@@ -112,4 +186,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         states[row["state"]] = states.get(row["state"], 0) + 1
     gains = [math.log(row["gain"]) for row in rows if row["gain"]]
     saved = [row["saved_ms_per_token"] for row in rows if row["saved_ms_per_token"] is not None]
-    return {"states": states, "gain": math.exp(sum(gains) / len(gains)) if gains else None, "saved_ms_per_token": sum(saved) if saved else None}
+    return {
+        "states": states,
+        "gain": math.exp(sum(gains) / len(gains)) if gains else None,
+        "saved_ms_per_token": sum(saved) if saved else None,
+    }

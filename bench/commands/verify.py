@@ -18,12 +18,22 @@ from gristmill.kernel_registry.registry import UnknownError, default_registry
 @click.option("--op", "op_name", metavar="OP", help="Only this operation.")
 @click.option("--kernel", "kernel_name", metavar="K", help="Only this kernel.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--properties", "tried", is_flag=True,
-              help="Also try what is declared: equal bits from run to run, and whatever the rest of the batch is.")  # fmt: skip
+@click.option(
+    "--properties",
+    "tried",
+    is_flag=True,
+    help="Also try what is declared: equal bits from run to run, and whatever the rest of the batch is.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
-def verify(context: click.Context, op_name: str | None, kernel_name: str | None, target: str | None, tried: bool,
-           as_json: bool) -> None:  # fmt: skip
+def verify(
+    context: click.Context,
+    op_name: str | None,
+    kernel_name: str | None,
+    target: str | None,
+    tried: bool,
+    as_json: bool,
+) -> None:
     """Run every kernel that can run here on every example of its operation, and compare with the torch reference.
 
     Outputs start poisoned and stand between guard bands; inputs must come back unchanged. Each kernel runs in a child
@@ -41,7 +51,9 @@ def verify(context: click.Context, op_name: str | None, kernel_name: str | None,
     meant = [k for k in registry.all_kernels() if op_name in (None, k.op) and kernel_name in (None, k.name)]
     here = imported(here, meant)
     for kernel in meant:
-        if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(here.target, here.build):
+        if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(
+            here.target, here.build
+        ):
             continue
         op = registry.op(kernel.op)
         work += [(op, kernel, text) for text in kernel.proofs(op)]
@@ -55,24 +67,53 @@ def verify(context: click.Context, op_name: str | None, kernel_name: str | None,
         problem = op.problem(text)
         outcome = worker.verify(op, kernel, kernel.config(problem, here.target), problem, here.device)
         row = {
-            "op": op.name, "kernel": kernel.name, "problem": str(problem), "ok": outcome["ok"],
-            "error": outcome["error"], "tolerance": op.tolerance(problem).limit, "reason": outcome["reason"],
-        }  # fmt: skip
+            "op": op.name,
+            "kernel": kernel.name,
+            "problem": str(problem),
+            "ok": outcome["ok"],
+            "error": outcome["error"],
+            "tolerance": op.tolerance(problem).limit,
+            "reason": outcome["reason"],
+        }
         if tried:
-            row |= _properties(op, kernel, problem, here) if row["ok"] else {"deterministic": None, "batch_invariant": None}
+            row |= (
+                _properties(op, kernel, problem, here)
+                if row["ok"]
+                else {"deterministic": None, "batch_invariant": None}
+            )
         rows.append(row)
     worker.close()
     if as_json:
         console.emit(rows)
     else:
-        columns = ["operation", "kernel", "problem", "", "error", "tolerance", *(("deterministic", "batch invariant") if tried else ()),
-                   "reason"]  # fmt: skip
+        columns = [
+            "operation",
+            "kernel",
+            "problem",
+            "",
+            "error",
+            "tolerance",
+            *(("deterministic", "batch invariant") if tried else ()),
+            "reason",
+        ]
         console.table(
-            f"Verification on {here.target.name}", columns,
-            [[r["op"], r["kernel"], r["problem"], "ok" if r["ok"] else "WRONG", console.number(r["error"]),
-              console.number(r["tolerance"]), *((_seen(r["deterministic"]), _seen(r["batch_invariant"])) if tried else ()),
-              r["reason"]] for r in rows], right=("error", "tolerance"),
-        )  # fmt: skip
+            f"Verification on {here.target.name}",
+            columns,
+            [
+                [
+                    r["op"],
+                    r["kernel"],
+                    r["problem"],
+                    "ok" if r["ok"] else "WRONG",
+                    console.number(r["error"]),
+                    console.number(r["tolerance"]),
+                    *((_seen(r["deterministic"]), _seen(r["batch_invariant"])) if tried else ()),
+                    r["reason"],
+                ]
+                for r in rows
+            ],
+            right=("error", "tolerance"),
+        )
     if not all(row["ok"] for row in rows):
         context.exit(1)
 

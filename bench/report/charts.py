@@ -16,7 +16,12 @@ LINE = 13
 """Height of a line of text."""
 
 COLOURS = 8
-SHAPES = ("m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "m-3.6-3.6h7.2v7.2h-7.2z", "m0-4.8l4.6 8h-9.2z", "m0-5l5 5l-5 5l-5-5z")
+SHAPES = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "m-3.6-3.6h7.2v7.2h-7.2z",
+    "m0-4.8l4.6 8h-9.2z",
+    "m0-5l5 5l-5 5l-5-5z",
+)
 """Outlines of marks about their centre. Series differ in colour and in shape: 32 of them before a look comes again."""
 
 LABELLED = 10
@@ -71,7 +76,9 @@ class Axis:
     log: bool = True
 
 
-def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, roofs: Sequence[Roof] = (), about: str = "") -> str:
+def chart(
+    title: str, series: Sequence[Series], x: Axis, y: Axis, roofs: Sequence[Roof] = (), about: str = ""
+) -> str:
     """A figure. Series that are joined are named at their ends as long as they are few, the others in a legend."""
     beside = len(series) <= LABELLED and all(one.joined for one in series)
     right = RIGHT + (min(LETTERS, max(len(one.name) for one in series)) * LETTER + 10 if beside else 0)
@@ -117,10 +124,14 @@ def _frame(x: Axis, y: Axis, across: _Scale, up: _Scale, edge: float) -> str:
     bottom, parts = HEIGHT - BOTTOM, []
     for value, text in across.ticks():
         at = LEFT + across.place(value)
-        parts.append(f'<path class="grid" d="M{at:.1f} {TOP}V{bottom}"/><text x="{at:.1f}" y="{bottom + 15}" class="mid">{text}</text>')
+        parts.append(
+            f'<path class="grid" d="M{at:.1f} {TOP}V{bottom}"/><text x="{at:.1f}" y="{bottom + 15}" class="mid">{text}</text>'
+        )
     for value, text in up.ticks():
         at = bottom - up.place(value)
-        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{edge:.1f}"/><text x="{LEFT - 6}" y="{at + 4:.1f}" class="end">{text}</text>')
+        parts.append(
+            f'<path class="grid" d="M{LEFT} {at:.1f}H{edge:.1f}"/><text x="{LEFT - 6}" y="{at + 4:.1f}" class="end">{text}</text>'
+        )
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{edge:.1f}"/>')
     parts.append(f'<text x="{edge:.1f}" y="{HEIGHT - 6}" class="end name">{html.escape(x.name)}</text>')
     parts.append(f'<text x="4" y="12" class="name">{html.escape(y.name)}</text>')
@@ -152,24 +163,32 @@ def _series(one: Series, place: Place) -> str:
             (_, low), (_, high) = place(mark.x, mark.low), place(mark.x, mark.high)
             parts.append(f'<path class="bar {colour}" d="M{a:.1f} {low:.1f}V{high:.1f}"/>')
         if mark.note:
-            parts.append(f'<circle class="ring" cx="{a:.1f}" cy="{b:.1f}" r="8"/>'
-                         f'<text x="{a - 8:.1f}" y="{max(b - 8, TOP + 9):.1f}" class="end note">{html.escape(mark.note)}</text>')  # fmt: skip
-        parts.append(f'<path class="mark {colour}" d="M{a:.1f} {b:.1f}{shape}" data-row="{mark.row}" role="button" tabindex="-1">'
-                     f"<title>{html.escape(mark.label)}</title></path>")  # fmt: skip
+            parts.append(
+                f'<circle class="ring" cx="{a:.1f}" cy="{b:.1f}" r="8"/>'
+                f'<text x="{a - 8:.1f}" y="{max(b - 8, TOP + 9):.1f}" class="end note">{html.escape(mark.note)}</text>'
+            )
+        parts.append(
+            f'<path class="mark {colour}" d="M{a:.1f} {b:.1f}{shape}" data-row="{mark.row}" role="button" tabindex="-1">'
+            f"<title>{html.escape(mark.label)}</title></path>"
+        )
     return "".join(parts)
 
 
 def _names(series: Sequence[Series], place: Place, edge: float) -> str:
     """The series' names right of the plot, at the heights of their last marks, moved apart where they would meet."""
-    ends = sorted(((place(one.marks[-1].x, one.marks[-1].y), one) for one in series), key=lambda end: end[0][1])
+    ends = sorted(
+        ((place(one.marks[-1].x, one.marks[-1].y), one) for one in series), key=lambda end: end[0][1]
+    )
     heights = spread([spot[1] for spot, _ in ends], TOP + 4, HEIGHT - BOTTOM)
     parts = []
     for ((a, b), one), height in zip(ends, heights, strict=True):
         name = one.name if len(one.name) <= LETTERS else one.name[: LETTERS - 1] + "…"
         if edge - a > 12 or abs(height - b) > 4:
             parts.append(f'<path class="lead" d="M{a + 5:.1f} {b:.1f}L{edge + 6:.1f} {height:.1f}"/>')
-        parts.append(f'<text x="{edge + 8:.1f}" y="{height + 4:.1f}" class="direct {_colour(one.look)}">{html.escape(name)}'
-                     f"<title>{html.escape(one.title)}</title></text>")  # fmt: skip
+        parts.append(
+            f'<text x="{edge + 8:.1f}" y="{height + 4:.1f}" class="direct {_colour(one.look)}">{html.escape(name)}'
+            f"<title>{html.escape(one.title)}</title></text>"
+        )
     return "".join(parts)
 
 
@@ -211,9 +230,20 @@ class _Scale:
         if self.axis.ticks:
             return self._room(self.axis.ticks)
         found: list[float] = []
-        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(n / 10 for n in range(10, 100))):
+        for steps in (
+            (1,),
+            (1, 3),
+            (1, 2, 5),
+            (1, 1.5, 2, 3, 4, 5, 6, 8),
+            tuple(n / 10 for n in range(10, 100)),
+        ):
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-            found = [s * 10.0**d for d in decades for s in steps if self.low <= math.log10(s * 10.0**d) <= self.high]
+            found = [
+                s * 10.0**d
+                for d in decades
+                for s in steps
+                if self.low <= math.log10(s * 10.0**d) <= self.high
+            ]
             if len(found) >= 3:
                 break
         return [(value, _tick(value)) for value in found[:: -(-len(found) // 7)]]
@@ -222,7 +252,10 @@ class _Scale:
         kept: list[tuple[float, str]] = []
         for value, text in ticks:
             before = kept[-1] if kept else None
-            if before is None or self.place(value) - self.place(before[0]) >= (len(text) + len(before[1])) / 2 * LETTER + 6:
+            if (
+                before is None
+                or self.place(value) - self.place(before[0]) >= (len(text) + len(before[1])) / 2 * LETTER + 6
+            ):
                 kept.append((value, text))
         return kept
 

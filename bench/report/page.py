@@ -13,7 +13,20 @@ from gristmill.bench.report.charts import COLOURS, broken, key, number
 from gristmill.bench.report.rows import Files, PageRow, page_rows
 from gristmill.bench.result_file import device_of, timed
 
-COLUMNS = ("command", "operation", "problem", "kernel", "µs a call", "spread", "GB/s", "TFLOP/s", "of floor", "error", "verdict", "file")
+COLUMNS = (
+    "command",
+    "operation",
+    "problem",
+    "kernel",
+    "µs a call",
+    "spread",
+    "GB/s",
+    "TFLOP/s",
+    "of floor",
+    "error",
+    "verdict",
+    "file",
+)
 FEW_FILES = 4
 """Files that are told of at once; more are folded away."""
 
@@ -34,12 +47,19 @@ def page(files: Files, title: str = "kernelbench") -> str:
     }
     names = ("files", "rooflines", "latency", "winners", "history", "rows")
     links = "".join(f'<a href="#{name}">{text}</a>' for name, text in zip(names, parts, strict=True))
-    data = json.dumps([_shown(row) for row in rows], separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    data = json.dumps([_shown(row) for row in rows], separators=(",", ":"), ensure_ascii=False).replace(
+        "<", "\\u003c"
+    )
     colours = "".join(f".c{n}{{--c:var(--c{n})}}" for n in range(COLOURS))
     return _PAGE.format(
-        title=html.escape(title), summary=html.escape(_summary(files, rows)), links=links, body="\n".join(parts.values()), data=data,
-        style=_asset("page.css") + colours, script=_asset("page.js"),
-    )  # fmt: skip
+        title=html.escape(title),
+        summary=html.escape(_summary(files, rows)),
+        links=links,
+        body="\n".join(parts.values()),
+        data=data,
+        style=_asset("page.css") + colours,
+        script=_asset("page.js"),
+    )
 
 
 def _asset(name: str) -> str:
@@ -50,20 +70,35 @@ def _shown(row: PageRow) -> dict[str, object]:
     """What the panel tells of a row; nothing that is unknown."""
     spread = f"{number(row.low)} to {number(row.high)} µs" if row.low and row.high else None
     found = {
-        "kernel": row.series, "op": row.op, "problem": row.problem, "time": f"{number(row.us)} µs a call", "timed": row.timing, "middle half": spread,
-        **{name: f"{number(us)} µs" for name, us in row.others.items()}, "speed-up": row.speedup and f"{row.speedup[1]:.2f}× {row.speedup[0]}",
-        "rate": row.tflops and f"{number(row.tflops)} TFLOP/s", "memory": row.gbs and f"{number(row.gbs)} GB/s",
-        "of floor": row.floor and _share(row), "error": row.error is not None and number(row.error), "verdict": row.verdict,
-        "device": row.device, "file": row.file, "measured": row.when.replace("T", " ")[:16], "repro": row.repro,
-    }  # fmt: skip
+        "kernel": row.series,
+        "op": row.op,
+        "problem": row.problem,
+        "time": f"{number(row.us)} µs a call",
+        "timed": row.timing,
+        "middle half": spread,
+        **{name: f"{number(us)} µs" for name, us in row.others.items()},
+        "speed-up": row.speedup and f"{row.speedup[1]:.2f}× {row.speedup[0]}",
+        "rate": row.tflops and f"{number(row.tflops)} TFLOP/s",
+        "memory": row.gbs and f"{number(row.gbs)} GB/s",
+        "of floor": row.floor and _share(row),
+        "error": row.error is not None and number(row.error),
+        "verdict": row.verdict,
+        "device": row.device,
+        "file": row.file,
+        "measured": row.when.replace("T", " ")[:16],
+        "repro": row.repro,
+    }
     return {name: value for name, value in found.items() if value}
 
 
 def _summary(files: Files, rows: list[PageRow]) -> str:
     days = sorted({str(data["when"])[:10] for _, data in files if data.get("when")})
     devices = sorted({device_of(data) for _, data in files})
-    parts = [f"{len(rows):,} measured {'row' if len(rows) == 1 else 'rows'}", f"{len(files)} {'file' if len(files) == 1 else 'files'}",
-             ", ".join(devices)]  # fmt: skip
+    parts = [
+        f"{len(rows):,} measured {'row' if len(rows) == 1 else 'rows'}",
+        f"{len(files)} {'file' if len(files) == 1 else 'files'}",
+        ", ".join(devices),
+    ]
     if days:
         parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
     return " · ".join(parts)
@@ -74,36 +109,64 @@ def _about(files: Files) -> str:
     items = []
     for name, data in files:
         env = data.get("environment", {})
-        facts = [str(data.get("when") or "no date").replace("T", " ")[:16], device_of(data), str(env.get("toolchain") or ""),
-                 f"{len(timed(data))} of {len(data['rows'])} rows timed"]  # fmt: skip
+        facts = [
+            str(data.get("when") or "no date").replace("T", " ")[:16],
+            device_of(data),
+            str(env.get("toolchain") or ""),
+            f"{len(timed(data))} of {len(data['rows'])} rows timed",
+        ]
         asked = f"<code>{html.escape(str(env['command']))}</code>" if env.get("command") else ""
-        items.append(f"<li><b>{html.escape(name)}</b> {html.escape(' · '.join(filter(None, facts)))}{asked}</li>")
+        items.append(
+            f"<li><b>{html.escape(name)}</b> {html.escape(' · '.join(filter(None, facts)))}{asked}</li>"
+        )
     unfolded = " open" if len(files) <= FEW_FILES else ""
-    return (f'<section id="files" aria-labelledby="files-title"><h2 id="files-title">Files</h2><details{unfolded}>'
-            f"<summary>{len(files)} result {'file' if len(files) == 1 else 'files'}</summary>"
-            f'<ul class="files">{"".join(items)}</ul></details></section>')  # fmt: skip
+    return (
+        f'<section id="files" aria-labelledby="files-title"><h2 id="files-title">Files</h2><details{unfolded}>'
+        f"<summary>{len(files)} result {'file' if len(files) == 1 else 'files'}</summary>"
+        f'<ul class="files">{"".join(items)}</ul></details></section>'
+    )
 
 
 def _table(rows: list[PageRow], shown: sections.Looks) -> str:
-    head = "".join(f'<th scope="col"{" class=number" if name in NUMBERS else ""}>{name}</th>' for name in COLUMNS)
+    head = "".join(
+        f'<th scope="col"{" class=number" if name in NUMBERS else ""}>{name}</th>' for name in COLUMNS
+    )
     body = "".join(_line(row, shown[row.op, row.series]) for row in rows)
-    table = (f'<label class="filter">Filter <input type="search" id="filter" placeholder="kernel, problem, file …"></label> '
-             f'<span id="count" role="status"></span><div class="wide" tabindex="0" role="region" aria-label="All rows"><table id="all">'
-             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>")  # fmt: skip
-    return sections.section("rows", "All rows", "Spread is the middle half of the samples over their median; of floor, the time that bytes, "
-                            "arithmetic and launch must take at least, over the time taken. A column's heading sorts by it.",
-                            [table] if rows else [], "No row of these files has a time.")  # fmt: skip
+    table = (
+        f'<label class="filter">Filter <input type="search" id="filter" placeholder="kernel, problem, file …"></label> '
+        f'<span id="count" role="status"></span><div class="wide" tabindex="0" role="region" aria-label="All rows"><table id="all">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+    return sections.section(
+        "rows",
+        "All rows",
+        "Spread is the middle half of the samples over their median; of floor, the time that bytes, "
+        "arithmetic and launch must take at least, over the time taken. A column's heading sorts by it.",
+        [table] if rows else [],
+        "No row of these files has a time.",
+    )
 
 
 def _line(row: PageRow, look: int) -> str:
     spread = (row.high - row.low) / row.us if row.low and row.high else None
-    numbers = [(row.us, number(row.us)), (spread, spread is not None and f"{spread:.1%}"), (row.gbs, row.gbs and number(row.gbs)),
-               (row.tflops, row.tflops and number(row.tflops)), (row.floor, row.floor and _share(row)),
-               (row.error, row.error is not None and number(row.error))]  # fmt: skip
-    cells = [f'<td><button type="button" data-row="{row.number}" aria-label="command of row {row.number}">command</button></td>'
-             f"<td>{html.escape(row.op)}</td><td>{broken(row.problem)}</td><td>{key(look)}{html.escape(row.series)}</td>"]  # fmt: skip
-    cells += [f'<td class="number" data-value="{value:.6g}">{text}</td>' if value is not None else '<td class="number"></td>'
-              for value, text in numbers]  # fmt: skip
+    numbers = [
+        (row.us, number(row.us)),
+        (spread, spread is not None and f"{spread:.1%}"),
+        (row.gbs, row.gbs and number(row.gbs)),
+        (row.tflops, row.tflops and number(row.tflops)),
+        (row.floor, row.floor and _share(row)),
+        (row.error, row.error is not None and number(row.error)),
+    ]
+    cells = [
+        f'<td><button type="button" data-row="{row.number}" aria-label="command of row {row.number}">command</button></td>'
+        f"<td>{html.escape(row.op)}</td><td>{broken(row.problem)}</td><td>{key(look)}{html.escape(row.series)}</td>"
+    ]
+    cells += [
+        f'<td class="number" data-value="{value:.6g}">{text}</td>'
+        if value is not None
+        else '<td class="number"></td>'
+        for value, text in numbers
+    ]
     cells.append(f"<td>{html.escape(row.verdict)}</td><td>{html.escape(row.file)}</td>")
     return f"<tr>{''.join(cells)}</tr>"
 
@@ -115,16 +178,25 @@ def _share(row: PageRow) -> str:
 
 def _untimed(files: Files) -> str:
     """Rows without a time and why, so that a kernel's absence from a chart is no riddle."""
-    lines = [f"<tr><td>{html.escape(str(row['op']))}</td><td>{broken(str(row['problem']))}</td><td>{html.escape(str(row['kernel']))}</td>"
-             f"<td>{html.escape(str(row.get('verdict') or ''))}</td><td>{html.escape(str(row.get('reason') or 'no reason given'))}</td>"
-             f"<td>{html.escape(name)}</td></tr>"
-             for name, data in files for row in data["rows"] if not row.get("us")]  # fmt: skip
+    lines = [
+        f"<tr><td>{html.escape(str(row['op']))}</td><td>{broken(str(row['problem']))}</td><td>{html.escape(str(row['kernel']))}</td>"
+        f"<td>{html.escape(str(row.get('verdict') or ''))}</td><td>{html.escape(str(row.get('reason') or 'no reason given'))}</td>"
+        f"<td>{html.escape(name)}</td></tr>"
+        for name, data in files
+        for row in data["rows"]
+        if not row.get("us")
+    ]
     if not lines:
         return ""
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("operation", "problem", "kernel", "verdict", "why", "file"))
-    return (f'<details><summary>{len(lines):,} {"row has" if len(lines) == 1 else "rows have"} no time</summary><div class="wide" tabindex="0" '
-            f'role="region" aria-label="Rows without a time"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-            "</div></details>")  # fmt: skip
+    head = "".join(
+        f'<th scope="col">{name}</th>'
+        for name in ("operation", "problem", "kernel", "verdict", "why", "file")
+    )
+    return (
+        f'<details><summary>{len(lines):,} {"row has" if len(lines) == 1 else "rows have"} no time</summary><div class="wide" tabindex="0" '
+        f'role="region" aria-label="Rows without a time"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+        "</div></details>"
+    )
 
 
 _PAGE = """<!doctype html>

@@ -84,21 +84,49 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
     few, timing = len(taken) < 3, str(row.get("timing") or "")
     low, _, high = (us, us, us) if few else statistics.quantiles(taken, n=4, method="inclusive")
     found = PageRow(
-        number=number, file=name, when=str(data.get("when") or ""), device=result_file.device_of(data), op=row["op"], problem=row["problem"],
-        kernel=row["kernel"], series=result_file.series(row, target), us=us, low=None if few else low, high=None if few else high,
+        number=number,
+        file=name,
+        when=str(data.get("when") or ""),
+        device=result_file.device_of(data),
+        op=row["op"],
+        problem=row["problem"],
+        kernel=row["kernel"],
+        series=result_file.series(row, target),
+        us=us,
+        low=None if few else low,
+        high=None if few else high,
         margin=median_error(taken) if len(taken) >= FEW else None,
-        static=row["problem"], size=None, bytes=None, flops=None, unit=None, gbs=row.get("gbs"), tflops=row.get("tflops"),
-        floor=row.get("fraction_of_floor"), error=row.get("error"), verdict=row.get("verdict") or "", repro=result_file.command(row, target),
-        timing=timing, others={name: one["us"] for name, one in (row.get("times") or {}).items() if name != timing and one.get("us")},
+        static=row["problem"],
+        size=None,
+        bytes=None,
+        flops=None,
+        unit=None,
+        gbs=row.get("gbs"),
+        tflops=row.get("tflops"),
+        floor=row.get("fraction_of_floor"),
+        error=row.get("error"),
+        verdict=row.get("verdict") or "",
+        repro=result_file.command(row, target),
+        timing=timing,
+        others={
+            name: one["us"]
+            for name, one in (row.get("times") or {}).items()
+            if name != timing and one.get("us")
+        },
         speedup=(row["baseline"], row["speedup"]) if row.get("baseline") and row.get("speedup") else None,
-    )  # fmt: skip
+    )
     try:
         op = default_registry().op(found.op)
         problem = op.problem(found.problem)
     except (UnknownError, ValueError):
         return found  # of an operation or an axis of another day: its times still are times
     cost = op.cost(problem)
-    found.bytes, found.flops, found.unit, found.static = cost.bytes, cost.flops, cost.unit, str(op.static(problem))
+    found.bytes, found.flops, found.unit, found.static = (
+        cost.bytes,
+        cost.flops,
+        cost.unit,
+        str(op.static(problem)),
+    )
     found.gbs = found.gbs or cost.bytes / us / 1e3
     found.tflops = found.tflops or cost.flops / us / 1e6
     if op.bucket is not None:

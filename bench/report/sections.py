@@ -58,13 +58,31 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
         for row in members:
             assert row.flops and row.bytes
             one = series.setdefault(row.series, Series(row.short, row.series, shown[op, row.series]))
-            low, high = (row.flops / row.high / 1e6, row.flops / row.low / 1e6) if row.low and row.high else (None, None)
-            one.marks.append(Mark(row.flops / row.bytes, row.flops / row.us / 1e6, row.number, label(row), low, high))
-        found.append(chart(op, list(series.values()), Axis("operations a byte"), Axis("TFLOP/s"), _roofs(limits[device, op], members), device))
+            low, high = (
+                (row.flops / row.high / 1e6, row.flops / row.low / 1e6)
+                if row.low and row.high
+                else (None, None)
+            )
+            one.marks.append(
+                Mark(row.flops / row.bytes, row.flops / row.us / 1e6, row.number, label(row), low, high)
+            )
+        found.append(
+            chart(
+                op,
+                list(series.values()),
+                Axis("operations a byte"),
+                Axis("TFLOP/s"),
+                _roofs(limits[device, op], members),
+                device,
+            )
+        )
     return section(
-        "rooflines", "Rooflines", f"The rate reached, under the memory and compute ceilings measured on the same device. {BARS}",
-        charts(found), "No file says its ceilings, so there is no roof to draw; those of <code>kernelbench bench --results</code> do.",
-    )  # fmt: skip
+        "rooflines",
+        "Rooflines",
+        f"The rate reached, under the memory and compute ceilings measured on the same device. {BARS}",
+        charts(found),
+        "No file says its ceilings, so there is no roof to draw; those of <code>kernelbench bench --results</code> do.",
+    )
 
 
 def _roofs(limits: dict, rows: Sequence[PageRow]) -> list[Roof]:
@@ -74,13 +92,20 @@ def _roofs(limits: dict, rows: Sequence[PageRow]) -> list[Roof]:
     left, right = min(places) / 1.5, max(*places, min(places) * 6) * 1.5
     units = sorted({row.unit for row in rows if row.unit})
     knees = {unit: rates[unit] * 1e3 / gbs for unit in units if unit in rates}
-    end = min(right, max(knees.values())) if len(knees) == len(units) else right  # no rate is known: memory alone limits
+    end = (
+        min(right, max(knees.values())) if len(knees) == len(units) else right
+    )  # no rate is known: memory alone limits
     found = []
     if end > left:
         found.append(Roof(f"{gbs:,.0f} GB/s", ((left, left * gbs / 1e3), (end, end * gbs / 1e3)), "slope"))
     for unit, knee in knees.items():
         if knee < right:
-            found.append(Roof(f"{unit} {number(rates[unit])} TFLOP/s", ((max(left, knee), rates[unit]), (right, rates[unit]))))
+            found.append(
+                Roof(
+                    f"{unit} {number(rates[unit])} TFLOP/s",
+                    ((max(left, knee), rates[unit]), (right, rates[unit])),
+                )
+            )
     return found
 
 
@@ -124,12 +149,27 @@ def latency(rows: Sequence[PageRow], shown: Looks) -> str:
         series: dict[str, Series] = {}
         for row in sorted(members, key=lambda row: row.size or 0):
             if row.size:
-                one = series.setdefault(row.series, Series(row.short, row.series, shown[op, row.series], joined=True))
+                one = series.setdefault(
+                    row.series, Series(row.short, row.series, shown[op, row.series], joined=True)
+                )
                 one.marks.append(Mark(row.size, row.us, row.number, label(row), row.low, row.high))
         ticks = tuple((float(size), f"{size:,}") for size in sizes)
-        found.append(chart(f"{op} {shape}", list(series.values()), Axis(size_name(op), ticks), Axis("µs a call"), about=device))
-    return section("latency", "Time by size", f"Median microseconds a call; lower is better, both axes logarithmic. {BARS}",
-                   charts(found), "No operation and shape was measured at two sizes or more.")  # fmt: skip
+        found.append(
+            chart(
+                f"{op} {shape}",
+                list(series.values()),
+                Axis(size_name(op), ticks),
+                Axis("µs a call"),
+                about=device,
+            )
+        )
+    return section(
+        "latency",
+        "Time by size",
+        f"Median microseconds a call; lower is better, both axes logarithmic. {BARS}",
+        charts(found),
+        "No operation and shape was measured at two sizes or more.",
+    )
 
 
 def winners(rows: Sequence[PageRow], shown: Looks) -> str:
@@ -145,19 +185,26 @@ def winners(rows: Sequence[PageRow], shown: Looks) -> str:
             continue
         sizes = sorted({size for cells in by_shape.values() for size in cells})
         head = "".join(f'<th scope="col">{size:,}</th>' for size in sizes)
-        body = "".join(f'<tr><th scope="row">{broken(shape or op)}</th>'
-                       + "".join(_cell(cells.get(size, []), shown) for size in sizes) + "</tr>"
-                       for shape, cells in by_shape.items())  # fmt: skip
+        body = "".join(
+            f'<tr><th scope="row">{broken(shape or op)}</th>'
+            + "".join(_cell(cells.get(size, []), shown) for size in sizes)
+            + "</tr>"
+            for shape, cells in by_shape.items()
+        )
         name = html.escape(f"{op} on {device}")
-        found.append(f'<h3>{html.escape(op)}<small>{html.escape(device)}</small></h3><div class="wide" tabindex="0" role="region" '
-                     f'aria-label="Fastest, {name}"><table class="map"><thead><tr><th scope="col">shape \\ {html.escape(size_name(op))}</th>'
-                     f"{head}</tr></thead><tbody>{body}</tbody></table></div>")  # fmt: skip
+        found.append(
+            f'<h3>{html.escape(op)}<small>{html.escape(device)}</small></h3><div class="wide" tabindex="0" role="region" '
+            f'aria-label="Fastest, {name}"><table class="map"><thead><tr><th scope="col">shape \\ {html.escape(size_name(op))}</th>'
+            f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
     return section(
-        "winners", "Fastest, by shape and size",
+        "winners",
+        "Fastest, by shape and size",
         "The fastest kernel, and how many times as long the second takes: the more, the deeper its colour. <em>tie</em>: the samples "
         "leave the order of the two open. <em>alone</em>: nothing else was measured.",
-        found, "No problem was measured with two kernels or more.",
-    )  # fmt: skip
+        found,
+        "No problem was measured with two kernels or more.",
+    )
 
 
 def _cell(rows: Sequence[PageRow], shown: Looks) -> str:
@@ -173,8 +220,10 @@ def _cell(rows: Sequence[PageRow], shown: Looks) -> str:
     else:
         lead = f"{order[1].us / best.us:.2f}×"
         tint = min(34, 8 + 12 * math.log2(order[1].us / best.us))
-    return (f'<td class="c{look % COLOURS}{kind}" style="--tint:{tint:.0f}%"><button type="button" data-row="{best.number}">{key(look)}'
-            f"{html.escape(best.short)}<small>{number(best.us)} µs, {html.escape(lead)}</small></button></td>")  # fmt: skip
+    return (
+        f'<td class="c{look % COLOURS}{kind}" style="--tint:{tint:.0f}%"><button type="button" data-row="{best.number}">{key(look)}'
+        f"{html.escape(best.short)}<small>{number(best.us)} µs, {html.escape(lead)}</small></button></td>"
+    )
 
 
 FEW_CHARTS, FEW_CHANGES = 12, 8
@@ -185,8 +234,10 @@ def _changes(lines: Sequence[str]) -> list[str]:
     """The largest changes, and the others behind a fold."""
     found = [f'<ul class="changes">{"".join(lines[:FEW_CHANGES])}</ul>'] if lines else []
     if rest := lines[FEW_CHANGES:]:
-        found.append(f'<details><summary>{len(rest)} smaller {"change" if len(rest) == 1 else "changes"}</summary>'
-                     f'<ul class="changes">{"".join(rest)}</ul></details>')  # fmt: skip
+        found.append(
+            f"<details><summary>{len(rest)} smaller {'change' if len(rest) == 1 else 'changes'}</summary>"
+            f'<ul class="changes">{"".join(rest)}</ul></details>'
+        )
     return found
 
 
@@ -206,28 +257,57 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
             for point in one.points:
                 row = where[point.file, op, problem, name, device]
                 note = f"{point.change - 1:+.0%}" if point.change is not None else ""
-                text = f"{name} in {point.file} {point.when}: {number(point.us)} µs" + (f", changed {note}" if note else "")
-                marks.append(Mark(steps.index((point.when, point.file)) + 1, point.us, row.number, text, row.low, row.high, note))
+                text = f"{name} in {point.file} {point.when}: {number(point.us)} µs" + (
+                    f", changed {note}" if note else ""
+                )
+                marks.append(
+                    Mark(
+                        steps.index((point.when, point.file)) + 1,
+                        point.us,
+                        row.number,
+                        text,
+                        row.low,
+                        row.high,
+                        note,
+                    )
+                )
                 if note:
                     changes = True
-                    lines.append((abs(point.change - 1), f'<li><button type="button" data-row="{row.number}"><b>{note}</b> '
-                                  f"{html.escape(f'{name} {problem}, {point.file}, {device}')}</button></li>"))  # fmt: skip
+                    lines.append(
+                        (
+                            abs(point.change - 1),
+                            f'<li><button type="button" data-row="{row.number}"><b>{note}</b> '
+                            f"{html.escape(f'{name} {problem}, {point.file}, {device}')}</button></li>",
+                        )
+                    )
             series.append(Series(name.removeprefix(f"{op}_"), name, shown[op, name], marks, joined=True))
-        day = slice(11, 16) if len({when[:10] for when, _ in steps}) == 1 else slice(5, 10)  # the hour, where all are of one day
+        day = (
+            slice(11, 16) if len({when[:10] for when, _ in steps}) == 1 else slice(5, 10)
+        )  # the hour, where all are of one day
         ticks = tuple((float(n + 1), when[day] or str(n + 1)) for n, (when, _) in enumerate(steps))
-        drawn = chart(f"{op} {problem}", series, Axis("files, by date", ticks, log=False), Axis("µs a call"), about=device)
+        drawn = chart(
+            f"{op} {problem}",
+            series,
+            Axis("files, by date", ticks, log=False),
+            Axis("µs a call"),
+            about=device,
+        )
         (changed if changes else steady).append(drawn)
     found = _changes([text for _, text in sorted(lines, reverse=True)])
     if groups and not lines:
         found.append("<p>Nothing changed.</p>")
     found += charts(changed)
     if len(steady) > FEW_CHARTS:
-        found.append(f"<details><summary>{len(steady)} problems without a change</summary>{''.join(charts(steady))}</details>")
+        found.append(
+            f"<details><summary>{len(steady)} problems without a change</summary>{''.join(charts(steady))}</details>"
+        )
     else:
         found += charts(steady)
     return section(
-        "history", "History",
+        "history",
+        "History",
         "Rows that several files have, in order of their dates, not to scale. A ring marks a change: more than 5&nbsp;%, and more than the "
         f"samples' spread on both sides allows. {BARS}",
-        found, "No row is in two files or more, so there is no history.",
-    )  # fmt: skip
+        found,
+        "No row is in two files or more, so there is no history.",
+    )

@@ -53,7 +53,9 @@ def summarize(verdicts: Sequence[Verdict]) -> Noise:
     off = sorted(max(v.ratio, 1 / v.ratio) - 1 for v in verdicts)
     place = max(math.ceil(0.95 * len(off)) - 1, 0)
     return Noise(
-        floor=off[place], worst=off[-1], comparisons=len(off),
-        false=sum(v.verdict not in (SAME, UNCLEAR) for v in verdicts), undecided=sum(v.verdict == UNCLEAR for v in verdicts),
-    )  # fmt: skip
-
+        floor=off[place],
+        worst=off[-1],
+        comparisons=len(off),
+        false=sum(v.verdict not in (SAME, UNCLEAR) for v in verdicts),
+        undecided=sum(v.verdict == UNCLEAR for v in verdicts),
+    )

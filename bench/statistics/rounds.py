@@ -96,13 +96,21 @@ class Heat:
         """log(arm / baseline), one a round that counts."""
         if not self.rounds:
             return []
-        return [math.log(us / at) for us, at in zip(self.kept(name), self.kept(self.arms[0].name), strict=True)]
+        return [
+            math.log(us / at) for us, at in zip(self.kept(name), self.kept(self.arms[0].name), strict=True)
+        ]
 
 
 def race(
-    heats: Mapping[str, Heat], rule: Rule, *, rounds: int = ROUNDS, seconds: float = SECONDS, seed: int = 0,
-    shift: Callable[[str, str, Sequence[float]], float] = lambda key, arm, logs: 0.0, tell: Callable[[str], None] = lambda text: None,
-) -> dict[tuple[str, str], Verdict]:  # fmt: skip
+    heats: Mapping[str, Heat],
+    rule: Rule,
+    *,
+    rounds: int = ROUNDS,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    shift: Callable[[str, str, Sequence[float]], float] = lambda key, arm, logs: 0.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[tuple[str, str], Verdict]:
     """Run every heat, judge all their rows together, give heats with UNCLEAR rows as many rounds again, and so on.
 
     Returns the verdict of every (heat, arm) but the baselines'. At most `rule.looks` looks are taken, and none of a heat
@@ -119,7 +127,9 @@ def race(
             tell(f"{key}: look {look + 1} of {rule.looks}")
             heats[key].run(heats[key].rounds or rounds, chance)
         logs = {row: heats[row[0]].logs(row[1]) for row in rows}
-        judged = judge([[log - shift(*row, own) for log in own] for row, own in logs.items()], rule, seed=seed)
+        judged = judge(
+            [[log - shift(*row, own) for log in own] for row, own in logs.items()], rule, seed=seed
+        )
         verdicts = dict(zip(rows, judged, strict=True))
         unclear = {key for (key, _), verdict in verdicts.items() if verdict.verdict == UNCLEAR}
         open_heats = [key for key, heat in heats.items() if key in unclear and heat.seconds < seconds]

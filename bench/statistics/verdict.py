@@ -38,9 +38,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_effect < 1:
-            raise ValueError(f"the minimum effect is {self.min_effect}; expected a fraction between 0 and 1, such as 0.03")
+            raise ValueError(
+                f"the minimum effect is {self.min_effect}; expected a fraction between 0 and 1, such as 0.03"
+            )
         if not 0 < self.level < 1 or self.looks < 1:
-            raise ValueError(f"level {self.level} and looks {self.looks}: expected a level in (0, 1) and at least one look")
+            raise ValueError(
+                f"level {self.level} and looks {self.looks}: expected a level in (0, 1) and at least one look"
+            )
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,15 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """The fields that tables, JSON and result files share."""
         return {
-            "verdict": self.verdict, "ratio": self.ratio, "low": self.low, "high": self.high, "p": self.p,
-            "rounds": self.rounds, "independent": self.independent, "reason": self.reason,
-        }  # fmt: skip
+            "verdict": self.verdict,
+            "ratio": self.ratio,
+            "low": self.low,
+            "high": self.high,
+            "p": self.p,
+            "rounds": self.rounds,
+            "independent": self.independent,
+            "reason": self.reason,
+        }
 
 
 def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: int = 0) -> list[Verdict]:
@@ -97,7 +107,18 @@ def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: in
             reason = f"the interval is beyond a change of {rule.min_effect:.1%}, which among {len(rows)} rows may be chance (p = {p:.2g})"
         else:
             reason = f"the interval reaches both sides of a change of {rule.min_effect:.1%}"
-        found.append(Verdict(verdict, math.exp(middle), math.exp(low), math.exp(high), float(p), len(row), len(samples), reason))
+        found.append(
+            Verdict(
+                verdict,
+                math.exp(middle),
+                math.exp(low),
+                math.exp(high),
+                float(p),
+                len(row),
+                len(samples),
+                reason,
+            )
+        )
     return found
 
 

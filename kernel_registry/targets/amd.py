@@ -12,7 +12,9 @@ _KIB = 1024
 _GCN = frozenset({"wave64", "dot2", "sdot4"})
 _CDNA = _GCN | {"mfma", "mfma.f16", "mfma.bf16", "mfma.int8", "mfma.f64", "load_lds"}
 _RDNA2 = frozenset({"wave32", "dot2", "sdot4"})
-_RDNA3 = frozenset({"wave32", "dot2", "dot2.bf16", "sudot4", "wmma", "wmma.f16", "wmma.bf16", "wmma.int8", "wmma.int4"})
+_RDNA3 = frozenset(
+    {"wave32", "dot2", "dot2.bf16", "sudot4", "wmma", "wmma.f16", "wmma.bf16", "wmma.int8", "wmma.int4"}
+)
 _RDNA4 = _RDNA3 | {"wmma.fp8", "fp8.ocp"}
 _GFX1250 = frozenset(
     {
@@ -45,7 +47,16 @@ ARCHES: tuple[ArchFacts, ...] = (
         "950",
         "CDNA 4 (MI350)",
         _CDNA
-        | {"mfma.fp8", "mfma.scale", "mfma.mxf8", "mfma.mxf4", "fp8.ocp", "bf16.native", "dot2.bf16", "load_lds.b128"},
+        | {
+            "mfma.fp8",
+            "mfma.scale",
+            "mfma.mxf8",
+            "mfma.mxf4",
+            "fp8.ocp",
+            "bf16.native",
+            "dot2.bf16",
+            "load_lds.b128",
+        },
         160,
     ),
     _gfx("1030", "RDNA 2 (RX 6000)", _RDNA2, 64),
@@ -78,4 +89,8 @@ def why_not(arch: str, code: str) -> str | None:
         return None if arch in GENERIC[code] else f"{code} code does not run on {arch}"
     if not code.startswith("gfx"):
         raise ValueError(f"{code!r} is no AMD code name; expected gfx942 or one of {', '.join(GENERIC)}")
-    return None if code.split(":")[0] == arch else f"{code} code runs only on {code.split(':')[0]}, not on {arch}"
+    return (
+        None
+        if code.split(":")[0] == arch
+        else f"{code} code runs only on {code.split(':')[0]}, not on {arch}"
+    )

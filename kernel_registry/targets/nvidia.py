@@ -72,7 +72,9 @@ def why_not(arch: str, code: str) -> str | None:
     if suffix == "f":
         same = major == code_major and minor >= code_minor
         return (
-            None if same else f"{code} code runs only on its family (sm_{code_major}x from sm_{want[2]}), not on {arch}"
+            None
+            if same
+            else f"{code} code runs only on its family (sm_{code_major}x from sm_{want[2]}), not on {arch}"
         )
     if kind == "compute":
         newer = (major, minor) >= (code_major, code_minor)

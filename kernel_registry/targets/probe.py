@@ -16,16 +16,29 @@ from gristmill.kernel_registry.target import Target, for_device_name
 from gristmill.kernel_registry.targets import ARCHES, cpu
 
 _X86_FLAGS = {
-    "avx2": {"avx2"}, "fma": {"fma"}, "f16c": {"f16c"},
+    "avx2": {"avx2"},
+    "fma": {"fma"},
+    "f16c": {"f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512_vnni": {"avx512_vnni"}, "avx512_bf16": {"avx512_bf16"}, "avx512_fp16": {"avx512_fp16"},
-    "bf16.native": {"avx512_bf16"}, "avx_vnni": {"avx_vnni"},
-    "amx": {"amx_tile"}, "amx_int8": {"amx_tile", "amx_int8"}, "amx_bf16": {"amx_tile", "amx_bf16"},
-}  # fmt: skip
+    "avx512_vnni": {"avx512_vnni"},
+    "avx512_bf16": {"avx512_bf16"},
+    "avx512_fp16": {"avx512_fp16"},
+    "bf16.native": {"avx512_bf16"},
+    "avx_vnni": {"avx_vnni"},
+    "amx": {"amx_tile"},
+    "amx_int8": {"amx_tile", "amx_int8"},
+    "amx_bf16": {"amx_tile", "amx_bf16"},
+}
 _ARM_FLAGS = {
-    "neon": {"asimd"}, "neon_dotprod": {"asimddp"}, "neon_i8mm": {"i8mm"}, "neon_bf16": {"bf16"},
-    "neon_fp16": {"asimdhp"}, "sve": {"sve"}, "sve2": {"sve2"}, "bf16.native": {"bf16"},
-}  # fmt: skip
+    "neon": {"asimd"},
+    "neon_dotprod": {"asimddp"},
+    "neon_i8mm": {"i8mm"},
+    "neon_bf16": {"bf16"},
+    "neon_fp16": {"asimdhp"},
+    "sve": {"sve"},
+    "sve2": {"sve2"},
+    "bf16.native": {"bf16"},
+}
 _S390_FLAGS = {"vx": {"vx"}, "vxe": {"vxe"}}
 FAMILIES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64", "aarch64": "aarch64", "s390x": "s390x"}
 
@@ -46,7 +59,9 @@ def probe_cpu(root: str | Path = "/", machine: str | None = None) -> Target:
     architecture).
     """
     folder = Path(root)
-    family = FAMILIES.get((machine or platform.machine()).lower(), (machine or platform.machine()).lower() or "any")
+    family = FAMILIES.get(
+        (machine or platform.machine()).lower(), (machine or platform.machine()).lower() or "any"
+    )
     text = _read(folder / "proc/cpuinfo")
     flags, title = _cpuinfo(text)
     table = {"x86-64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "s390x": _S390_FLAGS}.get(family, {})
@@ -84,7 +99,10 @@ def probe_cuda(library: Any = None) -> Probe:
     if cuda is None:
         return Probe(reasons=(why,))
     count = ctypes.c_int(0)
-    for call, status in (("cuInit", cuda.cuInit(0)), ("cuDeviceGetCount", cuda.cuDeviceGetCount(ctypes.byref(count)))):
+    for call, status in (
+        ("cuInit", cuda.cuInit(0)),
+        ("cuDeviceGetCount", cuda.cuDeviceGetCount(ctypes.byref(count))),
+    ):
         if status:
             return Probe(reasons=(f"{call} failed with CUDA error {status}",))
     if count.value == 0:
@@ -153,7 +171,8 @@ def probe_amd(root: str | Path = "/") -> Probe:
             continue
         simds, per_cu = int(values.get("simd_count", 0)), int(values.get("simd_per_cu", 0))
         banks = [
-            dict(re.findall(r"^(\w+)\s+(\d+)\s*$", _read(p), re.MULTILINE)) for p in node.glob("mem_banks/*/properties")
+            dict(re.findall(r"^(\w+)\s+(\d+)\s*$", _read(p), re.MULTILINE))
+            for p in node.glob("mem_banks/*/properties")
         ]
         memory = sum(int(b.get("size_in_bytes", 0)) for b in banks if b.get("heap_type") in ("1", "2"))
         target = replace(
@@ -211,7 +230,9 @@ def _last_cache(root: Path) -> int | None:
         level, size = _read(index / "level").strip(), _read(index / "size").strip()
         match = re.fullmatch(r"(\d+)([KMG]?)", size)
         if level.isdigit() and match and _read(index / "type").strip() != "Instruction":
-            best = max(best or (0, 0), (int(level), int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]))
+            best = max(
+                best or (0, 0), (int(level), int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
+            )
     return best[1] if best else None
 
 

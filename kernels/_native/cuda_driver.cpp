@@ -1,4 +1,5 @@
-// The CUDA driver at arm's length: found by dlopen at the first call, so that the library loads where there is none.
+// The CUDA driver at arm's length: found by dlopen at the first call, so that the library loads where there
+// is none.
 #include "gm_cuda.h"
 
 namespace gm {
@@ -21,18 +22,21 @@ void open_driver() {
   if (library == nullptr) return;
   CudaDriver& d = g_driver;
   // The _v2 names are the ABI that cuda.h's plain names stand for.
-  d.ready = find(library, "cuCtxGetCurrent", d.ctx_get_current) && find(library, "cuCtxGetDevice", d.ctx_get_device) &&
-            find(library, "cuCtxPushCurrent_v2", d.ctx_push) && find(library, "cuCtxPopCurrent_v2", d.ctx_pop) &&
-            find(library, "cuDeviceGet", d.device_get) && find(library, "cuDevicePrimaryCtxRetain", d.primary_retain) &&
-            find(library, "cuLibraryLoadData", d.library_load) && find(library, "cuLibraryGetKernel", d.library_kernel) &&
-            find(library, "cuKernelSetAttribute", d.kernel_attribute) && find(library, "cuLaunchKernelEx", d.launch) &&
-            find(library, "cuTensorMapEncodeTiled", d.tensor_map);
+  d.ready =
+      find(library, "cuCtxGetCurrent", d.ctx_get_current) &&
+      find(library, "cuCtxGetDevice", d.ctx_get_device) && find(library, "cuCtxPushCurrent_v2", d.ctx_push) &&
+      find(library, "cuCtxPopCurrent_v2", d.ctx_pop) && find(library, "cuDeviceGet", d.device_get) &&
+      find(library, "cuDevicePrimaryCtxRetain", d.primary_retain) &&
+      find(library, "cuLibraryLoadData", d.library_load) &&
+      find(library, "cuLibraryGetKernel", d.library_kernel) &&
+      find(library, "cuKernelSetAttribute", d.kernel_attribute) &&
+      find(library, "cuLaunchKernelEx", d.launch) && find(library, "cuTensorMapEncodeTiled", d.tensor_map);
 }
 
 int failed(CUresult result) { return GM_E_CUDA - int(result); }
 
-// Makes the device's primary context current (torch's own) and gives back what was there before. torch binds a thread lazily, so
-// a fresh thread may have none, and a caller may hold another device.
+// Makes the device's primary context current (torch's own) and gives back what was there before. torch binds
+// a thread lazily, so a fresh thread may have none, and a caller may hold another device.
 class Current {
  public:
   Current(const CudaDriver* driver, int device) : driver_(driver) {
@@ -65,15 +69,16 @@ const CudaDriver* cuda_driver() {
   return g_driver.ready ? &g_driver : nullptr;
 }
 
-int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld, unsigned box_k, unsigned box_rows) {
+int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld,
+             unsigned box_k, unsigned box_rows) {
   const CudaDriver* driver = cuda_driver();
   if (driver == nullptr) return GM_E_DRIVER;
   const cuuint64_t sizes[] = {k, rows}, strides[] = {ld * 2};
   const cuuint32_t box[] = {box_k, box_rows}, steps[] = {1, 1};
-  const CUresult result = driver->tensor_map(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-                                             const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = driver->tensor_map(
+      map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+      const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? GM_OK : failed(result);
 }
 
@@ -81,7 +86,9 @@ int CudaKernel::prepare(int device, unsigned smem) {
   if (device < 0 || device >= int(sizeof smem_ / sizeof *smem_)) return GM_E_ARG;
   const CudaDriver* driver = cuda_driver();
   if (driver == nullptr) return GM_E_DRIVER;
-  if (__atomic_load_n(&kernel_, __ATOMIC_ACQUIRE) != nullptr && __atomic_load_n(&smem_[device], __ATOMIC_ACQUIRE) >= smem) return GM_OK;
+  if (__atomic_load_n(&kernel_, __ATOMIC_ACQUIRE) != nullptr &&
+      __atomic_load_n(&smem_[device], __ATOMIC_ACQUIRE) >= smem)
+    return GM_OK;
   Current current(driver, device);
   if (current.status() != CUDA_SUCCESS) return failed(current.status());
   pthread_mutex_lock(&g_mutex);
@@ -92,11 +99,13 @@ int CudaKernel::prepare(int device, unsigned smem) {
     result = driver->library_load(&library, cubin_, nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (result == CUDA_SUCCESS) result = driver->library_kernel(&kernel, library, name_);
   }
-  if (result == CUDA_SUCCESS && smem > 16 * 1024) {  // 48 KB, the kernel's static part included, need no permission
+  if (result == CUDA_SUCCESS &&
+      smem > 16 * 1024) {  // 48 KB, the kernel's static part included, need no permission
     CUdevice handle;
     result = driver->device_get(&handle, device);
     if (result == CUDA_SUCCESS)
-      result = driver->kernel_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, int(smem), kernel, handle);
+      result = driver->kernel_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, int(smem), kernel,
+                                        handle);
   }
   if (result == CUDA_SUCCESS) {
     if (smem_[device] < smem) __atomic_store_n(&smem_[device], smem, __ATOMIC_RELEASE);

@@ -1,31 +1,35 @@
 // Shared header of the C++ CPU cores.
 //
-// A core is one source, kernels/<family>/_<op>_cpu.cpp. CMake finds it by name and compiles it once per ISA level into
-// _lib/libgristmill_cpu.so. Adding a core edits no other file. Pattern:
+// A core is one source, kernels/<family>/_<op>_cpu.cpp. CMake finds it by name and compiles it once per ISA
+// level into _lib/libgristmill_cpu.so. Adding a core edits no other file. Pattern:
 //
 //   #include "gm_cpu.h"                        // found without a path
-//   namespace {                                // everything but the entry is internal: one copy per level, no ODR clash
-//   template <class T> void row(const T* x, ...) { ... gm::load(x + i) ... }
+//   namespace {                                // everything but the entry is internal: one copy per level,
+//   no ODR clash template <class T> void row(const T* x, ...) { ... gm::load(x + i) ... }
 //   }
-//   GM_KERNEL(gm_my_op)(const void* x, int64_t rows, int dtype) {          // exports int gm_my_op__<level>(...)
-//     GM_DISPATCH_FLOAT(dtype, T, {                                        // T = float, gm::f16, gm::bf16; else GM_E_DTYPE
+//   GM_KERNEL(gm_my_op)(const void* x, int64_t rows, int dtype) {          // exports int
+//   gm_my_op__<level>(...)
+//     GM_DISPATCH_FLOAT(dtype, T, {                                        // T = float, gm::f16, gm::bf16;
+//     else GM_E_DTYPE
 //       return gm::parallel_for(rows, /*grain*/ 8, [&](int64_t begin, int64_t end) { ... });
 //     });
 //   }
 //
 // and in Python: native.cpu_function("gm_my_op", level, (c_void_p, c_int64, c_int)), see kernels/native.py.
 //
-// Rules. Entries take plain pointers and integers, return 0 or a negative code, and never throw (compiled with
-// -fno-exceptions -fno-rtti). Strides are in elements. Shapes are checked in Python; an entry re-checks only what would
-// make it write out of bounds. No std:: containers or algorithms here: an inline STL template instantiated with AVX-512 could be the copy
-// that the linker keeps for base code. <cstdint>, <cstring>, <cmath> scalars and malloc/free are fine. -ffp-contract=off: write
-// fma() where it is meant, so that results of a level do not depend on the compiler's mood.
+// Rules. Entries take plain pointers and integers, return 0 or a negative code, and never throw (compiled
+// with -fno-exceptions -fno-rtti). Strides are in elements. Shapes are checked in Python; an entry re-checks
+// only what would make it write out of bounds. No std:: containers or algorithms here: an inline STL template
+// instantiated with AVX-512 could be the copy that the linker keeps for base code. <cstdint>, <cstring>,
+// <cmath> scalars and malloc/free are fine. -ffp-contract=off: write fma() where it is meant, so that results
+// of a level do not depend on the compiler's mood.
 //
-// Level macros for intrinsics: GM_X86_AVX2, GM_X86_AVX512, GM_X86_VNNI, GM_X86_BF16, GM_X86_AMX, GM_ARM_NEON, GM_ARM_DOTPROD,
-// GM_ARM_I8MM, GM_ARM_SVE are 0 or 1. A core that has nothing to gain from a level says which to build, in one line of its source:
+// Level macros for intrinsics: GM_X86_AVX2, GM_X86_AVX512, GM_X86_VNNI, GM_X86_BF16, GM_X86_AMX, GM_ARM_NEON,
+// GM_ARM_DOTPROD, GM_ARM_I8MM, GM_ARM_SVE are 0 or 1. A core that has nothing to gain from a level says which
+// to build, in one line of its source:
 //   // gm-levels: base avx2 avx512 neon
-// (default: every level that the compiler can build, except amx, which must be named). Asking Python for a level that was not
-// built raises; native.best_level(name, level) finds the highest one built at or below it.
+// (default: every level that the compiler can build, except amx, which must be named). Asking Python for a
+// level that was not built raises; native.best_level(name, level) finds the highest one built at or below it.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -91,27 +95,52 @@
 #define GM_KERNEL(name) extern "C" __attribute__((visibility("default"))) int GM_CAT(name, GM_LEVEL)
 
 // Codes shared with kernels/native.py.
-enum : int { GM_F32 = 0, GM_F16 = 1, GM_BF16 = 2, GM_F8E4M3 = 3, GM_F8E5M2 = 4, GM_I8 = 5, GM_U8 = 6, GM_I32 = 7, GM_I64 = 8 };
+enum : int {
+  GM_F32 = 0,
+  GM_F16 = 1,
+  GM_BF16 = 2,
+  GM_F8E4M3 = 3,
+  GM_F8E5M2 = 4,
+  GM_I8 = 5,
+  GM_U8 = 6,
+  GM_I32 = 7,
+  GM_I64 = 8
+};
 enum : int { GM_OK = 0, GM_E_DTYPE = -1, GM_E_SHAPE = -2, GM_E_NOMEM = -3, GM_E_THREADS = -4, GM_E_ARG = -5 };
 
 // kernels/_native/threads.cpp; the sanitizer drivers link a serial stub in its place.
-extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
+extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                               void* context);
 extern "C" int gm_num_threads();
 
-#define GM_DISPATCH_FLOAT(code, T, ...)                         \
-  switch (code) {                                               \
-    case GM_F32: { using T = float; __VA_ARGS__ } break;        \
-    case GM_F16: { using T = gm::f16; __VA_ARGS__ } break;      \
-    case GM_BF16: { using T = gm::bf16; __VA_ARGS__ } break;    \
-    default: return GM_E_DTYPE;                                 \
+#define GM_DISPATCH_FLOAT(code, T, ...) \
+  switch (code) {                       \
+    case GM_F32: {                      \
+      using T = float;                  \
+      __VA_ARGS__                       \
+    } break;                            \
+    case GM_F16: {                      \
+      using T = gm::f16;                \
+      __VA_ARGS__                       \
+    } break;                            \
+    case GM_BF16: {                     \
+      using T = gm::bf16;               \
+      __VA_ARGS__                       \
+    } break;                            \
+    default:                            \
+      return GM_E_DTYPE;                \
   }
 
 namespace gm {
 namespace {  // internal linkage: each level has its own copy
 
 // Storage types. They are distinct from uint16_t so that overloads choose the conversion.
-struct f16 { uint16_t bits; };
-struct bf16 { uint16_t bits; };
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
 
 template <class To, class From>
 inline To bit_cast(const From& from) {
@@ -121,7 +150,8 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-// ---- scalar conversions, round to nearest, ties to even; NaN stays NaN -------------------------------------------------
+// ---- scalar conversions, round to nearest, ties to even; NaN stays NaN
+// -------------------------------------------------
 
 inline float to_float(float v) { return v; }
 inline float to_float(bf16 v) { return bit_cast<float>(uint32_t(v.bits) << 16); }
@@ -131,7 +161,8 @@ inline float to_float(f16 v) {
 #elif defined(__aarch64__)
   return float(bit_cast<__fp16>(v.bits));
 #else
-  // Fabian Giesen's method: move exponent and mantissa to float's place and rescale by a float multiply (exact, subnormals included).
+  // Fabian Giesen's method: move exponent and mantissa to float's place and rescale by a float multiply
+  // (exact, subnormals included).
   const uint32_t magnitude = uint32_t(v.bits & 0x7fffu) << 13;
   const float scaled = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t(254 - 15) << 23);
   const uint32_t infnan = (v.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
@@ -139,14 +170,20 @@ inline float to_float(f16 v) {
 #endif
 }
 
-template <class T> inline T from_float(float v);
-template <> inline float from_float<float>(float v) { return v; }
-template <> inline bf16 from_float<bf16>(float v) {
+template <class T>
+inline T from_float(float v);
+template <>
+inline float from_float<float>(float v) {
+  return v;
+}
+template <>
+inline bf16 from_float<bf16>(float v) {
   const uint32_t u = bit_cast<uint32_t>(v);
   if ((u & 0x7fffffffu) > 0x7f800000u) return bf16{uint16_t((u >> 16) | 0x40u)};
   return bf16{uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
 }
-template <> inline f16 from_float<f16>(float v) {
+template <>
+inline f16 from_float<f16>(float v) {
 #if defined(__F16C__)
   return f16{uint16_t(_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
 #elif defined(__aarch64__)
@@ -163,8 +200,10 @@ template <> inline f16 from_float<f16>(float v) {
 #endif
 }
 
-// ---- vectors -----------------------------------------------------------------------------------------------------------
-// GNU vector types: + - * / & | ^ << >> comparisons and `mask ? a : b` work lane by lane on every architecture.
+// ---- vectors
+// -----------------------------------------------------------------------------------------------------------
+// GNU vector types: + - * / & | ^ << >> comparisons and `mask ? a : b` work lane by lane on every
+// architecture.
 
 #if GM_X86_AVX512
 constexpr int kLanes = 16;
@@ -203,7 +242,8 @@ inline vf sqrt(vf a) {
 }
 
 // Widening and narrowing.
-// 16-bit lanes to 32 bits, zeros above; and back, the low halves. (GCC 12 splits a __builtin_convertvector of 512 bits in two.)
+// 16-bit lanes to 32 bits, zeros above; and back, the low halves. (GCC 12 splits a __builtin_convertvector of
+// 512 bits in two.)
 inline vu extend(vh h) {
 #if GM_X86_AVX512
   return (vu)_mm512_cvtepu16_epi32((__m256i)h);
@@ -252,18 +292,33 @@ inline vh narrow(vf v, f16) {
 #endif
 }
 
-// load(p) / store(p, v): kLanes elements at any alignment. load(p, n) / store(p, v, n): the first n < kLanes only; nothing past
-// p[n-1] is touched, and missing lanes read as 0.
-inline vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+// load(p) / store(p, v): kLanes elements at any alignment. load(p, n) / store(p, v, n): the first n < kLanes
+// only; nothing past p[n-1] is touched, and missing lanes read as 0.
+inline vf load(const float* p) {
+  vf v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-template <class H> inline vf load(const H* p) { vh h; std::memcpy(&h, p, sizeof h); return widen(h, H{}); }
-template <class H> inline void store(H* p, vf v) { const vh h = narrow(v, H{}); std::memcpy(p, &h, sizeof h); }
-template <class T> inline vf load(const T* p, int64_t n) {
+template <class H>
+inline vf load(const H* p) {
+  vh h;
+  std::memcpy(&h, p, sizeof h);
+  return widen(h, H{});
+}
+template <class H>
+inline void store(H* p, vf v) {
+  const vh h = narrow(v, H{});
+  std::memcpy(p, &h, sizeof h);
+}
+template <class T>
+inline vf load(const T* p, int64_t n) {
   T buffer[kLanes] = {};
   for (int64_t i = 0; i < n; ++i) buffer[i] = p[i];
   return load(buffer);
 }
-template <class T> inline void store(T* p, vf v, int64_t n) {
+template <class T>
+inline void store(T* p, vf v, int64_t n) {
   T buffer[kLanes];
   store(buffer, v);
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
@@ -272,7 +327,8 @@ template <class T> inline void store(T* p, vf v, int64_t n) {
 // Lane i of the result is lane i + half of v (i < half); the other lanes do not matter.
 inline vf upper(vf v, int half) {
 #if GM_X86_AVX512
-  if (half == 8) return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+  if (half == 8)
+    return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
   if (half == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
   if (half == 2) return __builtin_shufflevector(v, v, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
   return __builtin_shufflevector(v, v, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -286,7 +342,8 @@ inline vf upper(vf v, int half) {
 #endif
 }
 
-// Lanes are added as a fixed binary tree: the result depends on the level, never on threads, alignment or timing.
+// Lanes are added as a fixed binary tree: the result depends on the level, never on threads, alignment or
+// timing.
 inline float sum(vf v) {
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2) v = v + upper(v, half);
@@ -298,12 +355,14 @@ inline float max(vf v) {
   return v[0];
 }
 
-// e^x, within 2 ulp for every float: x = n ln2 + r, |r| <= ln2/2, Taylor polynomial of degree 7 in r, scaled by 2^n in two steps
-// so that subnormal results round properly. Over 88.73 gives +inf, under -104 gives 0, NaN stays NaN.
+// e^x, within 2 ulp for every float: x = n ln2 + r, |r| <= ln2/2, Taylor polynomial of degree 7 in r, scaled
+// by 2^n in two steps so that subnormal results round properly. Over 88.73 gives +inf, under -104 gives 0,
+// NaN stays NaN.
 inline vf exp(vf x) {
   x = x < -104.0f ? splat(-104.0f) : x;  // a comparison with NaN is false: NaN passes through
   x = x > 89.0f ? splat(89.0f) : x;
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
+  const vf magic =
+      splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
   const vf shifted = x * 1.44269504088896341f + magic;
   const vf n = shifted - magic;
   vf r = fma(n, splat(-0.693145751953125f), x);  // ln2 in two parts; n times the first is exact
@@ -325,10 +384,11 @@ inline float exp(float x) { return exp(splat(x))[0]; }
 inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
 inline float silu(float x) { return silu(splat(x))[0]; }
 
-// ---- threads -----------------------------------------------------------------------------------------------------------
-// body(begin, end) over [0, n) on torch's own pool, at least `grain` items a call; serial inside another parallel region.
-// Returns GM_OK or GM_E_THREADS. The split depends on the number of threads: a body must give each item the same result whatever
-// range it arrives in.
+// ---- threads
+// -----------------------------------------------------------------------------------------------------------
+// body(begin, end) over [0, n) on torch's own pool, at least `grain` items a call; serial inside another
+// parallel region. Returns GM_OK or GM_E_THREADS. The split depends on the number of threads: a body must
+// give each item the same result whatever range it arrives in.
 template <class Body>
 inline int parallel_for(int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return GM_OK;

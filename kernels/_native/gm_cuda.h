@@ -1,27 +1,31 @@
-// Shared header of the ahead-of-time CUDA kernels: kernels/<family>/_<op>_sm90.cu -> _lib/libgristmill_cuda_sm90a.so.
+// Shared header of the ahead-of-time CUDA kernels: kernels/<family>/_<op>_sm90.cu ->
+// _lib/libgristmill_cuda_sm90a.so.
 //
-// One .cu file is read twice. nvcc compiles the part under __CUDACC__ to a cubin for sm_90a; the host compiler compiles the rest and
-// the cubin is embedded beside it. So the library needs no CUDA runtime: it loads on a machine without a GPU, and finds the driver
-// (libcuda.so.1) when first called. Nothing else is linked.
+// One .cu file is read twice. nvcc compiles the part under __CUDACC__ to a cubin for sm_90a; the host
+// compiler compiles the rest and the cubin is embedded beside it. So the library needs no CUDA runtime: it
+// loads on a machine without a GPU, and finds the driver (libcuda.so.1) when first called. Nothing else is
+// linked.
 //
 //   #include "gm_cuda.h"
 //   struct Params { const void* x; void* y; int n; };              // seen by both sides
 //   #ifdef __CUDACC__
-//   extern "C" __global__ void my_kernel(const __grid_constant__ Params p) { ... }     // extern "C": found by name
-//   #else
-//   static gm::CudaKernel my_kernel{GM_CUBIN, "my_kernel"};
-//   GM_CUDA_ENTRY(gm_my_op)(const void* x, void* y, int n, int device, void* stream) {  // exports int gm_my_op(...)
+//   extern "C" __global__ void my_kernel(const __grid_constant__ Params p) { ... }     // extern "C": found
+//   by name #else static gm::CudaKernel my_kernel{GM_CUBIN, "my_kernel"}; GM_CUDA_ENTRY(gm_my_op)(const void*
+//   x, void* y, int n, int device, void* stream) {  // exports int gm_my_op(...)
 //     Params p{x, y, n};
 //     void* args[] = {&p};
-//     return my_kernel.launch(device, stream, {.grid_x = 132, .block = 256, .smem = 100 * 1024, .cluster = 2, .pdl = true}, args);
+//     return my_kernel.launch(device, stream, {.grid_x = 132, .block = 256, .smem = 100 * 1024, .cluster = 2,
+//     .pdl = true}, args);
 //   }
 //   #endif
 //
-// In Python: native.cuda_function("gm_my_op", "sm_90a", (c_void_p, c_void_p, c_int, c_int, c_void_p)), called with
-// x.get_device() and torch.cuda.current_stream(device).cuda_stream. The launch is asynchronous on that stream, may be captured into a
-// CUDA graph once the kernel has been launched or prepared on the device, and returns 0, GM_E_DRIVER, or -1000 - CUresult.
+// In Python: native.cuda_function("gm_my_op", "sm_90a", (c_void_p, c_void_p, c_int, c_int, c_void_p)), called
+// with x.get_device() and torch.cuda.current_stream(device).cuda_stream. The launch is asynchronous on that
+// stream, may be captured into a CUDA graph once the kernel has been launched or prepared on the device, and
+// returns 0, GM_E_DRIVER, or -1000 - CUresult.
 //
-// Driver: CUDA 12.0 or newer (r525), for cuLibraryLoadData; and it must accept the cubin of the toolkit that built it.
+// Driver: CUDA 12.0 or newer (r525), for cuLibraryLoadData; and it must accept the cubin of the toolkit that
+// built it.
 #pragma once
 
 #ifndef __CUDACC__
@@ -32,7 +36,14 @@
 #include <cstdint>
 
 #define GM_CUDA_ENTRY(name) extern "C" __attribute__((visibility("default"))) int name
-enum : int { GM_OK = 0, GM_E_DTYPE = -1, GM_E_SHAPE = -2, GM_E_ARG = -5, GM_E_DRIVER = -6, GM_E_CUDA = -1000 };
+enum : int {
+  GM_OK = 0,
+  GM_E_DTYPE = -1,
+  GM_E_SHAPE = -2,
+  GM_E_ARG = -5,
+  GM_E_DRIVER = -6,
+  GM_E_CUDA = -1000
+};
 
 // The cubin made of this very source; GM_CUBIN_SYMBOL comes from CMake.
 extern "C" const unsigned char GM_CUBIN_SYMBOL[];
@@ -56,20 +67,23 @@ struct CudaDriver {
   bool ready = false;
 };
 
-extern CudaDriver g_driver;        // cuda_driver.cpp
-extern pthread_mutex_t g_mutex;    // guards first uses
-const CudaDriver* cuda_driver();   // null if there is no usable driver
+extern CudaDriver g_driver;       // cuda_driver.cpp
+extern pthread_mutex_t g_mutex;   // guards first uses
+const CudaDriver* cuda_driver();  // null if there is no usable driver
 
-// Describes a matrix of 16-bit floats [rows, k], row stride ld elements, to the tensor copy engine: boxes of [box_rows, box_k] that land in
-// shared memory as rows of 128 bytes in the 128-byte swizzle (box_k = 64), with zeros past the matrix. GM_OK, GM_E_DRIVER or a CUDA error.
-int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld, unsigned box_k, unsigned box_rows);
+// Describes a matrix of 16-bit floats [rows, k], row stride ld elements, to the tensor copy engine: boxes of
+// [box_rows, box_k] that land in shared memory as rows of 128 bytes in the 128-byte swizzle (box_k = 64),
+// with zeros past the matrix. GM_OK, GM_E_DRIVER or a CUDA error.
+int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld,
+             unsigned box_k, unsigned box_rows);
 
 struct Launch {
   unsigned grid_x = 1, grid_y = 1, grid_z = 1;
   unsigned block = 128;
   unsigned smem = 0;     // dynamic shared memory, bytes
   unsigned cluster = 1;  // CTAs of a cluster, along x
-  bool pdl = false;      // programmatic dependent launch: may start before the previous kernel on the stream has ended
+  bool pdl =
+      false;  // programmatic dependent launch: may start before the previous kernel on the stream has ended
 };
 
 // A kernel of an embedded cubin. Static storage, constant initialisation, thread-safe.

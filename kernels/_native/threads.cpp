@@ -1,7 +1,9 @@
-// Threads of the CPU cores: torch's own pool, so that torch.set_num_threads() holds for us and the pools never fight.
+// Threads of the CPU cores: torch's own pool, so that torch.set_num_threads() holds for us and the pools
+// never fight.
 #include "torch_abi.h"
 
-extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                               void* context) {
   if (n <= grain) {  // not worth a region
     body(0, n, context);
     return 0;

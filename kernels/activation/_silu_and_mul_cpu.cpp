@@ -17,10 +17,10 @@ void silu_and_mul_row(const T* gate, const T* up, T* out, int64_t cols) {
 
 }  // namespace
 
-// x [rows, 2 * cols], gate first, and out [rows, cols], with the given row strides and unit column stride, of one dtype.
-// out may be the gate half of x.
-GM_KERNEL(gm_silu_and_mul)(const void* x, int64_t x_row_stride, void* out, int64_t out_row_stride, int64_t rows, int64_t cols,
-                           int dtype) {
+// x [rows, 2 * cols], gate first, and out [rows, cols], with the given row strides and unit column stride, of
+// one dtype. out may be the gate half of x.
+GM_KERNEL(gm_silu_and_mul)(const void* x, int64_t x_row_stride, void* out, int64_t out_row_stride,
+                           int64_t rows, int64_t cols, int dtype) {
   if (rows < 0 || cols < 1) return GM_E_SHAPE;
   GM_DISPATCH_FLOAT(dtype, T, {
     const int64_t grain = 4096 / cols + 1;

@@ -39,6 +39,12 @@ def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: the block that long rows take, in bf16 and fp32."""
     sizes = {"x_stride": "i32", "out_stride": "i32", "n": "i32"}
     return [
-        AotCase(name, silu_and_mul_kernel, {"x": f"*{name}", "out": f"*{name}"} | sizes, {"BLOCK": 1024}, {"num_warps": 4})
+        AotCase(
+            name,
+            silu_and_mul_kernel,
+            {"x": f"*{name}", "out": f"*{name}"} | sizes,
+            {"BLOCK": 1024},
+            {"num_warps": 4},
+        )
         for name in ("bf16", "fp32")
     ]

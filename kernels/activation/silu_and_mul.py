@@ -23,17 +23,26 @@ def reference(x: Any) -> Any:
 def describe(x: Any) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     rows = rows_of("silu_and_mul: x", x)
-    need(x.shape[-1] % 2 == 0 and x.shape[-1] > 0,
-         f"silu_and_mul: x holds gate and up side by side, so its last dimension must be even, got {tuple(x.shape)}")
+    need(
+        x.shape[-1] % 2 == 0 and x.shape[-1] > 0,
+        f"silu_and_mul: x holds gate and up side by side, so its last dimension must be even, got {tuple(x.shape)}",
+    )
     return {"m": rows, "n": x.shape[-1] // 2, "x": dtype_name(x.dtype)}
 
 
 def guard(problem: Problem, x: Any, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, made, kind, n = x.shape, out.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != 2 * n or made[-1] != n or made[:-1] != shape[:-1] or out.dtype != kind
-            or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
-        raise ValueError(f"silu_and_mul planned for {problem}: got x {tuple(shape)} {kind}, out {tuple(made)} {out.dtype}")
+    if (
+        shape[-1] != 2 * n
+        or made[-1] != n
+        or made[:-1] != shape[:-1]
+        or out.dtype != kind
+        or dtype_name(kind) != problem.values[2][1]
+    ):
+        raise ValueError(
+            f"silu_and_mul planned for {problem}: got x {tuple(shape)} {kind}, out {tuple(made)} {out.dtype}"
+        )
     if not (x.is_contiguous() and out.is_contiguous()):
         need_rows("silu_and_mul", {"x": x}, {"out": out})
     return out.numel() // n
@@ -87,8 +96,12 @@ OP = Op(
     tolerance=tolerance,
     bucket="m",
     examples=(
-        "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=3,n=4097,x=bf16",
+        "m=0,n=64,x=fp32",
+        "m=1,n=1,x=fp32",
+        "m=7,n=257,x=bf16",
+        "m=33,n=768,x=fp16",
+        "m=3,n=4097,x=bf16",
         "m=257,n=65,x=fp32",
     ),
     bench=("m=1,n=14336", "m=64,n=14336", "m=1024,n=14336", "m=8192,n=18432"),
-)  # fmt: skip
+)

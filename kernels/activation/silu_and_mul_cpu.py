@@ -17,7 +17,13 @@ def launch(config: Config, x: Any, out: Any) -> None:
     """x [..., 2N] -> out [..., N]."""
     n = out.shape[-1]
     code = cpu_function("gm_silu_and_mul", config["level"], ARGUMENTS)(
-        x.data_ptr(), row_stride(x), out.data_ptr(), row_stride(out), out.numel() // n, n, CPU_DTYPE[dtype_name(x.dtype)]
+        x.data_ptr(),
+        row_stride(x),
+        out.data_ptr(),
+        row_stride(out),
+        out.numel() // n,
+        n,
+        CPU_DTYPE[dtype_name(x.dtype)],
     )
     check(code, "silu_and_mul_cpu")
 

@@ -23,9 +23,11 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
     longest = 1 << (problem.integer("n") - 1).bit_length()
     blocks = sorted({min(block, max(32, longest)) for block in (256, 512, 1024, 2048, 4096)})
     return [
-        {"block": block, "warps": warps} for block in blocks for warps in (1, 2, 4, 8)
+        {"block": block, "warps": warps}
+        for block in blocks
+        for warps in (1, 2, 4, 8)
         if 4 <= block // (32 * warps) <= 16 or len(blocks) == 1
-    ]  # fmt: skip
+    ]
 
 
 KERNEL = Kernel(

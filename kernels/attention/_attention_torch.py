@@ -19,9 +19,18 @@ sequence's context (only asked for on GPUs) anything that exists."""
 
 
 def attend_sequences(
-    q: Any, gather: Gather, query_start: Any, contexts: Any, max_q: int, max_ctx: int, scale: float, window: int, sinks: Any,
-    lse: Any, out: Any,
-) -> None:  # fmt: skip
+    q: Any,
+    gather: Gather,
+    query_start: Any,
+    contexts: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    out: Any,
+) -> None:
     """q [tokens, heads, Dk] -> out [tokens, heads, Dv], lse [tokens, heads] or None; contexts int32 [seqs]."""
     if q.device.type == "cpu":
         begin = query_start.tolist()
@@ -33,8 +42,19 @@ def attend_sequences(
             first = max(0, context - count - window + 1) if window > 0 else 0
             keys, values = gather(index, first, context)
             kept, own = torch.arange(first, context), torch.arange(context - count, context)
-            _attend(q[rows], keys, values, kept, own, context, scale, window, sinks, out[rows],
-                    None if lse is None else lse[rows])  # fmt: skip
+            _attend(
+                q[rows],
+                keys,
+                values,
+                kept,
+                own,
+                context,
+                scale,
+                window,
+                sinks,
+                out[rows],
+                None if lse is None else lse[rows],
+            )
         return
     if q.shape[0] == 0:
         return
@@ -49,7 +69,19 @@ def attend_sequences(
         own = context - (end - begin) + step
         made = torch.empty((max_q, *out.shape[1:]), dtype=q.dtype, device=q.device)
         stated = None if lse is None else torch.empty((max_q, q.shape[1]), device=q.device)
-        _attend(q[rows.clamp(max=q.shape[0] - 1)], keys, values, kept, own, context, scale, window, sinks, made, stated)
+        _attend(
+            q[rows.clamp(max=q.shape[0] - 1)],
+            keys,
+            values,
+            kept,
+            own,
+            context,
+            scale,
+            window,
+            sinks,
+            made,
+            stated,
+        )
         # Rows past this sequence's are computed, and dropped.
         rows = torch.where(inside, rows, q.shape[0])
         _scatter(out, rows, made)
@@ -66,7 +98,17 @@ def _scatter(target: Any, rows: Any, values: Any) -> None:
 
 
 def _attend(
-    q: Any, keys: Any, values: Any, kept: Any, own: Any, context: Any, scale: float, window: int, sinks: Any, out: Any, lse: Any
+    q: Any,
+    keys: Any,
+    values: Any,
+    kept: Any,
+    own: Any,
+    context: Any,
+    scale: float,
+    window: int,
+    sinks: Any,
+    out: Any,
+    lse: Any,
 ) -> None:
     """One sequence: q [n, heads, Dk] at positions own [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at kept [c]."""
     count, heads, dim = q.shape
@@ -79,7 +121,9 @@ def _attend(
     for begin in range(0, count, QUERY_TILE):
         part = grouped[begin : begin + QUERY_TILE].permute(1, 2, 0, 3).flatten(1, 2)
         positions = own[begin : begin + QUERY_TILE]
-        scores = (torch.matmul(part.to(keys.dtype), keys).float() * scale).view(kv_heads, group, len(positions), -1)
+        scores = (torch.matmul(part.to(keys.dtype), keys).float() * scale).view(
+            kv_heads, group, len(positions), -1
+        )
         seen = (kept <= positions[:, None]) & (kept < context)
         if window > 0:
             seen &= kept > positions[:, None] - window
@@ -94,7 +138,9 @@ def _attend(
             total = total + (sink - top).exp()
         product = torch.matmul(weights.flatten(1, 2).to(values.dtype), values).float()
         product = product.view(kv_heads, group, len(positions), -1) / torch.where(total > 0, total, 1.0)
-        out[begin : begin + QUERY_TILE] = product.permute(2, 0, 1, 3).reshape(len(positions), heads, -1).to(out.dtype)
+        out[begin : begin + QUERY_TILE] = (
+            product.permute(2, 0, 1, 3).reshape(len(positions), heads, -1).to(out.dtype)
+        )
         if lse is not None:
             stated = torch.where(total > 0, top + total.log(), float("-inf"))
             lse[begin : begin + QUERY_TILE] = stated[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
@@ -116,18 +162,42 @@ def paged_gather(k_cache: Any, v_cache: Any, block_table: Any) -> Gather:
 
 
 def launch_paged(
-    config: Any, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
-    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Any,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
     gather = paged_gather(k_cache, v_cache, block_table)
     attend_sequences(q, gather, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse, out)
 
 
 def launch_mla(
-    config: Any, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Any,
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
     rows = cache[:, :, None]
     gather = paged_gather(rows, rows[..., :latent_dim], block_table)
@@ -135,9 +205,18 @@ def launch_mla(
 
 
 def launch_varlen(
-    config: Any, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
-    lse: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    query_start: Any,
+    context_start: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Any,
+    out: Any,
+) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
     begin = context_start.tolist() if q.device.type == "cpu" else context_start
 

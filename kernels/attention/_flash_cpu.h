@@ -1,11 +1,13 @@
-// Attention on CPUs with an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), shared by the
-// attention cores: paged or dense keys and values, grouped query heads, separate widths of keys and values.
+// Attention on CPUs with an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022),
+// shared by the attention cores: paged or dense keys and values, grouped query heads, separate widths of keys
+// and values.
 //
-// A task is (sequence, KV head, up to kRows rows: query heads of that KV head times queries); for a sequence of one query it is
-// all KV heads, which lie side by side in memory and are read at twice the speed of one head alone. It reads keys in tiles of
-// kTile tokens, widened to float32 once for all its rows. Contexts are cut into chunks of kChunk tokens, at positions that depend on nothing else;
-// each chunk has its own softmax and chunks are merged in order. Hence chunks may run on several threads or on one and
-// a row's result is bitwise the same: it depends on neither threads nor the rest of the batch.
+// A task is (sequence, KV head, up to kRows rows: query heads of that KV head times queries); for a sequence
+// of one query it is all KV heads, which lie side by side in memory and are read at twice the speed of one
+// head alone. It reads keys in tiles of kTile tokens, widened to float32 once for all its rows. Contexts are
+// cut into chunks of kChunk tokens, at positions that depend on nothing else; each chunk has its own softmax
+// and chunks are merged in order. Hence chunks may run on several threads or on one and a row's result is
+// bitwise the same: it depends on neither threads nor the rest of the batch.
 #pragma once
 #include <cstdlib>
 
@@ -15,14 +17,14 @@ namespace gm {
 namespace {
 
 constexpr int64_t kChunk = 512, kRows = 32;
-constexpr int64_t kFewRows = 8;  // at most so many rows read keys and values where they lie
+constexpr int64_t kFewRows = 8;             // at most so many rows read keys and values where they lie
 constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
 
 struct Attention {
   const void *q, *k, *v;
   void* out;
-  float* lse;          // [tokens, heads] or null
-  const float* sinks;  // [heads] or null
+  float* lse;                  // [tokens, heads] or null
+  const float* sinks;          // [heads] or null
   const int32_t* query_start;  // [seqs + 1]
   const int32_t* table;        // block numbers, [seqs, table_width]; null: dense keys
   const int32_t* starts;       // paged: contexts' lengths [seqs]; dense: where each begins [seqs + 1]
@@ -34,7 +36,8 @@ struct Attention {
   float scale;
 };
 
-// One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r % heads`.
+// One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r
+// % heads`.
 struct Tile {
   int64_t sequence, kv_head, kv_heads, token, first, queries, head, heads, context;
   int64_t rows() const { return queries * heads; }
@@ -92,14 +95,16 @@ struct Core {
     return t;
   }
 
-  // Where the keys at .. at + kTile - 1 and their values begin, in elements from the first KV head's: found once for all KV heads.
+  // Where the keys at .. at + kTile - 1 and their values begin, in elements from the first KV head's: found
+  // once for all KV heads.
   struct Places {
     int64_t k[kTile], v[kTile];
   };
   // Of keys low .. end - 1 only: the others' blocks may not exist.
   void find_places(const Tile& t, int64_t at, int64_t low, int64_t end, Places& places) const {
     int64_t i = most(0, low - at);
-    int64_t block = a.table ? (at + i) / a.block_size : 0, slot = a.table ? (at + i) % a.block_size : a.starts[t.sequence] + at + i;
+    int64_t block = a.table ? (at + i) / a.block_size : 0,
+            slot = a.table ? (at + i) % a.block_size : a.starts[t.sequence] + at + i;
     for (; i < kTile && at + i < end; ++i, ++slot) {
       if (a.table && slot == a.block_size) slot = 0, ++block;
       const int64_t from = a.table ? a.table[t.sequence * a.table_stride + block] : 0;
@@ -130,7 +135,8 @@ struct Core {
       const Tile t = head_of(whole, n);
       for (int64_t r = 0; r < t.rows(); ++r) {
         const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
-        widen_row(static_cast<const T*>(a.q) + token * a.q_token + head * a.q_head, q + (n * kRows + r) * dk, a.dk, a.scale);
+        widen_row(static_cast<const T*>(a.q) + token * a.q_token + head * a.q_head, q + (n * kRows + r) * dk,
+                  a.dk, a.scale);
       }
     }
   }
@@ -147,19 +153,22 @@ struct Core {
     for (; at < end; at += kTile) {
       find_places(t, at + kTile, low, reach, next);
       for (int64_t n = 0; n < t.kv_heads; ++n)
-        run_tile(t, n, at, end, reach, low, here, next, q + n * kRows * dk, state(states + n * head_floats()), scratch);
+        run_tile(t, n, at, end, reach, low, here, next, q + n * kRows * dk, state(states + n * head_floats()),
+                 scratch);
       here = next;
     }
   }
 
-  // Keys at .. min(at + kTile, end) of KV head number n; those under `low` no row sees, and they are not read. The task goes on to `reach`.
-  void run_tile(const Tile& all, int64_t n, int64_t at, int64_t end, int64_t reach, int64_t low, const Places& here, const Places& next,
-                const float* q, State s, float* scratch) const {
+  // Keys at .. min(at + kTile, end) of KV head number n; those under `low` no row sees, and they are not
+  // read. The task goes on to `reach`.
+  void run_tile(const Tile& all, int64_t n, int64_t at, int64_t end, int64_t reach, int64_t low,
+                const Places& here, const Places& next, const float* q, State s, float* scratch) const {
     const Tile t = head_of(all, n);
     const T *first_k = static_cast<const T*>(a.k) + all.kv_head * a.k_head, *k = first_k + n * a.k_head;
     const T *first_v = static_cast<const T*>(a.v) + all.kv_head * a.v_head, *v = first_v + n * a.v_head;
     float* buffer = scratch + kRows * (kTile + 1);
-    const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens), skip = most(0, low - at);
+    const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens),
+                  skip = most(0, low - at);
     if (rows <= kFewRows && dk == a.dk && dv == a.dv) {
       // Few rows: each key and value is used so seldom that a buffer costs more than it saves.
       InPlace<T> keys, values;
@@ -190,27 +199,34 @@ struct Core {
       if (at + kTile + i < reach) prefetch(k + next.k[i], a.dk);
       if (!shared) widen_row(v + here.v[i], values + i * dv, a.dv, 1.0f);
     }
-    if (shared) attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{keys, dk}, s, scratch);
-    else attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{values, dv}, s, scratch);
+    if (shared)
+      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{keys, dk}, s, scratch);
+    else
+      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{values, dv}, s, scratch);
   }
 
   // All rows of a tile: the arithmetic of a row is the same whatever rows it is computed with.
   template <class Rows>
-  void attend(const Tile& t, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys, const Rows& values, State s,
-              float* scratch) const {
+  void attend(const Tile& t, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys,
+              const Rows& values, State s, float* scratch) const {
     float *p = scratch, *alpha = p + kRows * kTile;
     const int64_t rows = t.rows();
     int64_t r = 0;
-    if (rows >= 4) attend_rows<4, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 4;
-    else if (rows >= 2) attend_rows<2, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 2;
-    else attend_rows<1, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 1;
-    for (; r + 4 <= rows; r += 4) attend_rows<4, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
-    for (; r + 2 <= rows; r += 2) attend_rows<2, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+    if (rows >= 4)
+      attend_rows<4, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 4;
+    else if (rows >= 2)
+      attend_rows<2, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 2;
+    else
+      attend_rows<1, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 1;
+    for (; r + 4 <= rows; r += 4)
+      attend_rows<4, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+    for (; r + 2 <= rows; r += 2)
+      attend_rows<2, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
     if (r < rows) attend_rows<1, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
   }
   template <int R, bool Ahead, class Rows>  // Ahead: fetch the following tile on the way
-  void attend_rows(const Tile& t, int64_t r, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys,
-                   const Rows& values, State s, float* p, float* alpha) const {
+  void attend_rows(const Tile& t, int64_t r, int64_t at, int64_t tokens, int64_t whole, const float* q,
+                   const Rows& keys, const Rows& values, State s, float* p, float* alpha) const {
     constexpr int B = kLanes / R;
     for (int64_t i = 0; i < whole; i += B) {
       if constexpr (Ahead)
@@ -224,9 +240,10 @@ struct Core {
     accumulate_rows<R, Ahead>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
   }
 
-  // Scores of one row for a tile of keys become weights; keys that the row does not see weigh exactly 0, and a tile without any
-  // changes nothing.
-  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, State s, float* p, float* alpha) const {
+  // Scores of one row for a tile of keys become weights; keys that the row does not see weigh exactly 0, and
+  // a tile without any changes nothing.
+  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, State s, float* p,
+                   float* alpha) const {
     const int64_t own = t.first + r / t.heads;
     const int32_t high = int32_t(most(-1, least(own - at, kTile)));
     const int32_t low = a.window > 0 ? int32_t(most(0, least(own - a.window + 1 - at, kTile))) : 0;
@@ -326,7 +343,8 @@ struct Core {
     if (split[a.seqs] < 2 * threads) together = 1, count(start, split);
     const int64_t whole = start[a.seqs], parts = split[a.seqs];
     // Few tasks and long contexts (decode of a small batch): let the chunks of a task run at once.
-    const bool apart = threads > 1 && whole < 4 * threads && parts > whole && parts * state_floats() <= kSplitFloats;
+    const bool apart =
+        threads > 1 && whole < 4 * threads && parts > whole && parts * state_floats() <= kSplitFloats;
     const int code = apart ? run_split(start, split) : run_whole(start);
     std::free(start);
     return code;
@@ -340,7 +358,9 @@ struct Core {
     }
   }
 
-  static float* allocate(int64_t floats) { return static_cast<float*>(std::malloc(sizeof(float) * size_t(floats))); }
+  static float* allocate(int64_t floats) {
+    return static_cast<float*>(std::malloc(sizeof(float) * size_t(floats)));
+  }
 
   // Each task runs its chunks one after another.
   int run_whole(const int64_t* start) const {
@@ -351,7 +371,8 @@ struct Core {
         __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
         return;
       }
-      float *all = memory, *part = all + state_floats(), *q = part + state_floats(), *scratch = q + query_floats();
+      float *all = memory, *part = all + state_floats(), *q = part + state_floats(),
+            *scratch = q + query_floats();
       for (int64_t n = begin; n < end; ++n) {
         const int64_t sequence = find(start, a.seqs, n);
         const Tile t = tile(sequence, n - start[sequence]);
@@ -382,7 +403,8 @@ struct Core {
       }
       float *q = memory, *scratch = q + query_floats();
       for (int64_t n = begin; n < end; ++n) {
-        const int64_t sequence = find(split, a.seqs, n), count = chunks(sequence), place = n - split[sequence];
+        const int64_t sequence = find(split, a.seqs, n), count = chunks(sequence),
+                      place = n - split[sequence];
         const Tile t = tile(sequence, place / count);
         load_queries(t, q);
         run_chunk(t, place % count, q, states + n * each, scratch);
@@ -392,7 +414,8 @@ struct Core {
     if (!failed && code == GM_OK)
       code = parallel_for(start[a.seqs], 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
-          const int64_t sequence = find(start, a.seqs, n), count = chunks(sequence), task = n - start[sequence];
+          const int64_t sequence = find(start, a.seqs, n), count = chunks(sequence),
+                        task = n - start[sequence];
           const Tile t = tile(sequence, task);
           float* first = states + (split[sequence] + task * count) * each;
           for (int64_t chunk = 1; chunk < count; ++chunk) merge(t, first, first + chunk * each);

@@ -1,5 +1,6 @@
-// The arithmetic of _flash_cpu.h on a tile of keys and values: scores of a few query rows, and weighted sums of values. A row's result
-// is the same bit for bit whatever rows it is computed with, and wherever the keys and values are read from.
+// The arithmetic of _flash_cpu.h on a tile of keys and values: scores of a few query rows, and weighted sums
+// of values. A row's result is the same bit for bit whatever rows it is computed with, and wherever the keys
+// and values are read from.
 #pragma once
 #include "gm_cpu.h"
 
@@ -13,7 +14,8 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 inline float minus_infinity() { return -__builtin_inff(); }
 
-// Neighbouring lanes of a, then of b, added: log2(kLanes) rounds of it over kLanes vectors give each vector's sum in its own lane.
+// Neighbouring lanes of a, then of b, added: log2(kLanes) rounds of it over kLanes vectors give each vector's
+// sum in its own lane.
 inline vf fold(vf a, vf b) {
 #if GM_X86_AVX512
   const vf x = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -35,7 +37,8 @@ inline vf sums(vf (&v)[kLanes]) {
   return v[0];
 }
 
-// Scores of R query rows (dk floats apart) against B keys, R * B = kLanes, row by row in the lanes. R > 1 widens each key once for R rows.
+// Scores of R query rows (dk floats apart) against B keys, R * B = kLanes, row by row in the lanes. R > 1
+// widens each key once for R rows.
 template <int R, class Keys>
 inline vf dot_rows(const float* q, const Keys& keys, int64_t first, int64_t dk) {
   constexpr int B = kLanes / R;
@@ -65,7 +68,8 @@ template <class T>
 struct InPlace {
   const T *rows[kTile], *next[kTile];  // and those of the tile that follows
   vf at(int64_t i, int64_t d) const { return load(rows[i] + d); }
-  // Elements [d, d + n) of the following tile's row i. Asked for bit by bit: a core waits when too many lines are on their way.
+  // Elements [d, d + n) of the following tile's row i. Asked for bit by bit: a core waits when too many lines
+  // are on their way.
   void fetch(int64_t i, int64_t d, int64_t n) const {
     for (int64_t end = d + n; d < end; d += int64_t(64 / sizeof(T))) __builtin_prefetch(next[i] + d);
   }
@@ -73,7 +77,8 @@ struct InPlace {
 
 // acc[R rows][N vectors] = acc * alpha + p * values, tokens in order.
 template <int R, int N, bool Ahead, class Values>
-inline void accumulate(float* acc, const float* alpha, const float* p, const Values& values, int64_t tokens, int64_t width, int64_t d) {
+inline void accumulate(float* acc, const float* alpha, const float* p, const Values& values, int64_t tokens,
+                       int64_t width, int64_t d) {
   vf sum[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -98,10 +103,12 @@ inline void accumulate(float* acc, const float* alpha, const float* p, const Val
 }
 
 template <int R, bool Ahead, class Values>
-inline void accumulate_rows(float* acc, const float* alpha, const float* p, const Values& values, int64_t tokens, int64_t width) {
+inline void accumulate_rows(float* acc, const float* alpha, const float* p, const Values& values,
+                            int64_t tokens, int64_t width) {
   constexpr int N = kLanes == 16 ? 4 : 2;
   int64_t d = 0;
-  for (; d + N * kLanes <= width; d += N * kLanes) accumulate<R, N, Ahead>(acc, alpha, p, values, tokens, width, d);
+  for (; d + N * kLanes <= width; d += N * kLanes)
+    accumulate<R, N, Ahead>(acc, alpha, p, values, tokens, width, d);
   for (; d < width; d += kLanes) accumulate<R, 1, Ahead>(acc, alpha, p, values, tokens, width, d);
 }
 

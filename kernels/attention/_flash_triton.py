@@ -31,13 +31,50 @@ def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
 
 @triton.jit
 def flash_kernel(
-    q, k, v, out, lse, sinks, table, query_start, seq_lens, context_start, parts, parts_lse,
-    seqs, tokens, heads, scale, window, part_length,
-    table_stride, q_token, q_head, out_token, out_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
-    GROUP: tl.constexpr, HEAD_TILES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sinks,
+    table,
+    query_start,
+    seq_lens,
+    context_start,
+    parts,
+    parts_lse,
+    seqs,
+    tokens,
+    heads,
+    scale,
+    window,
+    part_length,
+    table_stride,
+    q_token,
+    q_head,
+    out_token,
+    out_head,
+    k_block,
+    k_slot,
+    k_head,
+    v_block,
+    v_slot,
+    v_head,
+    GROUP: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     HEADS: tl.constexpr = (GROUP + HEAD_TILES - 1) // HEAD_TILES
     TILE_Q: tl.constexpr = BLOCK_M // HEADS
     tile = tl.program_id(0)
@@ -82,14 +119,18 @@ def flash_kernel(
             position = at + tl.arange(0, BLOCK_N)
             there = (position < end) & (position >= low)
             if PAGED:
-                block = tl.load(table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0)
+                block = tl.load(
+                    table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0
+                )
                 k_row = block.to(tl.int64) * k_block + (position % BLOCK_SIZE) * k_slot
                 v_row = block.to(tl.int64) * v_block + (position % BLOCK_SIZE) * v_slot
             else:
                 slot = (tl.load(context_start + sequence) + position).to(tl.int64)
                 k_row = slot * k_slot
                 v_row = slot * v_slot
-            keys = tl.load(k + k_row[None, :] + dk[:, None], mask=there[None, :] & (dk < DK)[:, None], other=0.0)
+            keys = tl.load(
+                k + k_row[None, :] + dk[:, None], mask=there[None, :] & (dk < DK)[:, None], other=0.0
+            )
             scores = tl.dot(queries, keys, input_precision="ieee") * (scale * LOG2E)
             seen = there[None, :] & (position[None, :] <= own[:, None])
             if WINDOW:
@@ -100,14 +141,20 @@ def flash_kernel(
             alpha = tl.exp2(top - base)
             weights = tl.exp2(scores - base[:, None])
             total = total * alpha + tl.sum(weights, 1)
-            values = tl.load(v + v_row[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+            values = tl.load(
+                v + v_row[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
+            )
             acc = acc * alpha[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             top = now
 
         if SPLIT:
             place = (part.to(tl.int64) * tokens + token) * heads + head
             safe = tl.where(total > 0, total, 1.0)
-            tl.store(parts + place[:, None] * DV + dv[None, :], acc / safe[:, None], mask=live[:, None] & (dv < DV)[None, :])
+            tl.store(
+                parts + place[:, None] * DV + dv[None, :],
+                acc / safe[:, None],
+                mask=live[:, None] & (dv < DV)[None, :],
+            )
             tl.store(parts_lse + place, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
         else:
             if SINKS:
@@ -120,7 +167,11 @@ def flash_kernel(
                 top = now
             safe = tl.where(total > 0, total, 1.0)
             out_at = out + token[:, None] * out_token + head[:, None] * out_head + dv[None, :]
-            tl.store(out_at, (acc / safe[:, None]).to(out.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
+            tl.store(
+                out_at,
+                (acc / safe[:, None]).to(out.dtype.element_ty),
+                mask=live[:, None] & (dv < DV)[None, :],
+            )
             if LSE:
                 stated = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
                 tl.store(lse + token * heads + head, stated, mask=live)
@@ -128,9 +179,21 @@ def flash_kernel(
 
 @triton.jit
 def merge_kernel(
-    out, lse, sinks, parts, parts_lse, tokens, heads, count, out_token, out_head,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    sinks,
+    parts,
+    parts_lse,
+    tokens,
+    heads,
+    count,
+    out_token,
+    out_head,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+):
     """out[token, head] = the parts' results weighted by their log-sum-exp, and by the sink's."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -158,6 +221,8 @@ def merge_kernel(
         acc = acc * alpha
         top = now
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(out + token * out_token + head * out_head + dv, (acc / safe).to(out.dtype.element_ty), mask=dv < DV)
+    tl.store(
+        out + token * out_token + head * out_head + dv, (acc / safe).to(out.dtype.element_ty), mask=dv < DV
+    )
     if LSE:
         tl.store(lse + token * heads + head, tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf")))

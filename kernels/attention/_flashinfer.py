@@ -33,7 +33,9 @@ class Planned:
             self.tensors = ()
             return True
         versions = tuple(tensor._version for tensor in tensors)
-        same = len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True))
+        same = len(tensors) == len(self.tensors) and all(
+            a is b for a, b in zip(tensors, self.tensors, strict=True)
+        )
         if same and versions == self.versions and bounds == self.bounds:
             return False
         self.tensors, self.versions, self.bounds = tensors, versions, bounds
@@ -58,13 +60,31 @@ def _pages(block_table: Any, seq_lens: Any, block_size: int) -> tuple[Any, Any, 
     indptr[1:] = counts.cumsum(0)
     inside = torch.arange(block_table.shape[1])[None] < counts[:, None]
     indices = block_table[inside.to(block_table.device)]
-    return indptr, indices, torch.where(contexts > 0, (contexts - 1) % block_size + 1, 0).to(torch.int32), contexts
+    return (
+        indptr,
+        indices,
+        torch.where(contexts > 0, (contexts - 1) % block_size + 1, 0).to(torch.int32),
+        contexts,
+    )
 
 
 def launch_paged(
-    config: Config, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
-    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. One new token everywhere runs the decode
     wrapper, any other step the prefill wrapper."""
     tokens, heads, dim = q.shape
@@ -74,27 +94,54 @@ def launch_paged(
     decode = max_q == 1 and tokens == seq_lens.shape[0]
     static = (heads, kv_heads, dim, block_size, q.dtype, window, scale)
     if decode:
-        planned = _planned("decode", q.device, static, lambda space: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            space, "NHD", use_tensor_cores=heads // kv_heads >= 4))  # fmt: skip
+        planned = _planned(
+            "decode",
+            q.device,
+            static,
+            lambda space: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                space, "NHD", use_tensor_cores=heads // kv_heads >= 4
+            ),
+        )
     else:
-        planned = _planned("prefill", q.device, static,
-                           lambda space: flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD"))  # fmt: skip
+        planned = _planned(
+            "prefill",
+            q.device,
+            static,
+            lambda space: flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD"),
+        )
     if planned.stale((block_table, query_start, seq_lens), (tokens,)):
         indptr, indices, last, _ = _pages(block_table, seq_lens, block_size)
-        shared = {"sm_scale": scale, "window_left": window - 1 if window > 0 else -1, "q_data_type": q.dtype,
-                  "kv_data_type": k_cache.dtype}  # fmt: skip
+        shared = {
+            "sm_scale": scale,
+            "window_left": window - 1 if window > 0 else -1,
+            "q_data_type": q.dtype,
+            "kv_data_type": k_cache.dtype,
+        }
         if decode:
             planned.wrapper.plan(indptr, indices, last, heads, kv_heads, dim, block_size, **shared)
         else:
             starts = query_start.cpu()
-            planned.wrapper.plan(starts, indptr, indices, last, heads, kv_heads, dim, block_size, causal=True, **shared)
+            planned.wrapper.plan(
+                starts, indptr, indices, last, heads, kv_heads, dim, block_size, causal=True, **shared
+            )
     _run(planned.wrapper, (q, (k_cache, v_cache)), out, lse)
 
 
 def launch_mla(
-    config: Config, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
     tokens, heads, dim = q.shape
     if tokens == 0:
@@ -105,9 +152,19 @@ def launch_mla(
     if planned.stale((block_table, query_start, seq_lens), (tokens,)):
         indptr, indices, _, contexts = _pages(block_table, seq_lens, block_size)
         planned.wrapper.plan(
-            query_start.cpu(), indptr, indices, contexts, heads, latent_dim, dim - latent_dim, block_size, True, scale,
-            q.dtype, cache.dtype,
-        )  # fmt: skip
+            query_start.cpu(),
+            indptr,
+            indices,
+            contexts,
+            heads,
+            latent_dim,
+            dim - latent_dim,
+            block_size,
+            True,
+            scale,
+            q.dtype,
+            cache.dtype,
+        )
     parts = (q[..., :latent_dim], q[..., latent_dim:], cache[..., :latent_dim], cache[..., latent_dim:])
     _run(planned.wrapper, parts, out, lse)
 

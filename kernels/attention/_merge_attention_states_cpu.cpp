@@ -1,4 +1,5 @@
-// Two partial attentions into one by their natural log-sum-exps: out = (e^p A + e^q B) / (e^p + e^q), lse = ln(e^p + e^q).
+// Two partial attentions into one by their natural log-sum-exps: out = (e^p A + e^q B) / (e^p + e^q), lse =
+// ln(e^p + e^q).
 #include <cmath>
 
 #include "gm_cpu.h"
@@ -31,15 +32,15 @@ void merge_row(const T* a, float p, const T* b, float q, T* out, float* lse, int
 }  // namespace
 
 // a, b, out [rows, size] of one dtype; a_lse, b_lse, lse [rows]; all contiguous. out may be a or b.
-GM_KERNEL(gm_merge_attention_states)(const void* a, const float* a_lse, const void* b, const float* b_lse, void* out, float* lse,
-                                     int64_t rows, int64_t size, int dtype) {
+GM_KERNEL(gm_merge_attention_states)(const void* a, const float* a_lse, const void* b, const float* b_lse,
+                                     void* out, float* lse, int64_t rows, int64_t size, int dtype) {
   if (rows < 0 || size < 1) return GM_E_SHAPE;
   GM_DISPATCH_FLOAT(dtype, T, {
     const int64_t grain = 16384 / size + 1;
     return gm::parallel_for(rows, grain, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        merge_row(static_cast<const T*>(a) + r * size, a_lse[r], static_cast<const T*>(b) + r * size, b_lse[r],
-                  static_cast<T*>(out) + r * size, lse + r, size);
+        merge_row(static_cast<const T*>(a) + r * size, a_lse[r], static_cast<const T*>(b) + r * size,
+                  b_lse[r], static_cast<T*>(out) + r * size, lse + r, size);
     });
   })
 }

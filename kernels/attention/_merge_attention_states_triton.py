@@ -31,7 +31,9 @@ def merge_attention_states_kernel(
     # An empty partial (lse -inf) is not read at all: it may hold anything.
     x = tl.load(a + place, mask=inside & (left != float("-inf"))[:, None], other=0.0).to(tl.float32)
     y = tl.load(b + place, mask=inside & (right != float("-inf"))[:, None], other=0.0).to(tl.float32)
-    merged = (x * left_weight[:, None] + y * right_weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
+    merged = (x * left_weight[:, None] + y * right_weight[:, None]) / tl.where(total == 0.0, 1.0, total)[
+        :, None
+    ]
     tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
 
 
@@ -41,12 +43,37 @@ def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse
     count, rows = tokens * heads, config["rows"]
     if count:
         merge_attention_states_kernel[(-(-count // rows),)](
-            a, a_lse, b, b_lse, out, lse, count, D=d, BLOCK=triton.next_power_of_2(d), ROWS=rows,
+            a,
+            a_lse,
+            b,
+            b_lse,
+            out,
+            lse,
+            count,
+            D=d,
+            BLOCK=triton.next_power_of_2(d),
+            ROWS=rows,
             num_warps=config["warps"],
-        )  # fmt: skip
+        )
 
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: heads of 128 in bf16."""
-    signature = {"a": "*bf16", "a_lse": "*fp32", "b": "*bf16", "b_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "count": "i32"}
-    return [AotCase("d128", merge_attention_states_kernel, signature, {"D": 128, "BLOCK": 128, "ROWS": 8}, {"num_warps": 4})]
+    signature = {
+        "a": "*bf16",
+        "a_lse": "*fp32",
+        "b": "*bf16",
+        "b_lse": "*fp32",
+        "out": "*bf16",
+        "lse": "*fp32",
+        "count": "i32",
+    }
+    return [
+        AotCase(
+            "d128",
+            merge_attention_states_kernel,
+            signature,
+            {"D": 128, "BLOCK": 128, "ROWS": 8},
+            {"num_warps": 4},
+        )
+    ]

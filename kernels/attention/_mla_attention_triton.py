@@ -28,13 +28,38 @@ from gristmill.kernels.attention.tiles import (
 
 @triton.jit
 def mla_kernel(
-    q, cache, out, lse, table, query_start, seq_lens, parts, parts_lse,
-    seqs, tokens, heads, scale, part_length,
-    table_stride, q_token, q_head, out_token, out_head, c_block, c_slot,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LSE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+    q,
+    cache,
+    out,
+    lse,
+    table,
+    query_start,
+    seq_lens,
+    parts,
+    parts_lse,
+    seqs,
+    tokens,
+    heads,
+    scale,
+    part_length,
+    table_stride,
+    q_token,
+    q_head,
+    out_token,
+    out_head,
+    c_block,
+    c_slot,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     TILE_Q: tl.constexpr = BLOCK_M // HEADS
     tile = tl.program_id(0)
     sequence = find_sequence(query_start, seqs, tile, TILE_Q)
@@ -53,8 +78,12 @@ def mla_kernel(
         latent = tl.arange(0, BLOCK_LATENT)
         rope = tl.arange(0, BLOCK_ROPE)
         q_row = q + token[:, None] * q_token + head[:, None] * q_head
-        q_latent = tl.load(q_row + latent[None, :], mask=live[:, None] & (latent < LATENT)[None, :], other=0.0)
-        q_rope = tl.load(q_row + LATENT + rope[None, :], mask=live[:, None] & (rope < ROPE)[None, :], other=0.0)
+        q_latent = tl.load(
+            q_row + latent[None, :], mask=live[:, None] & (latent < LATENT)[None, :], other=0.0
+        )
+        q_rope = tl.load(
+            q_row + LATENT + rope[None, :], mask=live[:, None] & (rope < ROPE)[None, :], other=0.0
+        )
 
         low = 0
         end = tl.minimum(context, first + TILE_Q)
@@ -68,10 +97,16 @@ def mla_kernel(
         for at in range(low, end, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N)
             there = position < end
-            block = tl.load(table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0)
+            block = tl.load(
+                table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0
+            )
             row = cache + block.to(tl.int64) * c_block + (position % BLOCK_SIZE) * c_slot
-            values = tl.load(row[:, None] + latent[None, :], mask=there[:, None] & (latent < LATENT)[None, :], other=0.0)
-            turned = tl.load(row[:, None] + LATENT + rope[None, :], mask=there[:, None] & (rope < ROPE)[None, :], other=0.0)
+            values = tl.load(
+                row[:, None] + latent[None, :], mask=there[:, None] & (latent < LATENT)[None, :], other=0.0
+            )
+            turned = tl.load(
+                row[:, None] + LATENT + rope[None, :], mask=there[:, None] & (rope < ROPE)[None, :], other=0.0
+            )
             scores = tl.dot(q_latent, tl.trans(values), input_precision="ieee")
             scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision="ieee") * (scale * LOG2E)
             seen = there[None, :] & (position[None, :] <= own[:, None])
@@ -99,9 +134,20 @@ def mla_kernel(
 
 
 def launch(
-    config: Config, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]; programs > 0 in the config splits contexts.
 
     How many parts there are follows from host-known bounds, so a captured graph replays what was captured.
@@ -120,35 +166,89 @@ def launch(
         parts, parts_lse = scratch(workspace, splits * tokens * heads, latent_dim, q.device)
     stated = out if lse is None else lse
     mla_kernel[(tiles, head_tiles, splits)](
-        q, cache, out, stated, block_table, query_start, seq_lens, parts, parts_lse,
-        seqs, tokens, heads, scale, part_length(max_ctx, splits, config["n"]),
-        block_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1), cache.stride(0), cache.stride(1),
-        HEADS=-(-heads // head_tiles), BLOCK_SIZE=cache.shape[1], LATENT=latent_dim, ROPE=rope,
-        BLOCK_LATENT=power_of_two(latent_dim), BLOCK_ROPE=power_of_two(max(rope, 1)), BLOCK_M=rows, BLOCK_N=config["n"],
-        LSE=lse is not None, SPLIT=splits > 1, num_warps=config["warps"], num_stages=config["stages"],
-    )  # fmt: skip
+        q,
+        cache,
+        out,
+        stated,
+        block_table,
+        query_start,
+        seq_lens,
+        parts,
+        parts_lse,
+        seqs,
+        tokens,
+        heads,
+        scale,
+        part_length(max_ctx, splits, config["n"]),
+        block_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        HEADS=-(-heads // head_tiles),
+        BLOCK_SIZE=cache.shape[1],
+        LATENT=latent_dim,
+        ROPE=rope,
+        BLOCK_LATENT=power_of_two(latent_dim),
+        BLOCK_ROPE=power_of_two(max(rope, 1)),
+        BLOCK_M=rows,
+        BLOCK_N=config["n"],
+        LSE=lse is not None,
+        SPLIT=splits > 1,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
     if splits > 1:
         merge_kernel[(tokens, heads)](
-            out, stated, out, parts, parts_lse, tokens, heads, splits, out.stride(0), out.stride(1),
-            DV=latent_dim, BLOCK_DV=power_of_two(latent_dim), SINKS=False, LSE=lse is not None, num_warps=4,
-        )  # fmt: skip
+            out,
+            stated,
+            out,
+            parts,
+            parts_lse,
+            tokens,
+            heads,
+            splits,
+            out.stride(0),
+            out.stride(1),
+            DV=latent_dim,
+            BLOCK_DV=power_of_two(latent_dim),
+            SINKS=False,
+            LSE=lse is not None,
+            num_warps=4,
+        )
 
 
 SIGNATURE = {
-    **dict.fromkeys(("q", "cache", "out"), "*bf16"), "lse": "*fp32",
-    **dict.fromkeys(("table", "query_start", "seq_lens"), "*i32"), **dict.fromkeys(("parts", "parts_lse"), "*fp32"),
-    **dict.fromkeys(("seqs", "tokens", "heads"), "i32"), "scale": "fp32",
-    **dict.fromkeys(("part_length", "table_stride", "q_token", "q_head", "out_token", "out_head", "c_block", "c_slot"), "i32"),
-}  # fmt: skip
+    **dict.fromkeys(("q", "cache", "out"), "*bf16"),
+    "lse": "*fp32",
+    **dict.fromkeys(("table", "query_start", "seq_lens"), "*i32"),
+    **dict.fromkeys(("parts", "parts_lse"), "*fp32"),
+    **dict.fromkeys(("seqs", "tokens", "heads"), "i32"),
+    "scale": "fp32",
+    **dict.fromkeys(
+        ("part_length", "table_stride", "q_token", "q_head", "out_token", "out_head", "c_block", "c_slot"),
+        "i32",
+    ),
+}
 ALIGNED = ("q", "cache", "out", "parts", "q_token", "q_head", "out_token", "out_head", "c_block", "c_slot")
 
 
 def _case(name: str, target: Target, rows: int, split: bool) -> AotCase:
     config = mla_config(512, 64, "bf16", rows, target)
     constants = {
-        "HEADS": rows, "BLOCK_SIZE": 64, "LATENT": 512, "ROPE": 64, "BLOCK_LATENT": 512, "BLOCK_ROPE": 64, "BLOCK_M": rows,
-        "BLOCK_N": config["n"], "LSE": True, "SPLIT": split,
-    }  # fmt: skip
+        "HEADS": rows,
+        "BLOCK_SIZE": 64,
+        "LATENT": 512,
+        "ROPE": 64,
+        "BLOCK_LATENT": 512,
+        "BLOCK_ROPE": 64,
+        "BLOCK_M": rows,
+        "BLOCK_N": config["n"],
+        "LSE": True,
+        "SPLIT": split,
+    }
     options = {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
     return AotCase(name, mla_kernel, SIGNATURE, constants, options, ALIGNED, matrix_product(target, rows))
 

@@ -10,13 +10,34 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.attention._flash_triton import flash_kernel, merge_kernel
-from gristmill.kernels.attention.tiles import packing, part_length, power_of_two, split_count, tile_bound, tile_config
+from gristmill.kernels.attention.tiles import (
+    packing,
+    part_length,
+    power_of_two,
+    split_count,
+    tile_bound,
+    tile_config,
+)
 
 
 def launch(
-    config: Config, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
-    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any, splits: int = 1,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+    splits: int = 1,
+) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
     tokens, heads, dim = q.shape
     if tokens == 0:
@@ -32,25 +53,83 @@ def launch(
     sinks, lse = out if sinks is None else sinks, out if lse is None else lse
     grid = (tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, splits)
     flash_kernel[grid](
-        q, k_cache, v_cache, out, lse, sinks, block_table, query_start, seq_lens, seq_lens, parts, parts_lse,
-        seqs, tokens, heads, scale, window, part_length(reach(max_q, max_ctx, window), splits, config["n"]),
-        block_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1), *k_cache.stride()[:3],
+        q,
+        k_cache,
+        v_cache,
+        out,
+        lse,
+        sinks,
+        block_table,
+        query_start,
+        seq_lens,
+        seq_lens,
+        parts,
+        parts_lse,
+        seqs,
+        tokens,
+        heads,
+        scale,
+        window,
+        part_length(reach(max_q, max_ctx, window), splits, config["n"]),
+        block_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        *k_cache.stride()[:3],
         *v_cache.stride()[:3],
-        GROUP=heads // kv_heads, HEAD_TILES=head_tiles, BLOCK_SIZE=block_size, DK=dim, DV=dim,
-        BLOCK_DK=power_of_two(dim), BLOCK_DV=power_of_two(dim), BLOCK_M=rows, BLOCK_N=config["n"],
-        PAGED=True, WINDOW=window > 0, SPLIT=splits > 1, **flags, num_warps=config["warps"], num_stages=config["stages"],
-    )  # fmt: skip
+        GROUP=heads // kv_heads,
+        HEAD_TILES=head_tiles,
+        BLOCK_SIZE=block_size,
+        DK=dim,
+        DV=dim,
+        BLOCK_DK=power_of_two(dim),
+        BLOCK_DV=power_of_two(dim),
+        BLOCK_M=rows,
+        BLOCK_N=config["n"],
+        PAGED=True,
+        WINDOW=window > 0,
+        SPLIT=splits > 1,
+        **flags,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
     if splits > 1:
         merge_kernel[(tokens, heads)](
-            out, lse, sinks, parts, parts_lse, tokens, heads, splits, out.stride(0), out.stride(1),
-            DV=dim, BLOCK_DV=power_of_two(dim), **flags, num_warps=1 if dim <= 128 else 4,
-        )  # fmt: skip
+            out,
+            lse,
+            sinks,
+            parts,
+            parts_lse,
+            tokens,
+            heads,
+            splits,
+            out.stride(0),
+            out.stride(1),
+            DV=dim,
+            BLOCK_DV=power_of_two(dim),
+            **flags,
+            num_warps=1 if dim <= 128 else 4,
+        )
 
 
 def launch_split(
-    config: Config, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
-    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """As `launch`; decode batches run in small tiles with the context split when there are few of them.
 
     What is chosen follows from host-known bounds, so a captured graph replays what was captured.
@@ -59,14 +138,47 @@ def launch_split(
     group, rows = q.shape[1] // kv_heads, config["decode_m"]
     few = max_q * group <= rows or max_q == 1
     if not few:
-        launch(config, q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse,
-               workspace, out)  # fmt: skip
+        launch(
+            config,
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            query_start,
+            seq_lens,
+            max_q,
+            max_ctx,
+            scale,
+            window,
+            sinks,
+            lse,
+            workspace,
+            out,
+        )
         return
     small = {"m": rows, "n": config["decode_n"], "warps": config["decode_warps"], "stages": config["stages"]}
     head_tiles, _ = packing(group, rows)
-    splits = split_count(seq_lens.shape[0] * kv_heads * head_tiles, config["programs"], reach(max_q, max_ctx, window))
-    launch(small, q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse,
-           workspace, out, splits=splits)  # fmt: skip
+    splits = split_count(
+        seq_lens.shape[0] * kv_heads * head_tiles, config["programs"], reach(max_q, max_ctx, window)
+    )
+    launch(
+        small,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        max_q,
+        max_ctx,
+        scale,
+        window,
+        sinks,
+        lse,
+        workspace,
+        out,
+        splits=splits,
+    )
 
 
 def reach(max_q: int, max_ctx: int, window: int) -> int:
@@ -84,7 +196,9 @@ def scratch(workspace: Any, rows: int, dim: int, device: Any) -> tuple[Any, Any]
         space = torch.empty(floats, dtype=torch.float32, device=device)
     else:
         if workspace.numel() * workspace.element_size() < floats * 4:
-            raise ValueError(f"attention needs a workspace of {floats * 4} bytes here, got {workspace.numel() * workspace.element_size()}")
+            raise ValueError(
+                f"attention needs a workspace of {floats * 4} bytes here, got {workspace.numel() * workspace.element_size()}"
+            )
         space = workspace.view(torch.uint8)[: floats * 4].view(torch.float32)
     return space[: rows * dim], space[rows * dim :]
 
@@ -96,28 +210,68 @@ SIGNATURE = {
     **dict.fromkeys(("parts", "parts_lse"), "*fp32"),
     **dict.fromkeys(("seqs", "tokens", "heads"), "i32"),
     "scale": "fp32",
-    **dict.fromkeys(("window", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"), "i32"),
+    **dict.fromkeys(
+        ("window", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"), "i32"
+    ),
     **dict.fromkeys(("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head"), "i32"),
 }
-ALIGNED = ("q", "k", "v", "out", "lse", "parts", "q_token", "q_head", "out_token", "out_head", "k_block", "k_slot", "k_head",
-           "v_block", "v_slot", "v_head")  # fmt: skip
+ALIGNED = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "parts",
+    "q_token",
+    "q_head",
+    "out_token",
+    "out_head",
+    "k_block",
+    "k_slot",
+    "k_head",
+    "v_block",
+    "v_slot",
+    "v_head",
+)
 MERGE_SIGNATURE = {
-    "out": "*bf16", **dict.fromkeys(("lse", "sinks", "parts", "parts_lse"), "*fp32"),
+    "out": "*bf16",
+    **dict.fromkeys(("lse", "sinks", "parts", "parts_lse"), "*fp32"),
     **dict.fromkeys(("tokens", "heads", "count", "out_token", "out_head"), "i32"),
-}  # fmt: skip
+}
 
 
 def flash_case(
-    name: str, target: Target, rows: int, dk: int, dv: int, group: int = 4, dtype: str = "bf16", paged: bool = True,
-    window: bool = False, sinks: bool = False, lse: bool = False, split: bool = False,
-) -> AotCase:  # fmt: skip
+    name: str,
+    target: Target,
+    rows: int,
+    dk: int,
+    dv: int,
+    group: int = 4,
+    dtype: str = "bf16",
+    paged: bool = True,
+    window: bool = False,
+    sinks: bool = False,
+    lse: bool = False,
+    split: bool = False,
+) -> AotCase:
     """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`."""
     config = tile_config(dk, dv, dtype, rows, target)
     constants = {
-        "GROUP": group, "HEAD_TILES": packing(group, rows)[0], "BLOCK_SIZE": 16, "DK": dk, "DV": dv,
-        "BLOCK_DK": power_of_two(dk), "BLOCK_DV": power_of_two(dv), "BLOCK_M": rows, "BLOCK_N": config["n"], "PAGED": paged,
-        "WINDOW": window, "SINKS": sinks, "LSE": lse, "SPLIT": split,
-    }  # fmt: skip
+        "GROUP": group,
+        "HEAD_TILES": packing(group, rows)[0],
+        "BLOCK_SIZE": 16,
+        "DK": dk,
+        "DV": dv,
+        "BLOCK_DK": power_of_two(dk),
+        "BLOCK_DV": power_of_two(dv),
+        "BLOCK_M": rows,
+        "BLOCK_N": config["n"],
+        "PAGED": paged,
+        "WINDOW": window,
+        "SINKS": sinks,
+        "LSE": lse,
+        "SPLIT": split,
+    }
     signature = SIGNATURE | dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     options = {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
     promises = () if dtype == "fp32" else matrix_product(target, rows)
@@ -143,4 +297,3 @@ def aot_split(target: Target) -> list[AotCase]:
         flash_case("prefill_d128", target, 128, 128, 128, 4),
         AotCase("merge", merge_kernel, MERGE_SIGNATURE, merge, {"num_warps": 1}, ("out", "lse", "parts")),
     ]
-

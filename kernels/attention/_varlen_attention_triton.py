@@ -13,9 +13,18 @@ from gristmill.kernels.attention.tiles import packing, power_of_two, tile_bound
 
 
 def launch(
-    config: Config, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
-    lse: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    k: Any,
+    v: Any,
+    query_start: Any,
+    context_start: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Any,
+    out: Any,
+) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
     tokens, heads, dk = q.shape
     if tokens == 0:
@@ -25,14 +34,52 @@ def launch(
     seqs = query_start.shape[0] - 1
     stated = out if lse is None else lse
     flash_kernel[(tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, 1)](
-        q, k, v, out, stated, out, context_start, query_start, context_start, context_start, out, out,
-        seqs, tokens, heads, scale, 0, 0, 0, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        0, k.stride(0), k.stride(1), 0, v.stride(0), v.stride(1),
-        GROUP=heads // kv_heads, HEAD_TILES=head_tiles, BLOCK_SIZE=1, DK=dk, DV=dv,
-        BLOCK_DK=power_of_two(dk), BLOCK_DV=power_of_two(dv), BLOCK_M=rows, BLOCK_N=config["n"],
-        PAGED=False, WINDOW=False, SINKS=False, LSE=lse is not None, SPLIT=False,
-        num_warps=config["warps"], num_stages=config["stages"],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        stated,
+        out,
+        context_start,
+        query_start,
+        context_start,
+        context_start,
+        out,
+        out,
+        seqs,
+        tokens,
+        heads,
+        scale,
+        0,
+        0,
+        0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        0,
+        k.stride(0),
+        k.stride(1),
+        0,
+        v.stride(0),
+        v.stride(1),
+        GROUP=heads // kv_heads,
+        HEAD_TILES=head_tiles,
+        BLOCK_SIZE=1,
+        DK=dk,
+        DV=dv,
+        BLOCK_DK=power_of_two(dk),
+        BLOCK_DV=power_of_two(dv),
+        BLOCK_M=rows,
+        BLOCK_N=config["n"],
+        PAGED=False,
+        WINDOW=False,
+        SINKS=False,
+        LSE=lse is not None,
+        SPLIT=False,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
 
 
 def aot(target: Target) -> list[AotCase]:

@@ -14,9 +14,20 @@ _Sizes = c_int64 * 21
 
 
 def attend(
-    name: str, level: str, q: Any, k: Any, v: Any, block_table: Any, query_start: Any, starts: Any, scale: float, window: int,
-    sinks: Any, lse: Any, out: Any,
-) -> None:  # fmt: skip
+    name: str,
+    level: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    query_start: Any,
+    starts: Any,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    out: Any,
+) -> None:
     """k and v [blocks, block_size, kv_heads, D] with block_table and starts = seq_lens [seqs], or, without a block_table,
     [1, keys, kv_heads, D] and starts = context_start [seqs + 1]. v may begin where k does (latent attention).
 
@@ -25,13 +36,36 @@ def attend(
     blocks, block_size, kv_heads, _ = k.shape
     paged = block_table is not None
     sizes = _Sizes(
-        q.shape[0], q.shape[1], kv_heads, q.shape[2], v.shape[3], query_start.shape[0] - 1, blocks if paged else block_size,
-        max(block_size, 1), block_table.shape[1] if paged else 0, window, block_table.stride(0) if paged else 0,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), *k.stride()[:3], *v.stride()[:3],
-    )  # fmt: skip
+        q.shape[0],
+        q.shape[1],
+        kv_heads,
+        q.shape[2],
+        v.shape[3],
+        query_start.shape[0] - 1,
+        blocks if paged else block_size,
+        max(block_size, 1),
+        block_table.shape[1] if paged else 0,
+        window,
+        block_table.stride(0) if paged else 0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        *k.stride()[:3],
+        *v.stride()[:3],
+    )
     code = cpu_function("gm_attention", level, _ARGUMENTS)(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr(),
-        None if sinks is None else sinks.data_ptr(), block_table.data_ptr() if paged else None, query_start.data_ptr(),
-        starts.data_ptr(), sizes, scale, CPU_DTYPE[dtype_name(q.dtype)],
-    )  # fmt: skip
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        block_table.data_ptr() if paged else None,
+        query_start.data_ptr(),
+        starts.data_ptr(),
+        sizes,
+        scale,
+        CPU_DTYPE[dtype_name(q.dtype)],
+    )
     check(code, name)

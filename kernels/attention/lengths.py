@@ -24,7 +24,13 @@ RAGGED_AXES = (
     Axis("q_tokens", "int", "new tokens of all sequences", dynamic=True),
     Axis("seqs", "int", "sequences", dynamic=True, minimum=1),
     Axis("max_q", "int", "bound on the new tokens of one sequence", dynamic=True, minimum=1),
-    Axis("max_ctx", "int", "bound on the context of one sequence, its new tokens included", dynamic=True, minimum=1),
+    Axis(
+        "max_ctx",
+        "int",
+        "bound on the context of one sequence, its new tokens included",
+        dynamic=True,
+        minimum=1,
+    ),
     Axis("total_ctx", "int", "contexts of all sequences together", dynamic=True),
 )
 
@@ -37,7 +43,11 @@ def misfit(problem: Problem) -> str | None:
         return f"{heads} query heads do not divide among {kv_heads} KV heads"
     if any(values[axis.name] is None for axis in RAGGED_AXES):
         return None
-    tokens, seqs, most = problem.integer("q_tokens"), problem.integer("seqs"), min(problem.integer("max_q"), problem.integer("max_ctx"))
+    tokens, seqs, most = (
+        problem.integer("q_tokens"),
+        problem.integer("seqs"),
+        min(problem.integer("max_q"), problem.integer("max_ctx")),
+    )
     if tokens > seqs * most:
         return f"{tokens} new tokens do not fit in {seqs} sequences of at most {most}"
     return None
@@ -94,7 +104,11 @@ def shrunk(problem: Problem) -> Problem:
     tokens = min(tokens, seqs * max_q)
     max_ctx = max(333, max_q)
     return problem.with_values(
-        q_tokens=tokens, seqs=seqs, max_q=max_q, max_ctx=max_ctx, total_ctx=max(max_ctx, seqs * max_ctx * 2 // 3)
+        q_tokens=tokens,
+        seqs=seqs,
+        max_q=max_q,
+        max_ctx=max_ctx,
+        total_ctx=max(max_ctx, seqs * max_ctx * 2 // 3),
     )
 
 
@@ -156,7 +170,9 @@ def owned_slots(tables: Sequence[Sequence[int]], contexts: Sequence[int], block_
     parts = [torch.zeros(0, dtype=torch.int64)]
     for row, context in zip(tables, contexts, strict=True):
         position = torch.arange(context)
-        parts.append(torch.tensor(row, dtype=torch.int64)[position // block_size] * block_size + position % block_size)
+        parts.append(
+            torch.tensor(row, dtype=torch.int64)[position // block_size] * block_size + position % block_size
+        )
     return torch.cat(parts)
 
 
@@ -166,22 +182,33 @@ def check_ragged(op: str, q: Any, query_start: Any, others: Sequence[tuple[str, 
     Returns the number of sequences. TypeError or ValueError says what came instead.
     """
     seqs = query_start.shape[0] - 1 if query_start.dim() == 1 else -1
-    need(seqs >= 1, f"{op}: query_start must be [seqs + 1] with at least one sequence, got {tuple(query_start.shape)}")
+    need(
+        seqs >= 1,
+        f"{op}: query_start must be [seqs + 1] with at least one sequence, got {tuple(query_start.shape)}",
+    )
     for name, tensor in (("query_start", query_start), *others):
         if str(tensor.dtype) != "torch.int32":
             raise TypeError(f"{op}: {name} must be int32, got {tensor.dtype}")
         need(tensor.device == q.device, f"{op}: {name} is on {tensor.device}, q on {q.device}")
-        need(tensor.stride(-1) == 1 or tensor.shape[-1] <= 1, f"{op}: the last dimension of {name} must be contiguous")
+        need(
+            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
+            f"{op}: the last dimension of {name} must be contiguous",
+        )
         if name != "query_start":
-            need(tensor.shape[0] == seqs, f"{op}: {name} has {tensor.shape[0]} rows, query_start has {seqs} sequences")
+            need(
+                tensor.shape[0] == seqs,
+                f"{op}: {name} has {tensor.shape[0]} rows, query_start has {seqs} sequences",
+            )
     return int(seqs)
 
 
 def check_heads(op: str, name: str, x: Any, dims: int) -> None:
     """x has `dims` dimensions and a contiguous last one; ValueError says what came instead."""
     need(x.dim() == dims, f"{op}: {name} must have {dims} dimensions, got {tuple(x.shape)}")
-    need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{op}: the last dimension of {name} must be contiguous, "
-         f"got strides {tuple(x.stride())}")  # fmt: skip
+    need(
+        x.stride(-1) == 1 or x.shape[-1] == 1,
+        f"{op}: the last dimension of {name} must be contiguous, got strides {tuple(x.stride())}",
+    )
 
 
 def check_stated(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
@@ -190,8 +217,10 @@ def check_stated(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> 
         return
     if str(x.dtype) != "torch.float32":
         raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
-    need(tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
-         f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}")  # fmt: skip
+    need(
+        tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
+        f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}",
+    )
 
 
 def attention_error(limits: tuple[float, float], outputs: Sequence[Any], references: Sequence[Any]) -> float:
@@ -207,9 +236,13 @@ def attention_error(limits: tuple[float, float], outputs: Sequence[Any], referen
     worst = 0.0
     if out.numel():
         rms = ref.square().mean(-1, keepdim=True).sqrt()
-        delta = torch.where(out == ref, 0.0, (out - ref).abs() / torch.maximum(ref.abs(), rms).clamp_min(1e-30))
+        delta = torch.where(
+            out == ref, 0.0, (out - ref).abs() / torch.maximum(ref.abs(), rms).clamp_min(1e-30)
+        )
         worst = float(delta.max())
     if len(outputs) > 1 and outputs[1].numel():
         lse, ref = outputs[1].double(), references[1].double()
-        worst = max(worst, float(torch.where(lse == ref, 0.0, (lse - ref).abs()).max()) * limits[0] / limits[1])
+        worst = max(
+            worst, float(torch.where(lse == ref, 0.0, (lse - ref).abs()).max()) * limits[0] / limits[1]
+        )
     return math.inf if math.isnan(worst) else worst

@@ -41,12 +41,18 @@ def describe(a: Any, a_lse: Any, b: Any, b_lse: Any) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     need(a.dim() == 3, f"{NAME}: a must be [tokens, heads, head size], got {tuple(a.shape)}")
     need(b.shape == a.shape, f"{NAME}: b must have a's shape {tuple(a.shape)}, got {tuple(b.shape)}")
-    for name, tensor, dtype in (("b", b, dtype_name(a.dtype)), ("a_lse", a_lse, "fp32"), ("b_lse", b_lse, "fp32")):
+    for name, tensor, dtype in (
+        ("b", b, dtype_name(a.dtype)),
+        ("a_lse", a_lse, "fp32"),
+        ("b_lse", b_lse, "fp32"),
+    ):
         if dtype_name(tensor.dtype) != dtype:
             raise TypeError(f"{NAME}: {name} must be {dtype}, got {tensor.dtype}")
         need(tensor.device == a.device, f"{NAME}: {name} is on {tensor.device}, a on {a.device}")
-        need(name == "b" or tensor.shape == a.shape[:2],
-             f"{NAME}: {name} must be {tuple(a.shape[:2])}, got {tuple(tensor.shape)}")  # fmt: skip
+        need(
+            name == "b" or tensor.shape == a.shape[:2],
+            f"{NAME}: {name} must be {tuple(a.shape[:2])}, got {tuple(tensor.shape)}",
+        )
     for name, tensor in (("a", a), ("b", b), ("a_lse", a_lse), ("b_lse", b_lse)):
         need(tensor.is_contiguous(), f"{NAME}: {name} must be contiguous, got strides {tensor.stride()}")
     return {"t": a.shape[0], "h": a.shape[1], "d": a.shape[2], "x": dtype_name(a.dtype)}
@@ -56,15 +62,30 @@ def guard(problem: Problem, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, ls
     """Tokens of a planned call; ValueError if it is not one of `problem`."""
     shape, kind = a.shape, a.dtype
     (_, _), (_, h), (_, d), (_, x) = problem.values
-    if (len(shape) != 3 or shape[1] != h or shape[2] != d or b.shape != shape or out.shape != shape or b.dtype != kind
-            or out.dtype != kind or dtype_name(kind) != x):  # fmt: skip
-        raise ValueError(f"{NAME} planned for {problem}: got a {tuple(shape)} {kind}, b {tuple(b.shape)} {b.dtype}, "
-                         f"out {tuple(out.shape)} {out.dtype}")  # fmt: skip
+    if (
+        len(shape) != 3
+        or shape[1] != h
+        or shape[2] != d
+        or b.shape != shape
+        or out.shape != shape
+        or b.dtype != kind
+        or out.dtype != kind
+        or dtype_name(kind) != x
+    ):
+        raise ValueError(
+            f"{NAME} planned for {problem}: got a {tuple(shape)} {kind}, b {tuple(b.shape)} {b.dtype}, "
+            f"out {tuple(out.shape)} {out.dtype}"
+        )
     for tensor in (a_lse, b_lse, lse):
         if tensor.shape != shape[:2] or dtype_name(tensor.dtype) != "fp32" or not tensor.is_contiguous():
-            raise ValueError(f"{NAME}: every lse must be a contiguous fp32 {tuple(shape[:2])}, got {tuple(tensor.shape)} "
-                             f"{tensor.dtype} with strides {tensor.stride()}")  # fmt: skip
-    need(a.is_contiguous() and b.is_contiguous() and out.is_contiguous(), f"{NAME}: a, b and out must be contiguous")
+            raise ValueError(
+                f"{NAME}: every lse must be a contiguous fp32 {tuple(shape[:2])}, got {tuple(tensor.shape)} "
+                f"{tensor.dtype} with strides {tensor.stride()}"
+            )
+    need(
+        a.is_contiguous() and b.is_contiguous() and out.is_contiguous(),
+        f"{NAME}: a, b and out must be contiguous",
+    )
     return int(shape[0])
 
 
@@ -81,7 +102,9 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     t, h, d = (problem.integer(axis) for axis in ("t", "h", "d"))
     a, b = (torch.randn(t, h, d, generator=generator) for _ in range(2))
     a_lse = 5 * torch.randn(t, h, generator=generator)
-    b_lse = a_lse + torch.where(torch.rand(t, h, generator=generator) < 0.2, 40.0, 2.0) * torch.randn(t, h, generator=generator)
+    b_lse = a_lse + torch.where(torch.rand(t, h, generator=generator) < 0.2, 40.0, 2.0) * torch.randn(
+        t, h, generator=generator
+    )
     kind = torch.randint(0, 8, (t, h), generator=generator)
     for part, lse, kinds in ((a, a_lse, (0, 2)), (b, b_lse, (1, 2))):
         empty = (kind == kinds[0]) | (kind == kinds[1])
@@ -114,7 +137,9 @@ def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> fl
         return 0.0
     lse, found = references[1].double(), outputs[1].double()
     size = sum(
-        torch.where((part_lse == -math.inf)[..., None], 0.0, part.abs() * torch.exp(part_lse - lse)[..., None])
+        torch.where(
+            (part_lse == -math.inf)[..., None], 0.0, part.abs() * torch.exp(part_lse - lse)[..., None]
+        )
         for part, part_lse in ((a, a_lse), (b, b_lse))
     )
     delta = (outputs[0].double() - references[0].double()).abs()
@@ -146,8 +171,12 @@ OP = Op(
     error=error,
     bucket="t",
     examples=(
-        "t=0,h=2,d=8,x=fp32", "t=1,h=1,d=1,x=fp32", "t=7,h=3,d=33", "t=33,h=5,d=64,x=fp16", "t=17,h=8,d=128",
+        "t=0,h=2,d=8,x=fp32",
+        "t=1,h=1,d=1,x=fp32",
+        "t=7,h=3,d=33",
+        "t=33,h=5,d=64,x=fp16",
+        "t=17,h=8,d=128",
         "t=65,h=4,d=96,x=fp32",
     ),
     bench=("t=1,h=32,d=128", "t=64,h=32,d=128", "t=4096,h=32,d=128", "t=1024,h=128,d=512"),
-)  # fmt: skip
+)

@@ -17,9 +17,16 @@ def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
     tokens, heads, d = a.shape
     code = cpu_function("gm_merge_attention_states", config["level"], ARGUMENTS)(
-        a.data_ptr(), a_lse.data_ptr(), b.data_ptr(), b_lse.data_ptr(), out.data_ptr(), lse.data_ptr(), tokens * heads, d,
+        a.data_ptr(),
+        a_lse.data_ptr(),
+        b.data_ptr(),
+        b_lse.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        tokens * heads,
+        d,
         CPU_DTYPE[dtype_name(a.dtype)],
-    )  # fmt: skip
+    )
     check(code, "merge_attention_states_cpu")
 
 

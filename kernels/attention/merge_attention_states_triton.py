@@ -19,8 +19,11 @@ def config(problem: Problem, target: Target) -> Config:
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """Tiles of 512 to 4,096 elements."""
     block = 1 << (problem.integer("d") - 1).bit_length()
-    return [{"rows": rows, "warps": warps} for rows in sorted({max(1, size // block) for size in (512, 1024, 2048, 4096)})
-            for warps in (2, 4, 8)]  # fmt: skip
+    return [
+        {"rows": rows, "warps": warps}
+        for rows in sorted({max(1, size // block) for size in (512, 1024, 2048, 4096)})
+        for warps in (2, 4, 8)
+    ]
 
 
 KERNEL = Kernel(

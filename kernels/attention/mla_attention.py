@@ -30,13 +30,30 @@ from gristmill.kernels.attention.lengths import (
     table_tensor,
     visible_keys,
 )
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_plain, need_vectors, torch_dtype
+from gristmill.kernels.common import (
+    FLOATS,
+    ITEM_BYTES,
+    dtype_name,
+    need,
+    need_plain,
+    need_vectors,
+    torch_dtype,
+)
 
 
 def reference(
-    q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int, scale: float,
-    latent_dim: int = 512, lse: Any = None, workspace: Any = None,
-) -> Any:  # fmt: skip
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int = 512,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Any:
     """q [tokens, heads, latent_dim + rope], cache [blocks, block_size, latent_dim + rope], block_table int32 [seqs, max_blocks],
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, latent_dim] in q's dtype, float32 inside.
 
@@ -64,9 +81,18 @@ def reference(
 
 
 def describe(
-    q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int, scale: float,
-    latent_dim: int = 512, lse: Any = None, workspace: Any = None,
-) -> dict[str, Any]:  # fmt: skip
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int = 512,
+    lse: Any = None,
+    workspace: Any = None,
+) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     op = "mla_attention"
     check_heads(op, "q", q, 3)
@@ -77,54 +103,119 @@ def describe(
     tokens, heads, dim = q.shape
     need(cache.shape[2] == dim, f"{op}: rows of the cache have {cache.shape[2]} elements, q's heads {dim}")
     need(1 <= latent_dim <= dim, f"{op}: latent_dim must be 1 to {dim}, got {latent_dim}")
-    need(block_table.dim() == 2 and seq_lens.dim() == 1, f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
-         f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}")  # fmt: skip
+    need(
+        block_table.dim() == 2 and seq_lens.dim() == 1,
+        f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
+        f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}",
+    )
     seqs = check_ragged(op, q, query_start, (("seq_lens", seq_lens), ("block_table", block_table)))
-    need(max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}")
-    need(max_ctx <= block_table.shape[1] * cache.shape[1],
-         f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {cache.shape[1]} hold")  # fmt: skip
-    need(tokens <= seqs * max_q, f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}")
+    need(
+        max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}"
+    )
+    need(
+        max_ctx <= block_table.shape[1] * cache.shape[1],
+        f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {cache.shape[1]} hold",
+    )
+    need(
+        tokens <= seqs * max_q,
+        f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}",
+    )
     check_stated(op, "lse", lse, (tokens, heads), q)
     return {
-        "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "heads": heads, "latent_dim": latent_dim,
-        "rope_dim": dim - latent_dim, "block_size": cache.shape[1], "x": dtype_name(q.dtype), "lse": lse is not None,
-    }  # fmt: skip
+        "q_tokens": tokens,
+        "seqs": seqs,
+        "max_q": max_q,
+        "max_ctx": max_ctx,
+        "heads": heads,
+        "latent_dim": latent_dim,
+        "rope_dim": dim - latent_dim,
+        "block_size": cache.shape[1],
+        "x": dtype_name(q.dtype),
+        "lse": lse is not None,
+    }
 
 
 def guard(
-    problem: Problem, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
-) -> int:  # fmt: skip
+    problem: Problem,
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> int:
     """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
     heads, latent, rope, block_size, x, stated = (value for _, value in problem.values[5:])
     tokens, seqs = q.shape[0], seq_lens.shape[0]
-    if q.shape[1:] != (heads, latent + rope) or cache.shape[1:] != (block_size, latent + rope) or latent_dim != latent:
-        raise ValueError(f"mla_attention planned for {problem}: got q {tuple(q.shape)}, cache {tuple(cache.shape)}, "
-                         f"latent_dim {latent_dim}")  # fmt: skip
-    if out.shape != (tokens, heads, latent) or q.dtype != cache.dtype or q.dtype != out.dtype or dtype_name(q.dtype) != x:
-        raise ValueError(f"mla_attention planned for {problem}: got q {q.dtype}, cache {cache.dtype}, out {out.dtype} "
-                         f"{tuple(out.shape)}")  # fmt: skip
+    if (
+        q.shape[1:] != (heads, latent + rope)
+        or cache.shape[1:] != (block_size, latent + rope)
+        or latent_dim != latent
+    ):
+        raise ValueError(
+            f"mla_attention planned for {problem}: got q {tuple(q.shape)}, cache {tuple(cache.shape)}, "
+            f"latent_dim {latent_dim}"
+        )
+    if (
+        out.shape != (tokens, heads, latent)
+        or q.dtype != cache.dtype
+        or q.dtype != out.dtype
+        or dtype_name(q.dtype) != x
+    ):
+        raise ValueError(
+            f"mla_attention planned for {problem}: got q {q.dtype}, cache {cache.dtype}, out {out.dtype} "
+            f"{tuple(out.shape)}"
+        )
     if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
-        raise ValueError(f"mla_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}")
+        raise ValueError(
+            f"mla_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}"
+        )
     need_vectors("mla_attention", q=q, cache=cache, out=out)
     need_plain("mla_attention", "fp32", lse=lse)
     need_plain("mla_attention", "int32", query_start=query_start, seq_lens=seq_lens)
     need_table("mla_attention", block_table)
-    if query_start.shape != (seqs + 1,) or seq_lens.dim() != 1 or block_table.dim() != 2 or block_table.shape[0] != seqs:
-        raise ValueError(f"mla_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
-                         f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]")  # fmt: skip
+    if (
+        query_start.shape != (seqs + 1,)
+        or seq_lens.dim() != 1
+        or block_table.dim() != 2
+        or block_table.shape[0] != seqs
+    ):
+        raise ValueError(
+            f"mla_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
+            f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]"
+        )
     if max_ctx > block_table.shape[1] * block_size or tokens > seqs * max_q:
-        raise ValueError(f"mla_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table "
-                         f"{tuple(block_table.shape)}")  # fmt: skip
+        raise ValueError(
+            f"mla_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table "
+            f"{tuple(block_table.shape)}"
+        )
     return int(tokens)
 
 
 def like(
-    q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int, scale: float,
-    latent_dim: int = 512, lse: Any = None, workspace: Any = None,
-) -> tuple[tuple[Any, Any], ...]:  # fmt: skip
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int = 512,
+    lse: Any = None,
+    workspace: Any = None,
+) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output."""
-    need(1 <= latent_dim <= q.shape[2], f"mla_attention: latent_dim must be 1 to {q.shape[2]}, the width of q, got {latent_dim}")
+    need(
+        1 <= latent_dim <= q.shape[2],
+        f"mla_attention: latent_dim must be 1 to {q.shape[2]}, the width of q, got {latent_dim}",
+    )
     return (((*q.shape[:2], latent_dim), q.dtype),)
 
 
@@ -133,7 +224,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     queries, contexts = lengths(problem, seed)
-    tokens, heads, latent = problem.integer("q_tokens"), problem.integer("heads"), problem.integer("latent_dim")
+    tokens, heads, latent = (
+        problem.integer("q_tokens"),
+        problem.integer("heads"),
+        problem.integer("latent_dim"),
+    )
     dim, block_size = latent + problem.integer("rope_dim"), problem.integer("block_size")
     dtype, max_ctx = torch_dtype(problem.text("x")), problem.integer("max_ctx")
     generator = torch.Generator(device).manual_seed(seed)
@@ -144,22 +239,35 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     cache[slots] = torch.randn(len(slots), dim, generator=generator, device=device).to(dtype)
     lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
     return [
-        q.to(dtype), cache.view(blocks, block_size, dim), table_tensor(tables, -(-max_ctx // block_size)).to(device),
+        q.to(dtype),
+        cache.view(blocks, block_size, dim),
+        table_tensor(tables, -(-max_ctx // block_size)).to(device),
         torch.tensor(starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(contexts, dtype=torch.int32, device=device), problem.integer("max_q"), max_ctx, dim**-0.5, latent, lse, None,
-    ]  # fmt: skip
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+        problem.integer("max_q"),
+        max_ctx,
+        dim**-0.5,
+        latent,
+        lse,
+        None,
+    ]
 
 
 def cost(problem: Problem) -> Cost:
     """q and out once, every cache row once for all heads; two products for each visible pair."""
-    heads, latent, item = problem.integer("heads"), problem.integer("latent_dim"), ITEM_BYTES[problem.text("x")]
+    heads, latent, item = (
+        problem.integer("heads"),
+        problem.integer("latent_dim"),
+        ITEM_BYTES[problem.text("x")],
+    )
     dim = latent + problem.integer("rope_dim")
     read, pairs = visible_keys(problem)
     rows = problem.integer("q_tokens") * heads
     return Cost(
         bytes=(rows * (dim + latent) + read * dim) * item + (4 * rows if problem["lse"] else 0),
-        flops=2 * pairs * heads * (dim + latent), unit=problem.text("x"),
-    )  # fmt: skip
+        flops=2 * pairs * heads * (dim + latent),
+        unit=problem.text("x"),
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -179,7 +287,13 @@ OP = Op(
     axes=(
         *RAGGED_AXES,
         Axis("heads", "int", "query heads", minimum=1),
-        Axis("latent_dim", "int", "elements of the latent: the values, and the first part of the keys", default=512, minimum=1),
+        Axis(
+            "latent_dim",
+            "int",
+            "elements of the latent: the values, and the first part of the keys",
+            default=512,
+            minimum=1,
+        ),
         Axis("rope_dim", "int", "rotated elements of the keys", default=64),
         Axis("block_size", "int", "tokens of a cache block", default=64, minimum=1),
         Axis("x", "dtype", "dtype of q, the cache and the output", default="bf16", choices=FLOATS),
@@ -210,4 +324,4 @@ OP = Op(
         "q_tokens=64,seqs=64,max_q=1,max_ctx=4096,total_ctx=262144,heads=16",
         "q_tokens=64,seqs=64,max_q=1,max_ctx=4096,total_ctx=262144,heads=128",
     ),
-)  # fmt: skip
+)

@@ -11,13 +11,37 @@ from gristmill.kernels.native import best_config
 
 
 def launch(
-    config: Config, q: Any, cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, latent_dim: int, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
     rows = cache[:, :, None]
-    attend("mla_attention_cpu", config["level"], q, rows, rows[..., :latent_dim], block_table, query_start, seq_lens, scale, 0,
-           None, lse, out)  # fmt: skip
+    attend(
+        "mla_attention_cpu",
+        config["level"],
+        q,
+        rows,
+        rows[..., :latent_dim],
+        block_table,
+        query_start,
+        seq_lens,
+        scale,
+        0,
+        None,
+        lse,
+        out,
+    )
 
 
 KERNEL = Kernel(

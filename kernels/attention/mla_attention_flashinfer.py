@@ -12,7 +12,9 @@ def accepts(problem: Problem) -> str | None:
     if problem["x"] == "fp32":
         return "FlashInfer takes fp16 and bf16"
     widths = problem["latent_dim"], problem["rope_dim"]
-    return None if widths == (512, 64) else f"latent {widths[0]} and rope {widths[1]}: FlashInfer has 512 and 64"
+    return (
+        None if widths == (512, 64) else f"latent {widths[0]} and rope {widths[1]}: FlashInfer has 512 and 64"
+    )
 
 
 KERNEL = Kernel(

@@ -21,7 +21,9 @@ def accepts(problem: Problem) -> str | None:
 
 def config(problem: Problem, target: Target) -> Config:
     """One tile whatever the batch is, contexts whole: the same row then always takes the same steps."""
-    tile = mla_config(problem.integer("latent_dim"), problem.integer("rope_dim"), problem.text("x"), 16, target)
+    tile = mla_config(
+        problem.integer("latent_dim"), problem.integer("rope_dim"), problem.text("x"), 16, target
+    )
     return {**tile, "programs": 0}
 
 

@@ -29,13 +29,32 @@ from gristmill.kernels.attention.lengths import (
     table_tensor,
     visible_keys,
 )
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_plain, need_vectors, torch_dtype
+from gristmill.kernels.common import (
+    FLOATS,
+    ITEM_BYTES,
+    dtype_name,
+    need,
+    need_plain,
+    need_vectors,
+    torch_dtype,
+)
 
 
 def reference(
-    q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, window: int = 0, sinks: Any = None, lse: Any = None, workspace: Any = None,
-) -> Any:  # fmt: skip
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int = 0,
+    sinks: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Any:
     """q [tokens, heads, D], k_cache and v_cache [blocks, block_size, kv_heads, D], block_table int32 [seqs, max_blocks],
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
 
@@ -64,9 +83,20 @@ def reference(
 
 
 def describe(
-    q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int, max_ctx: int,
-    scale: float, window: int = 0, sinks: Any = None, lse: Any = None, workspace: Any = None,
-) -> dict[str, Any]:  # fmt: skip
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int = 0,
+    sinks: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     op = "paged_attention"
     check_heads(op, "q", q, 3)
@@ -76,41 +106,92 @@ def describe(
         need(cache.shape[3] == q.shape[2], f"{op}: {name} has head_dim {cache.shape[3]}, q has {q.shape[2]}")
         if cache.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {cache.dtype}")
-    need(k_cache.shape == v_cache.shape, f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}")
+    need(
+        k_cache.shape == v_cache.shape,
+        f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}",
+    )
     tokens, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    need(kv_heads >= 1 and heads % kv_heads == 0, f"{op}: {heads} query heads do not divide among {kv_heads} KV heads")
-    need(block_table.dim() == 2 and seq_lens.dim() == 1, f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
-         f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}")  # fmt: skip
+    need(
+        kv_heads >= 1 and heads % kv_heads == 0,
+        f"{op}: {heads} query heads do not divide among {kv_heads} KV heads",
+    )
+    need(
+        block_table.dim() == 2 and seq_lens.dim() == 1,
+        f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
+        f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}",
+    )
     seqs = check_ragged(op, q, query_start, (("seq_lens", seq_lens), ("block_table", block_table)))
-    need(max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}")
-    need(max_ctx <= block_table.shape[1] * block_size,
-         f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {block_size} hold")  # fmt: skip
-    need(tokens <= seqs * max_q, f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}")
+    need(
+        max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}"
+    )
+    need(
+        max_ctx <= block_table.shape[1] * block_size,
+        f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {block_size} hold",
+    )
+    need(
+        tokens <= seqs * max_q,
+        f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}",
+    )
     check_stated(op, "sinks", sinks, (heads,), q)
     check_stated(op, "lse", lse, (tokens, heads), q)
     return {
-        "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "block_size": block_size, "x": dtype_name(q.dtype), "window": max(0, window),
-        "sinks": sinks is not None, "lse": lse is not None,
-    }  # fmt: skip
+        "q_tokens": tokens,
+        "seqs": seqs,
+        "max_q": max_q,
+        "max_ctx": max_ctx,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "x": dtype_name(q.dtype),
+        "window": max(0, window),
+        "sinks": sinks is not None,
+        "lse": lse is not None,
+    }
 
 
 def guard(
-    problem: Problem, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
-    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
-) -> int:  # fmt: skip
+    problem: Problem,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> int:
     """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
     heads, kv_heads, head_dim, block_size, x, wide, sunk, stated = (value for _, value in problem.values[5:])
     if q.shape[1:] != (heads, head_dim) or out.shape != q.shape:
-        raise ValueError(f"paged_attention: planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}")
+        raise ValueError(
+            f"paged_attention: planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}"
+        )
     if k_cache.shape[1:] != (block_size, kv_heads, head_dim) or v_cache.shape != k_cache.shape:
-        raise ValueError(f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got "
-                         f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}")  # fmt: skip
-    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype or q.dtype != out.dtype or dtype_name(q.dtype) != x:
-        raise ValueError(f"paged_attention: planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}")
+        raise ValueError(
+            f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got "
+            f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        )
+    if (
+        q.dtype != k_cache.dtype
+        or q.dtype != v_cache.dtype
+        or q.dtype != out.dtype
+        or dtype_name(q.dtype) != x
+    ):
+        raise ValueError(
+            f"paged_attention: planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}"
+        )
     if max(0, window) != wide or (sinks is not None) != sunk or (lse is not None) != stated:
-        raise ValueError(f"paged_attention: planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise")
+        raise ValueError(
+            f"paged_attention: planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise"
+        )
     if stated and lse.shape != q.shape[:2]:
         raise ValueError(f"paged_attention: lse must be {tuple(q.shape[:2])}, got {tuple(lse.shape)}")
     if sunk and sinks.shape != (heads,):
@@ -120,12 +201,21 @@ def guard(
     need_plain("paged_attention", "int32", query_start=query_start, seq_lens=seq_lens)
     need_table("paged_attention", block_table)
     seqs = seq_lens.shape[0]
-    if query_start.shape != (seqs + 1,) or seq_lens.dim() != 1 or block_table.dim() != 2 or block_table.shape[0] != seqs:
-        raise ValueError(f"paged_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
-                         f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]")  # fmt: skip
+    if (
+        query_start.shape != (seqs + 1,)
+        or seq_lens.dim() != 1
+        or block_table.dim() != 2
+        or block_table.shape[0] != seqs
+    ):
+        raise ValueError(
+            f"paged_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
+            f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]"
+        )
     if max_ctx > block_table.shape[1] * block_size or q.shape[0] > seqs * max_q:
-        raise ValueError(f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and "
-                         f"block_table {tuple(block_table.shape)}")  # fmt: skip
+        raise ValueError(
+            f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and "
+            f"block_table {tuple(block_table.shape)}"
+        )
     return int(q.shape[0])
 
 
@@ -156,11 +246,20 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     sinks = torch.randn(heads, generator=generator, device=device) + 1 if problem["sinks"] else None
     lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
     return [
-        wide.to(dtype)[:, :heads], caches[0], caches[1], table.to(device),
+        wide.to(dtype)[:, :heads],
+        caches[0],
+        caches[1],
+        table.to(device),
         torch.tensor(starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(contexts, dtype=torch.int32, device=device), problem.integer("max_q"), max_ctx, dim**-0.5,
-        problem.integer("window"), sinks, lse, None,
-    ]  # fmt: skip
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+        problem.integer("max_q"),
+        max_ctx,
+        dim**-0.5,
+        problem.integer("window"),
+        sinks,
+        lse,
+        None,
+    ]
 
 
 def cost(problem: Problem) -> Cost:
@@ -169,9 +268,11 @@ def cost(problem: Problem) -> Cost:
     read, pairs = visible_keys(problem, problem.integer("window"))
     rows = problem.integer("q_tokens") * heads
     return Cost(
-        bytes=(2 * rows + 2 * read * problem.integer("kv_heads")) * dim * item + (4 * rows if problem["lse"] else 0),
-        flops=4 * pairs * heads * dim, unit=problem.text("x"),
-    )  # fmt: skip
+        bytes=(2 * rows + 2 * read * problem.integer("kv_heads")) * dim * item
+        + (4 * rows if problem["lse"] else 0),
+        flops=4 * pairs * heads * dim,
+        unit=problem.text("x"),
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -229,4 +330,4 @@ OP = Op(
         "q_tokens=2048,seqs=1,max_q=2048,max_ctx=2048,total_ctx=2048,heads=32,kv_heads=8",
         "q_tokens=2079,seqs=32,max_q=2048,max_ctx=4096,total_ctx=100000,heads=32,kv_heads=8",
     ),
-)  # fmt: skip
+)

@@ -11,12 +11,38 @@ from gristmill.kernels.native import best_config
 
 
 def launch(
-    config: Config, q: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start: Any, seq_lens: Any, max_q: int,
-    max_ctx: int, scale: float, window: int, sinks: Any, lse: Any, workspace: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
-    attend("paged_attention_cpu", config["level"], q, k_cache, v_cache, block_table, query_start, seq_lens, scale, window, sinks,
-           lse, out)  # fmt: skip
+    attend(
+        "paged_attention_cpu",
+        config["level"],
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        scale,
+        window,
+        sinks,
+        lse,
+        out,
+    )
 
 
 KERNEL = Kernel(

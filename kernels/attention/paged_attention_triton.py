@@ -22,7 +22,9 @@ def accepts(problem: Problem) -> str | None:
 def config(problem: Problem, target: Target) -> Config:
     """One tile whatever the batch is: the same row then always takes the same steps."""
     dim = problem.integer("head_dim")
-    return tile_config(dim, dim, problem.text("x"), 32 if problem.text("x") == "fp32" or dim > 128 else 64, target)
+    return tile_config(
+        dim, dim, problem.text("x"), 32 if problem.text("x") == "fp32" or dim > 128 else 64, target
+    )
 
 
 def split_config(problem: Problem, target: Target) -> Config:
@@ -31,9 +33,12 @@ def split_config(problem: Problem, target: Target) -> Config:
     decode = tile_config(dim, dim, x, 16, target)
     prefill = tile_config(dim, dim, x, 32 if x == "fp32" else 64 if dim > 128 else 128, target)
     return {
-        **prefill, "decode_m": 16, "decode_n": decode["n"], "decode_warps": decode["warps"],
+        **prefill,
+        "decode_m": 16,
+        "decode_n": decode["n"],
+        "decode_warps": decode["warps"],
         "programs": 4 * (target.multiprocessors or DEFAULT_MULTIPROCESSORS),
-    }  # fmt: skip
+    }
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
@@ -43,10 +48,17 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
     for rows, keys, warps in ((128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 64, 4), (64, 32, 4)):
         for decode_keys, decode_warps in ((32, 2), (64, 4), (128, 4)):
             for programs in (2, 4, 8):
-                found.append({
-                    **base, "m": rows, "n": keys, "warps": warps, "decode_n": decode_keys, "decode_warps": decode_warps,
-                    "programs": programs * (target.multiprocessors or DEFAULT_MULTIPROCESSORS),
-                })  # fmt: skip
+                found.append(
+                    {
+                        **base,
+                        "m": rows,
+                        "n": keys,
+                        "warps": warps,
+                        "decode_n": decode_keys,
+                        "decode_warps": decode_warps,
+                        "programs": programs * (target.multiprocessors or DEFAULT_MULTIPROCESSORS),
+                    }
+                )
     return found
 
 

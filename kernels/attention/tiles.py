@@ -74,4 +74,9 @@ def mla_config(latent: int, rope: int, dtype: str, rows: int, target: Target) ->
         keys //= 2
     if (rows + keys * stages) * wide > limit:
         stages = 1
-    return {"m": rows, "n": keys, "warps": _warps(rows * power_of_two(latent), dtype, target), "stages": stages}
+    return {
+        "m": rows,
+        "n": keys,
+        "warps": _warps(rows * power_of_two(latent), dtype, target),
+        "stages": stages,
+    }

@@ -25,11 +25,27 @@ from gristmill.kernels.attention.lengths import (
     starts,
     visible_keys,
 )
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_plain, need_vectors, torch_dtype
+from gristmill.kernels.common import (
+    FLOATS,
+    ITEM_BYTES,
+    dtype_name,
+    need,
+    need_plain,
+    need_vectors,
+    torch_dtype,
+)
 
 
 def reference(
-    q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float, lse: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    query_start: Any,
+    context_start: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Any = None,
 ) -> Any:
     """q [tokens, heads, Dk], k [ctx, kv_heads, Dk], v [ctx, kv_heads, Dv], query_start and context_start int32 [seqs + 1]
     -> out [tokens, heads, Dv] in q's dtype, float32 inside.
@@ -55,7 +71,15 @@ def reference(
 
 
 def describe(
-    q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float, lse: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    query_start: Any,
+    context_start: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Any = None,
 ) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     op = "varlen_attention"
@@ -66,44 +90,85 @@ def describe(
             raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {x.dtype}")
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
-    need(k.shape[:2] == v.shape[:2] and k.shape[2] == dim, f"{op}: k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each "
-         f"other or q {tuple(q.shape)}")  # fmt: skip
-    need(kv_heads >= 1 and heads % kv_heads == 0, f"{op}: {heads} query heads do not divide among {kv_heads} KV heads")
-    need(context_start.dim() == 1 and context_start.shape == query_start.shape,
-         f"{op}: query_start is {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}")  # fmt: skip
+    need(
+        k.shape[:2] == v.shape[:2] and k.shape[2] == dim,
+        f"{op}: k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each other or q {tuple(q.shape)}",
+    )
+    need(
+        kv_heads >= 1 and heads % kv_heads == 0,
+        f"{op}: {heads} query heads do not divide among {kv_heads} KV heads",
+    )
+    need(
+        context_start.dim() == 1 and context_start.shape == query_start.shape,
+        f"{op}: query_start is {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}",
+    )
     seqs = check_ragged(op, q, query_start, ())
     check_ragged(op, q, context_start, ())
-    need(max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}")
-    need(tokens <= seqs * max_q and k.shape[0] <= seqs * max_ctx,
-         f"{op}: {tokens} tokens or {k.shape[0]} keys are more than {seqs} sequences of max_q {max_q} and max_ctx {max_ctx} have")  # fmt: skip
+    need(
+        max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}"
+    )
+    need(
+        tokens <= seqs * max_q and k.shape[0] <= seqs * max_ctx,
+        f"{op}: {tokens} tokens or {k.shape[0]} keys are more than {seqs} sequences of max_q {max_q} and max_ctx {max_ctx} have",
+    )
     check_stated(op, "lse", lse, (tokens, heads), q)
     return {
-        "q_tokens": tokens, "seqs": seqs, "max_q": max_q, "max_ctx": max_ctx, "total_ctx": k.shape[0], "heads": heads,
-        "kv_heads": kv_heads, "qk_dim": dim, "v_dim": v.shape[2], "x": dtype_name(q.dtype), "lse": lse is not None,
-    }  # fmt: skip
+        "q_tokens": tokens,
+        "seqs": seqs,
+        "max_q": max_q,
+        "max_ctx": max_ctx,
+        "total_ctx": k.shape[0],
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "qk_dim": dim,
+        "v_dim": v.shape[2],
+        "x": dtype_name(q.dtype),
+        "lse": lse is not None,
+    }
 
 
 def guard(
-    problem: Problem, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
-    lse: Any, out: Any,
-) -> int:  # fmt: skip
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    query_start: Any,
+    context_start: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Any,
+    out: Any,
+) -> int:
     """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
     heads, kv_heads, qk_dim, v_dim, x, stated = (value for _, value in problem.values[5:])
     tokens = q.shape[0]
-    fits = q.shape[1:] == (heads, qk_dim) and k.shape[1:] == (kv_heads, qk_dim) and out.shape == (tokens, heads, v_dim)
+    fits = (
+        q.shape[1:] == (heads, qk_dim)
+        and k.shape[1:] == (kv_heads, qk_dim)
+        and out.shape == (tokens, heads, v_dim)
+    )
     if not fits or v.shape != (k.shape[0], kv_heads, v_dim):
-        raise ValueError(f"varlen_attention planned for {problem}: got q {tuple(q.shape)}, k {tuple(k.shape)}, "
-                         f"v {tuple(v.shape)}, out {tuple(out.shape)}")  # fmt: skip
+        raise ValueError(
+            f"varlen_attention planned for {problem}: got q {tuple(q.shape)}, k {tuple(k.shape)}, "
+            f"v {tuple(v.shape)}, out {tuple(out.shape)}"
+        )
     if not q.dtype == k.dtype == v.dtype == out.dtype or dtype_name(q.dtype) != x:
-        raise ValueError(f"varlen_attention planned for {problem}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, out {out.dtype}")
+        raise ValueError(
+            f"varlen_attention planned for {problem}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, out {out.dtype}"
+        )
     if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
-        raise ValueError(f"varlen_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}")
+        raise ValueError(
+            f"varlen_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}"
+        )
     need_vectors("varlen_attention", q=q, k=k, v=v, out=out)
     need_plain("varlen_attention", "fp32", lse=lse)
     need_plain("varlen_attention", "int32", query_start=query_start, context_start=context_start)
     if query_start.shape != context_start.shape or tokens > (query_start.shape[0] - 1) * max_q:
-        raise ValueError(f"varlen_attention: query_start {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}, "
-                         f"max_q {max_q} do not fit q {tuple(q.shape)}")  # fmt: skip
+        raise ValueError(
+            f"varlen_attention: query_start {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}, "
+            f"max_q {max_q} do not fit q {tuple(q.shape)}"
+        )
     return int(tokens)
 
 
@@ -117,29 +182,44 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     queries, contexts = lengths(problem, seed)
-    tokens, heads, kv_heads = problem.integer("q_tokens"), problem.integer("heads"), problem.integer("kv_heads")
+    tokens, heads, kv_heads = (
+        problem.integer("q_tokens"),
+        problem.integer("heads"),
+        problem.integer("kv_heads"),
+    )
     dim, width, dtype = problem.integer("qk_dim"), problem.integer("v_dim"), torch_dtype(problem.text("x"))
     generator = torch.Generator(device).manual_seed(seed)
     q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
     wide = torch.randn(sum(contexts), kv_heads, dim + width, generator=generator, device=device).to(dtype)
     lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
     return [
-        q.to(dtype), wide[..., :dim], wide[..., dim:], torch.tensor(starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(starts(contexts), dtype=torch.int32, device=device), problem.integer("max_q"), problem.integer("max_ctx"),
-        dim**-0.5, lse,
-    ]  # fmt: skip
+        q.to(dtype),
+        wide[..., :dim],
+        wide[..., dim:],
+        torch.tensor(starts(queries), dtype=torch.int32, device=device),
+        torch.tensor(starts(contexts), dtype=torch.int32, device=device),
+        problem.integer("max_q"),
+        problem.integer("max_ctx"),
+        dim**-0.5,
+        lse,
+    ]
 
 
 def cost(problem: Problem) -> Cost:
     """q and out once, every key and value once; two products for each visible pair."""
-    heads, kv_heads, item = problem.integer("heads"), problem.integer("kv_heads"), ITEM_BYTES[problem.text("x")]
+    heads, kv_heads, item = (
+        problem.integer("heads"),
+        problem.integer("kv_heads"),
+        ITEM_BYTES[problem.text("x")],
+    )
     both = problem.integer("qk_dim") + problem.integer("v_dim")
     read, pairs = visible_keys(problem)
     rows = problem.integer("q_tokens") * heads
     return Cost(
         bytes=(rows + read * kv_heads) * both * item + (4 * rows if problem["lse"] else 0),
-        flops=2 * pairs * heads * both, unit=problem.text("x"),
-    )  # fmt: skip
+        flops=2 * pairs * heads * both,
+        unit=problem.text("x"),
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -189,4 +269,4 @@ OP = Op(
         "q_tokens=2048,seqs=1,max_q=2048,max_ctx=2048,total_ctx=2048,heads=128,kv_heads=128",
         "q_tokens=8192,seqs=8,max_q=1024,max_ctx=1024,total_ctx=8192,heads=16,kv_heads=16",
     ),
-)  # fmt: skip
+)

@@ -11,11 +11,34 @@ from gristmill.kernels.native import best_config
 
 
 def launch(
-    config: Config, q: Any, k: Any, v: Any, query_start: Any, context_start: Any, max_q: int, max_ctx: int, scale: float,
-    lse: Any, out: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    q: Any,
+    k: Any,
+    v: Any,
+    query_start: Any,
+    context_start: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Any,
+    out: Any,
+) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
-    attend("varlen_attention_cpu", config["level"], q, k[None], v[None], None, query_start, context_start, scale, 0, None, lse, out)
+    attend(
+        "varlen_attention_cpu",
+        config["level"],
+        q,
+        k[None],
+        v[None],
+        None,
+        query_start,
+        context_start,
+        scale,
+        0,
+        None,
+        lse,
+        out,
+    )
 
 
 KERNEL = Kernel(

@@ -20,7 +20,11 @@ def accepts(problem: Problem) -> str | None:
 def config(problem: Problem, target: Target) -> Config:
     """One tile whatever the batch is: the same row then always takes the same steps."""
     return tile_config(
-        problem.integer("qk_dim"), problem.integer("v_dim"), problem.text("x"), 32 if problem.text("x") == "fp32" else 64, target
+        problem.integer("qk_dim"),
+        problem.integer("v_dim"),
+        problem.text("x"),
+        32 if problem.text("x") == "fp32" else 64,
+        target,
     )
 
 

@@ -29,30 +29,54 @@ def reference(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mappi
 def describe(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     for name, tokens, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        need(tokens.dim() == 3, f"{NAME}: {name} must be [tokens, heads, head size], got {tuple(tokens.shape)}")
-        need(tokens.stride(2) == 1 or tokens.shape[2] == 1,
-             f"{NAME}: a head of {name} must be contiguous, got strides {tokens.stride()}")  # fmt: skip
+        need(
+            tokens.dim() == 3, f"{NAME}: {name} must be [tokens, heads, head size], got {tuple(tokens.shape)}"
+        )
+        need(
+            tokens.stride(2) == 1 or tokens.shape[2] == 1,
+            f"{NAME}: a head of {name} must be contiguous, got strides {tokens.stride()}",
+        )
         describe_cache(NAME, f"{name}_cache", cache, tokens, "[blocks, block_size, heads, head size]")
     need(value.shape[:2] == key.shape[:2], f"{NAME}: value is {tuple(value.shape)}, key {tuple(key.shape)}")
-    need(value_cache.shape[:2] == key_cache.shape[:2],
-         f"{NAME}: value_cache is {tuple(value_cache.shape)}, key_cache {tuple(key_cache.shape)}")  # fmt: skip
+    need(
+        value_cache.shape[:2] == key_cache.shape[:2],
+        f"{NAME}: value_cache is {tuple(value_cache.shape)}, key_cache {tuple(key_cache.shape)}",
+    )
     if value.dtype != key.dtype:
         raise TypeError(f"{NAME}: value must have key's dtype {key.dtype}, got {value.dtype}")
     need(value.device == key.device, f"{NAME}: value is on {value.device}, key on {key.device}")
     describe_slots(NAME, slot_mapping, key.shape[0], key.device)
-    return {"t": key.shape[0], "h": key.shape[1], "d": key.shape[2], "dv": value.shape[2],
-            "block_size": key_cache.shape[1], "x": dtype_name(key.dtype)}  # fmt: skip
+    return {
+        "t": key.shape[0],
+        "h": key.shape[1],
+        "d": key.shape[2],
+        "dv": value.shape[2],
+        "block_size": key_cache.shape[1],
+        "x": dtype_name(key.dtype),
+    }
 
 
 def guard(problem: Problem, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> int:
     """Tokens of a planned call; ValueError if it is not one of `problem`."""
     (_, _), (_, h), (_, d), (_, dv), (_, size), (_, x) = problem.values
     tokens, kind, shape = key.shape[0], key.dtype, key_cache.shape
-    if (key.shape == (tokens, h, d) and value.shape == (tokens, h, dv) and shape[1:] == (size, h, d)
-            and value_cache.shape == (shape[0], size, h, dv) and slot_mapping.shape == (tokens,)
-            and dtype_name(kind) == x and value.dtype == kind and key_cache.dtype == kind and value_cache.dtype == kind
-            and dtype_name(slot_mapping.dtype) == "int64" and key_cache.is_contiguous() and value_cache.is_contiguous()
-            and slot_mapping.is_contiguous() and key.stride(2) == 1 and value.stride(2) == 1):  # fmt: skip
+    if (
+        key.shape == (tokens, h, d)
+        and value.shape == (tokens, h, dv)
+        and shape[1:] == (size, h, d)
+        and value_cache.shape == (shape[0], size, h, dv)
+        and slot_mapping.shape == (tokens,)
+        and dtype_name(kind) == x
+        and value.dtype == kind
+        and key_cache.dtype == kind
+        and value_cache.dtype == kind
+        and dtype_name(slot_mapping.dtype) == "int64"
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+        and slot_mapping.is_contiguous()
+        and key.stride(2) == 1
+        and value.stride(2) == 1
+    ):
         return int(tokens)
     # Anything else is described whole: other orders of the cache pass, and what does not fit is named.
     found = describe(key, value, key_cache, value_cache, slot_mapping)
@@ -105,8 +129,11 @@ OP = Op(
     tolerance=lambda problem: Tolerance("exact", 0.0),
     bucket="t",
     examples=(
-        "t=0,h=2,d=8,dv=8,x=fp32", "t=1,h=1,d=1,dv=1,block_size=1,x=fp32", "t=7,h=3,d=33,dv=17",
-        "t=33,h=2,d=64,dv=64,block_size=5,x=fp16", "t=65,h=8,d=128,dv=128,x=bf16",
+        "t=0,h=2,d=8,dv=8,x=fp32",
+        "t=1,h=1,d=1,dv=1,block_size=1,x=fp32",
+        "t=7,h=3,d=33,dv=17",
+        "t=33,h=2,d=64,dv=64,block_size=5,x=fp16",
+        "t=65,h=8,d=128,dv=128,x=bf16",
     ),
     bench=("t=1,h=8,d=128,dv=128", "t=64,h=8,d=128,dv=128", "t=4096,h=8,d=128,dv=128"),
-)  # fmt: skip
+)

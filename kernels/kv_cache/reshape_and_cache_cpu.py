@@ -11,8 +11,20 @@ from gristmill.kernels.kv_cache.slots import check_slots
 from gristmill.kernels.native import best_config, check, cpu_function
 
 ARGUMENTS = (
-    c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64,
-)  # fmt: skip
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_int64,
+)
 
 
 def _store(config: Config, op: str, tokens: Any, cache: Any, slot_mapping: Any) -> None:
@@ -20,10 +32,18 @@ def _store(config: Config, op: str, tokens: Any, cache: Any, slot_mapping: Any) 
     item = tokens.element_size()
     blocks, block_size = cache.shape[:2]
     code = cpu_function("gm_cache_store", config["level"], ARGUMENTS)(
-        tokens.data_ptr(), tokens.stride(0) * item, tokens.stride(1) * item, cache.data_ptr(),
-        *(step * item for step in cache.stride()[:3]), slot_mapping.data_ptr(), tokens.shape[0], tokens.shape[1],
-        tokens.shape[2] * item, blocks, block_size,
-    )  # fmt: skip
+        tokens.data_ptr(),
+        tokens.stride(0) * item,
+        tokens.stride(1) * item,
+        cache.data_ptr(),
+        *(step * item for step in cache.stride()[:3]),
+        slot_mapping.data_ptr(),
+        tokens.shape[0],
+        tokens.shape[1],
+        tokens.shape[2] * item,
+        blocks,
+        block_size,
+    )
     if code:
         check_slots(op, slot_mapping, blocks * block_size)  # says which slot, if that is what is wrong
         check(code, f"{op}_cpu")

@@ -27,19 +27,35 @@ def reference(latent: Any, cache: Any, slot_mapping: Any) -> None:
 def describe(latent: Any, cache: Any, slot_mapping: Any) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     need(latent.dim() == 2, f"{NAME}: latent must be [tokens, size], got {tuple(latent.shape)}")
-    need(latent.stride(1) == 1 or latent.shape[1] == 1, f"{NAME}: a latent must be contiguous, got {latent.stride()}")
+    need(
+        latent.stride(1) == 1 or latent.shape[1] == 1,
+        f"{NAME}: a latent must be contiguous, got {latent.stride()}",
+    )
     describe_cache(NAME, "cache", cache, latent, "[blocks, block_size, size]")
     describe_slots(NAME, slot_mapping, latent.shape[0], latent.device)
-    return {"t": latent.shape[0], "d": latent.shape[1], "block_size": cache.shape[1], "x": dtype_name(latent.dtype)}
+    return {
+        "t": latent.shape[0],
+        "d": latent.shape[1],
+        "block_size": cache.shape[1],
+        "x": dtype_name(latent.dtype),
+    }
 
 
 def guard(problem: Problem, latent: Any, cache: Any, slot_mapping: Any) -> int:
     """Tokens of a planned call; ValueError if it is not one of `problem`."""
     (_, _), (_, d), (_, size), (_, x) = problem.values
     tokens, kind = latent.shape[0], latent.dtype
-    if (latent.shape == (tokens, d) and cache.shape[1:] == (size, d) and slot_mapping.shape == (tokens,)
-            and dtype_name(kind) == x and cache.dtype == kind and dtype_name(slot_mapping.dtype) == "int64"
-            and cache.is_contiguous() and slot_mapping.is_contiguous() and latent.stride(1) == 1):  # fmt: skip
+    if (
+        latent.shape == (tokens, d)
+        and cache.shape[1:] == (size, d)
+        and slot_mapping.shape == (tokens,)
+        and dtype_name(kind) == x
+        and cache.dtype == kind
+        and dtype_name(slot_mapping.dtype) == "int64"
+        and cache.is_contiguous()
+        and slot_mapping.is_contiguous()
+        and latent.stride(1) == 1
+    ):
         return int(tokens)
     # Anything else is described whole: other strides of the cache pass, and what does not fit is named.
     found = describe(latent, cache, slot_mapping)
@@ -57,7 +73,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     t, d, size = (problem.integer(axis) for axis in ("t", "d", "block_size"))
     dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
     latent, cache = torch.randn(t, d, generator=generator), torch.randn(blocks, size, d, generator=generator)
-    return [latent.to(dtype).to(device), cache.to(dtype).to(device), random_slots(t, blocks, size, generator).to(device)]
+    return [
+        latent.to(dtype).to(device),
+        cache.to(dtype).to(device),
+        random_slots(t, blocks, size, generator).to(device),
+    ]
 
 
 def cost(problem: Problem) -> Cost:
@@ -88,4 +108,4 @@ OP = Op(
     bucket="t",
     examples=("t=0,d=16,x=fp32", "t=1,d=1,block_size=1,x=fp32", "t=7,d=33,block_size=3,x=fp16", "t=65,d=576"),
     bench=("t=1", "t=64", "t=4096"),
-)  # fmt: skip
+)

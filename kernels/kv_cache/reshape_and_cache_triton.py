@@ -24,7 +24,12 @@ def config(problem: Problem, target: Target) -> Config:
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """Blocks from 256 to 4,096 elements."""
     blocks = sorted({min(block, max(16, _longest(problem))) for block in (256, 512, 1024, 2048, 4096)})
-    return [{"block": block, "warps": warps} for block in blocks for warps in (1, 2, 4) if block >= 32 * warps or warps == 1]
+    return [
+        {"block": block, "warps": warps}
+        for block in blocks
+        for warps in (1, 2, 4)
+        if block >= 32 * warps or warps == 1
+    ]
 
 
 KERNEL = Kernel(

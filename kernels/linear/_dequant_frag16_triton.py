@@ -47,7 +47,9 @@ def _e4m3(code):
 
 
 @triton.jit
-def _scale(scales, octets, words, g, half: tl.constexpr, j, P: tl.constexpr, ORDER: tl.constexpr, NVFP4: tl.constexpr):
+def _scale(
+    scales, octets, words, g, half: tl.constexpr, j, P: tl.constexpr, ORDER: tl.constexpr, NVFP4: tl.constexpr
+):
     """float32 scales of rows g + 8 half and groups j of the tile that starts at word `words`."""
     if ORDER == 1:
         byte = tl.load(octets + words * 4 + 1024 + 2 * P * g + 4 * (j // 2) + 2 * half + j % 2).to(tl.uint32)
@@ -55,7 +57,9 @@ def _scale(scales, octets, words, g, half: tl.constexpr, j, P: tl.constexpr, ORD
             value = ((byte >> 3) + 106 << 23 | (byte & 7) << 20).to(tl.float32, bitcast=True)
             value = tl.where(byte == 0, 0.0, value) * 0.5  # codes come as twice their value
         else:
-            value = (tl.maximum(byte, 128) - 128 << 23).to(tl.float32, bitcast=True)  # 2^(byte - 255): half, again
+            value = (tl.maximum(byte, 128) - 128 << 23).to(
+                tl.float32, bitcast=True
+            )  # 2^(byte - 255): half, again
     elif ORDER == 3:
         value = tl.load(scales + words + 512 + 2 * g + half)
     else:
@@ -66,9 +70,23 @@ def _scale(scales, octets, words, g, half: tl.constexpr, j, P: tl.constexpr, ORD
 
 @triton.jit
 def dequantize(
-    words_ptr, scales, octets, row_scale, out, n, tiles, groups, first, TILE_WORDS: tl.constexpr, P: tl.constexpr,
-    ORDER: tl.constexpr, ZERO: tl.constexpr, NVFP4: tl.constexpr, ROW_UNIT: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    scales,
+    octets,
+    row_scale,
+    out,
+    n,
+    tiles,
+    groups,
+    first,
+    TILE_WORDS: tl.constexpr,
+    P: tl.constexpr,
+    ORDER: tl.constexpr,
+    ZERO: tl.constexpr,
+    NVFP4: tl.constexpr,
+    ROW_UNIT: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """Tiles from `first` on -> out [rows, 128 * groups]. scales: the same memory as the scales' dtype; octets: as bytes."""
     tile, group = first + tl.program_id(1), tl.program_id(0)
     block = tile // 4
@@ -105,7 +123,9 @@ def dequantize(
             j = column * P // 128
             if ORDER == 0 or ORDER == 2:
                 if ZERO:
-                    zero = tl.load(octets + base * 4 + 1024 + 32 * P + 2 * P * g + 2 * j + i % 2).to(tl.float32)
+                    zero = tl.load(octets + base * 4 + 1024 + 32 * P + 2 * P * g + 2 * j + i % 2).to(
+                        tl.float32
+                    )
                     left, right = left - zero, right - zero
                 else:
                     left, right = left - (128 if ORDER == 2 else 8), right - (128 if ORDER == 2 else 8)
@@ -120,7 +140,15 @@ def dequantize(
 
 
 def launch(
-    config: Any, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]: rows of W at a time, then torch's product."""
     tiles, second, perm = weight
@@ -142,11 +170,24 @@ def launch(
     for first in range(0, count, step):
         here = min(step, count - first)
         dequantize[(groups, here)](
-            tiles.view(torch.int32).view(torch.uint32), scales, tiles, second if order == FP4 else tiles, dense, rows, count, groups,
-            first, TILE_WORDS=form.tile_bytes // 4, P=max(1, 128 // scheme.group_size) if scheme.group_size else 1, ORDER=order,
-            ZERO=scheme.zero_points, NVFP4=scheme.weight == "nvfp4", ROW_UNIT=1 / 256 if scheme.weight == "nvfp4" else 2.0,
-            TYPE=_TL[x.dtype], num_warps=4,
-        )  # fmt: skip
+            tiles.view(torch.int32).view(torch.uint32),
+            scales,
+            tiles,
+            second if order == FP4 else tiles,
+            dense,
+            rows,
+            count,
+            groups,
+            first,
+            TILE_WORDS=form.tile_bytes // 4,
+            P=max(1, 128 // scheme.group_size) if scheme.group_size else 1,
+            ORDER=order,
+            ZERO=scheme.zero_points,
+            NVFP4=scheme.weight == "nvfp4",
+            ROW_UNIT=1 / 256 if scheme.weight == "nvfp4" else 2.0,
+            TYPE=_TL[x.dtype],
+            num_warps=4,
+        )
         stop = min(rows, (first + here) * 16)
         z[:, first * 16 : stop] = flat @ dense[: stop - first * 16, :k].T
     if not plain:
@@ -166,8 +207,22 @@ def aot(target: Target) -> list[AotCase]:
         ("int8", INT8, "*bf16", 2080, 1, {}),
         ("fp8", FP8, "*fp32", 2112, 1, {}),
     ):
-        constants = {"TILE_WORDS": size // 4, "P": per_tile, "ORDER": order, "ZERO": False, "NVFP4": False, "ROW_UNIT": 1.0,
-                     "TYPE": tl.bfloat16, **extra}  # fmt: skip
-        pointers = {"words_ptr": "*u32", "scales": scale, "octets": "*u8", "row_scale": "*fp32", "out": "*bf16"}
+        constants = {
+            "TILE_WORDS": size // 4,
+            "P": per_tile,
+            "ORDER": order,
+            "ZERO": False,
+            "NVFP4": False,
+            "ROW_UNIT": 1.0,
+            "TYPE": tl.bfloat16,
+            **extra,
+        }
+        pointers = {
+            "words_ptr": "*u32",
+            "scales": scale,
+            "octets": "*u8",
+            "row_scale": "*fp32",
+            "out": "*bf16",
+        }
         cases.append(AotCase(name, dequantize, pointers | ints, constants, {"num_warps": 4}))
     return cases

@@ -19,7 +19,9 @@ def finish(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bo
         finish_in_torch(z, bias, residual, silu_mul, out)
 
 
-def finish_in_torch(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor) -> None:
+def finish_in_torch(
+    z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor
+) -> None:
     """The same by nothing but torch."""
     if z.dtype != torch.float32 and (bias is not None or residual is not None or silu_mul):
         z = z.float()

@@ -1,9 +1,9 @@
 // E2M1 codes of f4_frag16_v1 as pairs of 16-bit floats.
 //
-// A code is s e1 e0 m. Its bits belong at 15 and 8, 7, 6 of a bf16 (15 and 11, 10, 9 of an fp16): there they are the value times
-// 2^-126 (2^-14), the subnormal 0.5 included. The layout spreads the 32 bits of a word so that three of its four pairs need one
-// rotation and one mask, and the fourth two: 7 logic operations a word, as many as 4-bit integers need, where codes that lie
-// together would take 10 to 12.
+// A code is s e1 e0 m. Its bits belong at 15 and 8, 7, 6 of a bf16 (15 and 11, 10, 9 of an fp16): there they
+// are the value times 2^-126 (2^-14), the subnormal 0.5 included. The layout spreads the 32 bits of a word so
+// that three of its four pairs need one rotation and one mask, and the fourth two: 7 logic operations a word,
+// as many as 4-bit integers need, where codes that lie together would take 10 to 12.
 #pragma once
 #include <cstdint>
 
@@ -39,28 +39,32 @@ template <typename T, int HALF>
 __device__ __forceinline__ uint32_t times_half(uint32_t a, uint32_t b);
 template <>
 __device__ __forceinline__ uint32_t times_half<__nv_bfloat16, 0>(uint32_t a, uint32_t b) {
-  const auto v = __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), __low2bfloat162(reinterpret_cast<const __nv_bfloat162&>(b)));
+  const auto v = __hmul2(reinterpret_cast<const __nv_bfloat162&>(a),
+                         __low2bfloat162(reinterpret_cast<const __nv_bfloat162&>(b)));
   return reinterpret_cast<const uint32_t&>(v);
 }
 template <>
 __device__ __forceinline__ uint32_t times_half<__nv_bfloat16, 1>(uint32_t a, uint32_t b) {
-  const auto v = __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), __high2bfloat162(reinterpret_cast<const __nv_bfloat162&>(b)));
+  const auto v = __hmul2(reinterpret_cast<const __nv_bfloat162&>(a),
+                         __high2bfloat162(reinterpret_cast<const __nv_bfloat162&>(b)));
   return reinterpret_cast<const uint32_t&>(v);
 }
 template <>
 __device__ __forceinline__ uint32_t times_half<__half, 0>(uint32_t a, uint32_t b) {
-  const auto v = __hmul2(reinterpret_cast<const __half2&>(a), __low2half2(reinterpret_cast<const __half2&>(b)));
+  const auto v =
+      __hmul2(reinterpret_cast<const __half2&>(a), __low2half2(reinterpret_cast<const __half2&>(b)));
   return reinterpret_cast<const uint32_t&>(v);
 }
 template <>
 __device__ __forceinline__ uint32_t times_half<__half, 1>(uint32_t a, uint32_t b) {
-  const auto v = __hmul2(reinterpret_cast<const __half2&>(a), __high2half2(reinterpret_cast<const __half2&>(b)));
+  const auto v =
+      __hmul2(reinterpret_cast<const __half2&>(a), __high2half2(reinterpret_cast<const __half2&>(b)));
   return reinterpret_cast<const uint32_t&>(v);
 }
 
-// Block scales of two rows (low half: row g, high half: row g + 8) as factors for the pairs above. NVFP4: bytes 0 and 2 (odd = 0) or
-// 1 and 3 of the word are an exponent of five bits and a mantissa of three; the factor is the scale times 2^118 (2^6 for fp16), so
-// that a product is the weight times 2^-8.
+// Block scales of two rows (low half: row g, high half: row g + 8) as factors for the pairs above. NVFP4:
+// bytes 0 and 2 (odd = 0) or 1 and 3 of the word are an exponent of five bits and a mantissa of three; the
+// factor is the scale times 2^118 (2^6 for fp16), so that a product is the weight times 2^-8.
 template <typename T>
 __device__ __forceinline__ uint32_t nvfp4_factor(uint32_t word, int odd);
 template <>
@@ -75,8 +79,9 @@ __device__ __forceinline__ uint32_t nvfp4_factor<__half>(uint32_t word, int odd)
   return (odd ? word >> 1 : word << 7) & 0x7F807F80u;
 }
 
-// MXFP4: the bytes are 254 for the largest exponent of the row and less below; a product is the weight times 2, over the row's largest
-// scale. For fp16 the word first goes through `mxfp4_bytes`; what is 2^-30 of the largest or less is 0 there.
+// MXFP4: the bytes are 254 for the largest exponent of the row and less below; a product is the weight times
+// 2, over the row's largest scale. For fp16 the word first goes through `mxfp4_bytes`; what is 2^-30 of the
+// largest or less is 0 there.
 template <typename T>
 __device__ __forceinline__ uint32_t mxfp4_factor(uint32_t word, int odd);
 template <>

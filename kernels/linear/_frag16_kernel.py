@@ -53,21 +53,43 @@ MANY = Family(
     tried=1000,
     rows=None,
     summary="M > 16: warp-specialised, {} decoded into the register operand of wgmma while the product before runs",
-    sources=("_linear_frag16_tma_entry_sm90.h", "_linear_frag16_tma_sm90.cuh", "_tiles_of_y_sm90.cuh", "_wgmma_weights_sm90.cuh",
-             "_wgmma_rs_sm90.cuh"),
+    sources=(
+        "_linear_frag16_tma_entry_sm90.h",
+        "_linear_frag16_tma_sm90.cuh",
+        "_tiles_of_y_sm90.cuh",
+        "_wgmma_weights_sm90.cuh",
+        "_wgmma_rs_sm90.cuh",
+    ),
     priority=108,
-)  # fmt: skip
-SHARED = ("_frag16_launch.py", "_frag16_kernel.py", "_weight_tiles_sm90.cuh", "_w4_frag16_sm90.cuh", "_fp4_sm90.cuh",
-          "_gather_columns_sm90.cu")  # fmt: skip
+)
+SHARED = (
+    "_frag16_launch.py",
+    "_frag16_kernel.py",
+    "_weight_tiles_sm90.cuh",
+    "_w4_frag16_sm90.cuh",
+    "_fp4_sm90.cuh",
+    "_gather_columns_sm90.cu",
+)
 
 
-def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sources: tuple[str, ...]) -> Kernel:
+def kernel(
+    name: str, family: Family, bits: int, layouts: tuple[str, ...], sources: tuple[str, ...]
+) -> Kernel:
     """The spec of one kernel. sources: its own files, beside those of the family."""
 
     def accepts(problem: Problem) -> str | None:
         scheme = QuantScheme.parse(problem.text("w"))
-        if scheme.is_dense or scheme.activation is not None or scheme.bits != bits or scheme.weights == "mxfp8":
-            return f"multiplies weight-only formats of {bits} bits" + (" but mxfp8" if bits == 8 else "") + f", not {scheme}"
+        if (
+            scheme.is_dense
+            or scheme.activation is not None
+            or scheme.bits != bits
+            or scheme.weights == "mxfp8"
+        ):
+            return (
+                f"multiplies weight-only formats of {bits} bits"
+                + (" but mxfp8" if bits == 8 else "")
+                + f", not {scheme}"
+            )
         if problem.text("x") not in ("fp16", "bf16"):
             return f"takes fp16 or bf16 activations, not {problem.text('x')}"
         if family.rows is not None and problem.integer("m") > family.rows:
@@ -83,18 +105,25 @@ def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sourc
 
     def first(problem: Problem, target: Target, count: int) -> list[Config]:
         of = form(problem)
-        return [{"format": of.name, "tile_bytes": of.tile_bytes, **one} for _, one in found(problem, target)[:count]]
+        return [
+            {"format": of.name, "tile_bytes": of.tile_bytes, **one}
+            for _, one in found(problem, target)[:count]
+        ]
 
     def space(problem: Problem, target: Target) -> Iterable[Config]:
         return first(problem, target, family.tried)
 
-    def config(problem: Problem, target: Target) -> Config:  # asked of every candidate of a selection: one, not the space
+    def config(
+        problem: Problem, target: Target
+    ) -> Config:  # asked of every candidate of a selection: one, not the space
         return first(problem, target, 1)[0]
 
     def estimate(problem: Problem, target: Target) -> float | None:  # microseconds on a Hopper with HBM3e
         return found(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
 
-    def workspace(problem: Problem, config: Config) -> Workspace:  # partial sums, where tiles are dealt out along K
+    def workspace(
+        problem: Problem, config: Config
+    ) -> Workspace:  # partial sums, where tiles are dealt out along K
         dealt = family is MANY and bool(config["even"])
         return Workspace(frag16_tma_shapes.scratch_bytes(config) if dealt else 0, zeroed=dealt)
 
@@ -104,7 +133,9 @@ def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...], sourc
         provider="gristmill",
         language="cuda",
         target=f"gristmill.kernels.linear._frag16_launch:{family.launch}",
-        requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
+        requires=Requirement(
+            features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"
+        ),
         summary=family.summary.format(f"{bits}-bit weights"),
         accepts=accepts,
         config=config,

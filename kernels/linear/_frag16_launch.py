@@ -41,41 +41,112 @@ class Call(NamedTuple):
 
 
 def launch(
-    config: Config, x: Tensor, weight: list[Tensor], bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Tensor
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Tensor,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
     call = _checked(config, x, weight, silu_mul, out)
     if call is not None:
         entry = cuda_function(f"gm_linear_{config['format']}_sm90", "sm_90a", ARGUMENTS)
-        _decode(entry, ("nt", "rt", "wk"), call, call.x, call.stride, config, weight, bias, residual, silu_mul, out)
+        _decode(
+            entry,
+            ("nt", "rt", "wk"),
+            call,
+            call.x,
+            call.stride,
+            config,
+            weight,
+            bias,
+            residual,
+            silu_mul,
+            out,
+        )
 
 
 def launch_fed(
-    config: Config, x: Tensor, weight: list[Tensor], bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Tensor
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Tensor,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
     call = _checked(config, x, weight, silu_mul, out)
     if call is not None:
         entry = cuda_function(f"gm_linear_{config['format']}_fed_sm90", "sm_90a", FED_ARGUMENTS)
-        _decode(entry, ("nt", "rt", "wn", "wk"), call, *_for_tensor_copies(call), config, weight, bias, residual, silu_mul, out)
+        _decode(
+            entry,
+            ("nt", "rt", "wn", "wk"),
+            call,
+            *_for_tensor_copies(call),
+            config,
+            weight,
+            bias,
+            residual,
+            silu_mul,
+            out,
+        )
 
 
 def _decode(
-    entry: Any, shape: tuple[str, ...], call: Call, read: Tensor, stride: int, config: Config, weight: list[Tensor], bias: Any,
-    residual: Any, silu_mul: bool, out: Tensor,
-) -> None:  # fmt: skip
+    entry: Any,
+    shape: tuple[str, ...],
+    call: Call,
+    read: Tensor,
+    stride: int,
+    config: Config,
+    weight: list[Tensor],
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    out: Tensor,
+) -> None:
     """The call of either decode kernel. shape: what names an instance of it; read, stride: x as it takes it."""
     code = entry(
-        call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(), None if bias is None else bias.data_ptr(),
-        None if residual is None or silu_mul else residual.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
-        *(config[name] for name in shape), config["split"], config["depth"], 1, call.device, call.stream, call.row_scale,
-    )  # fmt: skip
+        call.target.data_ptr(),
+        read.data_ptr(),
+        stride,
+        weight[0].data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None or silu_mul else residual.data_ptr(),
+        call.m,
+        call.rows,
+        call.k,
+        call.dtype,
+        call.scale_dtype,
+        *(config[name] for name in shape),
+        config["split"],
+        config["depth"],
+        1,
+        call.device,
+        call.stream,
+        call.row_scale,
+    )
     check(code, f"linear of {config['format']}")
     _finish(call, residual, silu_mul, out)
 
 
 def launch_tma(
-    config: Config, x: Tensor, weight: list[Tensor], bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Tensor
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Tensor,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; any number of rows in one launch."""
     call = _checked(config, x, weight, silu_mul, out)
@@ -84,12 +155,24 @@ def launch_tma(
     form, (read, stride) = str(config["format"]), _for_tensor_copies(call)
     space = _scratch(workspace, scratch_bytes(config), x.device) if config["even"] else None
     code = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)(
-        call.target.data_ptr(), read.data_ptr(), stride, weight[0].data_ptr(),
-        None if bias is None else bias.data_ptr(), None if residual is None or silu_mul else residual.data_ptr(),
-        call.row_scale, None if space is None else space.data_ptr(), call.m, call.rows, call.k, call.dtype, call.scale_dtype,
-        *(config[name] for name in ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")), 1,
-        call.device, call.stream,
-    )  # fmt: skip
+        call.target.data_ptr(),
+        read.data_ptr(),
+        stride,
+        weight[0].data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None or silu_mul else residual.data_ptr(),
+        call.row_scale,
+        None if space is None else space.data_ptr(),
+        call.m,
+        call.rows,
+        call.k,
+        call.dtype,
+        call.scale_dtype,
+        *(config[name] for name in ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")),
+        1,
+        call.device,
+        call.stream,
+    )
     check(code, f"linear of {form}")
     _finish(call, residual, silu_mul, out)
 
@@ -102,7 +185,9 @@ def _checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, ou
     m = x.numel() // x.shape[-1]
     wanted = ceil(rows, 16) * ceil(k, 128) * int(config["tile_bytes"])
     if tiles.numel() != wanted:
-        raise ValueError(f"linear of {form}: expected {wanted} bytes of tiles for a [{rows}, {k}] weight, got {tiles.numel()}")
+        raise ValueError(
+            f"linear of {form}: expected {wanted} bytes of tiles for a [{rows}, {k}] weight, got {tiles.numel()}"
+        )
     row_scale = second.data_ptr() if second.numel() else None
     if row_scale is not None and second.numel() != rows:
         raise ValueError(f"linear of {form}: expected {rows} row multipliers, got {second.numel()}")
@@ -115,8 +200,12 @@ def _checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, ou
         x, stride = _gathered(x, stride, perm, m, device, stream), k
     # The gate and its partner are rows of different CTAs, so silu_mul follows in torch.
     target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
-    scale_dtype = TYPES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
-    return Call(m, rows, k, x, stride, target, row_scale, TYPES[dtype_name(x.dtype)], scale_dtype, device, stream)
+    scale_dtype = (
+        TYPES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
+    )
+    return Call(
+        m, rows, k, x, stride, target, row_scale, TYPES[dtype_name(x.dtype)], scale_dtype, device, stream
+    )
 
 
 def _for_tensor_copies(call: Call) -> tuple[Tensor, int]:

@@ -1,4 +1,5 @@
-// Columns of x in the order of a weight whose columns were sorted (act-order): out[m, i] = x[m, perm[i]], 0 where perm is -1.
+// Columns of x in the order of a weight whose columns were sorted (act-order): out[m, i] = x[m, perm[i]], 0
+// where perm is -1.
 #include <cstdint>
 
 #include "gm_cuda.h"
@@ -18,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(256) gather_columns(const __grid_co
   const int from = i < p.columns ? p.perm[i] : -1;  // part of the weight, so it may be read before the wait
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (i < p.columns) p.out[static_cast<int64_t>(blockIdx.y) * p.columns + i] = from < 0 ? 0 : p.x[blockIdx.y * p.ldx + from];
+  if (i < p.columns)
+    p.out[static_cast<int64_t>(blockIdx.y) * p.columns + i] = from < 0 ? 0 : p.x[blockIdx.y * p.ldx + from];
 }
 
 #else
@@ -32,9 +34,12 @@ GM_CUDA_ENTRY(gm_gather_columns_sm90)
 (void* out, const void* x, int64_t ldx, const void* perm, int m, int columns, int device, void* stream) {
   if (m < 0 || m > 65535 || columns < 0) return GM_E_SHAPE;
   if (m == 0 || columns == 0) return GM_OK;
-  GatherParams p{static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), static_cast<const int32_t*>(perm), ldx, columns};
+  GatherParams p{static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out),
+                 static_cast<const int32_t*>(perm), ldx, columns};
   void* args[] = {&p};
-  return g_gather.launch(device, stream, {.grid_x = unsigned((columns + 255) / 256), .grid_y = unsigned(m), .block = 256, .pdl = true}, args);
+  return g_gather.launch(
+      device, stream,
+      {.grid_x = unsigned((columns + 255) / 256), .grid_y = unsigned(m), .block = 256, .pdl = true}, args);
 }
 
 #endif

@@ -21,11 +21,44 @@ from gristmill.kernels.linear.linear_w_triton_atomic import config, flag_bytes, 
 
 
 @triton.jit
-def atomic_kernel(x, weight, scales, zeros, row_scale, row_block, perm, bias, residual, out, flags, sums, m, n, k, columns, x_stride,
-                  row_bytes, groups, part, FORMAT: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-                  HAS_ZERO: tl.constexpr, ROW_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, PERM: tl.constexpr,
-                  BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
-                  PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def atomic_kernel(
+    x,
+    weight,
+    scales,
+    zeros,
+    row_scale,
+    row_block,
+    perm,
+    bias,
+    residual,
+    out,
+    flags,
+    sums,
+    m,
+    n,
+    k,
+    columns,
+    x_stride,
+    row_bytes,
+    groups,
+    part,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PERM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """n: columns of the output; with SILU the weight has 2 n rows, gate first. part: columns of the weight a program. flags: one int32 a
     tile; sums: float32 [m, rows of the weight]; both zero before and after."""
     dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
@@ -40,13 +73,72 @@ def atomic_kernel(x, weight, scales, zeros, row_scale, row_block, perm, bias, re
     if SILU:
         wide = 2 * n
     at = rows[:, None] * wide + ns[None, :]
-    y = product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask, ns, n_mask, k, last, x_stride, row_bytes, groups,
-                dtype, FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN, BK, first)  # fmt: skip
+    y = product(
+        x,
+        weight,
+        scales,
+        zeros,
+        row_scale,
+        row_block,
+        perm,
+        rows,
+        row_mask,
+        ns,
+        n_mask,
+        k,
+        last,
+        x_stride,
+        row_bytes,
+        groups,
+        dtype,
+        FORMAT,
+        SCALE,
+        GROUP,
+        ZERO,
+        HAS_ZERO,
+        ROW_SCALE,
+        ROW_BLOCK,
+        PERM,
+        PRECISION,
+        BM,
+        BN,
+        BK,
+        first,
+    )
     tl.atomic_add(sums + at, y, mask=inside, sem="relaxed")
     if SILU:
-        up = product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask, ns + n, n_mask, k, last, x_stride, row_bytes,
-                     groups, dtype, FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN, BK,
-                     first)  # fmt: skip
+        up = product(
+            x,
+            weight,
+            scales,
+            zeros,
+            row_scale,
+            row_block,
+            perm,
+            rows,
+            row_mask,
+            ns + n,
+            n_mask,
+            k,
+            last,
+            x_stride,
+            row_bytes,
+            groups,
+            dtype,
+            FORMAT,
+            SCALE,
+            GROUP,
+            ZERO,
+            HAS_ZERO,
+            ROW_SCALE,
+            ROW_BLOCK,
+            PERM,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+            first,
+        )
         tl.atomic_add(sums + at + n, up, mask=inside, sem="relaxed")
     tl.debug_barrier()  # every thread has added before the program counts itself
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -70,7 +162,15 @@ def atomic_kernel(x, weight, scales, zeros, row_scale, row_block, perm, bias, re
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K], the six tensors of plain_v1 -> out [..., N or N / 2]. ValueError for a workspace that is too small or elsewhere."""
     import torch
@@ -90,18 +190,47 @@ def launch(
     part = triton.cdiv(steps, split) * config["bk"]
     grid = (triton.cdiv(columns_out, config["bn"]), triton.cdiv(m, config["bm"]), triton.cdiv(sizes[0], part))
     atomic_kernel[grid](
-        x, *tensors, x if bias is None else bias, x if residual is None else residual, out, flags, sums, m, columns_out, k, *sizes, part,
-        **constants, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu_mul, num_warps=config["warps"],
+        x,
+        *tensors,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        flags,
+        sums,
+        m,
+        columns_out,
+        k,
+        *sizes,
+        part,
+        **constants,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        SILU=silu_mul,
+        num_warps=config["warps"],
         num_stages=config["stages"],
-    )  # fmt: skip
+    )
 
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: a scheme in groups, and one whose scales come last, with gate and up."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups", "part"), "i32")
-    pointers = {"x": "*bf16", "weight": "*u8", "scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32",
-                "perm": "*i32", "bias": "*bf16", "residual": "*bf16", "out": "*bf16", "flags": "*i32", "sums": "*fp32"}  # fmt: skip
-    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False)
+    pointers = {
+        "x": "*bf16",
+        "weight": "*u8",
+        "scales": "*bf16",
+        "zeros": "*u8",
+        "row_scale": "*fp32",
+        "row_block": "*i32",
+        "perm": "*i32",
+        "bias": "*bf16",
+        "residual": "*bf16",
+        "out": "*bf16",
+        "flags": "*i32",
+        "sums": "*fp32",
+    }
+    off = dict.fromkeys(
+        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False
+    )
     op, cases = default_registry().op("linear"), []
     for scheme, own in (
         ("int4_g128", {"FORMAT": INT4, "GROUP": 128, "ZERO": 8, "BIAS": True}),
@@ -109,7 +238,15 @@ def aot(target: Target) -> list[AotCase]:
     ):
         chosen = config(op.problem(f"m=16,n=4096,k=4096,w={scheme}"), target)
         shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
-        cases.append(AotCase(f"{scheme}_atomic", atomic_kernel, pointers | ints, {"SCALE": SCALE_FLOAT, "PRECISION": "ieee"} | off | own | shape,
-                             {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
-                             ("k", "columns", "x_stride", "row_bytes", "part"), matrix_product(target, int(chosen["bm"]))))  # fmt: skip
+        cases.append(
+            AotCase(
+                f"{scheme}_atomic",
+                atomic_kernel,
+                pointers | ints,
+                {"SCALE": SCALE_FLOAT, "PRECISION": "ieee"} | off | own | shape,
+                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                ("k", "columns", "x_stride", "row_bytes", "part"),
+                matrix_product(target, int(chosen["bm"])),
+            )
+        )
     return cases

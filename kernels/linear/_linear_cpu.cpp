@@ -1,9 +1,11 @@
-// Linear over weights packed as cpu_rows16_v1, every scheme: y = x W^T with codes decoded exactly, each group summed in
-// float32 and scaled once, (sum over groups of scale * (sum of code * x - zero * sum of x)) * row multiplier.
+// Linear over weights packed as cpu_rows16_v1, every scheme: y = x W^T with codes decoded exactly, each group
+// summed in float32 and scaled once, (sum over groups of scale * (sum of code * x - zero * sum of x)) * row
+// multiplier.
 //
-// Few rows of x: lines of several row blocks are decoded in registers and used at once ("direct"). Many rows: a block's
-// columns are decoded into a small buffer that stays in cache, and multiplied by tiles of x. Both add in the same order,
-// one chain for each output, so a row's result does not depend on the other rows, on threads, or on the path taken.
+// Few rows of x: lines of several row blocks are decoded in registers and used at once ("direct"). Many rows:
+// a block's columns are decoded into a small buffer that stays in cache, and multiplied by tiles of x. Both
+// add in the same order, one chain for each output, so a row's result does not depend on the other rows, on
+// threads, or on the path taken.
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include "_linear_decode.h"
 
@@ -12,12 +14,14 @@
 namespace {
 using namespace lin;
 
-constexpr int kWide = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;       // blocks at once for one row of x
-constexpr int kNarrow = kWide > 2 ? 2 : 1;  // the same for a weight of few blocks: the missing ones would be the last one again
-constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;                        // most rows of x decoded for in registers
+constexpr int kWide = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;  // blocks at once for one row of x
+constexpr int kNarrow =
+    kWide > 2 ? 2 : 1;  // the same for a weight of few blocks: the missing ones would be the last one again
+constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;  // most rows of x decoded for in registers
 constexpr int kTileBlocks = gm::kLanes == 16 ? 2 : 1, kTileRows = gm::kLanes == 16 ? 8 : 4;
 constexpr int kAny = -2;
-constexpr int64_t kAhead = 2048;         // bytes of a block fetched before they are needed; the stream ends harmlessly
+constexpr int64_t kAhead =
+    2048;  // bytes of a block fetched before they are needed; the stream ends harmlessly
 constexpr int64_t kChunkRows = 256;     // rows of x at a time
 constexpr int64_t kChunkColumns = 256;  // columns decoded at a time; a multiple of every group size
 
@@ -34,12 +38,13 @@ struct Job {
   int64_t rows;
 };
 
-// totals[row] += scale * (sum[row] - zero * sum of x[row]) for MR rows of one group of a block; `stride` floats a row.
-// Inlined with constant indices, so that sums stay in registers. S: the scale type where small groups make it matter (and then
-// there are no zeros), or kAny.
+// totals[row] += scale * (sum[row] - zero * sum of x[row]) for MR rows of one group of a block; `stride`
+// floats a row. Inlined with constant indices, so that sums stay in registers. S: the scale type where small
+// groups make it matter (and then there are no zeros), or kAny.
 template <int MR, int S>
-__attribute__((always_inline)) inline void close_group(const Job& j, int64_t block, int64_t g, int64_t row0, V* sum, int64_t sum_stride, float* totals,
-                        int64_t stride) {
+__attribute__((always_inline)) inline void close_group(const Job& j, int64_t block, int64_t g, int64_t row0,
+                                                       V* sum, int64_t sum_stride, float* totals,
+                                                       int64_t stride) {
   const int64_t at = block * j.groups + g;
   const int type = S == kAny ? j.scale_type : S;
   if (S == kAny && j.zero_type != kNone) {
@@ -48,7 +53,8 @@ __attribute__((always_inline)) inline void close_group(const Job& j, int64_t blo
     for (int r = 0; r < MR; ++r) {
       const gm::vf x = gm::splat(-j.sums[(row0 + r) * j.groups + g]);
 #pragma GCC unroll 4
-      for (int i = 0; i < kParts; ++i) sum[r * sum_stride].p[i] = gm::fma(zero.p[i], x, sum[r * sum_stride].p[i]);
+      for (int i = 0; i < kParts; ++i)
+        sum[r * sum_stride].p[i] = gm::fma(zero.p[i], x, sum[r * sum_stride].p[i]);
     }
   }
   const V scale = type == kNone ? V{} : load16(j.scales, type, at);
@@ -102,7 +108,8 @@ void direct(const Job& j, int64_t block0, float* totals) {
     }
 #pragma GCC unroll 8
     for (int b = 0; b < NB; ++b)
-      close_group<MR, S>(j, smaller(block0 + b, j.blocks - 1), g, 0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
+      close_group<MR, S>(j, smaller(block0 + b, j.blocks - 1), g, 0, &sum[0][b], NB, totals + b * kRows,
+                         NB * kRows);
   }
 }
 
@@ -114,14 +121,18 @@ void decode_block(const Job& j, int64_t block, int64_t c0, int64_t count, typena
   for (int64_t line = 0; line < count * kBits<F> / 32; ++line, p += 64) {
     const W w = load_line(p);
 #pragma GCC unroll 8
-    for (int s = 0; s < steps; ++s) out[(line * steps + s) * NB] = M::template decode<F>(w, s, j.table, j.bias);
+    for (int s = 0; s < steps; ++s)
+      out[(line * steps + s) * NB] = M::template decode<F>(w, s, j.table, j.bias);
   }
 }
 
-// A tile of MR rows and NB blocks over decoded columns [c0, c0 + count), added to totals (sums while the group is open).
+// A tile of MR rows and NB blocks over decoded columns [c0, c0 + count), added to totals (sums while the
+// group is open).
 template <class M, int S, int NB, int MR>
-void tile(const Job& j, const typename M::Operand* w, int64_t block0, int64_t row0, int64_t c0, int64_t count, float* totals) {
-  const typename M::Act* x = static_cast<const typename M::Act*>(j.acts) + (row0 * j.columns + c0 * MR) / M::kColumns;
+void tile(const Job& j, const typename M::Operand* w, int64_t block0, int64_t row0, int64_t c0, int64_t count,
+          float* totals) {
+  const typename M::Act* x =
+      static_cast<const typename M::Act*>(j.acts) + (row0 * j.columns + c0 * MR) / M::kColumns;
   const bool whole = j.groups == 1;  // the group goes on through all chunks
   const int64_t span = whole ? count : j.group, steps = span / M::kColumns;
   for (int64_t c = 0; c < count; c += span, w += steps * NB, x += steps * MR) {
@@ -140,7 +151,8 @@ void tile(const Job& j, const typename M::Operand* w, int64_t block0, int64_t ro
     if (whole) std::memset(totals, 0, sizeof sum);
 #pragma GCC unroll 2
     for (int b = 0; b < NB; ++b)
-      close_group<MR, S>(j, smaller(block0 + b, j.blocks - 1), (c0 + c) / j.group, row0, &sum[0][b], NB, totals + b * kRows, NB * kRows);
+      close_group<MR, S>(j, smaller(block0 + b, j.blocks - 1), (c0 + c) / j.group, row0, &sum[0][b], NB,
+                         totals + b * kRows, NB * kRows);
   }
 }
 
@@ -150,27 +162,32 @@ void buffered(const Job& j, int64_t block0, typename M::Operand* decoded, float*
   std::memset(totals, 0, sizeof(float) * size_t(whole_tiles(j.rows)) * NB * kRows);
   for (int64_t c0 = 0; c0 < j.columns; c0 += kChunkColumns) {
     const int64_t count = smaller(kChunkColumns, j.columns - c0);
-    for (int b = 0; b < NB; ++b) decode_block<F, M, NB>(j, smaller(block0 + b, j.blocks - 1), c0, count, decoded + b);
+    for (int b = 0; b < NB; ++b)
+      decode_block<F, M, NB>(j, smaller(block0 + b, j.blocks - 1), c0, count, decoded + b);
     for (int64_t r = 0; r < j.rows; r += kTileRows) {
       float* t = totals + r * NB * kRows;
       const int64_t left = j.rows - r;
-      if (left > kTileRows / 2) tile<M, S, NB, kTileRows>(j, decoded, block0, r, c0, count, t);
-      else if (left > 1) tile<M, S, NB, kTileRows / 2>(j, decoded, block0, r, c0, count, t);
-      else tile<M, S, NB, 1>(j, decoded, block0, r, c0, count, t);
+      if (left > kTileRows / 2)
+        tile<M, S, NB, kTileRows>(j, decoded, block0, r, c0, count, t);
+      else if (left > 1)
+        tile<M, S, NB, kTileRows / 2>(j, decoded, block0, r, c0, count, t);
+      else
+        tile<M, S, NB, 1>(j, decoded, block0, r, c0, count, t);
     }
   }
 }
 
-template <class T> struct Output {
-  T* out;                // [rows, n], or null while z is collected for silu_mul
-  float* z;              // [rows, n]
+template <class T>
+struct Output {
+  T* out;    // [rows, n], or null while z is collected for silu_mul
+  float* z;  // [rows, n]
   const T *bias, *residual;
 };
 
 // Row multipliers, bias and residual; totals [rows][width] of `count` blocks from block0.
 template <class T>
-void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int64_t row0, int64_t rows, const float* totals,
-            int64_t width) {
+void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int64_t row0, int64_t rows,
+            const float* totals, int64_t width) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t b = 0; b < count && block0 + b < j.blocks; ++b)
 #pragma GCC unroll 4
@@ -185,12 +202,14 @@ void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int
           left == gm::kLanes ? gm::store(o.z + at, v) : gm::store(o.z + at, v, left);
           continue;
         }
-        if (o.residual) v = v + (left == gm::kLanes ? gm::load(o.residual + at) : gm::load(o.residual + at, left));
+        if (o.residual)
+          v = v + (left == gm::kLanes ? gm::load(o.residual + at) : gm::load(o.residual + at, left));
         left == gm::kLanes ? gm::store(o.out + at, v) : gm::store(o.out + at, v, left);
       }
 }
 
-template <Format F, class M, int S, class T, int NB, int MR> int run_direct(const Job& j, const Output<T>& o) {
+template <Format F, class M, int S, class T, int NB, int MR>
+int run_direct(const Job& j, const Output<T>& o) {
   const int64_t tasks = (j.blocks + NB - 1) / NB, grain = (1 << 19) / (j.columns * kRows * NB) + 1;
   return gm::parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float totals[NB * MR * kRows];
@@ -201,14 +220,19 @@ template <Format F, class M, int S, class T, int NB, int MR> int run_direct(cons
   });
 }
 
-template <Format F, class M, int S, class T> int run_buffered(const Job& j, const Output<T>& o) {
+template <Format F, class M, int S, class T>
+int run_buffered(const Job& j, const Output<T>& o) {
   constexpr int NB = kTileBlocks;
   const int64_t tasks = (j.blocks + NB - 1) / NB;
   int failed = 0;
   const int code = gm::parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
     const size_t decoded = sizeof(typename M::Operand) * NB * (kChunkColumns / M::kColumns);
-    void* scratch = std::aligned_alloc(64, decoded + sizeof(float) * size_t(whole_tiles(j.rows)) * NB * kRows);
-    if (!scratch) { __atomic_store_n(&failed, 1, __ATOMIC_RELAXED); return; }
+    void* scratch =
+        std::aligned_alloc(64, decoded + sizeof(float) * size_t(whole_tiles(j.rows)) * NB * kRows);
+    if (!scratch) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      return;
+    }
     auto* operands = static_cast<typename M::Operand*>(scratch);
     auto* totals = reinterpret_cast<float*>(static_cast<char*>(scratch) + decoded);
     for (int64_t task = begin; task < end; ++task) {
@@ -220,10 +244,11 @@ template <Format F, class M, int S, class T> int run_buffered(const Job& j, cons
   return failed ? int(GM_E_NOMEM) : code;
 }
 
-// x in the packed order of columns, as M wants them, a tile of rows after another with its rows side by side; and the sums
-// of each group.
+// x in the packed order of columns, as M wants them, a tile of rows after another with its rows side by side;
+// and the sums of each group.
 template <Format F, class M, class T>
-void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, typename M::Act* acts, float* sums) {
+void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, typename M::Act* acts,
+             float* sums) {
   const int64_t count = j.columns / M::kColumns;
   const auto at = [&](const T* row, int64_t c) -> T {
     const int64_t source = perm ? perm[c] : c;
@@ -265,7 +290,8 @@ void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, type
 }
 
 template <Format F, class M, int S, class T>
-int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
+int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual,
+        T* out, bool silu) {
   const int64_t most = whole_tiles(smaller(m, kChunkRows)), columns_out = silu ? j.n / 2 : j.n;
   const size_t acts = (size_t(most) * j.columns / M::kColumns * sizeof(typename M::Act) + 63) / 64 * 64;
   const size_t sums = j.zero_type == kNone ? 0 : (size_t(most) * j.groups * 4 + 63) / 64 * 64;
@@ -279,16 +305,23 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     j.acts = scratch;
     float* group_sums = sums ? reinterpret_cast<float*>(scratch + acts) : nullptr;
     j.sums = group_sums;
-    prepare<F, M, T>(j, x + row * stride, stride, perm, reinterpret_cast<typename M::Act*>(scratch), group_sums);
+    prepare<F, M, T>(j, x + row * stride, stride, perm, reinterpret_cast<typename M::Act*>(scratch),
+                     group_sums);
     const T* added = residual ? residual + row * columns_out : nullptr;
     T* to = out + row * columns_out;
     const Output<T> o{to, zs, bias, silu ? nullptr : added};
-    if (j.rows == 1 && j.blocks <= kWide / 2) code = run_direct<F, M, S, T, kNarrow, 1>(j, o);
-    else if (j.rows == 1) code = run_direct<F, M, S, T, kWide, 1>(j, o);
-    else if (j.rows == 2) code = run_direct<F, M, S, T, kWide, 2>(j, o);
-    else if (j.rows <= 4) code = run_direct<F, M, S, T, (kWide > 2 ? kWide / 2 : 1), 4>(j, o);
-    else if (j.rows <= kDirectRows) code = run_direct<F, M, S, T, (kWide > 4 ? kWide / 4 : 1), kDirectRows>(j, o);
-    else code = run_buffered<F, M, S, T>(j, o);
+    if (j.rows == 1 && j.blocks <= kWide / 2)
+      code = run_direct<F, M, S, T, kNarrow, 1>(j, o);
+    else if (j.rows == 1)
+      code = run_direct<F, M, S, T, kWide, 1>(j, o);
+    else if (j.rows == 2)
+      code = run_direct<F, M, S, T, kWide, 2>(j, o);
+    else if (j.rows <= 4)
+      code = run_direct<F, M, S, T, (kWide > 2 ? kWide / 2 : 1), 4>(j, o);
+    else if (j.rows <= kDirectRows)
+      code = run_direct<F, M, S, T, (kWide > 4 ? kWide / 4 : 1), kDirectRows>(j, o);
+    else
+      code = run_buffered<F, M, S, T>(j, o);
     if (!silu || code != GM_OK) continue;
     code = gm::parallel_for(j.rows, 16384 / columns_out + 1, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
@@ -309,35 +342,43 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
 }
 
 template <Format F, class M, class T>
-int by_scale(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
+int by_scale(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias,
+             const T* residual, T* out, bool silu) {
   if constexpr (F == Format::e2m1) {
-    if (j.scale_type == kE4M3 && j.zero_type == kNone) return run<F, M, kE4M3, T>(j, x, stride, perm, m, bias, residual, out, silu);
-    if (j.scale_type == kE8M0 && j.zero_type == kNone) return run<F, M, kE8M0, T>(j, x, stride, perm, m, bias, residual, out, silu);
+    if (j.scale_type == kE4M3 && j.zero_type == kNone)
+      return run<F, M, kE4M3, T>(j, x, stride, perm, m, bias, residual, out, silu);
+    if (j.scale_type == kE8M0 && j.zero_type == kNone)
+      return run<F, M, kE8M0, T>(j, x, stride, perm, m, bias, residual, out, silu);
   }
   return run<F, M, kAny, T>(j, x, stride, perm, m, bias, residual, out, silu);
 }
 
 template <Format F, class T>
-int by_math(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual, T* out, bool silu) {
+int by_math(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias,
+            const T* residual, T* out, bool silu) {
 #if GM_X86_BF16
   if constexpr (F != Format::f32 && F != Format::f16)
-    if constexpr (__is_same(T, gm::bf16)) return by_scale<F, Bf16, T>(j, x, stride, perm, m, bias, residual, out, silu);
+    if constexpr (__is_same(T, gm::bf16))
+      return by_scale<F, Bf16, T>(j, x, stride, perm, m, bias, residual, out, silu);
 #endif
   return by_scale<F, F32, T>(j, x, stride, perm, m, bias, residual, out, silu);
 }
 
 }  // namespace
 
-// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n], or [m, n / 2] when silu is 1
-// (first half of the rows is the gate). bias [n], residual like out, both of x's dtype or null. columns: K' of the packing;
-// group: columns a scale covers (columns itself when there is one scale a row). format: 0 int4, 1 e2m1, 2 int8, 3 e4m3,
-// 4 f32, 5 f16, 6 bf16. scale_type, zero_type: dtype codes, 20 = E8M0, -1 = none. implicit_zero: the zero of integer
-// codes without stored ones. perm: int32 [columns] or null.
-GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales, const void* zeros,
-                            const void* row_scale, const void* perm, const void* bias, const void* residual, void* out, int64_t m,
-                            int64_t n, int64_t k, int64_t columns, int64_t group, int format, int scale_type, int zero_type,
-                            int implicit_zero, int silu, int dtype) {
-  if (m < 0 || n < 1 || k < 1 || columns < k * (perm == nullptr) || columns % 16 || group < 8 || group % 8 || columns % group)
+// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n], or [m, n / 2] when
+// silu is 1 (first half of the rows is the gate). bias [n], residual like out, both of x's dtype or null.
+// columns: K' of the packing; group: columns a scale covers (columns itself when there is one scale a row).
+// format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16. scale_type, zero_type: dtype codes, 20 =
+// E8M0, -1 = none. implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or
+// null.
+GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
+                            const void* zeros, const void* row_scale, const void* perm, const void* bias,
+                            const void* residual, void* out, int64_t m, int64_t n, int64_t k, int64_t columns,
+                            int64_t group, int format, int scale_type, int zero_type, int implicit_zero,
+                            int silu, int dtype) {
+  if (m < 0 || n < 1 || k < 1 || columns < k * (perm == nullptr) || columns % 16 || group < 8 || group % 8 ||
+      columns % group)
     return GM_E_SHAPE;
   if (group != columns && kChunkColumns % group) return GM_E_SHAPE;
   if (silu && n % 2) return GM_E_SHAPE;
@@ -361,14 +402,16 @@ GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* cod
   j.bias = float(implicit_zero);
   j.table = make_table(Format(format), j.bias);
   const auto* order = static_cast<const int32_t*>(perm);
-#define LINEAR_FORMAT(F)                                                                                                    \
-  case int(Format::F):                                                                                                      \
-    return by_math<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m, static_cast<const T*>(bias),          \
-                                 static_cast<const T*>(residual), static_cast<T*>(out), silu != 0);
+#define LINEAR_FORMAT(F)                                                                       \
+  case int(Format::F):                                                                         \
+    return by_math<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m,          \
+                                 static_cast<const T*>(bias), static_cast<const T*>(residual), \
+                                 static_cast<T*>(out), silu != 0);
   GM_DISPATCH_FLOAT(dtype, T, {
     switch (format) {
-      LINEAR_FORMAT(int4) LINEAR_FORMAT(e2m1) LINEAR_FORMAT(int8) LINEAR_FORMAT(e4m3) LINEAR_FORMAT(f32) LINEAR_FORMAT(f16)
-      LINEAR_FORMAT(bf16)
+      LINEAR_FORMAT(int4)
+      LINEAR_FORMAT(e2m1) LINEAR_FORMAT(int8) LINEAR_FORMAT(e4m3) LINEAR_FORMAT(f32) LINEAR_FORMAT(f16)
+          LINEAR_FORMAT(bf16)
     }
   })
   return GM_E_ARG;

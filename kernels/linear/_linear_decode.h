@@ -1,19 +1,25 @@
-// Decoding of cpu_rows16_v1 lines: 64 bytes, one 32-bit word of 16 output rows, into one vector of 16 floats a column
-// (F32) or one vector of 16 bf16 pairs a pair of columns (Bf16, AVX-512 BF16). Values are exact: scales come later.
+// Decoding of cpu_rows16_v1 lines: 64 bytes, one 32-bit word of 16 output rows, into one vector of 16 floats
+// a column (F32) or one vector of 16 bf16 pairs a pair of columns (Bf16, AVX-512 BF16). Values are exact:
+// scales come later.
 #pragma once
 #include "gm_cpu.h"
 
 namespace {
 namespace lin {
 
-constexpr int kRows = 16;                  // output rows of a block
+constexpr int kRows = 16;                   // output rows of a block
 constexpr int kParts = kRows / gm::kLanes;  // registers a block's row vector takes
 
-struct V { gm::vf p[kParts]; };
-struct W { gm::vu p[kParts]; };
+struct V {
+  gm::vf p[kParts];
+};
+struct W {
+  gm::vu p[kParts];
+};
 
 inline W load_line(const uint8_t* line) {
-  W w;  // register by register: a copy of the whole goes through the stack in pieces too small to be forwarded
+  W w;  // register by register: a copy of the whole goes through the stack in pieces too small to be
+        // forwarded
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) std::memcpy(&w.p[i], line + i * int(sizeof w.p[i]), sizeof w.p[i]);
   return w;
@@ -22,9 +28,11 @@ inline W load_line(const uint8_t* line) {
 enum class Format { int4, e2m1, int8, e4m3, f32, f16, bf16 };
 
 // Bits of a code, by format.
-template <Format F> constexpr int kBits = F == Format::int4 || F == Format::e2m1 ? 4
-                                          : F == Format::int8 || F == Format::e4m3 ? 8
-                                          : F == Format::f32 ? 32 : 16;
+template <Format F>
+constexpr int kBits = F == Format::int4 || F == Format::e2m1   ? 4
+                      : F == Format::int8 || F == Format::e4m3 ? 8
+                      : F == Format::f32                       ? 32
+                                                               : 16;
 
 inline gm::vf e4m3_to_float(gm::vu at_top) {  // the byte in bits 24..31
   // Exponent and mantissa moved to float's place, times 2^120: exact, subnormals included.
@@ -37,7 +45,8 @@ inline gm::vf half_to_float(gm::vu h) {
   return (gm::vf)((gm::vu)scaled | infnan | ((h & 0x8000u) << 16));
 }
 
-// Tables of 4-bit codes: float values, and bf16 values twice over, so that the fifth index bit does not matter.
+// Tables of 4-bit codes: float values, and bf16 values twice over, so that the fifth index bit does not
+// matter.
 struct Table {
   alignas(64) float f[16];
   alignas(64) uint16_t b[32];
@@ -54,7 +63,8 @@ inline Table make_table(Format format, float bias) {
 }
 
 // 4-bit codes in the low bits of each lane (whatever is above them) -> floats.
-template <Format F> inline gm::vf lookup(gm::vu code, const Table& t, float bias) {
+template <Format F>
+inline gm::vf lookup(gm::vu code, const Table& t, float bias) {
 #if GM_X86_AVX512
   (void)bias;
   return (gm::vf)_mm512_permutexvar_ps((__m512i)code, _mm512_load_ps(t.f));
@@ -74,13 +84,15 @@ template <Format F> inline gm::vf lookup(gm::vu code, const Table& t, float bias
 #endif
 }
 
-// ---- float32 arithmetic: one column a step -----------------------------------------------------------------------------
+// ---- float32 arithmetic: one column a step
+// -----------------------------------------------------------------------------
 
 struct F32 {
-  using Act = float;      // one activation
-  using Operand = V;      // one column of a block
+  using Act = float;  // one activation
+  using Operand = V;  // one column of a block
   static constexpr int kColumns = 1;
-  template <Format F> static constexpr int kSteps = 32 / kBits<F>;
+  template <Format F>
+  static constexpr int kSteps = 32 / kBits<F>;
   static inline void mac(V& acc, const V& w, const float* x) {
     const gm::vf v = gm::splat(*x);
 #pragma GCC unroll 4
@@ -88,42 +100,57 @@ struct F32 {
   }
 
   // Step s of a line is column s.
-  template <Format F> static inline V decode(const W& w, int s, const Table& t, float bias) {
+  template <Format F>
+  static inline V decode(const W& w, int s, const Table& t, float bias) {
     V v;
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
       const gm::vu u = w.p[i];
-      if constexpr (kBits<F> == 4) v.p[i] = lookup<F>(u >> (8 * (s & 3) + (s >> 2) * 4), t, bias);
-      else if constexpr (F == Format::int8) v.p[i] = __builtin_convertvector((gm::vi)((u >> (8 * s)) & 255u), gm::vf) - bias;
-      else if constexpr (F == Format::e4m3) v.p[i] = e4m3_to_float(u << (24 - 8 * s));
-      else if constexpr (F == Format::f16) v.p[i] = half_to_float(s ? u >> 16 : u & 0xffffu);
-      else if constexpr (F == Format::bf16) v.p[i] = (gm::vf)(s ? u & 0xffff0000u : u << 16);
-      else v.p[i] = (gm::vf)u;
+      if constexpr (kBits<F> == 4)
+        v.p[i] = lookup<F>(u >> (8 * (s & 3) + (s >> 2) * 4), t, bias);
+      else if constexpr (F == Format::int8)
+        v.p[i] = __builtin_convertvector((gm::vi)((u >> (8 * s)) & 255u), gm::vf) - bias;
+      else if constexpr (F == Format::e4m3)
+        v.p[i] = e4m3_to_float(u << (24 - 8 * s));
+      else if constexpr (F == Format::f16)
+        v.p[i] = half_to_float(s ? u >> 16 : u & 0xffffu);
+      else if constexpr (F == Format::bf16)
+        v.p[i] = (gm::vf)(s ? u & 0xffff0000u : u << 16);
+      else
+        v.p[i] = (gm::vf)u;
     }
     return v;
   }
 
   // Activation of packed column c.
-  template <class T> static inline float act(const T* x, int64_t c) { return gm::to_float(x[c]); }
+  template <class T>
+  static inline float act(const T* x, int64_t c) {
+    return gm::to_float(x[c]);
+  }
 };
 
-// ---- bf16 pairs: two columns a step, products exact, sums in float32 -----------------------------------------------------
+// ---- bf16 pairs: two columns a step, products exact, sums in float32
+// -----------------------------------------------------
 
 #if GM_X86_BF16
 struct Bf16 {
   using Act = uint32_t;  // two activations
   using Operand = __m512i;
   static constexpr int kColumns = 2;
-  template <Format F> static constexpr int kSteps = 16 / kBits<F>;
+  template <Format F>
+  static constexpr int kSteps = 16 / kBits<F>;
   static inline void mac(V& acc, __m512i w, const uint32_t* x) {
-    acc.p[0] = (gm::vf)_mm512_dpbf16_ps((__m512)acc.p[0], (__m512bh)w, (__m512bh)_mm512_set1_epi32(int32_t(*x)));
+    acc.p[0] =
+        (gm::vf)_mm512_dpbf16_ps((__m512)acc.p[0], (__m512bh)w, (__m512bh)_mm512_set1_epi32(int32_t(*x)));
   }
 
   // Step s holds columns (first(s), first(s) + 2) of a line of 4-bit or 8-bit codes, (0, 1) of 16-bit ones.
-  template <Format F> static inline __m512i decode(const W& line, int s, const Table& t, float bias) {
+  template <Format F>
+  static inline __m512i decode(const W& line, int s, const Table& t, float bias) {
     const __m512i w = (__m512i)line.p[0];
     if constexpr (kBits<F> == 4) {
-      return _mm512_permutexvar_epi16(_mm512_srli_epi32(w, 8 * (s & 1) + 4 * (s >> 1)), _mm512_load_si512(t.b));
+      return _mm512_permutexvar_epi16(_mm512_srli_epi32(w, 8 * (s & 1) + 4 * (s >> 1)),
+                                      _mm512_load_si512(t.b));
     } else if constexpr (F == Format::int8) {
       const __m512i low = _mm512_and_si512(_mm512_srli_epi32(w, 8 * s), _mm512_set1_epi32(255));
       const __m512i high = _mm512_and_si512(_mm512_srli_epi32(w, 16 + 8 * s), _mm512_set1_epi32(255));
@@ -132,9 +159,10 @@ struct Bf16 {
       const __m512i odd = _mm512_castps_si512(_mm512_sub_ps(_mm512_cvtepi32_ps(high), b));
       return _mm512_or_si512(odd, _mm512_srli_epi32(even, 16));  // at most 8 significant bits: exact in bf16
     } else if constexpr (F == Format::e4m3) {
-      // The byte at the top of each half: sign and magnitude fall into bf16's places, the exponent is rebiased, and
-      // the eight magnitudes with exponent 0 (subnormals) come from a table.
-      alignas(64) static const uint16_t small[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+      // The byte at the top of each half: sign and magnitude fall into bf16's places, the exponent is
+      // rebiased, and the eight magnitudes with exponent 0 (subnormals) come from a table.
+      alignas(64) static const uint16_t small[32] = {0,      0x3b00, 0x3b80, 0x3bc0,
+                                                     0x3c00, 0x3c20, 0x3c40, 0x3c60};
       const __m512i byte = s ? _mm512_srli_epi16(w, 8) : _mm512_and_si512(w, _mm512_set1_epi16(0xff));
       const __m512i top = _mm512_slli_epi16(byte, 8);
       const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(byte, 4), _mm512_set1_epi16(0x07f0));
@@ -147,7 +175,8 @@ struct Bf16 {
     }
   }
 
-  template <Format F> static inline int64_t column(int64_t pair) {
+  template <Format F>
+  static inline int64_t column(int64_t pair) {
     if constexpr (kBits<F> == 16) return 2 * pair;
     constexpr int64_t per = kSteps<F>;
     const int64_t s = pair % per;
@@ -156,7 +185,8 @@ struct Bf16 {
 };
 #endif
 
-// ---- scales and zeros, 16 values of one group of a block ----------------------------------------------------------------
+// ---- scales and zeros, 16 values of one group of a block
+// ----------------------------------------------------------------
 
 enum : int { kNone = -1, kE8M0 = 20, kE4M3 = GM_F8E4M3 };
 
@@ -166,17 +196,23 @@ inline V load16(const void* base, int type, int64_t index) {
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) {
     const int64_t o = at + i * gm::kLanes;
-    if (type == GM_BF16) v.p[i] = gm::load(static_cast<const gm::bf16*>(base) + o);
-    else if (type == GM_F32) v.p[i] = gm::load(static_cast<const float*>(base) + o);
-    else if (type == GM_F16) v.p[i] = gm::load(static_cast<const gm::f16*>(base) + o);
+    if (type == GM_BF16)
+      v.p[i] = gm::load(static_cast<const gm::bf16*>(base) + o);
+    else if (type == GM_F32)
+      v.p[i] = gm::load(static_cast<const float*>(base) + o);
+    else if (type == GM_F16)
+      v.p[i] = gm::load(static_cast<const gm::f16*>(base) + o);
     else {
       typedef uint8_t bytes __attribute__((vector_size(gm::kLanes)));
       bytes b;
       std::memcpy(&b, static_cast<const uint8_t*>(base) + o, sizeof b);
       const gm::vu u = __builtin_convertvector(b, gm::vu);
-      if (type == kE4M3) v.p[i] = e4m3_to_float(u << 24);
-      else if (type == kE8M0) v.p[i] = (gm::vf)(u == 0u ? gm::vu{} + 0x400000u : u == 255u ? gm::vu{} + 0x7fc00000u : u << 23);
-      else v.p[i] = __builtin_convertvector((gm::vi)u, gm::vf);  // GM_U8: integer zeros
+      if (type == kE4M3)
+        v.p[i] = e4m3_to_float(u << 24);
+      else if (type == kE8M0)
+        v.p[i] = (gm::vf)(u == 0u ? gm::vu{} + 0x400000u : u == 255u ? gm::vu{} + 0x7fc00000u : u << 23);
+      else
+        v.p[i] = __builtin_convertvector((gm::vi)u, gm::vf);  // GM_U8: integer zeros
     }
   }
   return v;

@@ -1,10 +1,12 @@
 // Weight-only linear for Hopper, small M, warp-specialised: y[M,N] = x[M,K] · W[N,K]ᵀ, float32 accumulation.
 //
-// The products of _linear_w4a16_sm90.cuh, whose warps spend a quarter of their instructions on copying at M = 16. Here a warpgroup
-// copies and the others only multiply, with the registers that it gives up:
-//  - one ring of slots for the CTA. A slot holds 128 k of all its rows of W (bulk copies, a lane for each block of 64 rows) and of x (the
+// The products of _linear_w4a16_sm90.cuh, whose warps spend a quarter of their instructions on copying at M
+// = 16. Here a warpgroup copies and the others only multiply, with the registers that it gives up:
+//  - one ring of slots for the CTA. A slot holds 128 k of all its rows of W (bulk copies, a lane for each
+//  block of 64 rows) and of x (the
 //    tensor copy engine, in the 128-byte swizzle).
-//  - WK slices of WN warps take turns at the slots; a slice keeps to its own, so that it can tell by parity which pass a slot is in.
+//  - WK slices of WN warps take turns at the slots; a slice keeps to its own, so that it can tell by parity
+//  which pass a slot is in.
 //  - weights do not depend on the kernel before: their copies run ahead of griddepcontrol.wait.
 // Sums meet as there, in a fixed order.
 #pragma once
@@ -15,20 +17,23 @@
 
 namespace gm {
 
-// W: the kind of weight, a class of _weight_tiles_sm90.cuh.  NT: columns of x in eights.  RT: tiles of 16 rows per warp.  WN x WK: warps
-// along N and along K.
+// W: the kind of weight, a class of _weight_tiles_sm90.cuh.  NT: columns of x in eights.  RT: tiles of 16
+// rows per warp.  WN x WK: warps along N and along K.
 template <typename T, typename W, int NT, int RT, int WN, int WK>
 __device__ __forceinline__ void linear_fed(const W4Params& p, const CUtensorMap& x_map) {
-  constexpr int kWarps = WN * WK, kTile = W::kBytes, kTiles = WN * RT, kSlot = kTiles * kTile, kXSlot = NT * 8 * kTileK * 2;
+  constexpr int kWarps = WN * WK, kTile = W::kBytes, kTiles = WN * RT, kSlot = kTiles * kTile,
+                kXSlot = NT * 8 * kTileK * 2;
   static_assert(kWarps % 4 == 0, "registers change hands between warpgroups");
   // Registers of a launched thread, what a copying one keeps, and what a multiplying one gets.
   constexpr int kThreads = kWarps * 32 + 128, kLaunched = 65536 / kThreads / 8 * 8, kKept = 32;
-  constexpr int kRoom = (kLaunched * kThreads - 128 * kKept) / (kWarps * 32) / 8 * 8, kRegisters = kRoom > 232 ? 232 : kRoom;
+  constexpr int kRoom = (kLaunched * kThreads - 128 * kKept) / (kWarps * 32) / 8 * 8,
+                kRegisters = kRoom > 232 ? 232 : kRoom;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, depth = p.depth;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
   const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
-  const uint32_t x_ring = smem_u32(smem), w_ring = x_ring + depth * kXSlot, full = x_ring + p.bars, empty = full + kMaxDepth * 8;
+  const uint32_t x_ring = smem_u32(smem), w_ring = x_ring + depth * kXSlot, full = x_ring + p.bars,
+                 empty = full + kMaxDepth * 8;
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < depth; ++i) mbar_init(full + i * 8, 2), mbar_init(empty + i * 8, WN * kArriving);
@@ -40,7 +45,8 @@ __device__ __forceinline__ void linear_fed(const W4Params& p, const CUtensorMap&
   if (warp >= kWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kKept));
     int at = 0;
-    uint32_t parity = 1;  // a ring's first pass finds its slots empty: the phase before the first counts as over
+    uint32_t parity =
+        1;  // a ring's first pass finds its slots empty: the phase before the first counts as over
     const auto next = [&] {
       if (++at == depth) at = 0, parity ^= 1;
     };
@@ -58,8 +64,10 @@ __device__ __forceinline__ void linear_fed(const W4Params& p, const CUtensorMap&
     } else if (warp == kWarps + 1) {
       const int first = block * kTiles, last = min(first + kTiles, p.tiles), base = (first & ~3) + lane * 4;
       const int from = max(first, base), in_block = min(4, p.tiles - base);
-      const int bytes = max(0, min(last, base + 4) - from) * kTile;  // rows past the end: nothing to copy, their sums are never stored
-      const char* src = reinterpret_cast<const char*>(p.w) + (static_cast<int64_t>(base) * p.groups + kb0 * in_block + (from - base)) * kTile;
+      const int bytes = max(0, min(last, base + 4) - from) *
+                        kTile;  // rows past the end: nothing to copy, their sums are never stored
+      const char* src = reinterpret_cast<const char*>(p.w) +
+                        (static_cast<int64_t>(base) * p.groups + kb0 * in_block + (from - base)) * kTile;
       const uint32_t to = w_ring + (from - first) * kTile;
       uint64_t policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -79,14 +87,16 @@ __device__ __forceinline__ void linear_fed(const W4Params& p, const CUtensorMap&
     __syncthreads();
     if (split > 1) {
       asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                       : "memory");
     }
     return;
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
   const int wn = warp % WN, wk = warp / WN;
-  if (p.row_scale != nullptr && threadIdx.x * 32 < kTiles * kTileRows) {  // the kernel's last read, fetched with its first
+  if (p.row_scale != nullptr &&
+      threadIdx.x * 32 < kTiles * kTileRows) {  // the kernel's last read, fetched with its first
     const int row = block * kTiles * kTileRows + threadIdx.x * 32;
     if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
   }
@@ -113,7 +123,8 @@ __device__ __forceinline__ void linear_fed(const W4Params& p, const CUtensorMap&
 #pragma unroll
     for (int n = 0; n < NT; ++n) rows[n] = x_ring + at * kXSlot + (n * 8 + (lane & 7)) * 128;
     load_x(x, rows, swizzle, kXSlot / 2);
-    uint32_t any = multiply_tiles<T, W, NT, RT>(acc, smem + depth * kXSlot + at * kSlot + wn * RT * kTile, x, lane, p);
+    uint32_t any =
+        multiply_tiles<T, W, NT, RT>(acc, smem + depth * kXSlot + at * kSlot + wn * RT * kTile, x, lane, p);
 #pragma unroll
     for (int n = 0; n < NT; ++n) any |= x[n][0].x | x[n][1].x | x[n][2].x | x[n][3].x;
     __syncwarp();
@@ -121,7 +132,8 @@ __device__ __forceinline__ void linear_fed(const W4Params& p, const CUtensorMap&
     if ((at += WK) >= depth) at -= depth, parity ^= 1;
   }
 
-  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs
+  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the
+                    // cluster's other CTAs
   if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   leave_sums<W>(acc, smem, wk * WN + wn, lane);
   finish_sums<T, NT, kTiles, WK, kWarps * 32>(p, smem, block * kTiles, rank);

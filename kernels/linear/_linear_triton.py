@@ -37,16 +37,29 @@ def e2m1_to_half(code):
 
 
 @triton.jit
-def load_codes(weight, row_offsets, row_mask, k0, columns, row_bytes, dtype: tl.constexpr, FORMAT: tl.constexpr,
-               ZERO: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def load_codes(
+    weight,
+    row_offsets,
+    row_mask,
+    k0,
+    columns,
+    row_bytes,
+    dtype: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ZERO: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Values of codes [BN, BK] from column k0 on, in `dtype`; whatever lies past the end meets x = 0 there.
 
     From float16 by way of float32: Triton's direct step to bf16 needs an instruction that is not there before sm_80.
     """
     if FORMAT == 1 or FORMAT == 2:
         at = k0 // 2 + tl.arange(0, BK // 2)
-        byte = tl.load(weight + row_offsets[:, None] + at[None, :], mask=row_mask[:, None] & (at < row_bytes)[None, :],
-                       other=0)  # fmt: skip
+        byte = tl.load(
+            weight + row_offsets[:, None] + at[None, :],
+            mask=row_mask[:, None] & (at < row_bytes)[None, :],
+            other=0,
+        )
         code = tl.interleave(byte & 15, byte >> 4)
         if FORMAT == 1:
             return (code.to(tl.int32) - ZERO).to(dtype)
@@ -73,10 +86,38 @@ def load_scale(scales, offsets, mask, SCALE: tl.constexpr):
 
 
 @triton.jit
-def product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask, ns, n_mask, k, columns, x_stride, row_bytes,
-            groups, dtype: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-            HAS_ZERO: tl.constexpr, ROW_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, PERM: tl.constexpr,
-            PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, first=0):  # fmt: skip
+def product(
+    x,
+    weight,
+    scales,
+    zeros,
+    row_scale,
+    row_block,
+    perm,
+    rows,
+    row_mask,
+    ns,
+    n_mask,
+    k,
+    columns,
+    x_stride,
+    row_bytes,
+    groups,
+    dtype: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PERM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    first=0,
+):
     """float32 [BM, BN]: rows of x times rows `ns` of the weight, scaled; of the weight's columns from `first`, a multiple of BK, to
     `columns`."""
     total = tl.zeros([BM, BN], dtype=tl.float32)
@@ -95,7 +136,11 @@ def product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask
             inside = source >= 0
         else:
             inside = ks < k
-        a = tl.load(x + rows[:, None] * x_stride + source[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
+        a = tl.load(
+            x + rows[:, None] * x_stride + source[None, :],
+            mask=row_mask[:, None] & inside[None, :],
+            other=0.0,
+        )
         a = a.to(dtype)
         w = load_codes(weight, offsets, n_mask, k0, columns, row_bytes, dtype, FORMAT, ZERO, BK)
         if GROUP == 0:
@@ -106,10 +151,16 @@ def product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask
             # A step covers several groups, so the scale goes into the weight: e2m1 times e4m3 has at most six
             # significant bits, which bf16 and float16 hold exactly.
             groups_at = k0 // 16 + tl.arange(0, BK // 16)
-            scale = load_scale(scales, scale_rows[:, None] + groups_at[None, :],
-                               n_mask[:, None] & (groups_at < groups)[None, :], SCALE)  # fmt: skip
+            scale = load_scale(
+                scales,
+                scale_rows[:, None] + groups_at[None, :],
+                n_mask[:, None] & (groups_at < groups)[None, :],
+                SCALE,
+            )
             scaled = tl.reshape(w.to(tl.float32), (BN, BK // 16, 16)) * scale[:, :, None]
-            total = tl.dot(a, tl.trans(tl.reshape(scaled, (BN, BK)).to(dtype)), total, input_precision=PRECISION)
+            total = tl.dot(
+                a, tl.trans(tl.reshape(scaled, (BN, BK)).to(dtype)), total, input_precision=PRECISION
+            )
         else:
             part = tl.dot(a, tl.trans(w), input_precision=PRECISION)
             at = scale_rows + k0 // GROUP
@@ -127,26 +178,112 @@ def product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask
 
 
 @triton.jit
-def linear_kernel(x, weight, scales, zeros, row_scale, row_block, perm, bias, residual, out, m, n, k, columns, x_stride,
-                  row_bytes, groups, FORMAT: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-                  HAS_ZERO: tl.constexpr, ROW_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, PERM: tl.constexpr,
-                  BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
-                  PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def linear_kernel(
+    x,
+    weight,
+    scales,
+    zeros,
+    row_scale,
+    row_block,
+    perm,
+    bias,
+    residual,
+    out,
+    m,
+    n,
+    k,
+    columns,
+    x_stride,
+    row_bytes,
+    groups,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PERM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """n: columns of the output; with SILU the weight has 2 n rows, gate first. WIDE: multiply in float32."""
     dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     ns = tl.program_id(0) * BN + tl.arange(0, BN)
     n_mask = ns < n
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     row_mask = rows < m
-    y = product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask, ns, n_mask, k, columns, x_stride,
-                row_bytes, groups, dtype, FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN,
-                BK)  # fmt: skip
+    y = product(
+        x,
+        weight,
+        scales,
+        zeros,
+        row_scale,
+        row_block,
+        perm,
+        rows,
+        row_mask,
+        ns,
+        n_mask,
+        k,
+        columns,
+        x_stride,
+        row_bytes,
+        groups,
+        dtype,
+        FORMAT,
+        SCALE,
+        GROUP,
+        ZERO,
+        HAS_ZERO,
+        ROW_SCALE,
+        ROW_BLOCK,
+        PERM,
+        PRECISION,
+        BM,
+        BN,
+        BK,
+    )
     if BIAS:
         y += tl.load(bias + ns, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     if SILU:
-        up = product(x, weight, scales, zeros, row_scale, row_block, perm, rows, row_mask, ns + n, n_mask, k, columns,
-                     x_stride, row_bytes, groups, dtype, FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM,
-                     PRECISION, BM, BN, BK)  # fmt: skip
+        up = product(
+            x,
+            weight,
+            scales,
+            zeros,
+            row_scale,
+            row_block,
+            perm,
+            rows,
+            row_mask,
+            ns + n,
+            n_mask,
+            k,
+            columns,
+            x_stride,
+            row_bytes,
+            groups,
+            dtype,
+            FORMAT,
+            SCALE,
+            GROUP,
+            ZERO,
+            HAS_ZERO,
+            ROW_SCALE,
+            ROW_BLOCK,
+            PERM,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+        )
         if BIAS:
             up += tl.load(bias + ns + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         y = y / (1.0 + tl.exp(-y)) * up
@@ -158,7 +295,15 @@ def linear_kernel(x, weight, scales, zeros, row_scale, row_block, perm, bias, re
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K], one dense tensor or the six tensors of plain_v1 -> out [..., N or N / 2]."""
     k, columns_out = x.shape[-1], out.shape[-1]
@@ -168,12 +313,27 @@ def launch(
     tensors, sizes, constants = weight_arguments(config, x, weight)
     grid = (triton.cdiv(columns_out, config["bn"]), triton.cdiv(m, config["bm"]))
     linear_kernel[grid](
-        x, *tensors, x if bias is None else bias, x if residual is None else residual, out, m, columns_out, k, *sizes, **constants,
-        BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu_mul, num_warps=config["warps"], num_stages=config["stages"],
-    )  # fmt: skip
+        x,
+        *tensors,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        m,
+        columns_out,
+        k,
+        *sizes,
+        **constants,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        SILU=silu_mul,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
 
 
-def weight_arguments(config: Config, x: Any, weight: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+def weight_arguments(
+    config: Config, x: Any, weight: Any
+) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
     """What a kernel is given of a weight: its six tensors; (columns, stride of x, bytes of a row, groups); constants."""
     import torch
 
@@ -191,11 +351,25 @@ def weight_arguments(config: Config, x: Any, weight: Any) -> tuple[tuple[Any, ..
         scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
     wide = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
     constants = {
-        "FORMAT": kind, "SCALE": code, "GROUP": scheme.group_size or 0, "ZERO": 0 if flags[0] else scheme.implicit_zero,
-        "HAS_ZERO": flags[0], "ROW_SCALE": flags[1], "ROW_BLOCK": flags[2], "PERM": flags[3], "WIDE": wide,
-        "PRECISION": "ieee", "BM": config["bm"], "BN": config["bn"], "BK": config["bk"],
-    }  # fmt: skip
-    return (codes, scales, zeros, row_scale, row_block, perm), (columns, row_stride(x), codes.shape[-1], groups), constants
+        "FORMAT": kind,
+        "SCALE": code,
+        "GROUP": scheme.group_size or 0,
+        "ZERO": 0 if flags[0] else scheme.implicit_zero,
+        "HAS_ZERO": flags[0],
+        "ROW_SCALE": flags[1],
+        "ROW_BLOCK": flags[2],
+        "PERM": flags[3],
+        "WIDE": wide,
+        "PRECISION": "ieee",
+        "BM": config["bm"],
+        "BN": config["bn"],
+        "BK": config["bk"],
+    }
+    return (
+        (codes, scales, zeros, row_scale, row_block, perm),
+        (columns, row_stride(x), codes.shape[-1], groups),
+        constants,
+    )
 
 
 def aot_dense(target: Target) -> list[AotCase]:
@@ -212,7 +386,9 @@ def aot(target: Target) -> list[AotCase]:
     """Dense, and one scheme of every code and scale format, with the tiles that the default configuration has for them."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
     plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
-    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False)
+    off = dict.fromkeys(
+        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False
+    )
     op, cases = default_registry().op("linear"), []
 
     def case(name: str, problem: str, weight: str, types: dict[str, str], **constants: Any) -> None:
@@ -220,21 +396,78 @@ def aot(target: Target) -> list[AotCase]:
         chosen, x = config(described, target), f"*{described.text('x')}"
         pointers = {"x": x, "weight": weight, **plain, **types, "bias": x, "residual": x, "out": x}
         shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
-        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"} | off | constants | shape
-        cases.append(AotCase(name, linear_kernel, pointers | ints, base,
-                             {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
-                             ("k", "columns", "x_stride", "row_bytes"),
-                             () if base["WIDE"] else matrix_product(target, int(chosen["bm"]))))  # fmt: skip
+        base = (
+            {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"}
+            | off
+            | constants
+            | shape
+        )
+        cases.append(
+            AotCase(
+                name,
+                linear_kernel,
+                pointers | ints,
+                base,
+                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                ("k", "columns", "x_stride", "row_bytes"),
+                () if base["WIDE"] else matrix_product(target, int(chosen["bm"])),
+            )
+        )
 
     case("dense_bf16", "m=1024,x=bf16", "*bf16", {})
     case("dense_fp32", "m=32,x=fp32,w=fp32", "*fp32", {}, WIDE=True)
-    case("int4_g128", "m=16,x=bf16,w=int4_g128", "*u8", {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8, BIAS=True)
-    case("int4_g32_zp_act_order", "m=512,x=fp16,w=int4_g32_zp", "*u8", {"scales": "*fp16"}, FORMAT=INT4, SCALE=SCALE_FLOAT,
-         GROUP=32, HAS_ZERO=True, PERM=True)  # fmt: skip
-    case("int8_ch_silu", "m=16,x=bf16,w=int8_ch", "*u8", {}, FORMAT=INT8, SCALE=SCALE_FLOAT, ZERO=128, SILU=True)
-    case("fp8_block", "m=512,x=bf16,w=fp8_block", "*u8", {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128,
-         ROW_BLOCK=True, RESIDUAL=True)  # fmt: skip
+    case(
+        "int4_g128",
+        "m=16,x=bf16,w=int4_g128",
+        "*u8",
+        {},
+        FORMAT=INT4,
+        SCALE=SCALE_FLOAT,
+        GROUP=128,
+        ZERO=8,
+        BIAS=True,
+    )
+    case(
+        "int4_g32_zp_act_order",
+        "m=512,x=fp16,w=int4_g32_zp",
+        "*u8",
+        {"scales": "*fp16"},
+        FORMAT=INT4,
+        SCALE=SCALE_FLOAT,
+        GROUP=32,
+        HAS_ZERO=True,
+        PERM=True,
+    )
+    case(
+        "int8_ch_silu",
+        "m=16,x=bf16,w=int8_ch",
+        "*u8",
+        {},
+        FORMAT=INT8,
+        SCALE=SCALE_FLOAT,
+        ZERO=128,
+        SILU=True,
+    )
+    case(
+        "fp8_block",
+        "m=512,x=bf16,w=fp8_block",
+        "*u8",
+        {"scales": "*fp32"},
+        FORMAT=E4M3,
+        SCALE=SCALE_FLOAT,
+        GROUP=128,
+        ROW_BLOCK=True,
+        RESIDUAL=True,
+    )
     case("mxfp4", "m=16,x=bf16,w=mxfp4", "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32)
-    case("nvfp4", "m=16,x=bf16,w=nvfp4", "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16,
-         ROW_SCALE=True)  # fmt: skip
+    case(
+        "nvfp4",
+        "m=16,x=bf16,w=nvfp4",
+        "*u8",
+        {"scales": "*u8"},
+        FORMAT=E2M1,
+        SCALE=SCALE_E4M3,
+        GROUP=16,
+        ROW_SCALE=True,
+    )
     return cases

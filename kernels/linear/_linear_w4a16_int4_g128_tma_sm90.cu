@@ -10,5 +10,7 @@ using OperandFp16 = gm::Int4Operand<__half, 1, false, false>;
 #define GM_ENTRY gm_linear_int4_g128_tma_sm90
 #define GM_TILE_BYTES 1056
 #define GM_WIDE_TILES 0
-#define GM_KERNELS(K) K(int4_g128_bf16, 2, 2, OperandBf16, GM_ALL) K(int4_g128_bf16_half, 2, 1, OperandBf16Half, GM_ALL) K(int4_g128_fp16, 1, 0, OperandFp16, GM_ALL)
+#define GM_KERNELS(K)                          \
+  K(int4_g128_bf16, 2, 2, OperandBf16, GM_ALL) \
+  K(int4_g128_bf16_half, 2, 1, OperandBf16Half, GM_ALL) K(int4_g128_fp16, 1, 0, OperandFp16, GM_ALL)
 #include "_linear_frag16_tma_entry_sm90.h"

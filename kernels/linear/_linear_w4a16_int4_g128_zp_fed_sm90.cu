@@ -8,5 +8,7 @@ using TileFp16 = gm::Int4Tile<__half, 1, true, gm::kScaleEither>;
 
 #define GM_ENTRY gm_linear_int4_g128_zp_fed_sm90
 #define GM_TILE_BYTES 1072
-#define GM_KERNELS(K) K(int4_g128_zp_bf16, 2, 0, __nv_bfloat16, TileBf16, GM_ALL) K(int4_g128_zp_fp16, 1, 0, __half, TileFp16, GM_ALL)
+#define GM_KERNELS(K)                                         \
+  K(int4_g128_zp_bf16, 2, 0, __nv_bfloat16, TileBf16, GM_ALL) \
+  K(int4_g128_zp_fp16, 1, 0, __half, TileFp16, GM_ALL)
 #include "_linear_frag16_fed_entry_sm90.h"

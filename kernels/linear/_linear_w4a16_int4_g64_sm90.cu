@@ -8,5 +8,6 @@ using TileFp16 = gm::Int4Tile<__half, 2, false, gm::kScaleEither>;
 
 #define GM_ENTRY gm_linear_int4_g64_sm90
 #define GM_TILE_BYTES 1088
-#define GM_KERNELS(K) K(int4_g64_bf16, 2, 0, __nv_bfloat16, TileBf16, GM_FEW) K(int4_g64_fp16, 1, 0, __half, TileFp16, GM_FEW)
+#define GM_KERNELS(K) \
+  K(int4_g64_bf16, 2, 0, __nv_bfloat16, TileBf16, GM_FEW) K(int4_g64_fp16, 1, 0, __half, TileFp16, GM_FEW)
 #include "_linear_frag16_entry_sm90.h"

@@ -10,5 +10,7 @@ using OperandFp16 = gm::Int4Operand<__half, 2, true, false>;
 #define GM_ENTRY gm_linear_int4_g64_zp_tma_sm90
 #define GM_TILE_BYTES 1120
 #define GM_WIDE_TILES 0
-#define GM_KERNELS(K) K(int4_g64_zp_bf16, 2, 2, OperandBf16, GM_FEW) K(int4_g64_zp_bf16_half, 2, 1, OperandBf16Half, GM_FEW) K(int4_g64_zp_fp16, 1, 0, OperandFp16, GM_FEW)
+#define GM_KERNELS(K)                            \
+  K(int4_g64_zp_bf16, 2, 2, OperandBf16, GM_FEW) \
+  K(int4_g64_zp_bf16_half, 2, 1, OperandBf16Half, GM_FEW) K(int4_g64_zp_fp16, 1, 0, OperandFp16, GM_FEW)
 #include "_linear_frag16_tma_entry_sm90.h"

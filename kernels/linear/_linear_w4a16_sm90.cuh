@@ -2,25 +2,30 @@
 //
 // How it works, and why:
 //  - W is the A operand of mma.m16n8k16 and x the B operand (_frag16_mma_sm90.cuh).
-//  - The weights lie in memory in fragment order (layout w4_frag16_v1: tiles of 16 rows x 128 k, 1024 bytes of codes and then
-//    32 bytes of scales). Up to four tiles are one bulk copy from global to shared memory, and each lane gets a tile's codes by two
-//    16-byte loads.
-//  - Every warp owns a slice of K and a private ring of tiles in shared memory, fills it itself and empties it itself: no barrier
+//  - The weights lie in memory in fragment order (layout w4_frag16_v1: tiles of 16 rows x 128 k, 1024 bytes
+//  of codes and then
+//    32 bytes of scales). Up to four tiles are one bulk copy from global to shared memory, and each lane gets
+//    a tile's codes by two 16-byte loads.
+//  - Every warp owns a slice of K and a private ring of tiles in shared memory, fills it itself and empties
+//  it itself: no barrier
 //    between warps until the end. One hundred kilobytes a CTA are in flight.
-//  - Two codes become exact 16-bit floats, less their zero point, by one logic operation and one multiply-add (_weight_tiles_sm90.cuh);
+//  - Two codes become exact 16-bit floats, less their zero point, by one logic operation and one multiply-add
+//  (_weight_tiles_sm90.cuh);
 //    scales multiply the float32 accumulator once per group.
-//  - Partial sums of the warps meet in shared memory, those of a cluster's CTAs (split-K) in the owner's shared memory, in a fixed
+//  - Partial sums of the warps meet in shared memory, those of a cluster's CTAs (split-K) in the owner's
+//  shared memory, in a fixed
 //    order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
-// The launch costs less than in _linear_frag16_fed_sm90.cuh, where other warps copy; each step along K costs more.
+// The launch costs less than in _linear_frag16_fed_sm90.cuh, where other warps copy; each step along K costs
+// more.
 #pragma once
 #include "_frag16_mma_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
-// W: the kind of weight, a class of _weight_tiles_sm90.cuh.  NT: columns of x in eights.  RT: tiles of 16 rows per warp.  C: tiles of
-// a slot.  WK: warps, each along K.  NX: slots of x.
+// W: the kind of weight, a class of _weight_tiles_sm90.cuh.  NT: columns of x in eights.  RT: tiles of 16
+// rows per warp.  C: tiles of a slot.  WK: warps, each along K.  NX: slots of x.
 template <typename T, typename W, int NT, int RT, int C, int WK, int NX>
 __device__ __forceinline__ void linear_frag16(const W4Params& p) {
   static_assert(RT % C == 0 && 4 % C == 0, "a slot is one copy");
@@ -45,9 +50,11 @@ __device__ __forceinline__ void linear_frag16(const W4Params& p) {
 #pragma unroll
     for (int i = 0; i < kSub; ++i) {
       const int first = block * RT + i * C, base = first & ~3, in_block = min(4, p.tiles - base);
-      bytes[i] = max(0, min(C, p.tiles - first)) * kTile;  // rows past the end: nothing to copy, their sums are never stored
+      bytes[i] = max(0, min(C, p.tiles - first)) *
+                 kTile;  // rows past the end: nothing to copy, their sums are never stored
       stride[i] = WK * in_block * kTile;
-      src[i] = reinterpret_cast<const char*>(p.w) + (static_cast<int64_t>(base) * p.groups + (kb0 + warp) * in_block + (first - base)) * kTile;
+      src[i] = reinterpret_cast<const char*>(p.w) +
+               (static_cast<int64_t>(base) * p.groups + (kb0 + warp) * in_block + (first - base)) * kTile;
     }
   }
   const auto issue = [&](int slot, int sub) {  // lane 0 only
@@ -65,7 +72,8 @@ __device__ __forceinline__ void linear_frag16(const W4Params& p) {
 #pragma unroll
       for (int i = 0; i < kSub; ++i) issue(s + i, i);
   }
-  if (p.row_scale != nullptr && threadIdx.x * 32 < RT * kTileRows) {  // the kernel's last read, fetched with its first
+  if (p.row_scale != nullptr &&
+      threadIdx.x * 32 < RT * kTileRows) {  // the kernel's last read, fetched with its first
     const int row = block * RT * kTileRows + threadIdx.x * 32;
     if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
   }
@@ -123,7 +131,8 @@ __device__ __forceinline__ void linear_frag16(const W4Params& p) {
     }
   }
 
-  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs
+  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the
+                    // cluster's other CTAs
   if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   leave_sums<W>(acc, smem, warp, lane);
   finish_sums<T, NT, RT, WK, WK * 32>(p, smem, block * RT, rank);

@@ -37,7 +37,9 @@ def gather(x: Tensor, perm: Tensor | None) -> Tensor:
     """x [..., K] in the order of the packed columns, 0 where a column stands for none."""
     if perm is None:
         return x
-    return torch.where(perm >= 0, x[..., perm.clamp(min=0).long()], torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(
+        perm >= 0, x[..., perm.clamp(min=0).long()], torch.zeros((), dtype=x.dtype, device=x.device)
+    )
 
 
 def dequantize_rows(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start: int, stop: int) -> Tensor:
@@ -77,9 +79,11 @@ def _plain(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start: int, st
     columns = perm.numel() or k
     scales = scales[row_block[start:stop].long()] if row_block.numel() else scales[start:stop]
     return Rows(
-        numeric.unpack_bits(codes[start:stop], scheme.bits, columns), scales,
-        zeros[start:stop] if zeros.numel() else None, row_scale[start:stop] if row_scale.numel() else None,
-    )  # fmt: skip
+        numeric.unpack_bits(codes[start:stop], scheme.bits, columns),
+        scales,
+        zeros[start:stop] if zeros.numel() else None,
+        row_scale[start:stop] if row_scale.numel() else None,
+    )
 
 
 def _rows16(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start: int, stop: int) -> Rows:
@@ -98,6 +102,8 @@ def _rows16(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start: int, s
         lines = torch.stack((quads & 0xF, quads >> 4), -2).flatten(-3)
     columns = perm.numel() or k
     return Rows(
-        lines[:, :columns].contiguous(), by_row(scales), by_row(zeros) if zeros.numel() else None,
+        lines[:, :columns].contiguous(),
+        by_row(scales),
+        by_row(zeros) if zeros.numel() else None,
         row_scale[first:last].reshape(-1)[:count] if row_scale.numel() else None,
-    )  # fmt: skip
+    )

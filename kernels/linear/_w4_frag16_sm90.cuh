@@ -1,5 +1,5 @@
-// What the Hopper kernels over w4_frag16_v1 share: their parameters, bulk copies and barriers, decoding, x in shared memory, and the
-// end of a kernel, where partial sums meet.
+// What the Hopper kernels over w4_frag16_v1 share: their parameters, bulk copies and barriers, decoding, x in
+// shared memory, and the end of a kernel, where partial sums meet.
 #pragma once
 #include <cstdint>
 
@@ -17,9 +17,9 @@ struct W4Params {
   const void* residual;  // [M, N], row stride N, or null
   const float* row_scale;  // [N], multiplies a row's sum before bias and residual; or null
   int m, n, k, ldx, tiles, groups;
-  int log_split, depth;  // CTAs of a cluster that share the rows, along K; slots of a ring
-  int inbox, bars;       // bytes into shared memory: of what a cluster's CTAs exchange, of barriers
-  int xaligned, scales_half;    // rows of x are 16-byte aligned; scales are fp16, not bf16
+  int log_split, depth;       // CTAs of a cluster that share the rows, along K; slots of a ring
+  int inbox, bars;            // bytes into shared memory: of what a cluster's CTAs exchange, of barriers
+  int xaligned, scales_half;  // rows of x are 16-byte aligned; scales are fp16, not bf16
 };
 
 }  // namespace gm
@@ -30,10 +30,12 @@ struct W4Params {
 
 namespace gm {
 
-__device__ __forceinline__ uint32_t smem_u32(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t smem_u32(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
-// Lanes of a warp that say that it is done with a slot. compute-sanitizer's racecheck sees no order in one lane's arrival after the other
-// lanes' reads: it is given a build with GM_RACECHECK.
+// Lanes of a warp that say that it is done with a slot. compute-sanitizer's racecheck sees no order in one
+// lane's arrival after the other lanes' reads: it is given a build with GM_RACECHECK.
 #ifdef GM_RACECHECK
 constexpr int kArriving = 32;
 #else
@@ -54,56 +56,70 @@ __device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes) {
 
 __device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
-      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(bar), "r"(parity)
+      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra "
+      "W;\nD:\n}" ::"r"(bar),
+      "r"(parity)
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, uint64_t policy) {
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar,
+                                          uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
 
 __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int k, int row, uint32_t bar) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
-               "l"(map), "r"(k), "r"(row), "r"(bar)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(dst),
+      "l"(map), "r"(k), "r"(row), "r"(bar)
+      : "memory");
 }
 
 template <typename T>
 struct Num;
 template <>
 struct Num<__nv_bfloat16> {
-  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                             const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
   }
   static __device__ __forceinline__ __nv_bfloat16 round(float v) { return __float2bfloat16_rn(v); }
   static __device__ __forceinline__ float wide(__nv_bfloat16 v) { return __bfloat162float(v); }
 };
 template <>
 struct Num<__half> {
-  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                             const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
   }
   static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
   static __device__ __forceinline__ float wide(__half v) { return __half2float(v); }
 };
 
-// A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes whose eight 16-byte chunks are permuted by
-// exclusive or with the row (the tensor cores' 128-byte swizzle): eight rows of a chunk meet no bank twice.
+// A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes whose eight 16-byte
+// chunks are permuted by exclusive or with the row (the tensor cores' 128-byte swizzle): eight rows of a
+// chunk meet no bank twice.
 __device__ __forceinline__ uint32_t x_offset(int rows, int row, int chunk) {
   return (chunk >> 3) * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-// A warp copies x to shared memory, with zeros past K. x may be any address: where its rows are not 16-byte aligned it copies element by
-// element.
+// A warp copies x to shared memory, with zeros past K. x may be any address: where its rows are not 16-byte
+// aligned it copies element by element.
 template <typename T>
-__device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, uint32_t slot, int k0, int lane) {
+__device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, uint32_t slot, int k0,
+                                           int lane) {
   for (int c = lane; c < m * kTileK; c += 32) {
     const int row = c >> 7, i = c & (kTileK - 1);
     const T v = k0 + i < k ? x[static_cast<int64_t>(row) * ldx + k0 + i] : T(0.f);
@@ -119,7 +135,8 @@ struct XLoader {
   int k, row, rows, row_step, lane;
   uint32_t slots;
 
-  __device__ __forceinline__ XLoader(const W4Params& p, uint32_t slots, int k0, int lane) : lane(lane), slots(slots) {
+  __device__ __forceinline__ XLoader(const W4Params& p, uint32_t slots, int k0, int lane)
+      : lane(lane), slots(slots) {
     row = lane >> 4, k = k0 + (lane & 15) * 8;
     rows = (p.m - row + 1) / 2;
     row_step = 4 * p.ldx;
@@ -127,13 +144,15 @@ struct XLoader {
   }
   // Copies x[:, 128] to the slot at byte offset `slot` and moves on by `groups` groups of 128.
   __device__ __forceinline__ void load(const W4Params& p, uint32_t slot, int groups) {
-    if (p.xaligned) {  // 16 lanes a row
+    if (p.xaligned) {                                      // 16 lanes a row
       const uint32_t bytes = max(0, min(8, p.k - k)) * 2;  // the rest is filled with zeros
 #pragma unroll
       for (int i = 0; i < NT * 4; ++i)
         if (i < rows)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(slots + slot + x_offset(p.m, row + i * 2, lane & 15)),
-                       "l"(bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x)), "r"(bytes)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                           slots + slot + x_offset(p.m, row + i * 2, lane & 15)),
+                       "l"(bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x)),
+                       "r"(bytes)
                        : "memory");
     } else {
       load_elements<T>(static_cast<const T*>(p.x), p.m, p.k, p.ldx, slots + slot, k - (lane & 15) * 8, lane);
@@ -142,10 +161,11 @@ struct XLoader {
   }
 };
 
-// The last part of a kernel: scratch holds, for each of SLICES parts of K, TILES x NT x 32 float4, the accumulators of a lane of the
-// matrix instruction. Adds the parts in order, exchanges sums between the CTAs of a cluster (each owns a share, and adds in the order
-// of ranks), and writes y. smem + p.inbox: memory behind the sums for that; the CTAs have arrived at the cluster's barrier since they
-// used what else lies there.
+// The last part of a kernel: scratch holds, for each of SLICES parts of K, TILES x NT x 32 float4, the
+// accumulators of a lane of the matrix instruction. Adds the parts in order, exchanges sums between the CTAs
+// of a cluster (each owns a share, and adds in the order of ranks), and writes y. smem + p.inbox: memory
+// behind the sums for that; the CTAs have arrived at the cluster's barrier since they used what else lies
+// there.
 template <typename T, int NT, int TILES, int SLICES, int THREADS>
 __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, int tile0, int rank) {
   constexpr int kElems = TILES * NT * 32;
@@ -164,7 +184,8 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, in
   };
   const bool finishing = p.bias != nullptr || p.residual != nullptr || p.row_scale != nullptr;
   const auto store = [&](int e, const float4& v) {
-    const int l = e & 31, n = e / 32 % NT, row = (tile0 + e / (32 * NT)) * kTileRows + (l >> 2), m = n * 8 + (l & 3) * 2;
+    const int l = e & 31, n = e / 32 % NT, row = (tile0 + e / (32 * NT)) * kTileRows + (l >> 2),
+              m = n * 8 + (l & 3) * 2;
     if (m >= p.m || row >= p.n) return;
     const float value[4] = {v.x, v.y, v.z, v.w};
     const int64_t first = static_cast<int64_t>(m) * p.n + row;
@@ -187,14 +208,17 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, uint8_t* smem, in
     for (int e = threadIdx.x; e < kElems; e += THREADS) store(e, local_sum(e));
     return;
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every CTA of the cluster is done with its rings: they may be written to
+  asm volatile("barrier.cluster.wait.aligned;" ::
+                   : "memory");  // every CTA of the cluster is done with its rings: they may be written to
   const int share = kElems >> p.log_split;
   for (int e = threadIdx.x; e < kElems; e += THREADS) {
     const float4 v = local_sum(e);
     const int owner = e / share;
     uint32_t dst = smem_u32(inbox + rank * share + e - owner * share);
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(dst) : "r"(owner));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(dst), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(dst), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   for (int e = threadIdx.x; e < share; e += THREADS) {

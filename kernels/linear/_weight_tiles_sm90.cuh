@@ -1,11 +1,13 @@
-// How a lane reads and decodes one tile of 16 rows x 128 k: a class for each kind of weight. Tiles are those of the layouts
-// w4_frag16_v1, f4_frag16_v1 and w8_frag16_v1.
+// How a lane reads and decodes one tile of 16 rows x 128 k: a class for each kind of weight. Tiles are those
+// of the layouts w4_frag16_v1, f4_frag16_v1 and w8_frag16_v1.
 //
-// kBytes of a tile. kGroups: groups of the tile whose sums are scaled in float32 (0: scales go into the operands, and sums are sums).
-// kFactor: what a finished sum is to be multiplied by. pairs(step, a): the A operand of 16 k. any(): depends on every word loaded.
+// kBytes of a tile. kGroups: groups of the tile whose sums are scaled in float32 (0: scales go into the
+// operands, and sums are sums). kFactor: what a finished sum is to be multiplied by. pairs(step, a): the A
+// operand of 16 k. any(): depends on every word loaded.
 //
-// The low eight bits of a bf16 are an integer x 2^-133, subnormal or not, those of an fp16 an integer x 2^-24. So codes at bits 0 and 4
-// of a half, and bytes at bit 0, are numbers as they lie: one multiply-add by a power of two subtracts the zero point.
+// The low eight bits of a bf16 are an integer x 2^-133, subnormal or not, those of an fp16 an integer x
+// 2^-24. So codes at bits 0 and 4 of a half, and bytes at bit 0, are numbers as they lie: one multiply-add by
+// a power of two subtracts the zero point.
 #pragma once
 #include <type_traits>
 
@@ -15,18 +17,21 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// CTAs a multiprocessor that a kernel is compiled for: one fewer where the tile's own state would not leave room for `ctas`.
+// CTAs a multiprocessor that a kernel is compiled for: one fewer where the tile's own state would not leave
+// room for `ctas`.
 template <typename W, int NT>
 constexpr int roomy(int ctas) {
   return NT > 1 && ctas > 1 && (W::kGroups > 1 || W::kZero || W::kBytes > 2000) ? ctas - 1 : ctas;
 }
 
-// Dtype of 16-bit scales: known at compile time (a run-time choice costs 3 % at M = 16), or by W4Params::scales_half.
+// Dtype of 16-bit scales: known at compile time (a run-time choice costs 3 % at M = 16), or by
+// W4Params::scales_half.
 enum ScaleType { kScaleBf16, kScaleFp16, kScaleEither };
 
 template <ScaleType SC>
 __device__ __forceinline__ float2 two_scales(uint32_t word, int scales_half) {
-  if (SC == kScaleFp16 || (SC == kScaleEither && scales_half)) return __half22float2(reinterpret_cast<const __half2&>(word));
+  if (SC == kScaleFp16 || (SC == kScaleEither && scales_half))
+    return __half22float2(reinterpret_cast<const __half2&>(word));
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
@@ -51,14 +56,16 @@ __device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Factors, twice each, that make numbers of integers where they lie, all exact: what they give is the integer / kFactor.
+// Factors, twice each, that make numbers of integers where they lie, all exact: what they give is the integer
+// / kFactor.
 template <typename T>
 struct Whole;
 template <>
 struct Whole<__nv_bfloat16> {
   static constexpr float kFactor = 64.f;
-  static constexpr uint32_t kAt0 = 0x7F007F00u, kAt4 = 0x7D007D00u;  // 2^127, 2^123: of integers at bit 0 and at bit 4
-  static constexpr uint32_t kMinus = 0xFF00FF00u;                    // -2^127: of what is to be taken away, at bit 0
+  static constexpr uint32_t kAt0 = 0x7F007F00u,
+                            kAt4 = 0x7D007D00u;    // 2^127, 2^123: of integers at bit 0 and at bit 4
+  static constexpr uint32_t kMinus = 0xFF00FF00u;  // -2^127: of what is to be taken away, at bit 0
   static constexpr uint32_t kMinus8 = 0xBE00BE00u, kMinus128 = 0xC000C000u;
 };
 template <>
@@ -69,8 +76,9 @@ struct Whole<__half> {
   static constexpr uint32_t kMinus8 = 0xA400A400u, kMinus128 = 0xB400B400u;
 };
 
-// Codes of 4 bits less their zero points (8 without), / kFactor. A word has four pairs: of row g at bits 0 and 8 of its halves, of row
-// g + 8 at bits 4 and 12. zeros: bytes `at` and `at` + 1 are the zero points of the two rows.
+// Codes of 4 bits less their zero points (8 without), / kFactor. A word has four pairs: of row g at bits 0
+// and 8 of its halves, of row g + 8 at bits 4 and 12. zeros: bytes `at` and `at` + 1 are the zero points of
+// the two rows.
 template <typename T, bool ZERO>
 struct Int4Pairs {
   using Is = Whole<T>;
@@ -83,14 +91,17 @@ struct Int4Pairs {
   }
   __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
     const uint32_t next = word >> 8;
-    a[0] = pair_fma(word & 0x000f000fu, Is::kAt0, minus[0], T()), a[1] = pair_fma(word & 0x00f000f0u, Is::kAt4, minus[1], T());
-    a[2] = pair_fma(next & 0x000f000fu, Is::kAt0, minus[0], T()), a[3] = pair_fma(next & 0x00f000f0u, Is::kAt4, minus[1], T());
+    a[0] = pair_fma(word & 0x000f000fu, Is::kAt0, minus[0], T()),
+    a[1] = pair_fma(word & 0x00f000f0u, Is::kAt4, minus[1], T());
+    a[2] = pair_fma(next & 0x000f000fu, Is::kAt0, minus[0], T()),
+    a[3] = pair_fma(next & 0x00f000f0u, Is::kAt4, minus[1], T());
   }
 };
 
 // Four pairs of bytes, at bits 0 and 16, of the words that hold their low and their high nibbles.
 __device__ __forceinline__ void int8_bytes(uint32_t low, uint32_t high, uint32_t (&pairs)[4]) {
-  const uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u), odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
+  const uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u),
+                 odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
   const uint32_t bytes[4] = {even, odd, even >> 8, odd >> 8};
 #pragma unroll
   for (int i = 0; i < 4; ++i) pairs[i] = bytes[i] & 0x00ff00ffu;
@@ -104,7 +115,9 @@ __device__ __forceinline__ void int8_pairs(uint32_t low, uint32_t high, uint32_t
   for (int i = 0; i < 4; ++i) a[i] = pair_fma(a[i], Whole<T>::kAt0, Whole<T>::kMinus128, T());
 }
 
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 template <int WORDS>
 __device__ __forceinline__ void load_words(uint32_t (&to)[WORDS], const uint8_t* from) {
@@ -146,8 +159,12 @@ struct Int4Tile {
     if (ZERO && step * G % 8 == 0) codes.set(zeros[step * G / 16], step * G / 8 % 2 * 2);
     codes.decode(word_of(q[step >> 2], step & 3), a);
   }
-  __device__ __forceinline__ float2 scale(int group, const W4Params& p) const { return two_scales<SC>(scales[group], p.scales_half); }
-  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | scales[0] | (ZERO ? zeros[0] : 0); }
+  __device__ __forceinline__ float2 scale(int group, const W4Params& p) const {
+    return two_scales<SC>(scales[group], p.scales_half);
+  }
+  __device__ __forceinline__ uint32_t any() const {
+    return q[0].x | q[1].x | scales[0] | (ZERO ? zeros[0] : 0);
+  }
 };
 
 // int8 as two planes of nibbles: code = 16 high + low, symmetric around 128.
@@ -167,7 +184,9 @@ struct Int8Tile {
   __device__ __forceinline__ void pairs(int step, uint32_t (&a)[4]) const {
     int8_pairs<T>(word_of(q[step >> 2], step & 3), word_of(q[2 + (step >> 2)], step & 3), a);
   }
-  __device__ __forceinline__ float2 scale(int, const W4Params& p) const { return two_scales<SC>(scales, p.scales_half); }
+  __device__ __forceinline__ float2 scale(int, const W4Params& p) const {
+    return two_scales<SC>(scales, p.scales_half);
+  }
   __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | q[2].x | q[3].x | scales; }
 };
 
@@ -177,7 +196,8 @@ __device__ __forceinline__ void fp8_pairs(uint32_t w, uint32_t (&a)[2]) {
   if constexpr (std::is_same_v<T, __half>) {
     constexpr uint32_t by = 0x5C005C00u;  // 2^8
     a[0] = times_half<T, 0>((w & 0x80008000u) | ((w << 3) & 0x3F803F80u), by);
-    a[1] = times_half<T, 0>(((w << 4) & 0x80008000u) | ((w << 7) & 0x07800780u) | ((w >> 1) & 0x38003800u), by);
+    a[1] =
+        times_half<T, 0>(((w << 4) & 0x80008000u) | ((w << 7) & 0x07800780u) | ((w >> 1) & 0x38003800u), by);
   } else {
     constexpr uint32_t by = 0x7B807B80u;  // 2^120
     a[0] = times_half<T, 0>(w & 0x87F087F0u, by);
@@ -208,7 +228,9 @@ struct Fp8Tile {
     }
   }
   __device__ __forceinline__ float2 scale(int, const W4Params&) const { return scales; }
-  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | q[2].x | q[3].x | __float_as_uint(scales.x); }
+  __device__ __forceinline__ uint32_t any() const {
+    return q[0].x | q[1].x | q[2].x | q[3].x | __float_as_uint(scales.x);
+  }
 };
 
 // NVFP4 (BLOCK = 16) and MXFP4 (BLOCK = 32): block scales multiply the operands, exactly.
@@ -229,7 +251,8 @@ struct Fp4Tile {
     }
   }
   __device__ __forceinline__ void pairs(int step, uint32_t (&a)[4]) const {
-    const uint32_t factor = BLOCK == 16 ? nvfp4_factor<T>(scales[step >> 1], step & 1) : mxfp4_factor<T>(scales[step >> 2], step >> 1 & 1);
+    const uint32_t factor = BLOCK == 16 ? nvfp4_factor<T>(scales[step >> 1], step & 1)
+                                        : mxfp4_factor<T>(scales[step >> 2], step >> 1 & 1);
     uint32_t raw[4];
     fp4_pairs<T>(word_of(q[step >> 2], step & 3), raw);
     a[0] = times_half<T, 0>(raw[0], factor), a[1] = times_half<T, 1>(raw[1], factor);

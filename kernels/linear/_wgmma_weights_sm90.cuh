@@ -1,8 +1,10 @@
-// How a lane reads a tile of a frag16 layout and decodes it into wgmma's register operand: a class for each kind of weight, as
-// _weight_tiles_sm90.cuh has them for mma.sync. Here scales go into the operand: with many rows of x that is cheaper than into the sums.
+// How a lane reads a tile of a frag16 layout and decodes it into wgmma's register operand: a class for each
+// kind of weight, as _weight_tiles_sm90.cuh has them for mma.sync. Here scales go into the operand: with many
+// rows of x that is cheaper than into the sums.
 //
-// kBytes of a tile. Part: what a lane has of 64 k, loaded by `load` from the tile at an address of shared memory. decode(step, part, a):
-// the A operand of 16 k, steps in order. A sum is to be multiplied by kFactor, and by W4TmaParams::row_scale if there is one.
+// kBytes of a tile. Part: what a lane has of 64 k, loaded by `load` from the tile at an address of shared
+// memory. decode(step, part, a): the A operand of 16 k, steps in order. A sum is to be multiplied by kFactor,
+// and by W4TmaParams::row_scale if there is one.
 #pragma once
 #include <type_traits>
 
@@ -19,7 +21,10 @@ __device__ __forceinline__ void shared_words(uint32_t (&to)[WORDS], uint32_t fro
   else if constexpr (WORDS == 2)
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
   else
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 __device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b) {
@@ -32,15 +37,17 @@ __device__ __forceinline__ uint32_t twice(uint32_t word) {
   return __byte_perm(word, 0, ROW == 0 ? 0x1010 : 0x3232);
 }
 
-// (code - zero) x scale, rounded once to T, of the words of rows g and g + 8. What it gives is smaller by kFactor.
+// (code - zero) x scale, rounded once to T, of the words of rows g and g + 8. What it gives is smaller by
+// kFactor.
 //
-// bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a half are numbers as they lie,
-// c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and rounds once. 2^-32 keeps the factors in range.
-// A zero point times a scale would be rounded: it is subtracted first. WIDE: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3,
-// and a code times 3 bits is exact).
+// bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a
+// half are numbers as they lie, c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and
+// rounds once. 2^-32 keeps the factors in range. A zero point times a scale would be rounded: it is
+// subtracted first. WIDE: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3, and a code times 3
+// bits is exact).
 template <typename T, bool ZERO, bool WIDE>
 struct Int4Scales {
-  static constexpr float kFactor = 4294967296.f;  // 2^32
+  static constexpr float kFactor = 4294967296.f;                         // 2^32
   static constexpr uint32_t kTimes = 0x70007200u, kMinus = 0xB100B100u;  // (2^97, 2^101); -8 x 2^-32
   uint32_t high[2], low[2], minus[2];
   // raw: two scales; zeros: bytes AT and AT + 1 are two zero points.
@@ -58,7 +65,8 @@ struct Int4Scales {
     }
     high[0] = twice<0>(raw), high[1] = twice<1>(raw);
     if constexpr (ZERO) {
-      minus[0] = pair_mul(__byte_perm(zeros, 0, 0x4040 + AT * 0x0101), 0xF200F200u, T());  // integers x 2^-133 by -2^101
+      minus[0] = pair_mul(__byte_perm(zeros, 0, 0x4040 + AT * 0x0101), 0xF200F200u,
+                          T());  // integers x 2^-133 by -2^101
       minus[1] = pair_mul(__byte_perm(zeros, 0, 0x4141 + AT * 0x0101), 0xF200F200u, T());
     } else {
       minus[0] = minus[1] = kMinus;
@@ -89,8 +97,9 @@ struct Int4Scales<__half, ZERO, WIDE> {
       raw = reinterpret_cast<const uint32_t&>(h);
     }
     scale[0] = twice<0>(raw), scale[1] = twice<1>(raw);
-    minus[0] = ZERO ? __byte_perm(zeros, 0x64u, 0x4040 + AT * 0x0101)  : 0x64086408u;  // 1024 + zero
-    minus[1] = ZERO ? __byte_perm(zeros, 0, 0x4141 + AT * 0x0101) << 4 | 0xD400D400u : 0xD480D480u;  // -(64 + zero)
+    minus[0] = ZERO ? __byte_perm(zeros, 0x64u, 0x4040 + AT * 0x0101) : 0x64086408u;  // 1024 + zero
+    minus[1] =
+        ZERO ? __byte_perm(zeros, 0, 0x4141 + AT * 0x0101) << 4 | 0xD400D400u : 0xD480D480u;  // -(64 + zero)
   }
   template <uint32_t MASK>
   static __device__ __forceinline__ uint32_t number(uint32_t word) {
@@ -119,7 +128,8 @@ struct Int4Operand {
     uint32_t q[4], scales[G == 4 ? 2 : 1], zeros[1];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
       shared_words(q, tile + half * 512 + lane * 16);
-      if (G > 1 || half == 0) shared_words(scales, tile + kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
+      if (G > 1 || half == 0)
+        shared_words(scales, tile + kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
       if constexpr (ZERO) {
         const uint32_t from = tile + kCodeBytes + 32 * G + (lane >> 2) * (2 * G) + half * G;
         if constexpr (G == 4) {
@@ -132,7 +142,8 @@ struct Int4Operand {
       }
     }
     __device__ __forceinline__ uint32_t any(int half) const {  // a word of each load
-      const uint32_t first = G > 1 || half == 0 ? scales[0] : 0, second = ZERO && (G > 1 || half == 0) ? zeros[0] : 0;
+      const uint32_t first = G > 1 || half == 0 ? scales[0] : 0,
+                     second = ZERO && (G > 1 || half == 0) ? zeros[0] : 0;
       return q[0] | first | second;
     }
   };
@@ -175,7 +186,8 @@ struct Fp4Operand {
 
 // A pair by a float32 factor, rounded once.
 __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by, __nv_bfloat16) {
-  const __nv_bfloat162 out = __floats2bfloat162_rn(__uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xffff0000u) * by);
+  const __nv_bfloat162 out =
+      __floats2bfloat162_rn(__uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xffff0000u) * by);
   return reinterpret_cast<const uint32_t&>(out);
 }
 __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by, __half) {
@@ -194,10 +206,13 @@ struct Fp8Operand {
   struct Part {
     uint32_t q[2][4], scales[2];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
-      shared_words(q[0], tile + half * 1024 + lane * 16), shared_words(q[1], tile + half * 1024 + 512 + lane * 16);
+      shared_words(q[0], tile + half * 1024 + lane * 16),
+          shared_words(q[1], tile + half * 1024 + 512 + lane * 16);
       if (half == 0) shared_words(scales, tile + 2 * kCodeBytes + (lane >> 2) * 8);
     }
-    __device__ __forceinline__ uint32_t any(int half) const { return q[0][0] | q[1][0] | (half == 0 ? scales[0] : 0); }
+    __device__ __forceinline__ uint32_t any(int half) const {
+      return q[0][0] | q[1][0] | (half == 0 ? scales[0] : 0);
+    }
   };
   __device__ __forceinline__ void decode(int step, const Part& part, uint32_t (&a)[4], int) {
     if (step == 0) by[0] = __uint_as_float(part.scales[0]), by[1] = __uint_as_float(part.scales[1]);
@@ -210,8 +225,8 @@ struct Fp8Operand {
   }
 };
 
-// int8 as two planes of nibbles, symmetric around 128. SAME: scales have the type of x, and multiply pairs: an integer of 8 bits by a scale
-// of x's type is rounded once. Other scales multiply in float32.
+// int8 as two planes of nibbles, symmetric around 128. SAME: scales have the type of x, and multiply pairs:
+// an integer of 8 bits by a scale of x's type is rounded once. Other scales multiply in float32.
 template <typename T, bool SAME>
 struct Int8Operand {
   using Type = T;
@@ -223,10 +238,13 @@ struct Int8Operand {
   struct Part {
     uint32_t low[4], high[4], scales[1];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
-      shared_words(low, tile + half * 512 + lane * 16), shared_words(high, tile + kCodeBytes + half * 512 + lane * 16);
+      shared_words(low, tile + half * 512 + lane * 16),
+          shared_words(high, tile + kCodeBytes + half * 512 + lane * 16);
       if (half == 0) shared_words(scales, tile + 2 * kCodeBytes + (lane >> 2) * 4);
     }
-    __device__ __forceinline__ uint32_t any(int half) const { return low[0] | high[0] | (half == 0 ? scales[0] : 0); }
+    __device__ __forceinline__ uint32_t any(int half) const {
+      return low[0] | high[0] | (half == 0 ? scales[0] : 0);
+    }
   };
   // code - 128, / kFactor, of two bytes. fp16 has no room for that factor beside a small scale.
   static __device__ __forceinline__ uint32_t number(uint32_t bytes) {

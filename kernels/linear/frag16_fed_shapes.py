@@ -23,7 +23,8 @@ class Shape(NamedTuple):
 
 
 FEW = tuple(
-    Shape(*values) for values in ((1, 7, 2, 4), (2, 7, 2, 4), (2, 6, 2, 4), (2, 5, 2, 4), (2, 4, 2, 4), (2, 4, 1, 8))
+    Shape(*values)
+    for values in ((1, 7, 2, 4), (2, 7, 2, 4), (2, 6, 2, 4), (2, 5, 2, 4), (2, 4, 2, 4), (2, 4, 1, 8))
 )
 ALL = (*FEW, Shape(1, 8, 2, 4), Shape(1, 4, 2, 4), Shape(2, 8, 2, 4), Shape(2, 2, 2, 8))
 """GM_FEW and GM_ALL of `_linear_frag16_fed_entry_sm90.h`."""
@@ -85,21 +86,51 @@ _COSTS = {
 are those of bench/results/h200/kernelbench/regret_linear_64.json."""
 
 _DECODED = {
-    1: {"int4_g128": 1.0, "int4_g32": 1.15, "int4_g128_zp": 1.06, "mxfp4": 1.39, "nvfp4": 1.43, "int8": 1.75, "fp8": 1.54},
-    2: {"int4_g128": 1.0, "int4_g32": 1.31, "int4_g128_zp": 1.08, "mxfp4": 1.53, "nvfp4": 1.58, "int8": 1.63, "fp8": 1.38},
+    1: {
+        "int4_g128": 1.0,
+        "int4_g32": 1.15,
+        "int4_g128_zp": 1.06,
+        "mxfp4": 1.39,
+        "nvfp4": 1.43,
+        "int8": 1.75,
+        "fp8": 1.54,
+    },
+    2: {
+        "int4_g128": 1.0,
+        "int4_g32": 1.31,
+        "int4_g128_zp": 1.08,
+        "mxfp4": 1.53,
+        "nvfp4": 1.58,
+        "int8": 1.63,
+        "fp8": 1.38,
+    },
 }
 """The time of a tile of a format, as a multiple of `_Costs.tile` and `_Costs.warp_tile`; of those that are not here its `decoding`."""
 
 _INSTANCES = {
-    (1, 7, 2, 4): 0.926, (2, 7, 2, 4): 0.979, (2, 6, 2, 4): 0.963, (2, 5, 2, 4): 0.921, (2, 4, 2, 4): 0.858, (2, 4, 1, 8): 1.03,
-    (1, 8, 2, 4): 0.916, (1, 4, 2, 4): 0.85, (2, 8, 2, 4): 0.988, (2, 2, 2, 8): 0.95,
-}  # fmt: skip
+    (1, 7, 2, 4): 0.926,
+    (2, 7, 2, 4): 0.979,
+    (2, 6, 2, 4): 0.963,
+    (2, 5, 2, 4): 0.921,
+    (2, 4, 2, 4): 0.858,
+    (2, 4, 1, 8): 1.03,
+    (1, 8, 2, 4): 0.916,
+    (1, 4, 2, 4): 0.85,
+    (2, 8, 2, 4): 0.988,
+    (2, 2, 2, 8): 0.95,
+}
 """What an instance takes next to what the model says; more for those of eight slices than by the fit, which favoured them where N is small."""
 
 
-def microseconds(form: Format, shape: Shape, split: int, depth: int, n: int, k: int, processors: int) -> float:
+def microseconds(
+    form: Format, shape: Shape, split: int, depth: int, n: int, k: int, processors: int
+) -> float:
     """Expected time of one launch: the busiest multiprocessor, the longest warp, or memory, and what each launch costs."""
-    costs, rows, decoding = _COSTS[shape.nt], shape.wn * shape.rt, _DECODED[shape.nt].get(form.name, form.decoding)
+    costs, rows, decoding = (
+        _COSTS[shape.nt],
+        shape.wn * shape.rt,
+        _DECODED[shape.nt].get(form.name, form.decoding),
+    )
     groups = ceil(ceil(k, 128), split)
     steps = ceil(groups, shape.wk)
     ctas = ceil(ceil(n, 16), rows) * split
@@ -108,7 +139,9 @@ def microseconds(form: Format, shape: Shape, split: int, depth: int, n: int, k: 
     work = rounds * groups * (rows * costs.tile * decoding + shape.wn * costs.group)
     latency = rounds * steps * (shape.rt * costs.warp_tile * decoding + costs.alone * (depth == shape.wk))
     memory = ceil(n, 16) * ceil(k, 128) * form.tile_bytes / 4.3e6
-    slowest = _INSTANCES[shape] * float((work**costs.power + latency**costs.power + memory**costs.power) ** (1 / costs.power))
+    slowest = _INSTANCES[shape] * float(
+        (work**costs.power + latency**costs.power + memory**costs.power) ** (1 / costs.power)
+    )
     return slowest + costs.launch + costs.doubling * log2(split) + costs.round * (rounds - 1)
 
 

@@ -31,11 +31,23 @@ class Shape(NamedTuple):
 
 FEW = tuple(
     Shape(*values)
-    for values in ((1, 4, 4, 8, 4, 2), (1, 4, 4, 4, 4, 4), (1, 2, 2, 16, 4, 1), (1, 8, 4, 4, 4, 4), (2, 2, 2, 8, 3, 2))
+    for values in (
+        (1, 4, 4, 8, 4, 2),
+        (1, 4, 4, 4, 4, 4),
+        (1, 2, 2, 16, 4, 1),
+        (1, 8, 4, 4, 4, 4),
+        (2, 2, 2, 8, 3, 2),
+    )
 )
 ALL = FEW + tuple(
     Shape(*values)
-    for values in ((1, 4, 4, 12, 4, 1), (1, 8, 4, 8, 4, 2), (1, 2, 2, 8, 4, 2), (1, 4, 4, 16, 4, 1), (2, 2, 2, 16, 2, 1))
+    for values in (
+        (1, 4, 4, 12, 4, 1),
+        (1, 8, 4, 8, 4, 2),
+        (1, 2, 2, 8, 4, 2),
+        (1, 4, 4, 16, 4, 1),
+        (2, 2, 2, 16, 2, 1),
+    )
 )
 """GM_FEW and GM_ALL of `_linear_frag16_entry_sm90.h`."""
 
@@ -48,16 +60,29 @@ class Format(NamedTuple):
     decoding: float
 
 
-_DECODING = {"int4_g64": 1.1, "int4_g32": 1.25, "int4_g128_zp": 1.1, "int4_g64_zp": 1.2, "int4_g32_zp": 1.4,
-             "mxfp4": 1.15, "nvfp4": 1.2, "int8": 2.0, "fp8": 1.6}  # fmt: skip
+_DECODING = {
+    "int4_g64": 1.1,
+    "int4_g32": 1.25,
+    "int4_g128_zp": 1.1,
+    "int4_g64_zp": 1.2,
+    "int4_g32_zp": 1.4,
+    "mxfp4": 1.15,
+    "nvfp4": 1.2,
+    "int8": 2.0,
+    "fp8": 1.6,
+}
 
 
 def format_of(scheme: QuantScheme) -> Format:
     """The format that holds a scheme: one scale a row is stored as one for each 128 columns."""
-    name = scheme.weights.replace("_ch", "_g128") if scheme.bits == 4 else "int8" if scheme.is_integer else "fp8"
+    name = (
+        scheme.weights.replace("_ch", "_g128") if scheme.bits == 4 else "int8" if scheme.is_integer else "fp8"
+    )
     scale = {"e4m3": 1, "e8m0": 1, "bf16": 2}.get(str(scheme.scale_dtype), 4)
     groups = max(1, 128 // scheme.group_size) if scheme.group_size else 1
-    return Format(name, 256 * scheme.bits + 16 * groups * (scale + scheme.zero_points), _DECODING.get(name, 1.0))
+    return Format(
+        name, 256 * scheme.bits + 16 * groups * (scale + scheme.zero_points), _DECODING.get(name, 1.0)
+    )
 
 
 DEPTHS = (2, 3, 1, 4)
@@ -142,17 +167,45 @@ _COSTS = {
 (bench/results/h200/kernelbench/regret_linear.json), and the best of 195 others of that time."""
 
 _DECODED = {
-    1: {"int4_g128": 0.92, "int4_g64": 0.95, "int4_g32": 0.96, "int4_g128_zp": 1.01, "int4_g64_zp": 1.22, "int4_g32_zp": 1.54,
-        "mxfp4": 1.39, "nvfp4": 1.62, "int8": 1.76, "fp8": 0.69},
-    2: {"int4_g128": 0.90, "int4_g64": 1.09, "int4_g32": 1.18, "int4_g128_zp": 1.09, "int4_g64_zp": 1.18, "int4_g32_zp": 1.47,
-        "mxfp4": 1.12, "nvfp4": 1.12, "int8": 1.88, "fp8": 0.87},
-}  # fmt: skip
+    1: {
+        "int4_g128": 0.92,
+        "int4_g64": 0.95,
+        "int4_g32": 0.96,
+        "int4_g128_zp": 1.01,
+        "int4_g64_zp": 1.22,
+        "int4_g32_zp": 1.54,
+        "mxfp4": 1.39,
+        "nvfp4": 1.62,
+        "int8": 1.76,
+        "fp8": 0.69,
+    },
+    2: {
+        "int4_g128": 0.90,
+        "int4_g64": 1.09,
+        "int4_g32": 1.18,
+        "int4_g128_zp": 1.09,
+        "int4_g64_zp": 1.18,
+        "int4_g32_zp": 1.47,
+        "mxfp4": 1.12,
+        "nvfp4": 1.12,
+        "int8": 1.88,
+        "fp8": 0.87,
+    },
+}
 """The time of a tile of a format, as a multiple of `_Costs.tile` and `_Costs.warp_tile`."""
 
 _INSTANCES = {
-    (1, 4, 8): 0.983, (1, 4, 4): 0.972, (1, 2, 16): 0.949, (1, 8, 4): 0.995, (1, 4, 12): 0.946, (1, 8, 8): 1.05, (1, 2, 8): 0.949,
-    (1, 4, 16): 1.004, (2, 2, 8): 0.946, (2, 2, 16): 1.007,
-}  # fmt: skip
+    (1, 4, 8): 0.983,
+    (1, 4, 4): 0.972,
+    (1, 2, 16): 0.949,
+    (1, 8, 4): 0.995,
+    (1, 4, 12): 0.946,
+    (1, 8, 8): 1.05,
+    (1, 2, 8): 0.949,
+    (1, 4, 16): 1.004,
+    (2, 2, 8): 0.946,
+    (2, 2, 16): 1.007,
+}
 """What an instance (nt, rt, wk) takes next to what the model says."""
 
 
@@ -189,7 +242,10 @@ def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple
     """(microseconds, configuration) of the candidates for one launch, best first; ties in the order of `candidates`."""
     rows = min(max(m, 1), ROWS)
     found = [
-        (microseconds(form, shape, split, depth, size, rows, n, k, processors), config_of(shape, split, depth))
+        (
+            microseconds(form, shape, split, depth, size, rows, n, k, processors),
+            config_of(shape, split, depth),
+        )
         for shape, split, depth, size in candidates(form, rows, n, k)
     ]
     return tuple(sorted(found, key=lambda pair: pair[0]))

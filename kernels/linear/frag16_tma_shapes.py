@@ -35,11 +35,18 @@ class Shape(NamedTuple):
 FEW = tuple(
     Shape(*values)
     for values in (
-        (32, 2, 1, 2, 8, 6, 4, 2, 2), (64, 2, 1, 2, 6, 5, 3, 1, 2), (128, 2, 1, 1, 8, 6, 5, 1, 1),
+        (32, 2, 1, 2, 8, 6, 4, 2, 2),
+        (64, 2, 1, 2, 6, 5, 3, 1, 2),
+        (128, 2, 1, 1, 8, 6, 5, 1, 1),
         (256, 2, 1, 1, 5, 5, 3, 1, 1),
     )
-)  # fmt: skip
-ALL = (*FEW, Shape(128, 4, 1, 1, 7, 4, 2, 1, 1), Shape(64, 1, 4, 1, 16, 8, 4, 1, 2), Shape(128, 1, 2, 1, 8, 8, 4, 1, 1))
+)
+ALL = (
+    *FEW,
+    Shape(128, 4, 1, 1, 7, 4, 2, 1, 1),
+    Shape(64, 1, 4, 1, 16, 8, 4, 1, 2),
+    Shape(128, 1, 2, 1, 8, 8, 4, 1, 1),
+)
 """GM_FEW and GM_ALL of `_linear_frag16_tma_entry_sm90.h`."""
 
 
@@ -56,7 +63,9 @@ def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
 
 def scratch_bytes(config: Config) -> int:
     """Bytes of flags, which must be zero and are left so, and of the partial sums behind them."""
-    return FLAG_BYTES + int(config["grid"]) * int(config["mt"]) * int(config["c"]) * 256 if config["even"] else 0
+    return (
+        FLAG_BYTES + int(config["grid"]) * int(config["mt"]) * int(config["c"]) * 256 if config["even"] else 0
+    )
 
 
 _COSTS = {
@@ -132,7 +141,13 @@ def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, p
         cache += size * times * (lost / 4.3e6 + (1 - lost) / (7.5e6 if shape.slices == 1 else 10.5e6))
     time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
     time *= 1 + hot * min(1.0, time / 300)
-    sums = cluster + doubling * log2(way.split) if way.split > 1 else deal + part * work.dealt if work.dealt else 0.0
+    sums = (
+        cluster + doubling * log2(way.split)
+        if way.split > 1
+        else deal + part * work.dealt
+        if work.dealt
+        else 0.0
+    )
     hidden = _STORE * max(0, work.chain // ceil(k, 128) - 1) if way.lag else 0.0
     return float(time + start + sums + wave * (work.waves - 1) - hidden)
 
@@ -148,7 +163,11 @@ def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterato
         tiles, full = ceil(n, shape.c * 64) * ceil(m, shape.mt), processors * shape.ctas
         if shape.slices > 1:  # a tile a CTA
             for split in (1, 2, 4, 8):
-                if tiles * split <= 2 * processors and groups // split >= shape.slices and split <= shape.mt // 8 // shape.slices:
+                if (
+                    tiles * split <= 2 * processors
+                    and groups // split >= shape.slices
+                    and split <= shape.mt // 8 // shape.slices
+                ):
                     yield shape, Way(split, 0, full)
             continue
         lags = (0, *lags_of(form, shape)) if tiles > full else (0,)
@@ -170,7 +189,14 @@ def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> d
     if high <= 2 and ceil(n, 16) * ceil(k, 128) * form.tile_bytes <= RESIDENT:
         high = 1  # as many CTAs as there are read the same rows of x at the same time
     raster = max(1, min(high, BAND, BAND_BYTES // (k * 2 * shape.mt)))
-    return {"mt": shape.mt, "c": shape.c, "slices": shape.slices, "ctas": shape.ctas, "raster": raster, **way._asdict()}
+    return {
+        "mt": shape.mt,
+        "c": shape.c,
+        "slices": shape.slices,
+        "ctas": shape.ctas,
+        "raster": raster,
+        **way._asdict(),
+    }
 
 
 @lru_cache(maxsize=4096)

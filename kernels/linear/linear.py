@@ -60,8 +60,10 @@ def as_quant(weight: Any) -> Any:
 
     if isinstance(weight, list | tuple):
         if len(weight) != 1:
-            raise ValueError("linear: the reference takes a QuantTensor or one dense tensor, got a packed weight "
-                             f"of {len(weight)} tensors; unpack it first")  # fmt: skip
+            raise ValueError(
+                "linear: the reference takes a QuantTensor or one dense tensor, got a packed weight "
+                f"of {len(weight)} tensors; unpack it first"
+            )
         weight = weight[0]
     return weight if isinstance(weight, QuantTensor) else QuantTensor.from_dense(weight)
 
@@ -80,12 +82,16 @@ def describe(
     Packed tensors do not say their scheme: without a plan only a QuantTensor or a list of one dense [N, K] is described.
     """
     if isinstance(weight, list | tuple):
-        need(len(weight) == 1,
-             f"linear: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed for, or one "
-             "dense [N, K] tensor in a list")  # fmt: skip
+        need(
+            len(weight) == 1,
+            f"linear: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed for, or one "
+            "dense [N, K] tensor in a list",
+        )
         weight = weight[0]
         need(weight.dim() == 2, f"linear: a dense weight must be [N, K], got {tuple(weight.shape)}")
-        need(weight.is_contiguous(), f"linear: weight must be contiguous, got strides {tuple(weight.stride())}")
+        need(
+            weight.is_contiguous(), f"linear: weight must be contiguous, got strides {tuple(weight.stride())}"
+        )
         scheme, act_order = dtype_name(weight.dtype), False
         if scheme not in FLOATS:
             raise TypeError(
@@ -101,7 +107,8 @@ def describe(
     need(n in (0, rows_w), f"linear: n is {n}, but the weight has {rows_w} rows")
     need(weight.device == x.device, f"linear: weight is on {weight.device}, x on {x.device}")
     need(
-        not silu_mul or rows_w % 2 == 0, f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}"
+        not silu_mul or rows_w % 2 == 0,
+        f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}",
     )
     out = (*x.shape[:-1], rows_w // 2 if silu_mul else rows_w)
     for name, tensor, shape in (("bias", bias, (rows_w,)), ("residual", residual, out)):
@@ -114,8 +121,15 @@ def describe(
             raise TypeError(f"linear: {name} must have x's dtype {x.dtype}, got {tensor.dtype}")
     given = (bias is not None, residual is not None, silu_mul)
     epilogue = "+".join(flag for flag, on in zip(EPILOGUE, given, strict=True) if on) or "none"
-    return {"m": rows, "n": rows_w, "k": k, "x": dtype_name(x.dtype), "w": scheme, "epilogue": epilogue,
-            "act_order": act_order}  # fmt: skip
+    return {
+        "m": rows,
+        "n": rows_w,
+        "k": k,
+        "x": dtype_name(x.dtype),
+        "w": scheme,
+        "epilogue": epilogue,
+        "act_order": act_order,
+    }
 
 
 _EPILOGUES = {
@@ -125,7 +139,15 @@ _EPILOGUES = {
 
 
 def guard(
-    problem: Problem, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    problem: Problem,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`, or its packed tensors are too small for it."""
     values = problem.values
@@ -146,20 +168,32 @@ def guard(
             f"{out.dtype} strides {out.stride()}; x's rows must be contiguous (all of x with more than 2 dimensions), out too"
         )
     if (bias is not None, residual is not None, silu_mul) != _EPILOGUES[values[5][1]]:
-        raise ValueError(f"linear planned for {problem}: the call has bias={bias is not None}, "
-                         f"residual={residual is not None}, silu_mul={silu_mul}")  # fmt: skip
+        raise ValueError(
+            f"linear planned for {problem}: the call has bias={bias is not None}, "
+            f"residual={residual is not None}, silu_mul={silu_mul}"
+        )
     if bias is not None and (bias.numel() != rows_w or bias.dtype != x.dtype or not bias.is_contiguous()):
-        raise ValueError(f"linear planned for {problem}: bias must be a contiguous [{rows_w}] of x's dtype, got "
-                         f"{tuple(bias.shape)} {bias.dtype}")  # fmt: skip
+        raise ValueError(
+            f"linear planned for {problem}: bias must be a contiguous [{rows_w}] of x's dtype, got "
+            f"{tuple(bias.shape)} {bias.dtype}"
+        )
     if residual is not None and (
         residual.shape != out.shape or residual.dtype != x.dtype or not residual.is_contiguous()
     ):
-        raise ValueError(f"linear planned for {problem}: residual must be contiguous, of out's shape {tuple(out.shape)} and "
-                         f"dtype, got {tuple(residual.shape)} {residual.dtype}")  # fmt: skip
+        raise ValueError(
+            f"linear planned for {problem}: residual must be contiguous, of out's shape {tuple(out.shape)} and "
+            f"dtype, got {tuple(residual.shape)} {residual.dtype}"
+        )
     first = weight[0]
-    if first.nbytes < _code_bytes(values[4][1], rows_w, k) or first.device != x.device or not first.is_contiguous():
-        raise ValueError(f"linear planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
-                         f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}")  # fmt: skip
+    if (
+        first.nbytes < _code_bytes(values[4][1], rows_w, k)
+        or first.device != x.device
+        or not first.is_contiguous()
+    ):
+        raise ValueError(
+            f"linear planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
+            f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}"
+        )
     return x.numel() // k
 
 
@@ -247,10 +281,14 @@ def layout_for(kernel: Any, scheme: QuantScheme) -> Any:
         layout = default_registry().layout(name)
         if layout.accepts(scheme):
             return layout
-    raise ValueError(f"{kernel.name} reads {', '.join(kernel.layouts) or 'no layout'}; none of them holds {scheme}")
+    raise ValueError(
+        f"{kernel.name} reads {', '.join(kernel.layouts) or 'no layout'}; none of them holds {scheme}"
+    )
 
 
-def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+def error(
+    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+) -> float:
     """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x, of the worst column.
 
     The divisor is what a sum of K such products is on average, so one wrong scale, group or row of W shows in its
@@ -321,7 +359,9 @@ OP = Op(
         Axis("n", "int", "rows of W (output features; gate and up together for silu_mul)", minimum=1),
         Axis("k", "int", "columns of W (input features)", minimum=1),
         Axis("x", "dtype", "dtype of x, bias, residual and the output", default="bf16", choices=FLOATS),
-        Axis("w", "scheme", "how the weight is stored, and how x is quantized first, if it is", default="bf16"),
+        Axis(
+            "w", "scheme", "how the weight is stored, and how x is quantized first, if it is", default="bf16"
+        ),
         Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
     ),
@@ -342,19 +382,39 @@ OP = Op(
     unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
-        "m=0,n=32,k=64,x=bf16", "m=1,n=1,k=1,x=fp32,w=fp32", "m=7,n=257,k=129,x=bf16", "m=3,n=40,k=67,x=fp16,w=fp16",
-        "m=33,n=96,k=256,x=fp32,w=fp32,epilogue=bias+residual+silu_mul", "m=2,n=30,k=64,x=bf16,w=fp32,epilogue=bias",
-        "m=1,n=257,k=256,x=bf16,w=int4_g128", "m=7,n=66,k=96,x=fp32,w=int4_g32_zp,epilogue=bias+silu_mul",
-        "m=5,n=48,k=192,x=fp16,w=int4_g64,act_order=true", "m=4,n=33,k=129,x=bf16,w=int4_ch_zp,epilogue=residual",
-        "m=2,n=17,k=129,x=bf16,w=int8_ch", "m=19,n=31,k=256,x=bf16,w=int8_g128", "m=3,n=50,k=77,x=fp32,w=fp8",
-        "m=1,n=65,k=129,x=fp16,w=fp8_ch", "m=9,n=257,k=129,x=bf16,w=fp8_block", "m=2,n=70,k=96,x=bf16,w=mxfp8",
-        "m=7,n=34,k=96,x=bf16,w=mxfp4,epilogue=bias", "m=6,n=39,k=144,x=bf16,w=nvfp4", "m=3,n=20,k=80,x=fp32,w=nvfp4",
-        "m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128", "m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token",
-        "m=3,n=40,k=104,w=int4_g64", "m=2,n=33,k=40,x=fp16,w=int8_g128", "m=4,n=24,k=136,w=mxfp4,act_order=true",
+        "m=0,n=32,k=64,x=bf16",
+        "m=1,n=1,k=1,x=fp32,w=fp32",
+        "m=7,n=257,k=129,x=bf16",
+        "m=3,n=40,k=67,x=fp16,w=fp16",
+        "m=33,n=96,k=256,x=fp32,w=fp32,epilogue=bias+residual+silu_mul",
+        "m=2,n=30,k=64,x=bf16,w=fp32,epilogue=bias",
+        "m=1,n=257,k=256,x=bf16,w=int4_g128",
+        "m=7,n=66,k=96,x=fp32,w=int4_g32_zp,epilogue=bias+silu_mul",
+        "m=5,n=48,k=192,x=fp16,w=int4_g64,act_order=true",
+        "m=4,n=33,k=129,x=bf16,w=int4_ch_zp,epilogue=residual",
+        "m=2,n=17,k=129,x=bf16,w=int8_ch",
+        "m=19,n=31,k=256,x=bf16,w=int8_g128",
+        "m=3,n=50,k=77,x=fp32,w=fp8",
+        "m=1,n=65,k=129,x=fp16,w=fp8_ch",
+        "m=9,n=257,k=129,x=bf16,w=fp8_block",
+        "m=2,n=70,k=96,x=bf16,w=mxfp8",
+        "m=7,n=34,k=96,x=bf16,w=mxfp4,epilogue=bias",
+        "m=6,n=39,k=144,x=bf16,w=nvfp4",
+        "m=3,n=20,k=80,x=fp32,w=nvfp4",
+        "m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128",
+        "m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token",
+        "m=3,n=40,k=104,w=int4_g64",
+        "m=2,n=33,k=40,x=fp16,w=int8_g128",
+        "m=4,n=24,k=136,w=mxfp4,act_order=true",
     ),
     bench=(
-        "m=1,n=4096,k=4096", "m=1,n=4096,k=4096,w=int4_g128", "m=16,n=4096,k=4096,w=int4_g128",
-        "m=256,n=4096,k=4096,w=int4_g128", "m=1,n=4096,k=4096,w=fp8_block", "m=1,n=4096,k=4096,w=mxfp4",
-        "m=1,n=4096,k=4096,w=nvfp4", "m=256,n=4096,k=4096",
+        "m=1,n=4096,k=4096",
+        "m=1,n=4096,k=4096,w=int4_g128",
+        "m=16,n=4096,k=4096,w=int4_g128",
+        "m=256,n=4096,k=4096,w=int4_g128",
+        "m=1,n=4096,k=4096,w=fp8_block",
+        "m=1,n=4096,k=4096,w=mxfp4",
+        "m=1,n=4096,k=4096,w=nvfp4",
+        "m=256,n=4096,k=4096",
     ),
-)  # fmt: skip
+)

@@ -26,7 +26,15 @@ def as_fnuz(values: Any) -> Any:
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K] bf16 or float16, the six tensors of plain_v1 in fp8_ch or fp8 -> out [..., N or N / 2]."""
     import aiter

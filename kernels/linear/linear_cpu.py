@@ -14,14 +14,32 @@ from gristmill.kernels.common import CPU_DTYPE, dtype_name, need, need_plain, ro
 from gristmill.kernels.native import best_config, check, cpu_function
 
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6)
-FORMATS = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3, "mxfp8": 3, "fp32": 4, "fp16": 5, "bf16": 6}
+FORMATS = {
+    "int4": 0,
+    "mxfp4": 1,
+    "nvfp4": 1,
+    "int8": 2,
+    "fp8": 3,
+    "mxfp8": 3,
+    "fp32": 4,
+    "fp16": 5,
+    "bf16": 6,
+}
 TYPES = {"fp32": 0, "fp16": 1, "bf16": 2, "fp8": 3, "uint8": 6}
 NONE, E8M0 = -1, 20
 _LEVEL = best_config("gm_linear_rows16")
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
     codes, scales, zeros, row_scale, perm = weight
@@ -36,17 +54,34 @@ def launch(
     need_slots("linear_cpu", weight, blocks)
     scaled, zeroed = scales.numel(), zeros.numel()
     if (scaled and scaled != blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
-        raise ValueError(f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
-                         f"in groups of {group}")  # fmt: skip
+        raise ValueError(
+            f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
+            f"in groups of {group}"
+        )
     scale_type = NONE if not scaled else E8M0 if config["e8m0"] else TYPES[dtype_name(scales.dtype)]
     code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(
-        x.data_ptr(), row_stride(x), codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
-        row_scale.data_ptr() if row_scale.numel() else None, perm.data_ptr() if ordered else None,
-        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(), out.data_ptr(),
-        x.numel() // k, rows, k, columns, group, config["format"], scale_type,
-        TYPES[dtype_name(zeros.dtype)] if zeroed else NONE, 0 if zeroed else config["zero"], int(silu_mul),
+        x.data_ptr(),
+        row_stride(x),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        zeros.data_ptr(),
+        row_scale.data_ptr() if row_scale.numel() else None,
+        perm.data_ptr() if ordered else None,
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        x.numel() // k,
+        rows,
+        k,
+        columns,
+        group,
+        config["format"],
+        scale_type,
+        TYPES[dtype_name(zeros.dtype)] if zeroed else NONE,
+        0 if zeroed else config["zero"],
+        int(silu_mul),
         CPU_DTYPE[dtype_name(x.dtype)],
-    )  # fmt: skip
+    )
     check(code, "linear_cpu")
 
 
@@ -54,9 +89,13 @@ def need_slots(op: str, weight: Any, blocks: int) -> None:
     """ValueError unless the five tensors of cpu_rows16_v1 for this many blocks of rows are such as C++ reads without asking."""
     codes, scales, zeros, row_scale, perm = weight
     if dtype_name(codes.dtype) != "uint8" or codes.shape[-1] != 64:
-        raise ValueError(f"{op}: codes must be uint8 lines of 64 bytes, got {tuple(codes.shape)} {codes.dtype}")
+        raise ValueError(
+            f"{op}: codes must be uint8 lines of 64 bytes, got {tuple(codes.shape)} {codes.dtype}"
+        )
     if row_scale.numel() not in (0, blocks * 16):
-        raise ValueError(f"{op}: row_scale must be empty or hold {blocks * 16} numbers, got {tuple(row_scale.shape)}")
+        raise ValueError(
+            f"{op}: row_scale must be empty or hold {blocks * 16} numbers, got {tuple(row_scale.shape)}"
+        )
     need_plain(op, "fp32", row_scale=row_scale)
     need_plain(op, "int32", perm=perm)
     for name, slot in (("codes", codes), ("scales", scales), ("zeros", zeros)):
@@ -68,7 +107,11 @@ def accepts(problem: Problem) -> str | None:
     scheme = QuantScheme.parse(problem.text("w"))
     if not scheme.is_named:
         return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
-    return None if scheme.activation is None else f"takes activations in their own dtype, not {scheme.activation}"
+    return (
+        None
+        if scheme.activation is None
+        else f"takes activations in their own dtype, not {scheme.activation}"
+    )
 
 
 def config(problem: Problem, target: Target) -> Config:

@@ -13,7 +13,15 @@ from gristmill.kernel_registry.requirement import Requirement
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K] bf16, the six tensors of plain_v1 in fp8_block -> out [..., N or N / 2].
 
@@ -28,11 +36,17 @@ def launch(
     codes, scales, k = weight[0], weight[1], x.shape[-1]
     rows = codes.shape[0]
     if tuple(scales.shape) != (-(-rows // 128), -(-k // 128)):
-        raise ValueError(f"linear_deepgemm: block scales must be whole 128 x 128 blocks of [{rows}, {k}], got "
-                         f"{tuple(scales.shape)}: fused or sharded inside a block")  # fmt: skip
+        raise ValueError(
+            f"linear_deepgemm: block scales must be whole 128 x 128 blocks of [{rows}, {k}], got "
+            f"{tuple(scales.shape)}: fused or sharded inside a block"
+        )
     act = quantize_activation(x.reshape(-1, k), "fp8_g128")
     plain = bias is None and residual is None and not silu_mul
-    z = out.view(-1, rows) if plain else torch.empty(act.values.shape[0], rows, dtype=x.dtype, device=x.device)
+    z = (
+        out.view(-1, rows)
+        if plain
+        else torch.empty(act.values.shape[0], rows, dtype=x.dtype, device=x.device)
+    )
     deep_gemm.fp8_gemm_nt((act.values, act.scales), (codes.view(torch.float8_e4m3fn), scales), z)
     if not plain:
         finish(z.view(*x.shape[:-1], rows), bias, residual, silu_mul, out)
@@ -45,7 +59,9 @@ def accepts(problem: Problem) -> str | None:
     if problem.text("x") != "bf16":
         return f"writes bf16, not {problem.text('x')}"
     n, k = problem.integer("n"), problem.integer("k")
-    return None if k % 128 == 0 and n % 64 == 0 else f"needs K a multiple of 128 and N of 64, got N={n}, K={k}"
+    return (
+        None if k % 128 == 0 and n % 64 == 0 else f"needs K a multiple of 128 and N of 64, got N={n}, K={k}"
+    )
 
 
 KERNEL = Kernel(
@@ -55,7 +71,11 @@ KERNEL = Kernel(
     language="cuda",
     target=f"{__name__}:launch",
     requires=Requirement.any(
-        {"wgmma", "tma"}, {"tcgen05"}, vendors=("nvidia",), offers=("deep_gemm:fp8_gemm_nt",), brings=("sm_90a", "sm_100f")
+        {"wgmma", "tma"},
+        {"tcgen05"},
+        vendors=("nvidia",),
+        offers=("deep_gemm:fp8_gemm_nt",),
+        brings=("sm_90a", "sm_100f"),
     ),
     summary="DeepGEMM fp8_gemm_nt",
     accepts=accepts,

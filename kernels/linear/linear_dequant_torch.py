@@ -15,7 +15,15 @@ CHUNK = 1 << 22
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K], a weight packed as plain_v1 or cpu_rows16_v1 -> out [..., N or N / 2].
 
@@ -42,7 +50,11 @@ def launch(
         part = dequantize_rows(weight, scheme, k, start, stop).to(flat.dtype)
         z[:, start:stop] = flat @ part.T
     finish_in_torch(
-        z, bias, None if residual is None else residual.view(-1, out.shape[-1]), silu_mul, out.view(-1, out.shape[-1])
+        z,
+        bias,
+        None if residual is None else residual.view(-1, out.shape[-1]),
+        silu_mul,
+        out.view(-1, out.shape[-1]),
     )
 
 

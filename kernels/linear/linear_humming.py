@@ -12,7 +12,13 @@ from gristmill.kernel_registry.scheme import QuantScheme
 
 LOCKS = Workspace(8192, zeroed=True)
 """What CTAs that share a tile wait by; humming leaves it zero."""
-SCHEMES = (*(f"int4_g{group}{zero}" for zero in ("", "_zp") for group in (32, 64, 128)), "mxfp4", "nvfp4", "fp8", "fp8_block")
+SCHEMES = (
+    *(f"int4_g{group}{zero}" for zero in ("", "_zp") for group in (32, 64, 128)),
+    "mxfp4",
+    "nvfp4",
+    "fp8",
+    "fp8_block",
+)
 """Those of humming_v1."""
 
 
@@ -22,7 +28,15 @@ def _text(raw: bytes) -> str:
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K] bf16, the five tensors of humming_v1 -> out [..., N or N / 2]."""
     import torch
@@ -35,11 +49,21 @@ def launch(
     rows = out.shape[-1] * (2 if silu_mul else 1)
     plain = bias is None and residual is None and not silu_mul
     target = out.view(-1, rows) if plain else torch.empty(flat.shape[0], rows, dtype=x.dtype, device=x.device)
-    locks = torch.zeros(LOCKS.bytes, dtype=torch.uint8, device=x.device) if workspace is None else workspace[: LOCKS.bytes]
+    locks = (
+        torch.zeros(LOCKS.bytes, dtype=torch.uint8, device=x.device)
+        if workspace is None
+        else workspace[: LOCKS.bytes]
+    )
     humming_gemm(
-        layer_config=_text(weight[4].numpy().tobytes()), inputs=flat, weight=tensors[0], weight_scale=tensors[1],
-        zero_point=tensors[2], weight_scale_2=tensors[3], outputs=target, locks=locks.view(torch.int32),
-    )  # fmt: skip
+        layer_config=_text(weight[4].numpy().tobytes()),
+        inputs=flat,
+        weight=tensors[0],
+        weight_scale=tensors[1],
+        zero_point=tensors[2],
+        weight_scale_2=tensors[3],
+        outputs=target,
+        locks=locks.view(torch.int32),
+    )
     if not plain:
         finish(target.view(*x.shape[:-1], rows), bias, residual, silu_mul, out)
 
@@ -74,9 +98,14 @@ KERNEL = Kernel(
     accepts=accepts,
     workspace=lambda problem, config: LOCKS,
     layouts=("humming_v1",),
-    examples=("m=5,n=256,k=512,w=int4_g128", "m=33,n=128,k=256,w=int4_g64_zp", "m=64,n=384,k=256,w=fp8",
-              "m=17,n=256,k=384,w=fp8_block,epilogue=bias", "m=9,n=128,k=256,w=mxfp4,epilogue=bias+silu_mul",
-              "m=257,n=256,k=256,w=nvfp4,epilogue=residual"),
+    examples=(
+        "m=5,n=256,k=512,w=int4_g128",
+        "m=33,n=128,k=256,w=int4_g64_zp",
+        "m=64,n=384,k=256,w=fp8",
+        "m=17,n=256,k=384,w=fp8_block,epilogue=bias",
+        "m=9,n=128,k=256,w=mxfp4,epilogue=bias+silu_mul",
+        "m=257,n=256,k=256,w=nvfp4,epilogue=residual",
+    ),
     sources=("_epilogue.py", "../activation/_silu_and_mul_triton.py"),
     deterministic=False,
     priority=60,

@@ -14,16 +14,28 @@ GROUPS = (32, 64, 128)
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K] bf16, the two tensors of tinygemm_v1 -> out [..., N or N / 2]."""
     import torch
 
     from gristmill.kernels.linear._epilogue import finish_in_torch
 
-    z = torch._weight_int4pack_mm(x.reshape(-1, x.shape[-1]).contiguous(), weight[0], config["group"], weight[1])
+    z = torch._weight_int4pack_mm(
+        x.reshape(-1, x.shape[-1]).contiguous(), weight[0], config["group"], weight[1]
+    )
     width = out.shape[-1]
-    finish_in_torch(z, bias, None if residual is None else residual.view(-1, width), silu_mul, out.view(-1, width))
+    finish_in_torch(
+        z, bias, None if residual is None else residual.view(-1, width), silu_mul, out.view(-1, width)
+    )
 
 
 def accepts(problem: Problem) -> str | None:
@@ -57,7 +69,10 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("tinygemm_v1",),
-    examples=("m=1,n=264,k=384,w=int4_g128", "m=33,n=128,k=256,w=int4_g32,epilogue=bias+silu_mul",
-              "m=257,n=136,k=512,w=int4_g64,epilogue=residual"),
+    examples=(
+        "m=1,n=264,k=384,w=int4_g128",
+        "m=33,n=128,k=256,w=int4_g32,epilogue=bias+silu_mul",
+        "m=257,n=136,k=512,w=int4_g64,epilogue=residual",
+    ),
     sources=("_epilogue.py",),
 )

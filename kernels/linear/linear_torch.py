@@ -11,7 +11,15 @@ from gristmill.kernel_registry.scheme import QuantScheme
 
 
 def launch(
-    config: Config, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
 ) -> None:
     """x [..., K], one dense tensor [N, K] -> out [..., N or N / 2]."""
     import torch

@@ -24,7 +24,11 @@ def accepts_quantized(problem: Problem) -> str | None:
         return "multiplies quantized weights, not dense ones"
     if not scheme.is_named:
         return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
-    return None if scheme.activation is None else f"takes activations in their own dtype, not {scheme.activation}"
+    return (
+        None
+        if scheme.activation is None
+        else f"takes activations in their own dtype, not {scheme.activation}"
+    )
 
 
 def config(problem: Problem, target: Target) -> Config:

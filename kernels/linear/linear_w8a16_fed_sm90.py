@@ -10,5 +10,9 @@ from __future__ import annotations
 from gristmill.kernels.linear._frag16_kernel import FED, kernel
 
 KERNEL = kernel(
-    "linear_w8a16_fed_sm90", FED, 8, ("w8_frag16_v1",), ("_linear_w8a16_int8_fed_sm90.cu", "_linear_w8a16_fp8_fed_sm90.cu")
+    "linear_w8a16_fed_sm90",
+    FED,
+    8,
+    ("w8_frag16_v1",),
+    ("_linear_w8a16_int8_fed_sm90.cu", "_linear_w8a16_fp8_fed_sm90.cu"),
 )

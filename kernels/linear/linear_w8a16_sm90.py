@@ -9,5 +9,9 @@ from __future__ import annotations
 from gristmill.kernels.linear._frag16_kernel import FEW, kernel
 
 KERNEL = kernel(
-    "linear_w8a16_sm90", FEW, 8, ("w8_frag16_v1",), ("_linear_w8a16_int8_sm90.cu", "_linear_w8a16_fp8_sm90.cu")
+    "linear_w8a16_sm90",
+    FEW,
+    8,
+    ("w8_frag16_v1",),
+    ("_linear_w8a16_int8_sm90.cu", "_linear_w8a16_fp8_sm90.cu"),
 )

@@ -31,7 +31,13 @@ def pieces(entries: int, experts: int, hidden: int, inner: int, item: int) -> tu
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Bytes of everything between x and the output."""
     entries = problem.integer("m") * problem.integer("top_k")
-    sizes = pieces(entries, problem.integer("e"), problem.integer("h"), problem.integer("i"), ITEM_BYTES[problem.text("x")])
+    sizes = pieces(
+        entries,
+        problem.integer("e"),
+        problem.integer("h"),
+        problem.integer("i"),
+        ITEM_BYTES[problem.text("x")],
+    )
     return Workspace(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
 
 
@@ -46,8 +52,10 @@ def carve(space: Any, like: Any, sizes: Sequence[int]) -> list[Any]:
     if space is None:
         space = torch.empty(sum(steps), dtype=torch.uint8, device=like.device)
     if space.device != like.device or not space.is_contiguous() or space.nbytes < sum(steps):
-        raise ValueError(f"moe: the workspace must be {sum(steps)} contiguous bytes on {like.device}, got {space.nbytes} on "
-                         f"{space.device}")  # fmt: skip
+        raise ValueError(
+            f"moe: the workspace must be {sum(steps)} contiguous bytes on {like.device}, got {space.nbytes} on "
+            f"{space.device}"
+        )
     flat, found, start = space.view(-1).view(torch.uint8), [], 0
     for size, step in zip(sizes, steps, strict=True):
         found.append(flat[start : start + size])
@@ -61,11 +69,24 @@ def sizes_of(w13: Any, inter: int) -> tuple[int, int]:
     ValueError for tiled weights without `inter`.
     """
     if not inter and w13[0].dim() != 3:
-        raise ValueError(f"moe: weights in tiles {tuple(w13[0].shape)} do not tell their inner size; pass inter=")
+        raise ValueError(
+            f"moe: weights in tiles {tuple(w13[0].shape)} do not tell their inner size; pass inter="
+        )
     return inter or w13[0].shape[1] // 2, w13[0].shape[0]
 
 
-def run(parts: Parts, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inner: int, experts: int, space: Any, out: Any) -> None:
+def run(
+    parts: Parts,
+    x: Any,
+    weights: Any,
+    ids: Any,
+    w13: Any,
+    w2: Any,
+    inner: int,
+    experts: int,
+    space: Any,
+    out: Any,
+) -> None:
     """x [T, H] -> out [T, H] through the parts."""
     import torch
 

@@ -39,5 +39,12 @@ def launch(config: Config, y: Any, inverse: Any, weights: Any, out: Any) -> None
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds."""
-    types = {"y": "*bf16", "inverse": "*i32", "weights": "*fp32", "out": "*bf16", "top_k": "i32", "width": "i32"}
+    types = {
+        "y": "*bf16",
+        "inverse": "*i32",
+        "weights": "*fp32",
+        "out": "*bf16",
+        "top_k": "i32",
+        "width": "i32",
+    }
     return [AotCase("bf16", combine_kernel, types, {"BLOCK": 1024}, {"num_warps": 4}, ("width",))]

@@ -1,4 +1,5 @@
-// Rows sorted by expert times their expert's weight; the meaning is in grouped_linear.py. Only experts with rows are read.
+// Rows sorted by expert times their expert's weight; the meaning is in grouped_linear.py. Only experts with
+// rows are read.
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include <cstdlib>
 
@@ -7,8 +8,9 @@
 namespace {
 
 template <class T>
-int grouped(const moe::Weights& w, int64_t experts, const T* x, int64_t x_rows, int64_t k, const int32_t* offsets,
-            const int32_t* permutation, int64_t top_k, T* out, int64_t rows, bool silu, int dtype) {
+int grouped(const moe::Weights& w, int64_t experts, const T* x, int64_t x_rows, int64_t k,
+            const int32_t* offsets, const int32_t* permutation, int64_t top_k, T* out, int64_t rows,
+            bool silu, int dtype) {
   const int64_t width = silu ? w.n / 2 : w.n;
   int64_t most = 0;
   for (int64_t e = 0; e < experts; ++e) {
@@ -34,20 +36,24 @@ int grouped(const moe::Weights& w, int64_t experts, const T* x, int64_t x_rows, 
     if (code == GM_OK) code = moe::expert_product(w, e, from, k, out + first * width, count, silu, dtype);
   }
   std::free(gathered);
-  if (code == GM_OK) std::memset(out + offsets[experts] * width, 0, sizeof(T) * size_t(rows - offsets[experts]) * size_t(width));
+  if (code == GM_OK)
+    std::memset(out + offsets[experts] * width, 0,
+                sizeof(T) * size_t(rows - offsets[experts]) * size_t(width));
   return code;
 }
 
 }  // namespace
 
-// x [x_rows, k] contiguous, offsets [experts + 1], permutation [rows] or null (then x_rows = rows) -> out [rows, n or n / 2].
+// x [x_rows, k] contiguous, offsets [experts + 1], permutation [rows] or null (then x_rows = rows) -> out
+// [rows, n or n / 2].
 GM_KERNEL(gm_grouped_linear)(const moe::Weights* w, int64_t experts, const void* x, int64_t x_rows, int64_t k,
-                             const int32_t* offsets, const int32_t* permutation, int64_t top_k, void* out, int64_t rows, int silu,
-                             int dtype) {
-  if (experts < 1 || rows < 0 || x_rows < 0 || top_k < 1 || k != w->k || w->n < 1 || (silu && w->n % 2)) return GM_E_SHAPE;
+                             const int32_t* offsets, const int32_t* permutation, int64_t top_k, void* out,
+                             int64_t rows, int silu, int dtype) {
+  if (experts < 1 || rows < 0 || x_rows < 0 || top_k < 1 || k != w->k || w->n < 1 || (silu && w->n % 2))
+    return GM_E_SHAPE;
   if (permutation == nullptr && x_rows != rows) return GM_E_SHAPE;
   GM_DISPATCH_FLOAT(dtype, T, {
-    return grouped(*w, experts, static_cast<const T*>(x), x_rows, k, offsets, permutation, top_k, static_cast<T*>(out), rows,
-                   silu != 0, dtype);
+    return grouped(*w, experts, static_cast<const T*>(x), x_rows, k, offsets, permutation, top_k,
+                   static_cast<T*>(out), rows, silu != 0, dtype);
   })
 }

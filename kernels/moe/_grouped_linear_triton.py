@@ -32,12 +32,43 @@ from gristmill.kernels.moe.grouped_linear_triton import config
 
 @triton.jit
 def grouped_linear_kernel(
-    x, weight, scales, zeros, row_scale, row_block, perm, offsets, permutation, out, m, experts, n, weight_rows, k, columns,
-    row_bytes, groups, scale_rows, top_k, FORMAT: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    HAS_ZERO: tl.constexpr, ROW_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, PERM: tl.constexpr, GATHER: tl.constexpr,
-    SILU: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x,
+    weight,
+    scales,
+    zeros,
+    row_scale,
+    row_block,
+    perm,
+    offsets,
+    permutation,
+    out,
+    m,
+    experts,
+    n,
+    weight_rows,
+    k,
+    columns,
+    row_bytes,
+    groups,
+    scale_rows,
+    top_k,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PERM: tl.constexpr,
+    GATHER: tl.constexpr,
+    SILU: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
-):  # fmt: skip
+):
     """n: columns of the output; weight_rows: rows of an expert's weight; scale_rows: rows of its scales."""
     dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     tile = tl.program_id(1)
@@ -65,12 +96,69 @@ def grouped_linear_kernel(
         s = scales + at * scale_rows * groups
         z = zeros + at * scale_rows * groups
         r = row_scale + at * weight_rows
-        y = product(x, w, s, z, r, row_block, perm, source, row_mask, ns, n_mask, k, columns, k, row_bytes, groups, dtype,
-                    FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN, BK)  # fmt: skip
+        y = product(
+            x,
+            w,
+            s,
+            z,
+            r,
+            row_block,
+            perm,
+            source,
+            row_mask,
+            ns,
+            n_mask,
+            k,
+            columns,
+            k,
+            row_bytes,
+            groups,
+            dtype,
+            FORMAT,
+            SCALE,
+            GROUP,
+            ZERO,
+            HAS_ZERO,
+            ROW_SCALE,
+            ROW_BLOCK,
+            PERM,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+        )
         if SILU:
-            up = product(x, w, s, z, r, row_block, perm, source, row_mask, ns + n, n_mask, k, columns, k, row_bytes, groups,
-                         dtype, FORMAT, SCALE, GROUP, ZERO, HAS_ZERO, ROW_SCALE, ROW_BLOCK, PERM, PRECISION, BM, BN,
-                         BK)  # fmt: skip
+            up = product(
+                x,
+                w,
+                s,
+                z,
+                r,
+                row_block,
+                perm,
+                source,
+                row_mask,
+                ns + n,
+                n_mask,
+                k,
+                columns,
+                k,
+                row_bytes,
+                groups,
+                dtype,
+                FORMAT,
+                SCALE,
+                GROUP,
+                ZERO,
+                HAS_ZERO,
+                ROW_SCALE,
+                ROW_BLOCK,
+                PERM,
+                PRECISION,
+                BM,
+                BN,
+                BK,
+            )
             y = y / (1.0 + tl.exp(-y)) * up
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
         tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
@@ -83,7 +171,15 @@ def grouped_linear_kernel(
 
 
 def launch(
-    config: Config, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any,
+    top_k: int,
+    silu_mul: bool,
+    n: int,
+    out: Any,
 ) -> None:
     """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
     import torch
@@ -106,13 +202,45 @@ def launch(
     # Each expert wastes less than one tile, and so does the part behind the last.
     tiles = min(m, triton.cdiv(m, bm) + experts + 1)
     grouped_linear_kernel[(triton.cdiv(columns_out, bn), tiles)](
-        x, codes, scales, zeros, row_scale, row_block, perm, expert_offsets, expert_offsets if permutation is None else permutation,
-        out, m, experts, columns_out, codes.shape[1], k, columns, codes.shape[2], groups, scale_rows, top_k,
-        FORMAT=kind, SCALE=code, GROUP=scheme.group_size or 0, ZERO=0 if flags[0] else scheme.implicit_zero,
-        HAS_ZERO=flags[0], ROW_SCALE=flags[1], ROW_BLOCK=flags[2], PERM=flags[3], GATHER=permutation is not None,
-        SILU=silu_mul, WIDE=wide, PRECISION="ieee", BE=triton.next_power_of_2(experts), BM=bm, BN=bn,
-        BK=config["bk"], num_warps=config["warps"], num_stages=config["stages"],
-    )  # fmt: skip
+        x,
+        codes,
+        scales,
+        zeros,
+        row_scale,
+        row_block,
+        perm,
+        expert_offsets,
+        expert_offsets if permutation is None else permutation,
+        out,
+        m,
+        experts,
+        columns_out,
+        codes.shape[1],
+        k,
+        columns,
+        codes.shape[2],
+        groups,
+        scale_rows,
+        top_k,
+        FORMAT=kind,
+        SCALE=code,
+        GROUP=scheme.group_size or 0,
+        ZERO=0 if flags[0] else scheme.implicit_zero,
+        HAS_ZERO=flags[0],
+        ROW_SCALE=flags[1],
+        ROW_BLOCK=flags[2],
+        PERM=flags[3],
+        GATHER=permutation is not None,
+        SILU=silu_mul,
+        WIDE=wide,
+        PRECISION="ieee",
+        BE=triton.next_power_of_2(experts),
+        BM=bm,
+        BN=bn,
+        BK=config["bk"],
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
 
 
 def aot_dense(target: Target) -> list[AotCase]:
@@ -127,25 +255,73 @@ def aot_quantized(target: Target) -> list[AotCase]:
 
 def aot(target: Target) -> list[AotCase]:
     """Dense, and schemes of every code format, with the tiles that the default configuration has for them."""
-    ints = dict.fromkeys(("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
-                         "i32")  # fmt: skip
+    ints = dict.fromkeys(
+        ("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
+        "i32",
+    )
     plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
     off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "WIDE"), False)
     op, cases = default_registry().op("grouped_linear"), []
 
     def case(name: str, scheme: str, m: int, weight: str, types: dict[str, str], **constants: Any) -> None:
         chosen = config(op.problem(f"m={m},e=128,n=2048,k=4096,x=bf16,w={scheme}"), target)
-        pointers = {"x": "*bf16", "weight": weight, **plain, **types, "offsets": "*i32", "permutation": "*i32", "out": "*bf16"}
+        pointers = {
+            "x": "*bf16",
+            "weight": weight,
+            **plain,
+            **types,
+            "offsets": "*i32",
+            "permutation": "*i32",
+            "out": "*bf16",
+        }
         base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee", "BE": 128}
         shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
-        cases.append(AotCase(name, grouped_linear_kernel, pointers | ints, base | off | constants | shape,
-                             {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
-                             ("k", "columns", "row_bytes"), matrix_product(target, int(chosen["bm"]))))  # fmt: skip
+        cases.append(
+            AotCase(
+                name,
+                grouped_linear_kernel,
+                pointers | ints,
+                base | off | constants | shape,
+                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                ("k", "columns", "row_bytes"),
+                matrix_product(target, int(chosen["bm"])),
+            )
+        )
 
     few, many = 256, 16384
     case("dense_silu", "bf16", few, "*bf16", {}, SILU=True, GATHER=True)
     case("int4_g128", "int4_g128", few, "*u8", {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8)
-    case("fp8_block", "fp8_block", many, "*u8", {"scales": "*fp32"}, FORMAT=E4M3, SCALE=SCALE_FLOAT, GROUP=128, ROW_BLOCK=True)
-    case("mxfp4_silu", "mxfp4", few, "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32, SILU=True)
-    case("nvfp4", "nvfp4", few, "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E4M3, GROUP=16, ROW_SCALE=True)
+    case(
+        "fp8_block",
+        "fp8_block",
+        many,
+        "*u8",
+        {"scales": "*fp32"},
+        FORMAT=E4M3,
+        SCALE=SCALE_FLOAT,
+        GROUP=128,
+        ROW_BLOCK=True,
+    )
+    case(
+        "mxfp4_silu",
+        "mxfp4",
+        few,
+        "*u8",
+        {"scales": "*u8"},
+        FORMAT=E2M1,
+        SCALE=SCALE_E8M0,
+        GROUP=32,
+        SILU=True,
+    )
+    case(
+        "nvfp4",
+        "nvfp4",
+        few,
+        "*u8",
+        {"scales": "*u8"},
+        FORMAT=E2M1,
+        SCALE=SCALE_E4M3,
+        GROUP=16,
+        ROW_SCALE=True,
+    )
     return cases

@@ -1,4 +1,5 @@
-// Grouped top-k of a router's logits, DeepSeek-V3 (arXiv 2412.19437). The meaning, ties and NaN included, is in grouped_topk.py.
+// Grouped top-k of a router's logits, DeepSeek-V3 (arXiv 2412.19437). The meaning, ties and NaN included, is
+// in grouped_topk.py.
 // gm-levels: base avx2 avx512 neon
 #include "gm_cpu.h"
 
@@ -6,7 +7,8 @@ namespace {
 
 constexpr int kMostExperts = 4096;
 
-// A key above every other that ranks after it: the float's order in the high word, the lower index first among equals. Never 0.
+// A key above every other that ranks after it: the float's order in the high word, the lower index first
+// among equals. Never 0.
 inline uint64_t key_of(float v, int64_t index) {
   if (!(v == v)) v = -__builtin_inff();
   if (v == 0.0f) v = 0.0f;  // -0 and 0 are equal
@@ -19,10 +21,14 @@ inline int64_t index_of(uint64_t key) { return int64_t(~uint32_t(key)); }
 template <class T>
 void scores_of(const T* logits, float* scores, int64_t experts, bool sigmoid) {
   constexpr int L = gm::kLanes;
-  auto part = [&](int64_t c) { return c + L <= experts ? gm::load(logits + c) : gm::load(logits + c, experts - c); };
+  auto part = [&](int64_t c) {
+    return c + L <= experts ? gm::load(logits + c) : gm::load(logits + c, experts - c);
+  };
   auto keep = [&](int64_t c, gm::vf v) {
-    if (c + L <= experts) gm::store(scores + c, v);
-    else gm::store(scores + c, v, experts - c);
+    if (c + L <= experts)
+      gm::store(scores + c, v);
+    else
+      gm::store(scores + c, v, experts - c);
   };
   if (sigmoid) {
     for (int64_t c = 0; c < experts; c += L) keep(c, 1.0f / (1.0f + gm::exp(-part(c))));
@@ -50,8 +56,8 @@ void take(uint64_t* keys, int64_t n, int64_t count, int32_t* out) {
 }
 
 template <class T>
-void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64_t experts, int64_t top_k, int64_t groups,
-         int64_t kept, bool sigmoid, bool renormalize, float scale) {
+void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64_t experts, int64_t top_k,
+         int64_t groups, int64_t kept, bool sigmoid, bool renormalize, float scale) {
   float scores[kMostExperts];
   uint64_t keys[kMostExperts];
   scores_of(logits, scores, experts, sigmoid);
@@ -92,17 +98,17 @@ void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64
 }  // namespace
 
 // logits [rows, experts] with a row stride, bias [experts] or null -> weights, ids [rows, top_k].
-GM_KERNEL(gm_grouped_topk)(const void* logits, int64_t stride, const float* bias, float* weights, int32_t* ids, int64_t rows,
-                           int64_t experts, int64_t top_k, int64_t groups, int64_t kept, int sigmoid, int renormalize,
-                           float scale, int dtype) {
-  if (rows < 0 || experts < 1 || experts > kMostExperts || groups < 1 || experts % groups || kept < 1 || kept > groups ||
-      top_k < 1 || top_k > experts / groups * kept)
+GM_KERNEL(gm_grouped_topk)(const void* logits, int64_t stride, const float* bias, float* weights,
+                           int32_t* ids, int64_t rows, int64_t experts, int64_t top_k, int64_t groups,
+                           int64_t kept, int sigmoid, int renormalize, float scale, int dtype) {
+  if (rows < 0 || experts < 1 || experts > kMostExperts || groups < 1 || experts % groups || kept < 1 ||
+      kept > groups || top_k < 1 || top_k > experts / groups * kept)
     return GM_E_SHAPE;
   GM_DISPATCH_FLOAT(dtype, T, {
     return gm::parallel_for(rows, 8, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        row(static_cast<const T*>(logits) + r * stride, bias, weights + r * top_k, ids + r * top_k, experts, top_k, groups,
-            kept, sigmoid != 0, renormalize != 0, scale);
+        row(static_cast<const T*>(logits) + r * stride, bias, weights + r * top_k, ids + r * top_k, experts,
+            top_k, groups, kept, sigmoid != 0, renormalize != 0, scale);
     });
   })
 }

@@ -25,10 +25,24 @@ def ordered_key(values, index):
 
 @triton.jit
 def grouped_topk_kernel(
-    logits, bias, weights, ids, stride, scale, EXPERTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    weights,
+    ids,
+    stride,
+    scale,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, BLOCK_G)
     s = tl.arange(0, BLOCK_S)
@@ -78,9 +92,18 @@ def grouped_topk_kernel(
 
 
 def launch(
-    config: Config, logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str, renormalize: bool,
-    scale: float, weights: Any, ids: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    logits: Any,
+    top_k: int,
+    bias: Any,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    weights: Any,
+    ids: Any,
+) -> None:
     """logits [..., E] -> weights, ids [..., top_k]."""
     experts = logits.shape[-1]
     rows = logits.numel() // experts
@@ -88,21 +111,63 @@ def launch(
         # With every group kept, groups change nothing.
         groups = n_group if topk_group < n_group else 1
         grouped_topk_kernel[(rows,)](
-            logits, logits if bias is None else bias, weights, ids, row_stride(logits), scale, EXPERTS=experts,
-            SIZE=experts // groups, TOP_K=top_k, GROUPS=groups, KEPT=min(topk_group, groups),
-            SIGMOID=scoring == "sigmoid", BIAS=bias is not None, RENORMALIZE=renormalize,
-            BLOCK_G=triton.next_power_of_2(groups), BLOCK_S=triton.next_power_of_2(experts // groups),
-            BLOCK_K=triton.next_power_of_2(top_k), num_warps=config["warps"],
-        )  # fmt: skip
+            logits,
+            logits if bias is None else bias,
+            weights,
+            ids,
+            row_stride(logits),
+            scale,
+            EXPERTS=experts,
+            SIZE=experts // groups,
+            TOP_K=top_k,
+            GROUPS=groups,
+            KEPT=min(topk_group, groups),
+            SIGMOID=scoring == "sigmoid",
+            BIAS=bias is not None,
+            RENORMALIZE=renormalize,
+            BLOCK_G=triton.next_power_of_2(groups),
+            BLOCK_S=triton.next_power_of_2(experts // groups),
+            BLOCK_K=triton.next_power_of_2(top_k),
+            num_warps=config["warps"],
+        )
 
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: DeepSeek-V3's router, and a softmax one."""
-    types = {"logits": "*bf16", "bias": "*fp32", "weights": "*fp32", "ids": "*i32", "stride": "i32", "scale": "fp32"}
-    deepseek = {"EXPERTS": 256, "SIZE": 32, "TOP_K": 8, "GROUPS": 8, "KEPT": 4, "SIGMOID": True, "BIAS": True,
-                "RENORMALIZE": True, "BLOCK_G": 8, "BLOCK_S": 32, "BLOCK_K": 8}  # fmt: skip
-    softmax = {"EXPERTS": 128, "SIZE": 128, "TOP_K": 8, "GROUPS": 1, "KEPT": 1, "SIGMOID": False, "BIAS": False,
-               "RENORMALIZE": True, "BLOCK_G": 1, "BLOCK_S": 128, "BLOCK_K": 8}  # fmt: skip
+    types = {
+        "logits": "*bf16",
+        "bias": "*fp32",
+        "weights": "*fp32",
+        "ids": "*i32",
+        "stride": "i32",
+        "scale": "fp32",
+    }
+    deepseek = {
+        "EXPERTS": 256,
+        "SIZE": 32,
+        "TOP_K": 8,
+        "GROUPS": 8,
+        "KEPT": 4,
+        "SIGMOID": True,
+        "BIAS": True,
+        "RENORMALIZE": True,
+        "BLOCK_G": 8,
+        "BLOCK_S": 32,
+        "BLOCK_K": 8,
+    }
+    softmax = {
+        "EXPERTS": 128,
+        "SIZE": 128,
+        "TOP_K": 8,
+        "GROUPS": 1,
+        "KEPT": 1,
+        "SIGMOID": False,
+        "BIAS": False,
+        "RENORMALIZE": True,
+        "BLOCK_G": 1,
+        "BLOCK_S": 128,
+        "BLOCK_K": 8,
+    }
     return [
         AotCase("deepseek", grouped_topk_kernel, types | {"logits": "*fp32"}, deepseek, {"num_warps": 1}),
         AotCase("softmax", grouped_topk_kernel, types, softmax, {"num_warps": 1}),

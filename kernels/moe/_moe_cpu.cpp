@@ -7,13 +7,14 @@
 namespace {
 
 template <class T>
-int experts_of(const moe::Weights& w13, const moe::Weights& w2, const T* x, const float* weights, const int32_t* ids,
-               int32_t* offsets, int32_t* permutation, int32_t* inverse, T* acts, T* rows, T* out, int64_t tokens, int64_t top_k,
-               int64_t experts, int dtype) {
+int experts_of(const moe::Weights& w13, const moe::Weights& w2, const T* x, const float* weights,
+               const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse, T* acts, T* rows,
+               T* out, int64_t tokens, int64_t top_k, int64_t experts, int dtype) {
   const int64_t hidden = w13.k, inner = w2.k, entries = tokens * top_k;
   moe::sort_by_expert(ids, offsets, permutation, inverse, entries, experts);
   int64_t most = 0;
-  for (int64_t e = 0; e < experts; ++e) most = offsets[e + 1] - offsets[e] > most ? offsets[e + 1] - offsets[e] : most;
+  for (int64_t e = 0; e < experts; ++e)
+    most = offsets[e + 1] - offsets[e] > most ? offsets[e + 1] - offsets[e] : most;
   if (most > 0) {
     T* gathered = static_cast<T*>(std::malloc(sizeof(T) * size_t(most) * size_t(hidden)));
     if (gathered == nullptr) return GM_E_NOMEM;
@@ -21,10 +22,13 @@ int experts_of(const moe::Weights& w13, const moe::Weights& w2, const T* x, cons
     for (int64_t e = 0; e < experts && code == GM_OK; ++e) {
       const int64_t first = offsets[e], count = offsets[e + 1] - first;
       if (count == 0) continue;
-      if (!moe::gather(x, tokens, hidden, permutation + first, count, top_k, hidden, gathered)) code = GM_E_ARG;
-      if (code == GM_OK) code = moe::expert_product(w13, e, gathered, hidden, acts + first * inner, count, true, dtype);
+      if (!moe::gather(x, tokens, hidden, permutation + first, count, top_k, hidden, gathered))
+        code = GM_E_ARG;
       if (code == GM_OK)
-        code = moe::expert_product(w2, e, acts + first * inner, inner, rows + first * hidden, count, false, dtype);
+        code = moe::expert_product(w13, e, gathered, hidden, acts + first * inner, count, true, dtype);
+      if (code == GM_OK)
+        code = moe::expert_product(w2, e, acts + first * inner, inner, rows + first * hidden, count, false,
+                                   dtype);
     }
     std::free(gathered);
     if (code != GM_OK) return code;
@@ -34,16 +38,17 @@ int experts_of(const moe::Weights& w13, const moe::Weights& w2, const T* x, cons
 
 }  // namespace
 
-// x [tokens, hidden], weights and ids [tokens, top_k] -> out [tokens, hidden]. Scratch: offsets [experts + 1], permutation and
-// inverse [tokens * top_k], acts [tokens * top_k, inner], rows [tokens * top_k, hidden].
-GM_KERNEL(gm_moe)(const moe::Weights* w13, const moe::Weights* w2, const void* x, const float* weights, const int32_t* ids,
-                  int32_t* offsets, int32_t* permutation, int32_t* inverse, void* acts, void* rows, void* out, int64_t tokens,
-                  int64_t top_k, int64_t experts, int dtype) {
+// x [tokens, hidden], weights and ids [tokens, top_k] -> out [tokens, hidden]. Scratch: offsets [experts +
+// 1], permutation and inverse [tokens * top_k], acts [tokens * top_k, inner], rows [tokens * top_k, hidden].
+GM_KERNEL(gm_moe)(const moe::Weights* w13, const moe::Weights* w2, const void* x, const float* weights,
+                  const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse, void* acts,
+                  void* rows, void* out, int64_t tokens, int64_t top_k, int64_t experts, int dtype) {
   if (tokens < 0 || top_k < 1 || experts < 1 || tokens * top_k > INT32_MAX) return GM_E_SHAPE;
   if (w13->n != 2 * w2->k || w2->n != w13->k || w2->k < 1 || w2->n < 1) return GM_E_SHAPE;
   if (tokens == 0) return GM_OK;
   GM_DISPATCH_FLOAT(dtype, T, {
-    return experts_of(*w13, *w2, static_cast<const T*>(x), weights, ids, offsets, permutation, inverse, static_cast<T*>(acts),
-                      static_cast<T*>(rows), static_cast<T*>(out), tokens, top_k, experts, dtype);
+    return experts_of(*w13, *w2, static_cast<const T*>(x), weights, ids, offsets, permutation, inverse,
+                      static_cast<T*>(acts), static_cast<T*>(rows), static_cast<T*>(out), tokens, top_k,
+                      experts, dtype);
   })
 }

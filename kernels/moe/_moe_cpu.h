@@ -1,19 +1,21 @@
-// What the MoE cores share: the counting sort of entries by expert, and the entry of linear's core at this level.
+// What the MoE cores share: the counting sort of entries by expert, and the entry of linear's core at this
+// level.
 #pragma once
 #include "gm_cpu.h"
 
-extern "C" int GM_CAT(gm_linear_rows16, GM_LEVEL)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
-                                                  const void* zeros, const void* row_scale, const void* perm, const void* bias,
-                                                  const void* residual, void* out, int64_t m, int64_t n, int64_t k,
-                                                  int64_t columns, int64_t group, int format, int scale_type, int zero_type,
-                                                  int implicit_zero, int silu, int dtype);
+extern "C" int GM_CAT(gm_linear_rows16,
+                      GM_LEVEL)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
+                                const void* zeros, const void* row_scale, const void* perm, const void* bias,
+                                const void* residual, void* out, int64_t m, int64_t n, int64_t k,
+                                int64_t columns, int64_t group, int format, int scale_type, int zero_type,
+                                int implicit_zero, int silu, int dtype);
 
 namespace {
 namespace moe {
 
 // Stable; ids outside [0, experts) come last and have inverse -1. offsets: experts + 1.
-inline void sort_by_expert(const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse, int64_t entries,
-                           int64_t experts) {
+inline void sort_by_expert(const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse,
+                           int64_t entries, int64_t experts) {
   for (int64_t e = 0; e <= experts; ++e) offsets[e] = 0;
   const auto here = [=](int32_t id) { return id >= 0 && id < experts; };
   for (int64_t i = 0; i < entries; ++i)
@@ -30,7 +32,8 @@ inline void sort_by_expert(const int32_t* ids, int32_t* offsets, int32_t* permut
   offsets[0] = 0;
 }
 
-// The weights [experts, n, k] of one product, packed as cpu_rows16_v1, and how to read them: see gm_linear_rows16.
+// The weights [experts, n, k] of one product, packed as cpu_rows16_v1, and how to read them: see
+// gm_linear_rows16.
 struct Weights {
   const void *codes, *scales, *zeros, *row_scale, *perm;
   int64_t n, k, columns, group;
@@ -40,8 +43,8 @@ struct Weights {
 inline int item_bytes(int type) { return type == GM_F32 ? 4 : type == GM_F16 || type == GM_BF16 ? 2 : 1; }
 
 // rows of x through expert e.
-inline int expert_product(const Weights& w, int64_t e, const void* x, int64_t x_stride, void* out, int64_t rows, bool silu,
-                          int dtype) {
+inline int expert_product(const Weights& w, int64_t e, const void* x, int64_t x_stride, void* out,
+                          int64_t rows, bool silu, int dtype) {
   static const int bits[7] = {4, 4, 8, 8, 32, 16, 16};
   if (w.format < 0 || w.format > 6 || w.group < 1) return GM_E_ARG;
   const int64_t blocks = (w.n + 15) / 16, groups = w.columns / w.group, scales = blocks * groups * 16;
@@ -51,15 +54,15 @@ inline int expert_product(const Weights& w, int64_t e, const void* x, int64_t x_
   return GM_CAT(gm_linear_rows16, GM_LEVEL)(
       x, x_stride, at(w.codes, e * blocks * 16 * w.columns * bits[w.format] / 8),
       at(w.scales, w.scale_type < 0 ? 0 : e * scales * item_bytes(w.scale_type)),
-      at(w.zeros, w.zero_type < 0 ? 0 : e * scales * item_bytes(w.zero_type)), at(w.row_scale, e * blocks * 16 * 4), w.perm,
-      nullptr, nullptr, out, rows, w.n, w.k, w.columns, w.group, w.format, w.scale_type, w.zero_type, w.implicit_zero, silu,
-      dtype);
+      at(w.zeros, w.zero_type < 0 ? 0 : e * scales * item_bytes(w.zero_type)),
+      at(w.row_scale, e * blocks * 16 * 4), w.perm, nullptr, nullptr, out, rows, w.n, w.k, w.columns, w.group,
+      w.format, w.scale_type, w.zero_type, w.implicit_zero, silu, dtype);
 }
 
 // out[i] = x[rows[i] / divisor], whole rows. False if an index leaves x.
 template <class T>
-bool gather(const T* x, int64_t x_rows, int64_t stride, const int32_t* rows, int64_t count, int64_t divisor, int64_t width,
-            T* out) {
+bool gather(const T* x, int64_t x_rows, int64_t stride, const int32_t* rows, int64_t count, int64_t divisor,
+            int64_t width, T* out) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t source = rows[i] / divisor;
     if (rows[i] < 0 || source >= x_rows) return false;
@@ -68,10 +71,11 @@ bool gather(const T* x, int64_t x_rows, int64_t stride, const int32_t* rows, int
   return true;
 }
 
-// out[token] = sum over k, in order, of weights[token, k] * y[inverse[token, k]] in float32; negative places are skipped.
+// out[token] = sum over k, in order, of weights[token, k] * y[inverse[token, k]] in float32; negative places
+// are skipped.
 template <class T>
-int combine(const T* y, int64_t y_rows, int64_t y_stride, const int32_t* inverse, const float* weights, T* out, int64_t tokens,
-            int64_t top_k, int64_t width) {
+int combine(const T* y, int64_t y_rows, int64_t y_stride, const int32_t* inverse, const float* weights,
+            T* out, int64_t tokens, int64_t top_k, int64_t width) {
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (inverse[i] >= y_rows) return GM_E_ARG;
   return gm::parallel_for(tokens, 16384 / (width * top_k) + 1, [=](int64_t begin, int64_t end) {
@@ -84,7 +88,8 @@ int combine(const T* y, int64_t y_rows, int64_t y_stride, const int32_t* inverse
           const int64_t place = inverse[t * top_k + k];
           if (place < 0) continue;
           const T* from = y + place * y_stride + c;
-          sum = gm::fma(gm::splat(weights[t * top_k + k]), left >= L ? gm::load(from) : gm::load(from, left), sum);
+          sum = gm::fma(gm::splat(weights[t * top_k + k]), left >= L ? gm::load(from) : gm::load(from, left),
+                        sum);
         }
         left >= L ? gm::store(out + t * width + c, sum) : gm::store(out + t * width + c, sum, left);
       }

@@ -67,8 +67,21 @@ def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: the three launches."""
     i32 = {"entries": "i32"}
     return [
-        AotCase("count", count_kernel, {"ids": "*i32", "offsets": "*i32"} | i32, {"BLOCK": BLOCK}, {"num_warps": 4}),
+        AotCase(
+            "count",
+            count_kernel,
+            {"ids": "*i32", "offsets": "*i32"} | i32,
+            {"BLOCK": BLOCK},
+            {"num_warps": 4},
+        ),
         AotCase("scan", scan_kernel, {"offsets": "*i32", "experts": "i32"}, {"BLOCK": 512}, {"num_warps": 4}),
-        AotCase("place", place_kernel, {"ids": "*i32", "offsets": "*i32", "permutation": "*i32", "inverse": "*i32"} | i32
-                | {"experts": "i32"}, {"BLOCK": BLOCK}, {"num_warps": 4}),
-    ]  # fmt: skip
+        AotCase(
+            "place",
+            place_kernel,
+            {"ids": "*i32", "offsets": "*i32", "permutation": "*i32", "inverse": "*i32"}
+            | i32
+            | {"experts": "i32"},
+            {"BLOCK": BLOCK},
+            {"num_warps": 4},
+        ),
+    ]

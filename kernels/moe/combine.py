@@ -33,14 +33,20 @@ def describe(y: Any, inverse: Any, weights: Any) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     need(y.dim() == 2 and y.shape[1] >= 1, f"combine: y must be [rows, hidden], got {tuple(y.shape)}")
     need(y.is_contiguous(), f"combine: y must be contiguous, got strides {y.stride()}")
-    need(weights.dim() == 2 and weights.shape[1] >= 1, f"combine: weights must be [tokens, top_k], got {tuple(weights.shape)}")
+    need(
+        weights.dim() == 2 and weights.shape[1] >= 1,
+        f"combine: weights must be [tokens, top_k], got {tuple(weights.shape)}",
+    )
     if dtype_name(y.dtype) not in FLOATS:
         raise TypeError(f"combine: y must be {', '.join(FLOATS)}, got {y.dtype}")
     for name, t, dtype in (("inverse", inverse, "int32"), ("weights", weights, "fp32")):
         if dtype_name(t.dtype) != dtype:
             raise TypeError(f"combine: {name} must be {dtype}, got {t.dtype}")
-        need(t.numel() == weights.numel(), f"combine: inverse {tuple(inverse.shape)} must have one place for each of weights "
-             f"{tuple(weights.shape)}")  # fmt: skip
+        need(
+            t.numel() == weights.numel(),
+            f"combine: inverse {tuple(inverse.shape)} must have one place for each of weights "
+            f"{tuple(weights.shape)}",
+        )
         need(t.is_contiguous(), f"combine: {name} must be contiguous")
         need(t.device == y.device, f"combine: {name} is on {t.device}, y on {y.device}")
     return {"m": weights.shape[0], "top_k": weights.shape[1], "h": y.shape[1], "x": dtype_name(y.dtype)}
@@ -50,13 +56,24 @@ def guard(problem: Problem, y: Any, inverse: Any, weights: Any, out: Any) -> int
     """Tokens of a planned call; ValueError if it is not one of `problem`. Places in `inverse` are trusted."""
     tokens, top_k = weights.shape
     h = problem.values[2][1]
-    if (top_k != problem.values[1][1] or y.dim() != 2 or y.shape[1] != h or out.shape != (tokens, h) or out.dtype != y.dtype
-            or dtype_name(y.dtype) != problem.values[3][1] or not (y.is_contiguous() and out.is_contiguous())
-            or inverse.numel() != weights.numel() or not (inverse.is_contiguous() and weights.is_contiguous())
-            or dtype_name(inverse.dtype) != "int32" or dtype_name(weights.dtype) != "fp32"):  # fmt: skip
-        raise ValueError(f"combine planned for {problem}: got y {tuple(y.shape)} {y.dtype}, inverse {tuple(inverse.shape)} "
-                         f"{inverse.dtype}, weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)}; all "
-                         "contiguous")  # fmt: skip
+    if (
+        top_k != problem.values[1][1]
+        or y.dim() != 2
+        or y.shape[1] != h
+        or out.shape != (tokens, h)
+        or out.dtype != y.dtype
+        or dtype_name(y.dtype) != problem.values[3][1]
+        or not (y.is_contiguous() and out.is_contiguous())
+        or inverse.numel() != weights.numel()
+        or not (inverse.is_contiguous() and weights.is_contiguous())
+        or dtype_name(inverse.dtype) != "int32"
+        or dtype_name(weights.dtype) != "fp32"
+    ):
+        raise ValueError(
+            f"combine planned for {problem}: got y {tuple(y.shape)} {y.dtype}, inverse {tuple(inverse.shape)} "
+            f"{inverse.dtype}, weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)}; all "
+            "contiguous"
+        )
     return int(tokens)
 
 
@@ -82,7 +99,9 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 def cost(problem: Problem) -> Cost:
     """Every row read once, every token written once."""
     m, k, h = problem.integer("m"), problem.integer("top_k"), problem.integer("h")
-    return Cost(bytes=m * (k + 1) * h * ITEM_BYTES[problem.text("x")] + 8 * m * k, flops=2 * m * k * h, unit="fp32")
+    return Cost(
+        bytes=m * (k + 1) * h * ITEM_BYTES[problem.text("x")] + 8 * m * k, flops=2 * m * k * h, unit="fp32"
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -110,7 +129,12 @@ OP = Op(
     cost=cost,
     tolerance=tolerance,
     bucket="m",
-    examples=("m=0,top_k=2,h=16", "m=1,top_k=1,h=1,x=fp32", "m=7,top_k=3,h=257", "m=33,top_k=8,h=130,x=fp16",
-              "m=5,top_k=2,h=1024,x=fp32"),
+    examples=(
+        "m=0,top_k=2,h=16",
+        "m=1,top_k=1,h=1,x=fp32",
+        "m=7,top_k=3,h=257",
+        "m=33,top_k=8,h=130,x=fp16",
+        "m=5,top_k=2,h=1024,x=fp32",
+    ),
     bench=("m=1,top_k=8,h=7168", "m=64,top_k=8,h=7168", "m=4096,top_k=8,h=7168"),
-)  # fmt: skip
+)

@@ -17,9 +17,17 @@ def launch(config: Config, y: Any, inverse: Any, weights: Any, out: Any) -> None
     """y [P, H] -> out [T, H]."""
     tokens, top_k = weights.shape
     code = cpu_function("gm_moe_combine", config["level"], ARGUMENTS)(
-        y.data_ptr(), y.shape[0], y.shape[1], inverse.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, top_k,
-        y.shape[1], CPU_DTYPE[dtype_name(y.dtype)],
-    )  # fmt: skip
+        y.data_ptr(),
+        y.shape[0],
+        y.shape[1],
+        inverse.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        top_k,
+        y.shape[1],
+        CPU_DTYPE[dtype_name(y.dtype)],
+    )
     check(code, "combine_cpu")
 
 

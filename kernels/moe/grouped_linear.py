@@ -16,7 +16,13 @@ EPILOGUE = ("silu_mul",)
 
 
 def reference(
-    x: Any, weight: Any, expert_offsets: Any, permutation: Any = None, top_k: int = 1, silu_mul: bool = False, n: int = 0
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any = None,
+    top_k: int = 1,
+    silu_mul: bool = False,
+    n: int = 0,
 ) -> Any:
     """x, a QuantTensor [E, N, K] (or one dense tensor, or a list of it), expert_offsets int32 [E + 1] -> [P, N or N / 2].
 
@@ -34,7 +40,9 @@ def reference(
     out = torch.zeros(source.shape[0], weight.n, dtype=torch.float32, device=x.device)
     for e, expert in enumerate(weight.experts()):
         if offsets[e] < offsets[e + 1]:
-            out[offsets[e] : offsets[e + 1]] = rows[offsets[e] : offsets[e + 1]].float() @ expert.dequantize().T
+            out[offsets[e] : offsets[e + 1]] = (
+                rows[offsets[e] : offsets[e + 1]].float() @ expert.dequantize().T
+            )
     if silu_mul:
         gate, up = out.chunk(2, -1)
         out = gate * gate.sigmoid() * up
@@ -42,7 +50,13 @@ def reference(
 
 
 def describe(
-    x: Any, weight: Any, expert_offsets: Any, permutation: Any = None, top_k: int = 1, silu_mul: bool = False, n: int = 0
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any = None,
+    top_k: int = 1,
+    silu_mul: bool = False,
+    n: int = 0,
 ) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit.
 
@@ -52,19 +66,35 @@ def describe(
     need(x.dim() == 2 and x.shape[1] == k, f"grouped_linear: x must be [rows, {k}], got {tuple(x.shape)}")
     need(x.is_contiguous(), f"grouped_linear: x must be contiguous, got strides {x.stride()}")
     need(n in (0, rows), f"grouped_linear: n is {n}, but an expert has {rows} rows")
-    need(not silu_mul or rows % 2 == 0, f"grouped_linear: silu_mul needs an even number of rows (gate, then up), got {rows}")
+    need(
+        not silu_mul or rows % 2 == 0,
+        f"grouped_linear: silu_mul needs an even number of rows (gate, then up), got {rows}",
+    )
     need(top_k >= 1, f"grouped_linear: top_k is at least 1, got {top_k}")
-    for name, t, size in (("expert_offsets", expert_offsets, experts + 1), ("permutation", permutation, None)):
+    for name, t, size in (
+        ("expert_offsets", expert_offsets, experts + 1),
+        ("permutation", permutation, None),
+    ):
         if t is None:
             continue
         if dtype_name(t.dtype) != "int32":
             raise TypeError(f"grouped_linear: {name} must be int32, got {t.dtype}")
-        need(t.dim() == 1 and t.is_contiguous() and t.shape[0] == (size or t.shape[0]),
-             f"grouped_linear: {name} must be a contiguous [{size or 'rows'}], got {tuple(t.shape)}")  # fmt: skip
+        need(
+            t.dim() == 1 and t.is_contiguous() and t.shape[0] == (size or t.shape[0]),
+            f"grouped_linear: {name} must be a contiguous [{size or 'rows'}], got {tuple(t.shape)}",
+        )
         need(t.device == x.device, f"grouped_linear: {name} is on {t.device}, x on {x.device}")
-    return {"m": x.shape[0] if permutation is None else permutation.shape[0], "e": experts, "n": rows, "k": k,
-            "x": dtype_name(x.dtype), "w": scheme, "epilogue": "silu_mul" if silu_mul else "none",
-            "gather": 0 if permutation is None else top_k, "act_order": act_order}  # fmt: skip
+    return {
+        "m": x.shape[0] if permutation is None else permutation.shape[0],
+        "e": experts,
+        "n": rows,
+        "k": k,
+        "x": dtype_name(x.dtype),
+        "w": scheme,
+        "epilogue": "silu_mul" if silu_mul else "none",
+        "gather": 0 if permutation is None else top_k,
+        "act_order": act_order,
+    }
 
 
 def described_weight(op: str, weight: Any, x: Any) -> tuple[int, int, int, str, bool]:
@@ -72,12 +102,17 @@ def described_weight(op: str, weight: Any, x: Any) -> tuple[int, int, int, str, 
     if dtype_name(x.dtype) not in FLOATS:
         raise TypeError(f"{op}: x must be {', '.join(FLOATS)}, got {x.dtype}")
     if isinstance(weight, list | tuple):
-        need(len(weight) == 1, f"{op}: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed "
-             "for, or one dense [E, N, K] tensor in a list")  # fmt: skip
+        need(
+            len(weight) == 1,
+            f"{op}: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed "
+            "for, or one dense [E, N, K] tensor in a list",
+        )
         weight = weight[0]
         scheme, act_order = dtype_name(weight.dtype), False
         if scheme not in FLOATS:
-            raise TypeError(f"{op}: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan")
+            raise TypeError(
+                f"{op}: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan"
+            )
         need(weight.is_contiguous(), f"{op}: weights must be contiguous, got strides {weight.stride()}")
     else:
         scheme, act_order = str(weight.scheme), weight.g_idx is not None
@@ -88,21 +123,46 @@ def described_weight(op: str, weight: Any, x: Any) -> tuple[int, int, int, str, 
 
 
 def guard(
-    problem: Problem, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+    problem: Problem,
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any,
+    top_k: int,
+    silu_mul: bool,
+    n: int,
+    out: Any,
 ) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`. Offsets and permutation are trusted."""
     _, experts, rows_w, k, kind, scheme, epilogue, gather, _ = (value for _, value in problem.values)
     rows = x.shape[0] if permutation is None else permutation.shape[0]
-    if (x.dim() != 2 or x.shape[1] != k or dtype_name(x.dtype) != kind or out.dtype != x.dtype
-            or out.shape != (rows, rows_w >> 1 if silu_mul else rows_w) or not (x.is_contiguous() and out.is_contiguous())
-            or silu_mul != (epilogue == "silu_mul") or (0 if permutation is None else top_k) != gather
-            or expert_offsets.shape != (experts + 1,) or not expert_offsets.is_contiguous() or dtype_name(expert_offsets.dtype) != "int32"
-            or (permutation is not None and (permutation.dim() != 1 or dtype_name(permutation.dtype) != "int32"
-                                             or not permutation.is_contiguous()))):  # fmt: skip
-        raise ValueError(f"grouped_linear planned for {problem}: got x {tuple(x.shape)} {x.dtype}, expert_offsets "
-                         f"{tuple(expert_offsets.shape)} {expert_offsets.dtype}, permutation "
-                         f"{None if permutation is None else tuple(permutation.shape)}, top_k {top_k}, silu_mul {silu_mul}, "
-                         f"out {tuple(out.shape)} {out.dtype}; all contiguous")  # fmt: skip
+    if (
+        x.dim() != 2
+        or x.shape[1] != k
+        or dtype_name(x.dtype) != kind
+        or out.dtype != x.dtype
+        or out.shape != (rows, rows_w >> 1 if silu_mul else rows_w)
+        or not (x.is_contiguous() and out.is_contiguous())
+        or silu_mul != (epilogue == "silu_mul")
+        or (0 if permutation is None else top_k) != gather
+        or expert_offsets.shape != (experts + 1,)
+        or not expert_offsets.is_contiguous()
+        or dtype_name(expert_offsets.dtype) != "int32"
+        or (
+            permutation is not None
+            and (
+                permutation.dim() != 1
+                or dtype_name(permutation.dtype) != "int32"
+                or not permutation.is_contiguous()
+            )
+        )
+    ):
+        raise ValueError(
+            f"grouped_linear planned for {problem}: got x {tuple(x.shape)} {x.dtype}, expert_offsets "
+            f"{tuple(expert_offsets.shape)} {expert_offsets.dtype}, permutation "
+            f"{None if permutation is None else tuple(permutation.shape)}, top_k {top_k}, silu_mul {silu_mul}, "
+            f"out {tuple(out.shape)} {out.dtype}; all contiguous"
+        )
     need_bytes(problem, weight, str(scheme), experts * rows_w, k, x)
     return int(rows)
 
@@ -112,20 +172,35 @@ def need_bytes(problem: Problem, weight: Any, scheme: str, rows: int, k: int, x:
     first = weight[0]
     wanted = rows * QuantScheme.parse(scheme).code_bytes(k)
     if first.nbytes < wanted or first.device != x.device or not first.is_contiguous():
-        raise ValueError(f"{problem.op} planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
-                         f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}")  # fmt: skip
+        raise ValueError(
+            f"{problem.op} planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
+            f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}"
+        )
 
 
 def like(
-    x: Any, weight: Any, expert_offsets: Any, permutation: Any = None, top_k: int = 1, silu_mul: bool = False, n: int = 0
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any = None,
+    top_k: int = 1,
+    silu_mul: bool = False,
+    n: int = 0,
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output. n = 0 reads the rows of an expert off the first tensor: dense_v1 and plain_v1."""
     first = weight[0] if isinstance(weight, list | tuple) else weight
     need(bool(n) or len(first.shape) == 3, "grouped_linear: this packing does not tell the rows of W; pass n")
     rows = n or first.shape[-2]
-    need(rows >= 1 and (first is weight or rows <= 2 * first.nbytes),
-         f"grouped_linear: n is {n}, which the weight {first.shape} cannot have")  # fmt: skip
-    return (((x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows), x.dtype),)
+    need(
+        rows >= 1 and (first is weight or rows <= 2 * first.nbytes),
+        f"grouped_linear: n is {n}, which the weight {first.shape} cannot have",
+    )
+    return (
+        (
+            (x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows),
+            x.dtype,
+        ),
+    )
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -143,9 +218,18 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     offsets, permutation, _ = permute(ids.to(torch.int32), e)
     rows = -(-m // gather) if gather else m
     x = torch.randn(rows, k, generator=generator) * torch.exp(0.5 * torch.randn(rows, 1, generator=generator))
-    weight = random_experts(QuantScheme.parse(problem.text("w")), (e, n, k), generator, device, bool(problem["act_order"]))
-    return [x.to(dtype).to(device), weight, offsets.to(device), permutation.to(device) if gather else None, gather or 1,
-            "silu_mul" in problem.flags("epilogue"), n]  # fmt: skip
+    weight = random_experts(
+        QuantScheme.parse(problem.text("w")), (e, n, k), generator, device, bool(problem["act_order"])
+    )
+    return [
+        x.to(dtype).to(device),
+        weight,
+        offsets.to(device),
+        permutation.to(device) if gather else None,
+        gather or 1,
+        "silu_mul" in problem.flags("epilogue"),
+        n,
+    ]
 
 
 def random_experts(
@@ -155,7 +239,11 @@ def random_experts(
     import torch
 
     e, n, k = shape
-    weight = torch.randn(e, n, k, generator=generator) * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator)) / k**0.5
+    weight = (
+        torch.randn(e, n, k, generator=generator)
+        * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator))
+        / k**0.5
+    )
     return quantized(weight.to(device), scheme, act_order, generator)
 
 
@@ -169,7 +257,9 @@ def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
     return given
 
 
-def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+def error(
+    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+) -> float:
     """As linear's, with each row measured by its own expert: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K), RMS over rows, the worst column."""
     import torch
 
@@ -205,8 +295,11 @@ def cost(problem: Problem) -> Cost:
     m, e, n, k = (problem.integer(axis) for axis in "menk")
     item, scheme = ITEM_BYTES[problem.text("x")], QuantScheme.parse(problem.text("w"))
     columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
-    return Cost(bytes=m * (k + columns) * item + min(m, e) * scheme.weight_bytes(n, k), flops=2 * m * n * k,
-                unit=problem.text("x"))  # fmt: skip
+    return Cost(
+        bytes=m * (k + columns) * item + min(m, e) * scheme.weight_bytes(n, k),
+        flops=2 * m * n * k,
+        unit=problem.text("x"),
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -255,13 +348,24 @@ OP = Op(
     unplanned=frozenset({"dense_v1"}),
     bucket="m",
     examples=(
-        "m=0,e=3,n=16,k=32,x=bf16", "m=1,e=1,n=1,k=1,x=fp32,w=fp32", "m=33,e=5,n=34,k=67,x=bf16,gather=2",
-        "m=50,e=4,n=48,k=96,x=fp32,w=fp32,epilogue=silu_mul,gather=3", "m=21,e=3,n=40,k=64,x=fp16,w=fp16,epilogue=silu_mul",
-        "m=19,e=4,n=33,k=256,x=bf16,w=int4_g128,gather=8", "m=9,e=3,n=34,k=96,x=fp32,w=int4_g32_zp,epilogue=silu_mul",
-        "m=7,e=3,n=18,k=128,x=fp16,w=int4_g64,act_order=true", "m=17,e=3,n=20,k=129,x=bf16,w=int8_ch",
-        "m=11,e=3,n=150,k=130,x=bf16,w=fp8_block,epilogue=silu_mul", "m=6,e=3,n=18,k=77,x=fp32,w=fp8",
-        "m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4", "m=8,e=3,n=39,k=80,x=bf16,w=nvfp4", "m=5,e=2,n=17,k=64,x=fp16,w=mxfp8",
+        "m=0,e=3,n=16,k=32,x=bf16",
+        "m=1,e=1,n=1,k=1,x=fp32,w=fp32",
+        "m=33,e=5,n=34,k=67,x=bf16,gather=2",
+        "m=50,e=4,n=48,k=96,x=fp32,w=fp32,epilogue=silu_mul,gather=3",
+        "m=21,e=3,n=40,k=64,x=fp16,w=fp16,epilogue=silu_mul",
+        "m=19,e=4,n=33,k=256,x=bf16,w=int4_g128,gather=8",
+        "m=9,e=3,n=34,k=96,x=fp32,w=int4_g32_zp,epilogue=silu_mul",
+        "m=7,e=3,n=18,k=128,x=fp16,w=int4_g64,act_order=true",
+        "m=17,e=3,n=20,k=129,x=bf16,w=int8_ch",
+        "m=11,e=3,n=150,k=130,x=bf16,w=fp8_block,epilogue=silu_mul",
+        "m=6,e=3,n=18,k=77,x=fp32,w=fp8",
+        "m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4",
+        "m=8,e=3,n=39,k=80,x=bf16,w=nvfp4",
+        "m=5,e=2,n=17,k=64,x=fp16,w=mxfp8",
     ),
-    bench=("m=8,e=128,n=1536,k=2048,epilogue=silu_mul", "m=512,e=128,n=1536,k=2048,w=fp8_block,epilogue=silu_mul",
-           "m=8,e=128,n=1536,k=2048,w=int4_g128,epilogue=silu_mul"),
-)  # fmt: skip
+    bench=(
+        "m=8,e=128,n=1536,k=2048,epilogue=silu_mul",
+        "m=512,e=128,n=1536,k=2048,w=fp8_block,epilogue=silu_mul",
+        "m=8,e=128,n=1536,k=2048,w=int4_g128,epilogue=silu_mul",
+    ),
+)

@@ -22,26 +22,57 @@ _LEVEL = best_config("gm_grouped_linear")
 class Weights(ctypes.Structure):
     """`moe::Weights` of _moe_cpu.h."""
 
-    _fields_ = [(name, c_void_p) for name in ("codes", "scales", "zeros", "row_scale", "perm")] + [
-        (name, c_int64) for name in ("n", "k", "columns", "group")
-    ] + [(name, c_int32) for name in ("format", "scale_type", "zero_type", "implicit_zero")]  # fmt: skip
+    _fields_ = (
+        [(name, c_void_p) for name in ("codes", "scales", "zeros", "row_scale", "perm")]
+        + [(name, c_int64) for name in ("n", "k", "columns", "group")]
+        + [(name, c_int32) for name in ("format", "scale_type", "zero_type", "implicit_zero")]
+    )
 
 
-ARGUMENTS = (ctypes.POINTER(Weights), c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64,
-             c_int, c_int)  # fmt: skip
+ARGUMENTS = (
+    ctypes.POINTER(Weights),
+    c_int64,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_int64,
+    c_int,
+    c_int,
+)
 
 
 def launch(
-    config: Config, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any,
+    top_k: int,
+    silu_mul: bool,
+    n: int,
+    out: Any,
 ) -> None:
     """Sorted rows [P, K] and the five tensors of cpu_rows16_v1 -> out [P, N or N / 2]."""
     rows = out.shape[1] * (2 if silu_mul else 1)
     experts = expert_offsets.shape[0] - 1
     code = cpu_function("gm_grouped_linear", config["level"], ARGUMENTS)(
-        ctypes.byref(weights(config, weight, experts, rows, x.shape[1])), experts, x.data_ptr(), x.shape[0], x.shape[1],
-        expert_offsets.data_ptr(), None if permutation is None else permutation.data_ptr(), top_k, out.data_ptr(),
-        out.shape[0], int(silu_mul), CPU_DTYPE[dtype_name(x.dtype)],
-    )  # fmt: skip
+        ctypes.byref(weights(config, weight, experts, rows, x.shape[1])),
+        experts,
+        x.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        expert_offsets.data_ptr(),
+        None if permutation is None else permutation.data_ptr(),
+        top_k,
+        out.data_ptr(),
+        out.shape[0],
+        int(silu_mul),
+        CPU_DTYPE[dtype_name(x.dtype)],
+    )
     check(code, "grouped_linear_cpu")
 
 
@@ -50,19 +81,37 @@ def weights(config: Config, packed: Any, experts: int, n: int, k: int) -> Weight
     codes, scales, zeros, row_scale, perm = packed
     columns, blocks, ordered = codes.shape[2] * config["columns"], -(-n // 16), perm.numel()
     group = config["group"] or columns
-    if codes.shape[:2] != (experts, blocks) or columns < k * (not ordered) or (ordered and ordered != columns):
-        raise ValueError(f"expert weights: codes {tuple(codes.shape)} and perm of {ordered} do not pack [{experts}, {n}, {k}]")
+    if (
+        codes.shape[:2] != (experts, blocks)
+        or columns < k * (not ordered)
+        or (ordered and ordered != columns)
+    ):
+        raise ValueError(
+            f"expert weights: codes {tuple(codes.shape)} and perm of {ordered} do not pack [{experts}, {n}, {k}]"
+        )
     need_slots("expert weights", packed, experts * blocks)
     scaled, zeroed = scales.numel(), zeros.numel()
     if (scaled and scaled != experts * blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
-        raise ValueError(f"expert weights: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit "
-                         f"[{experts}, {n}, {k}] in groups of {group}")  # fmt: skip
+        raise ValueError(
+            f"expert weights: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit "
+            f"[{experts}, {n}, {k}] in groups of {group}"
+        )
     scale_type = NONE if not scaled else E8M0 if config["e8m0"] else TYPES[dtype_name(scales.dtype)]
     return Weights(
-        codes.data_ptr(), scales.data_ptr() if scaled else None, zeros.data_ptr() if zeroed else None,
-        row_scale.data_ptr() if row_scale.numel() else None, perm.data_ptr() if ordered else None, n, k, columns, group,
-        config["format"], scale_type, TYPES[dtype_name(zeros.dtype)] if zeroed else NONE, 0 if zeroed else config["zero"],
-    )  # fmt: skip
+        codes.data_ptr(),
+        scales.data_ptr() if scaled else None,
+        zeros.data_ptr() if zeroed else None,
+        row_scale.data_ptr() if row_scale.numel() else None,
+        perm.data_ptr() if ordered else None,
+        n,
+        k,
+        columns,
+        group,
+        config["format"],
+        scale_type,
+        TYPES[dtype_name(zeros.dtype)] if zeroed else NONE,
+        0 if zeroed else config["zero"],
+    )
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -81,7 +130,12 @@ KERNEL = Kernel(
     accepts=accepts_named,
     config=config,
     layouts=("cpu_rows16_v1",),
-    sources=("_grouped_linear_cpu.cpp", "_moe_cpu.h", "../linear/_linear_cpu.cpp", "../linear/_linear_decode.h"),
+    sources=(
+        "_grouped_linear_cpu.cpp",
+        "_moe_cpu.h",
+        "../linear/_linear_cpu.cpp",
+        "../linear/_linear_decode.h",
+    ),
     batch_invariant=True,
     priority=100,
 )

@@ -13,7 +13,15 @@ from gristmill.kernel_registry.target import Target
 
 
 def launch(
-    config: Config, x: Any, weight: Any, expert_offsets: Any, permutation: Any, top_k: int, silu_mul: bool, n: int, out: Any
+    config: Config,
+    x: Any,
+    weight: Any,
+    expert_offsets: Any,
+    permutation: Any,
+    top_k: int,
+    silu_mul: bool,
+    n: int,
+    out: Any,
 ) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
     from gristmill.kernels.linear._epilogue import finish_in_torch

@@ -50,7 +50,17 @@ KERNELS = tuple(
         priority=50,
     )
     for name, layout, accepts, summary in (
-        ("grouped_linear_triton", "dense_v1", accepts_dense, "linear's tiles; each program finds its expert from the offsets"),
-        ("grouped_linear_w_triton", "plain_v1", accepts_quantized, "the same over codes decoded by integer arithmetic"),
+        (
+            "grouped_linear_triton",
+            "dense_v1",
+            accepts_dense,
+            "linear's tiles; each program finds its expert from the offsets",
+        ),
+        (
+            "grouped_linear_w_triton",
+            "plain_v1",
+            accepts_quantized,
+            "the same over codes decoded by integer arithmetic",
+        ),
     )
 )

@@ -20,9 +20,15 @@ NEAR_TIE = 1e-6
 
 
 def reference(
-    logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
-    renormalize: bool = True, scale: float = 1.0,
-) -> tuple[Any, Any]:  # fmt: skip
+    logits: Any,
+    top_k: int,
+    bias: Any = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Any, Any]:
     """logits [..., E], bias float32 [E] or None -> weights float32 [..., top_k], ids int32 [..., top_k].
 
     score = sigmoid(logit), or softmax over all E, in float32. choice = score + bias. A group (E / n_group neighbours)
@@ -48,7 +54,9 @@ def choose(scores: Any, top_k: int, bias: Any, n_group: int, topk_group: int) ->
     choice = scores if bias is None else scores + bias
     keys = _keys(choice)
     if topk_group < n_group:
-        grouped = choice.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).unflatten(-1, (n_group, -1))
+        grouped = choice.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).unflatten(
+            -1, (n_group, -1)
+        )
         best = grouped.topk(1 if bias is None else min(2, grouped.shape[-1]), -1).values.sum(-1)
         kept = _keys(best).topk(topk_group, -1).indices
         inside = keys.new_zeros(best.shape).scatter_(-1, kept, 1).bool()
@@ -61,7 +69,9 @@ def _keys(values: Any) -> Any:
     """Distinct non-negative int64 keys in the order of float32 values [..., N]; the lower index is the larger of equals."""
     import torch
 
-    values = torch.where(values == 0, 0.0, values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+    values = torch.where(
+        values == 0, 0.0, values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    )
     bits = values.view(torch.int32).long()
     ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
     n = values.shape[-1]
@@ -77,7 +87,9 @@ def misfit(experts: int, top_k: int, n_group: int, topk_group: int) -> str | Non
     if not 1 <= topk_group <= n_group:
         return f"topk_group must be 1 to {n_group} (n_group), got {topk_group}"
     kept = experts // n_group * topk_group
-    return None if 1 <= top_k <= kept else f"top_k must be 1 to {kept} (experts of the kept groups), got {top_k}"
+    return (
+        None if 1 <= top_k <= kept else f"top_k must be 1 to {kept} (experts of the kept groups), got {top_k}"
+    )
 
 
 def check(problem: Problem) -> str | None:
@@ -86,9 +98,15 @@ def check(problem: Problem) -> str | None:
 
 
 def describe(
-    logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
-    renormalize: bool = True, scale: float = 1.0,
-) -> dict[str, Any]:  # fmt: skip
+    logits: Any,
+    top_k: int,
+    bias: Any = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     rows = rows_of("grouped_topk: logits", logits)
     experts = logits.shape[-1]
@@ -101,46 +119,91 @@ def describe(
     if bias is not None:
         if str(bias.dtype) != "torch.float32":
             raise TypeError(f"grouped_topk: bias must be float32, got {bias.dtype}")
-        need(tuple(bias.shape) == (experts,) and bias.is_contiguous(),
-             f"grouped_topk: bias must be a contiguous [{experts}], got {tuple(bias.shape)}")  # fmt: skip
-        need(bias.device == logits.device, f"grouped_topk: bias is on {bias.device}, logits on {logits.device}")
-    return {"m": rows, "e": experts, "top_k": top_k, "n_group": n_group, "topk_group": topk_group,
-            "x": dtype_name(logits.dtype), "scoring": scoring, "bias": bias is not None,
-            "renormalize": renormalize}  # fmt: skip
+        need(
+            tuple(bias.shape) == (experts,) and bias.is_contiguous(),
+            f"grouped_topk: bias must be a contiguous [{experts}], got {tuple(bias.shape)}",
+        )
+        need(
+            bias.device == logits.device, f"grouped_topk: bias is on {bias.device}, logits on {logits.device}"
+        )
+    return {
+        "m": rows,
+        "e": experts,
+        "top_k": top_k,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "x": dtype_name(logits.dtype),
+        "scoring": scoring,
+        "bias": bias is not None,
+        "renormalize": renormalize,
+    }
 
 
 def guard(
-    problem: Problem, logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str, renormalize: bool,
-    scale: float, weights: Any, ids: Any,
-) -> int:  # fmt: skip
+    problem: Problem,
+    logits: Any,
+    top_k: int,
+    bias: Any,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    weights: Any,
+    ids: Any,
+) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     values = [value for _, value in problem.values]
     experts = values[1]
     lead = logits.shape[:-1]
-    found = [None, logits.shape[-1], top_k, n_group, topk_group, dtype_name(logits.dtype), scoring, bias is not None,
-             renormalize]  # fmt: skip
-    if found[1:] != values[1:] or (bias is not None and (bias.shape != (experts,) or not bias.is_contiguous()
-                                                         or dtype_name(bias.dtype) != "fp32")):  # fmt: skip
-        raise ValueError(f"grouped_topk planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype}, "
-                         f"{top_k} of {n_group} groups ({topk_group} kept), {scoring}, bias {bias is not None}")  # fmt: skip
+    found = [
+        None,
+        logits.shape[-1],
+        top_k,
+        n_group,
+        topk_group,
+        dtype_name(logits.dtype),
+        scoring,
+        bias is not None,
+        renormalize,
+    ]
+    if found[1:] != values[1:] or (
+        bias is not None
+        and (bias.shape != (experts,) or not bias.is_contiguous() or dtype_name(bias.dtype) != "fp32")
+    ):
+        raise ValueError(
+            f"grouped_topk planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype}, "
+            f"{top_k} of {n_group} groups ({topk_group} kept), {scoring}, bias {bias is not None}"
+        )
     for name, out, dtype in (("weights", weights, "fp32"), ("ids", ids, "int32")):
         if out.shape != (*lead, top_k) or not out.is_contiguous() or dtype_name(out.dtype) != dtype:
-            raise ValueError(f"grouped_topk: {name} must be a contiguous {(*lead, top_k)} {dtype}, got {tuple(out.shape)} "
-                             f"{out.dtype}")  # fmt: skip
+            raise ValueError(
+                f"grouped_topk: {name} must be a contiguous {(*lead, top_k)} {dtype}, got {tuple(out.shape)} "
+                f"{out.dtype}"
+            )
     if not logits.is_contiguous():
         rows_of("grouped_topk: logits", logits)
     return logits.numel() // experts
 
 
 def like(
-    logits: Any, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1, scoring: str = "softmax",
-    renormalize: bool = True, scale: float = 1.0,
-) -> tuple[tuple[Any, Any], ...]:  # fmt: skip
+    logits: Any,
+    top_k: int,
+    bias: Any = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the outputs."""
     import torch
 
     experts = logits.shape[-1]
-    need(1 <= top_k <= experts, f"grouped_topk: top_k must be 1 to {experts}, the number of experts, got {top_k}")
+    need(
+        1 <= top_k <= experts,
+        f"grouped_topk: top_k must be 1 to {experts}, the number of experts, got {top_k}",
+    )
     shape = (*logits.shape[:-1], top_k)
     return (shape, torch.float32), (shape, torch.int32)
 
@@ -158,11 +221,21 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     if problem["bias"]:
         spread = 0.1 if problem.text("scoring") == "sigmoid" else 0.5 / e
         bias = (spread * torch.randint(-3, 4, (e,), generator=generator).float()).to(device)
-    return [logits.to(torch_dtype(problem.text("x"))).to(device), problem.integer("top_k"), bias, problem.integer("n_group"),
-            problem.integer("topk_group"), problem.text("scoring"), bool(problem["renormalize"]), 2.5]  # fmt: skip
+    return [
+        logits.to(torch_dtype(problem.text("x"))).to(device),
+        problem.integer("top_k"),
+        bias,
+        problem.integer("n_group"),
+        problem.integer("topk_group"),
+        problem.text("scoring"),
+        bool(problem["renormalize"]),
+        2.5,
+    ]
 
 
-def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+def error(
+    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+) -> float:
     """Largest relative error of a weight, infinite when the ids of a row differ from the reference's.
 
     A row whose decision hangs on two choices that differ by less than `NEAR_TIE` in float64, but are not equal, is excused
@@ -215,15 +288,16 @@ def near_ties(logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int,
 def cost(problem: Problem) -> Cost:
     """Logits and bias read once, weights and ids written once."""
     m, e, k = problem.integer("m"), problem.integer("e"), problem.integer("top_k")
-    return Cost(bytes=m * e * ITEM_BYTES[problem.text("x")] + (4 * e if problem["bias"] else 0) + 8 * m * k,
-                flops=m * e * (4 + k), unit="fp32")  # fmt: skip
+    return Cost(
+        bytes=m * e * ITEM_BYTES[problem.text("x")] + (4 * e if problem["bias"] else 0) + 8 * m * k,
+        flops=m * e * (4 + k),
+        unit="fp32",
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
     """ids exact; weights within some float32 rounding steps (a softmax and a sum)."""
     return Tolerance("relative", 4e-6)
-
-
 
 
 OP = Op(
@@ -255,14 +329,22 @@ OP = Op(
     error=error,
     bucket="m",
     examples=(
-        "m=0,e=16,top_k=2", "m=1,e=16,top_k=2,n_group=8,topk_group=2,x=bf16,scoring=sigmoid,bias=true",
+        "m=0,e=16,top_k=2",
+        "m=1,e=16,top_k=2,n_group=8,topk_group=2,x=bf16,scoring=sigmoid,bias=true",
         "m=33,e=128,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
         "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-        "m=33,e=384,top_k=8,x=bf16,scoring=sigmoid,bias=true", "m=5,e=512,top_k=22,scoring=sigmoid,bias=true",
-        "m=7,e=60,top_k=4,renormalize=false", "m=9,e=160,top_k=6,n_group=8,topk_group=3,x=fp16,renormalize=false",
-        "m=17,e=8,top_k=2,x=bf16", "m=3,e=1,top_k=1", "m=4,e=12,top_k=3,n_group=12,topk_group=5,bias=true",
+        "m=33,e=384,top_k=8,x=bf16,scoring=sigmoid,bias=true",
+        "m=5,e=512,top_k=22,scoring=sigmoid,bias=true",
+        "m=7,e=60,top_k=4,renormalize=false",
+        "m=9,e=160,top_k=6,n_group=8,topk_group=3,x=fp16,renormalize=false",
+        "m=17,e=8,top_k=2,x=bf16",
+        "m=3,e=1,top_k=1",
+        "m=4,e=12,top_k=3,n_group=12,topk_group=5,bias=true",
     ),
-    bench=("m=1,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-           "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-           "m=4096,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true", "m=64,e=128,top_k=8,x=bf16"),
-)  # fmt: skip
+    bench=(
+        "m=1,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
+        "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
+        "m=4096,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
+        "m=64,e=128,top_k=8,x=bf16",
+    ),
+)

@@ -14,16 +14,36 @@ ARGUMENTS = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, *(c_int64,) * 5, c
 
 
 def launch(
-    config: Config, logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str, renormalize: bool,
-    scale: float, weights: Any, ids: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    logits: Any,
+    top_k: int,
+    bias: Any,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    weights: Any,
+    ids: Any,
+) -> None:
     """logits [..., E] -> weights, ids [..., top_k]."""
     experts = logits.shape[-1]
     code = cpu_function("gm_grouped_topk", config["level"], ARGUMENTS)(
-        logits.data_ptr(), row_stride(logits), None if bias is None else bias.data_ptr(), weights.data_ptr(),
-        ids.data_ptr(), logits.numel() // experts, experts, top_k, n_group, topk_group, scoring == "sigmoid", renormalize,
-        scale, CPU_DTYPE[dtype_name(logits.dtype)],
-    )  # fmt: skip
+        logits.data_ptr(),
+        row_stride(logits),
+        None if bias is None else bias.data_ptr(),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        logits.numel() // experts,
+        experts,
+        top_k,
+        n_group,
+        topk_group,
+        scoring == "sigmoid",
+        renormalize,
+        scale,
+        CPU_DTYPE[dtype_name(logits.dtype)],
+    )
     check(code, "grouped_topk_cpu")
 
 

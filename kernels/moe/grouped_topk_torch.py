@@ -10,9 +10,18 @@ from gristmill.kernels.moe.grouped_topk import reference
 
 
 def launch(
-    config: Config, logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str, renormalize: bool,
-    scale: float, weights: Any, ids: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    logits: Any,
+    top_k: int,
+    bias: Any,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    weights: Any,
+    ids: Any,
+) -> None:
     """logits [..., E] -> weights, ids [..., top_k]. The reference is plain torch operators: this runs it."""
     found = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)
     weights.copy_(found[0])

@@ -17,7 +17,9 @@ from gristmill.kernels.moe.grouped_linear import behind_silu, described_weight, 
 from gristmill.kernels.quantized_inputs import misfit
 
 
-def reference(x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None) -> Any:
+def reference(
+    x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
+) -> Any:
     """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
     out[t] = Σₖ weights[t, k] · W2[e] · (silu(gate) · up), with gate, up the halves of W13[e] · x[t] (gate rows first) and
@@ -41,27 +43,42 @@ def reference(x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0,
 
 def describe(
     x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit. Packed weights need a plan."""
     experts, rows, hidden, scheme, act_order = described_weight("moe", w13, x)
     experts2, hidden2, inner, scheme2, act_order2 = described_weight("moe", w2, x)
     need(rows % 2 == 0, f"moe: w13 must be [E, 2 I, H], gate rows first; its second size is {rows}")
-    need((experts2, hidden2, inner) == (experts, hidden, rows // 2),
-         f"moe: w2 must be [{experts}, {hidden}, {rows // 2}] for w13 [{experts}, {rows}, {hidden}], got "
-         f"[{experts2}, {hidden2}, {inner}]")  # fmt: skip
+    need(
+        (experts2, hidden2, inner) == (experts, hidden, rows // 2),
+        f"moe: w2 must be [{experts}, {hidden}, {rows // 2}] for w13 [{experts}, {rows}, {hidden}], got "
+        f"[{experts2}, {hidden2}, {inner}]",
+    )
     need(scheme == scheme2, f"moe: w13 and w2 must have one scheme, got {scheme} and {scheme2}")
     need(inter in (0, inner), f"moe: inter is {inter}, but w2 has {inner} columns")
     need(x.dim() == 2 and x.shape[1] == hidden, f"moe: x must be [tokens, {hidden}], got {tuple(x.shape)}")
     need(x.is_contiguous(), f"moe: x must be contiguous, got strides {x.stride()}")
-    need(ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape[1] >= 1,
-         f"moe: ids must be [{x.shape[0]}, top_k], got {tuple(ids.shape)}")  # fmt: skip
-    need(weights.shape == ids.shape, f"moe: weights must be {tuple(ids.shape)} as ids, got {tuple(weights.shape)}")
+    need(
+        ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape[1] >= 1,
+        f"moe: ids must be [{x.shape[0]}, top_k], got {tuple(ids.shape)}",
+    )
+    need(
+        weights.shape == ids.shape,
+        f"moe: weights must be {tuple(ids.shape)} as ids, got {tuple(weights.shape)}",
+    )
     for name, t, dtype in (("ids", ids, "int32"), ("weights", weights, "fp32")):
         if dtype_name(t.dtype) != dtype:
             raise TypeError(f"moe: {name} must be {dtype}, got {t.dtype}")
         need(t.is_contiguous() and t.device == x.device, f"moe: {name} must be contiguous and on {x.device}")
-    return {"m": x.shape[0], "top_k": ids.shape[1], "e": experts, "h": hidden, "i": inner, "x": dtype_name(x.dtype),
-            "w": scheme, "act_order": act_order or act_order2}  # fmt: skip
+    return {
+        "m": x.shape[0],
+        "top_k": ids.shape[1],
+        "e": experts,
+        "h": hidden,
+        "i": inner,
+        "x": dtype_name(x.dtype),
+        "w": scheme,
+        "act_order": act_order or act_order2,
+    }
 
 
 def guard(
@@ -70,14 +87,29 @@ def guard(
     """Tokens of a planned call; ValueError if it is not one of `problem`."""
     _, top_k, experts, hidden, inner, kind, scheme, _ = (value for _, value in problem.values)
     tokens = x.shape[0]
-    if (x.dim() != 2 or x.shape[1] != hidden or dtype_name(x.dtype) != kind or out.dtype != x.dtype or out.shape != x.shape
-            or ids.shape != (tokens, top_k) or weights.shape != ids.shape or dtype_name(ids.dtype) != "int32"
-            or dtype_name(weights.dtype) != "fp32" or not x.is_contiguous() or not out.is_contiguous()
-            or not ids.is_contiguous() or not weights.is_contiguous() or inter not in (0, inner)
-            or w13[0].shape[0] != experts or w2[0].shape[0] != experts):  # fmt: skip
-        raise ValueError(f"moe planned for {problem}: got x {tuple(x.shape)} {x.dtype}, ids {tuple(ids.shape)} {ids.dtype}, "
-                         f"weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)} {out.dtype}, inter {inter}, "
-                         f"{w13[0].shape[0]} and {w2[0].shape[0]} experts; all contiguous")  # fmt: skip
+    if (
+        x.dim() != 2
+        or x.shape[1] != hidden
+        or dtype_name(x.dtype) != kind
+        or out.dtype != x.dtype
+        or out.shape != x.shape
+        or ids.shape != (tokens, top_k)
+        or weights.shape != ids.shape
+        or dtype_name(ids.dtype) != "int32"
+        or dtype_name(weights.dtype) != "fp32"
+        or not x.is_contiguous()
+        or not out.is_contiguous()
+        or not ids.is_contiguous()
+        or not weights.is_contiguous()
+        or inter not in (0, inner)
+        or w13[0].shape[0] != experts
+        or w2[0].shape[0] != experts
+    ):
+        raise ValueError(
+            f"moe planned for {problem}: got x {tuple(x.shape)} {x.dtype}, ids {tuple(ids.shape)} {ids.dtype}, "
+            f"weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)} {out.dtype}, inter {inter}, "
+            f"{w13[0].shape[0]} and {w2[0].shape[0]} experts; all contiguous"
+        )
     need_bytes(problem, w13, scheme, experts * 2 * inner, hidden, x)
     need_bytes(problem, w2, scheme, experts * hidden, inner, x)
     return int(tokens)
@@ -92,7 +124,9 @@ def like(
 
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
-    return misfit(problem.text("w"), min(problem.integer("h"), problem.integer("i")), bool(problem["act_order"]))
+    return misfit(
+        problem.text("w"), min(problem.integer("h"), problem.integer("i")), bool(problem["act_order"])
+    )
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -110,8 +144,15 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     scheme, act_order = QuantScheme.parse(problem.text("w")), bool(problem["act_order"])
     w13 = random_experts(scheme, (e, 2 * i, h), generator, device, act_order)
     w2 = random_experts(scheme, (e, h, i), generator, device, act_order)
-    return [x.to(torch_dtype(problem.text("x"))).to(device), weights.to(device), ids.to(torch.int32).to(device), w13, w2, i,
-            None]  # fmt: skip
+    return [
+        x.to(torch_dtype(problem.text("x"))).to(device),
+        weights.to(device),
+        ids.to(torch.int32).to(device),
+        w13,
+        w2,
+        i,
+        None,
+    ]
 
 
 def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -125,7 +166,9 @@ def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
     return given
 
 
-def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]) -> float:
+def error(
+    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+) -> float:
     """|Δ| over the size of one product's error behind everything that follows it: RMS of the worst column or worst token.
 
     A fault in w2 shows in its column, one in w13 in every column of the tokens that meet it.
@@ -144,13 +187,19 @@ def error(problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], re
         token, k = torch.where(ids == e)
         if not token.numel():
             continue
-        up_proj, down_proj, rows = first.dequantize().double(), second.dequantize().double(), x[token].double()
+        up_proj, down_proj, rows = (
+            first.dequantize().double(),
+            second.dequantize().double(),
+            x[token].double(),
+        )
         z = rows @ up_proj.T
         spread = behind_silu(z, rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5)
         gate, up = z.chunk(2, -1)
         a = gate * gate.sigmoid() * up
         own = a.square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
-        square.index_add_(0, token, weights[token, k].double()[:, None] ** 2 * (own + spread**2 @ down_proj.T**2))
+        square.index_add_(
+            0, token, weights[token, k].double()[:, None] ** 2 * (own + spread**2 @ down_proj.T**2)
+        )
     delta = torch.where(out == ref, 0.0, (out - ref).abs() / (square.sqrt() + ref.abs()).clamp_min(1e-30))
     square = delta.square()
     return float(max(square.mean(0).max(), square.mean(1).max()) ** 0.5)
@@ -174,9 +223,11 @@ def shrink(problem: Problem) -> Problem:
     """At most 65 tokens, 16 experts and a cut-out of large weights with the same remainders."""
     h, i = problem.integer("h"), problem.integer("i")
     return problem.with_values(
-        m=min(problem.integer("m"), 65), e=min(problem.integer("e"), 16), h=h if h <= 1024 else 512 + h % 512,
+        m=min(problem.integer("m"), 65),
+        e=min(problem.integer("e"), 16),
+        h=h if h <= 1024 else 512 + h % 512,
         i=i if i <= 512 else 256 + i % 256,
-    )  # fmt: skip
+    )
 
 
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
@@ -216,11 +267,19 @@ OP = Op(
     weights=weight_shapes,
     bucket="m",
     examples=(
-        "m=0,top_k=2,e=4,h=32,i=16", "m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32", "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32",
-        "m=9,top_k=2,e=4,h=48,i=33", "m=5,top_k=4,e=6,h=64,i=40,x=fp16,w=fp16", "m=7,top_k=2,e=3,h=128,i=64,w=int4_g32_zp",
-        "m=6,top_k=2,e=3,h=140,i=130,w=fp8_block", "m=3,top_k=3,e=4,h=64,i=96,w=mxfp4",
+        "m=0,top_k=2,e=4,h=32,i=16",
+        "m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32",
+        "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32",
+        "m=9,top_k=2,e=4,h=48,i=33",
+        "m=5,top_k=4,e=6,h=64,i=40,x=fp16,w=fp16",
+        "m=7,top_k=2,e=3,h=128,i=64,w=int4_g32_zp",
+        "m=6,top_k=2,e=3,h=140,i=130,w=fp8_block",
+        "m=3,top_k=3,e=4,h=64,i=96,w=mxfp4",
         "m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4",
     ),
-    bench=("m=1,top_k=8,e=128,h=2048,i=768", "m=64,top_k=8,e=128,h=2048,i=768,w=fp8_block",
-           "m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128"),
-)  # fmt: skip
+    bench=(
+        "m=1,top_k=8,e=128,h=2048,i=768",
+        "m=64,top_k=8,e=128,h=2048,i=768,w=fp8_block",
+        "m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128",
+    ),
+)

@@ -21,7 +21,9 @@ def launch_torch(
     from gristmill.kernels.moe import combine_torch, grouped_linear_torch, permute_torch
 
     grouped = partial(grouped_linear_torch.launch, config)
-    parts = _chain.Parts(partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {}))
+    parts = _chain.Parts(
+        partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {})
+    )
     _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
 
 
@@ -68,8 +70,13 @@ def config_triton(problem: Problem, target: Target) -> Config:
     }
 
 
-TRITON_SOURCES = ("_chain.py", "_permute_triton.py", "_grouped_linear_triton.py", "_combine_triton.py",
-                  "../linear/_linear_triton.py")  # fmt: skip
+TRITON_SOURCES = (
+    "_chain.py",
+    "_permute_triton.py",
+    "_grouped_linear_triton.py",
+    "_combine_triton.py",
+    "../linear/_linear_triton.py",
+)
 
 KERNELS = (
     Kernel(
@@ -104,7 +111,12 @@ KERNELS = (
             priority=50,
         )
         for name, layout, accepted, summary in (
-            ("moe_chain_triton", "dense_v1", accepts_dense, "permute, two grouped_linear, combine, all by Triton"),
+            (
+                "moe_chain_triton",
+                "dense_v1",
+                accepts_dense,
+                "permute, two grouped_linear, combine, all by Triton",
+            ),
             ("moe_chain_w_triton", "plain_v1", accepts_quantized, "the same over quantized weights"),
         )
     ),

@@ -30,9 +30,17 @@ def launch(
     space = _chain.carve(workspace, x, _chain.pieces(ids.numel(), experts, hidden, inner, x.element_size()))
     code = cpu_function("gm_moe", config["level"], ARGUMENTS)(
         ctypes.byref(weights(config, w13, experts, 2 * inner, hidden)),
-        ctypes.byref(weights(config, w2, experts, hidden, inner)), x.data_ptr(), weights_.data_ptr(), ids.data_ptr(),
-        *(piece.data_ptr() for piece in space), out.data_ptr(), tokens, top_k, experts, CPU_DTYPE[dtype_name(x.dtype)],
-    )  # fmt: skip
+        ctypes.byref(weights(config, w2, experts, hidden, inner)),
+        x.data_ptr(),
+        weights_.data_ptr(),
+        ids.data_ptr(),
+        *(piece.data_ptr() for piece in space),
+        out.data_ptr(),
+        tokens,
+        top_k,
+        experts,
+        CPU_DTYPE[dtype_name(x.dtype)],
+    )
     check(code, "moe_cpu")
 
 
@@ -53,7 +61,13 @@ KERNEL = Kernel(
     config=config,
     workspace=_chain.workspace,
     layouts=("cpu_rows16_v1",),
-    sources=("_moe_cpu.cpp", "_moe_cpu.h", "_chain.py", "../linear/_linear_cpu.cpp", "../linear/_linear_decode.h"),
+    sources=(
+        "_moe_cpu.cpp",
+        "_moe_cpu.h",
+        "_chain.py",
+        "../linear/_linear_cpu.cpp",
+        "../linear/_linear_decode.h",
+    ),
     batch_invariant=True,
     priority=100,
 )

@@ -34,7 +34,9 @@ def describe(ids: Any, experts: int) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     if dtype_name(ids.dtype) != "int32":
         raise TypeError(f"permute: ids must be int32, got {ids.dtype}")
-    need(ids.dim() == 2 and ids.shape[1] >= 1, f"permute: ids must be [tokens, top_k], got {tuple(ids.shape)}")
+    need(
+        ids.dim() == 2 and ids.shape[1] >= 1, f"permute: ids must be [tokens, top_k], got {tuple(ids.shape)}"
+    )
     need(ids.is_contiguous(), f"permute: ids must be contiguous, got strides {ids.stride()}")
     need(ids.numel() < 2**31, f"permute: fewer than 2^31 entries, got {ids.numel()}")
     need(experts >= 1, f"permute: at least one expert, got {experts}")
@@ -46,10 +48,21 @@ def guard(problem: Problem, ids: Any, experts: int, offsets: Any, permutation: A
     if ids.dim() != 2 or ids.shape[1] != problem.values[1][1] or experts != problem.values[2][1]:
         raise ValueError(f"permute planned for {problem}: got ids {tuple(ids.shape)}, {experts} experts")
     entries = ids.numel()
-    for name, t, size in (("ids", ids, entries), ("expert_offsets", offsets, experts + 1),
-                          ("permutation", permutation, entries), ("inverse", inverse, entries)):  # fmt: skip
-        if t.numel() != size or (t is not ids and t.dim() != 1) or dtype_name(t.dtype) != "int32" or not t.is_contiguous():
-            raise ValueError(f"permute: {name} must be {size} contiguous int32, got {tuple(t.shape)} {t.dtype}")
+    for name, t, size in (
+        ("ids", ids, entries),
+        ("expert_offsets", offsets, experts + 1),
+        ("permutation", permutation, entries),
+        ("inverse", inverse, entries),
+    ):
+        if (
+            t.numel() != size
+            or (t is not ids and t.dim() != 1)
+            or dtype_name(t.dtype) != "int32"
+            or not t.is_contiguous()
+        ):
+            raise ValueError(
+                f"permute: {name} must be {size} contiguous int32, got {tuple(t.shape)} {t.dtype}"
+            )
     return max(1, int(ids.shape[0]))
 
 
@@ -103,6 +116,12 @@ OP = Op(
     cost=cost,
     tolerance=tolerance,
     bucket="m",
-    examples=("m=0,top_k=2,e=4", "m=1,top_k=1,e=1", "m=7,top_k=3,e=5", "m=33,top_k=8,e=64", "m=257,top_k=2,e=7"),
+    examples=(
+        "m=0,top_k=2,e=4",
+        "m=1,top_k=1,e=1",
+        "m=7,top_k=3,e=5",
+        "m=33,top_k=8,e=64",
+        "m=257,top_k=2,e=7",
+    ),
     bench=("m=1,top_k=8,e=256", "m=64,top_k=8,e=256", "m=4096,top_k=8,e=256"),
 )

@@ -15,7 +15,17 @@ from gristmill.kernels.common import row_stride
 
 @triton.jit
 def fused_add_rms_norm_kernel(
-    x, residual, weight, out, x_stride, residual_stride, out_stride, n, eps, BLOCK: tl.constexpr, ONE_PASS: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    residual_stride,
+    out_stride,
+    n,
+    eps,
+    BLOCK: tl.constexpr,
+    ONE_PASS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
@@ -57,9 +67,19 @@ def launch(config: Config, x: Any, residual: Any, weight: Any, eps: float, out: 
     rows = x.numel() // n if n else 0
     if rows:
         fused_add_rms_norm_kernel[(rows,)](
-            x, residual, weight, out, row_stride(x), row_stride(residual), row_stride(out), n, eps,
-            BLOCK=config["block"], ONE_PASS=n <= config["block"], num_warps=config["warps"],
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            out,
+            row_stride(x),
+            row_stride(residual),
+            row_stride(out),
+            n,
+            eps,
+            BLOCK=config["block"],
+            ONE_PASS=n <= config["block"],
+            num_warps=config["warps"],
+        )
 
 
 def aot(target: Target) -> list[AotCase]:

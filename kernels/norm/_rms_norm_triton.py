@@ -14,7 +14,9 @@ from gristmill.kernels.common import row_stride
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, x_stride, out_stride, n, eps, BLOCK: tl.constexpr, ONE_PASS: tl.constexpr):
+def rms_norm_kernel(
+    x, weight, out, x_stride, out_stride, n, eps, BLOCK: tl.constexpr, ONE_PASS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     out += row * out_stride
@@ -44,9 +46,17 @@ def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
     rows = x.numel() // n if n else 0
     if rows:
         rms_norm_kernel[(rows,)](
-            x, weight, out, row_stride(x), row_stride(out), n, eps,
-            BLOCK=config["block"], ONE_PASS=n <= config["block"], num_warps=config["warps"],
-        )  # fmt: skip
+            x,
+            weight,
+            out,
+            row_stride(x),
+            row_stride(out),
+            n,
+            eps,
+            BLOCK=config["block"],
+            ONE_PASS=n <= config["block"],
+            num_warps=config["warps"],
+        )
 
 
 def aot(target: Target) -> list[AotCase]:
@@ -54,6 +64,14 @@ def aot(target: Target) -> list[AotCase]:
     pointers = {"x": "*bf16", "weight": "*bf16", "out": "*bf16"}
     sizes = {"x_stride": "i32", "out_stride": "i32", "n": "i32", "eps": "fp32"}
     return [
-        AotCase("one_pass", rms_norm_kernel, pointers | sizes, {"BLOCK": 4096, "ONE_PASS": True}, {"num_warps": 8}),
-        AotCase("two_pass", rms_norm_kernel, pointers | sizes, {"BLOCK": 8192, "ONE_PASS": False}, {"num_warps": 8}),
+        AotCase(
+            "one_pass", rms_norm_kernel, pointers | sizes, {"BLOCK": 4096, "ONE_PASS": True}, {"num_warps": 8}
+        ),
+        AotCase(
+            "two_pass",
+            rms_norm_kernel,
+            pointers | sizes,
+            {"BLOCK": 8192, "ONE_PASS": False},
+            {"num_warps": 8},
+        ),
     ]

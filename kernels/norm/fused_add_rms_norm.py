@@ -29,10 +29,15 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
     name = "fused_add_rms_norm"
     rows = rows_of(f"{name}: x", x)
     need(x.shape[-1] > 0, f"{name}: the last dimension of x is empty: {tuple(x.shape)}")
-    need(residual.shape == x.shape, f"{name}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    need(
+        residual.shape == x.shape,
+        f"{name}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}",
+    )
     need_rows(name, {}, {"residual": residual})
-    need(weight.dim() == 1 and weight.shape[0] == x.shape[-1],
-         f"{name}: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}")  # fmt: skip
+    need(
+        weight.dim() == 1 and weight.shape[0] == x.shape[-1],
+        f"{name}: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}",
+    )
     need(weight.stride(0) == 1 or weight.shape[0] == 1, f"{name}: weight must be contiguous")
     for other, tensor in (("residual", residual), ("weight", weight)):
         if tensor.dtype != x.dtype:
@@ -45,13 +50,24 @@ def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
 def guard(problem: Problem, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != n or residual.shape != shape or out.shape != shape or weight.shape != (n,)
-            or residual.dtype != kind or out.dtype != kind or weight.dtype != kind
-            or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
-        raise ValueError(f"fused_add_rms_norm planned for {problem}: got x {tuple(shape)} {kind}, residual "
-                         f"{tuple(residual.shape)} {residual.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
-                         f"out {tuple(out.shape)} {out.dtype}")  # fmt: skip
-    if not (x.is_contiguous() and residual.is_contiguous() and out.is_contiguous() and weight.is_contiguous()):
+    if (
+        shape[-1] != n
+        or residual.shape != shape
+        or out.shape != shape
+        or weight.shape != (n,)
+        or residual.dtype != kind
+        or out.dtype != kind
+        or weight.dtype != kind
+        or dtype_name(kind) != problem.values[2][1]
+    ):
+        raise ValueError(
+            f"fused_add_rms_norm planned for {problem}: got x {tuple(shape)} {kind}, residual "
+            f"{tuple(residual.shape)} {residual.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
+            f"out {tuple(out.shape)} {out.dtype}"
+        )
+    if not (
+        x.is_contiguous() and residual.is_contiguous() and out.is_contiguous() and weight.is_contiguous()
+    ):
         need_rows("fused_add_rms_norm", {"x": x}, {"residual": residual, "out": out})
         need(weight.is_contiguous(), "fused_add_rms_norm: weight must be contiguous")
     return x.numel() // n
@@ -69,7 +85,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     m, n, dtype = problem.integer("m"), problem.integer("n"), torch_dtype(problem.text("x"))
     x, residual = (
-        torch.randn(m, n, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator)) for _ in range(2)
+        torch.randn(m, n, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator))
+        for _ in range(2)
     )
     weight = 1 + 0.2 * torch.randn(n, generator=generator)
     return [*(t.to(dtype).to(device) for t in (x, residual, weight)), 1e-5]
@@ -106,8 +123,13 @@ OP = Op(
     tolerance=tolerance,
     bucket="m",
     examples=(
-        "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=5,n=4096,x=bf16",
-        "m=257,n=256,x=fp32", "m=2,n=16387,x=bf16",
+        "m=0,n=64,x=fp32",
+        "m=1,n=1,x=fp32",
+        "m=7,n=257,x=bf16",
+        "m=33,n=768,x=fp16",
+        "m=5,n=4096,x=bf16",
+        "m=257,n=256,x=fp32",
+        "m=2,n=16387,x=bf16",
     ),
     bench=("m=1,n=4096", "m=64,n=7168", "m=1024,n=7168", "m=16384,n=7168"),
-)  # fmt: skip
+)

@@ -11,17 +11,36 @@ from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 ARGUMENTS = (
-    c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int,
-)  # fmt: skip
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_float,
+    c_int,
+)
 
 
 def launch(config: Config, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
     n = x.shape[-1]
     code = cpu_function("gm_fused_add_rms_norm", config["level"], ARGUMENTS)(
-        x.data_ptr(), row_stride(x), residual.data_ptr(), row_stride(residual), weight.data_ptr(), out.data_ptr(),
-        row_stride(out), x.numel() // n, n, eps, CPU_DTYPE[dtype_name(x.dtype)],
-    )  # fmt: skip
+        x.data_ptr(),
+        row_stride(x),
+        residual.data_ptr(),
+        row_stride(residual),
+        weight.data_ptr(),
+        out.data_ptr(),
+        row_stride(out),
+        x.numel() // n,
+        n,
+        eps,
+        CPU_DTYPE[dtype_name(x.dtype)],
+    )
     check(code, "fused_add_rms_norm_cpu")
 
 

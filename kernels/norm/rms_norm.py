@@ -20,8 +20,10 @@ def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     rows = rows_of("rms_norm: x", x)
     need(x.shape[-1] > 0, f"rms_norm: the last dimension of x is empty: {tuple(x.shape)}")
-    need(weight.dim() == 1 and weight.shape[0] == x.shape[-1],
-         f"rms_norm: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}")  # fmt: skip
+    need(
+        weight.dim() == 1 and weight.shape[0] == x.shape[-1],
+        f"rms_norm: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}",
+    )
     if weight.dtype != x.dtype:
         raise TypeError(f"rms_norm: weight must have x's dtype {x.dtype}, got {weight.dtype}")
     need(weight.device == x.device, f"rms_norm: weight is on {weight.device}, x on {x.device}")
@@ -33,10 +35,18 @@ def describe(x: Any, weight: Any, eps: float) -> dict[str, Any]:
 def guard(problem: Problem, x: Any, weight: Any, eps: float, out: Any) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (shape[-1] != n or out.shape != shape or weight.shape != (n,) or out.dtype != kind or weight.dtype != kind
-            or dtype_name(kind) != problem.values[2][1]):  # fmt: skip
-        raise ValueError(f"rms_norm planned for {problem}: got x {tuple(shape)} {kind}, weight {tuple(weight.shape)} "
-                         f"{weight.dtype}, out {tuple(out.shape)} {out.dtype}")  # fmt: skip
+    if (
+        shape[-1] != n
+        or out.shape != shape
+        or weight.shape != (n,)
+        or out.dtype != kind
+        or weight.dtype != kind
+        or dtype_name(kind) != problem.values[2][1]
+    ):
+        raise ValueError(
+            f"rms_norm planned for {problem}: got x {tuple(shape)} {kind}, weight {tuple(weight.shape)} "
+            f"{weight.dtype}, out {tuple(out.shape)} {out.dtype}"
+        )
     if not (x.is_contiguous() and out.is_contiguous() and weight.is_contiguous()):
         need_rows("rms_norm", {"x": x}, {"out": out})
         need(weight.is_contiguous(), "rms_norm: weight must be contiguous")
@@ -90,8 +100,13 @@ OP = Op(
     tolerance=tolerance,
     bucket="m",
     examples=(
-        "m=0,n=64,x=fp32", "m=1,n=1,x=fp32", "m=7,n=257,x=bf16", "m=33,n=768,x=fp16", "m=5,n=4096,x=bf16",
-        "m=257,n=256,x=fp32", "m=2,n=16387,x=bf16",
+        "m=0,n=64,x=fp32",
+        "m=1,n=1,x=fp32",
+        "m=7,n=257,x=bf16",
+        "m=33,n=768,x=fp16",
+        "m=5,n=4096,x=bf16",
+        "m=257,n=256,x=fp32",
+        "m=2,n=16387,x=bf16",
     ),
     bench=("m=1,n=4096", "m=64,n=7168", "m=1024,n=7168", "m=16384,n=7168"),
-)  # fmt: skip
+)

@@ -17,9 +17,16 @@ def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
     n = x.shape[-1]
     code = cpu_function("gm_rms_norm", config["level"], ARGUMENTS)(
-        x.data_ptr(), row_stride(x), weight.data_ptr(), out.data_ptr(), row_stride(out), x.numel() // n, n, eps,
+        x.data_ptr(),
+        row_stride(x),
+        weight.data_ptr(),
+        out.data_ptr(),
+        row_stride(out),
+        x.numel() // n,
+        n,
+        eps,
         CPU_DTYPE[dtype_name(x.dtype)],
-    )  # fmt: skip
+    )
     check(code, "rms_norm_cpu")
 
 

@@ -39,7 +39,10 @@ KERNEL = Kernel(
     language="cuda",
     target=f"{__name__}:launch",
     requires=Requirement.any(  # FlashInfer starts at sm_75
-        {"ldmatrix"}, vendors=("nvidia",), packages=(("flashinfer-python", "0.2.5"),), offers=("flashinfer.norm:rmsnorm",)
+        {"ldmatrix"},
+        vendors=("nvidia",),
+        packages=(("flashinfer-python", "0.2.5"),),
+        offers=("flashinfer.norm:rmsnorm",),
     ),
     summary="flashinfer.norm.rmsnorm",
     accepts=accepts,

@@ -23,12 +23,16 @@ def _session(kind: str, eps: float, threads: int) -> Any:
     element = {"fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16}[kind]
     shapes = {"x": ["m", "n"], "weight": ["n"], "out": ["m", "n"]}
     values = {name: helper.make_tensor_value_info(name, element, shape) for name, shape in shapes.items()}
-    node = helper.make_node("SimplifiedLayerNormalization", ["x", "weight"], ["out"], axis=-1, epsilon=eps, stash_type=1)
+    node = helper.make_node(
+        "SimplifiedLayerNormalization", ["x", "weight"], ["out"], axis=-1, epsilon=eps, stash_type=1
+    )
     graph = helper.make_graph([node], "rms_norm", [values["x"], values["weight"]], [values["out"]])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
 
 
 def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
@@ -66,7 +70,8 @@ KERNEL = Kernel(
     language="python",
     target=f"{__name__}:launch",
     requires=Requirement(
-        vendors=("cpu",), packages=(("onnxruntime", "1.17"), ("onnx", "1.14")),
+        vendors=("cpu",),
+        packages=(("onnxruntime", "1.17"), ("onnx", "1.14")),
         offers=("onnxruntime:InferenceSession", "onnx.helper:make_model"),
     ),
     summary="ONNX Runtime's SimplifiedLayerNormalization",

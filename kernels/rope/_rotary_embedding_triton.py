@@ -14,9 +14,23 @@ from gristmill.kernels.aot import AotCase
 
 @triton.jit
 def rotary_embedding_kernel(
-    q, k, positions, cos_sin, q_token, q_head, k_token, k_head, q_heads, k_heads, rows, q_tiles,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    positions,
+    cos_sin,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    q_heads,
+    k_heads,
+    rows,
+    q_tiles,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     pair = tl.arange(0, BLOCK)
@@ -60,10 +74,24 @@ def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interle
     q_tiles, k_tiles = -(-q_heads // heads), -(-k_heads // heads)
     if tokens:
         rotary_embedding_kernel[(tokens, q_tiles + k_tiles)](
-            q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_heads, k_heads, rows, q_tiles,
-            HALF=rot // 2, BLOCK=triton.next_power_of_2(rot // 2), HEADS=heads, INTERLEAVED=bool(interleaved),
+            q,
+            k,
+            positions,
+            cos_sin,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            q_heads,
+            k_heads,
+            rows,
+            q_tiles,
+            HALF=rot // 2,
+            BLOCK=triton.next_power_of_2(rot // 2),
+            HEADS=heads,
+            INTERLEAVED=bool(interleaved),
             num_warps=config["warps"],
-        )  # fmt: skip
+        )
 
 
 def aot(target: Target) -> list[AotCase]:
@@ -73,8 +101,11 @@ def aot(target: Target) -> list[AotCase]:
     sizes = dict.fromkeys(names, "i32")
     return [
         AotCase(
-            style, rotary_embedding_kernel, pointers | sizes,
-            {"HALF": 64, "BLOCK": 64, "HEADS": 16, "INTERLEAVED": style == "gptj"}, {"num_warps": 4},
+            style,
+            rotary_embedding_kernel,
+            pointers | sizes,
+            {"HALF": 64, "BLOCK": 64, "HEADS": 16, "INTERLEAVED": style == "gptj"},
+            {"num_warps": 4},
         )
         for style in ("neox", "gptj")
-    ]  # fmt: skip
+    ]

@@ -48,15 +48,23 @@ class RopeParameters:
         if not self.factor > 0:
             raise ValueError(f"rope factor must be positive, got {self.factor}")
         if self.kind in ("llama3", "yarn") and self.original < 1:
-            raise ValueError(f"rope type {self.kind} needs original_max_position_embeddings, got {self.original}")
+            raise ValueError(
+                f"rope type {self.kind} needs original_max_position_embeddings, got {self.original}"
+            )
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(f"llama3 rope needs 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and "
-                             f"{self.high_freq_factor}")  # fmt: skip
+            raise ValueError(
+                f"llama3 rope needs 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and "
+                f"{self.high_freq_factor}"
+            )
         if self.kind == "yarn" and not 0 < self.beta_slow <= self.beta_fast:
-            raise ValueError(f"yarn needs 0 < beta_slow <= beta_fast, got {self.beta_slow} and {self.beta_fast}")
+            raise ValueError(
+                f"yarn needs 0 < beta_slow <= beta_fast, got {self.beta_slow} and {self.beta_fast}"
+            )
 
     @classmethod
-    def parse(cls, table: Mapping[str, Any], theta: float | None = None, max_positions: int | None = None) -> RopeParameters:
+    def parse(
+        cls, table: Mapping[str, Any], theta: float | None = None, max_positions: int | None = None
+    ) -> RopeParameters:
         """From a checkpoint's ``rope_parameters`` (or ``rope_scaling``, whose theta stands elsewhere: pass `theta`).
 
         max_positions: the configuration's max_position_embeddings, for tables without factor or original length.
@@ -64,8 +72,12 @@ class RopeParameters:
         """
         kind = table.get("rope_type", table.get("type", "default")) or "default"
         if kind == "default":
-            return cls(theta=float(_entry(table, "rope_theta", kind, theta)), factors=tuple(table.get("factors", ())))
-        original = int(table.get("original_max_position_embeddings") or (max_positions if kind == "yarn" else 0) or 0)
+            return cls(
+                theta=float(_entry(table, "rope_theta", kind, theta)), factors=tuple(table.get("factors", ()))
+            )
+        original = int(
+            table.get("original_max_position_embeddings") or (max_positions if kind == "yarn" else 0) or 0
+        )
         ratio = max_positions / original if kind == "yarn" and max_positions and original else None
         given: dict[str, Any] = {}
         if kind == "llama3":
@@ -75,12 +87,18 @@ class RopeParameters:
                 key: None if table.get(key) is None else float(table[key])
                 for key in ("attention_factor", "mscale", "mscale_all_dim")
             }
-            given |= {"beta_fast": float(table.get("beta_fast") or 32), "beta_slow": float(table.get("beta_slow") or 1)}
+            given |= {
+                "beta_fast": float(table.get("beta_fast") or 32),
+                "beta_slow": float(table.get("beta_slow") or 1),
+            }
             given["truncate"] = bool(table.get("truncate", True))
         return cls(
-            theta=float(_entry(table, "rope_theta", kind, theta)), kind=kind,
-            factor=float(_entry(table, "factor", kind, ratio)), original=original, **given,
-        )  # fmt: skip
+            theta=float(_entry(table, "rope_theta", kind, theta)),
+            kind=kind,
+            factor=float(_entry(table, "factor", kind, ratio)),
+            original=original,
+            **given,
+        )
 
     @property
     def table_factor(self) -> float:

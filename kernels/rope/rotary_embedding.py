@@ -36,7 +36,10 @@ def reference(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = 
         if x is not None:
             part = x[..., :rot]
             a, b = part[..., first].float(), part[..., second].float()
-            turned = a * cos - b * sin, b * cos + a * sin  # both before either is written: a and b may be views of x
+            turned = (
+                a * cos - b * sin,
+                b * cos + a * sin,
+            )  # both before either is written: a and b may be views of x
             part[..., first], part[..., second] = (value.to(x.dtype) for value in turned)
 
 
@@ -54,19 +57,36 @@ def describe(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = F
         if x is None and which == "k":
             continue
         need(x.dim() == 3, f"{name}: {which} must be [tokens, heads, head size], got {tuple(x.shape)}")
-        need(x.stride(2) == 1 or x.shape[2] == 1, f"{name}: a head of {which} must be contiguous, got strides {x.stride()}")
-        need(_separate(x), f"{name}: {which} is written in place, but its heads overlap: shape {tuple(x.shape)} with "
-             f"strides {x.stride()}")  # fmt: skip
+        need(
+            x.stride(2) == 1 or x.shape[2] == 1,
+            f"{name}: a head of {which} must be contiguous, got strides {x.stride()}",
+        )
+        need(
+            _separate(x),
+            f"{name}: {which} is written in place, but its heads overlap: shape {tuple(x.shape)} with "
+            f"strides {x.stride()}",
+        )
         need(x.shape[0] == q.shape[0], f"{name}: k has {x.shape[0]} tokens, q {q.shape[0]}")
-        need(x.shape[2] == q.shape[2], f"{name}: heads of k have {x.shape[2]} elements, those of q {q.shape[2]}")
+        need(
+            x.shape[2] == q.shape[2],
+            f"{name}: heads of k have {x.shape[2]} elements, those of q {q.shape[2]}",
+        )
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: k must have q's dtype {q.dtype}, got {x.dtype}")
-    need(tuple(positions.shape) == (q.shape[0],), f"{name}: positions must be [{q.shape[0]}], got {tuple(positions.shape)}")
+    need(
+        tuple(positions.shape) == (q.shape[0],),
+        f"{name}: positions must be [{q.shape[0]}], got {tuple(positions.shape)}",
+    )
     need(positions.is_contiguous(), f"{name}: positions must be contiguous")
-    need(cos_sin.dim() == 2 and cos_sin.shape[0] > 0, f"{name}: cos_sin must be [positions, rot], got {tuple(cos_sin.shape)}")
+    need(
+        cos_sin.dim() == 2 and cos_sin.shape[0] > 0,
+        f"{name}: cos_sin must be [positions, rot], got {tuple(cos_sin.shape)}",
+    )
     rot = cos_sin.shape[1]
-    need(rot % 2 == 0 and 2 <= rot <= q.shape[2],
-         f"{name}: cos_sin's row of {rot} must be even and at most the head size {q.shape[2]}")  # fmt: skip
+    need(
+        rot % 2 == 0 and 2 <= rot <= q.shape[2],
+        f"{name}: cos_sin's row of {rot} must be even and at most the head size {q.shape[2]}",
+    )
     need(cos_sin.is_contiguous(), f"{name}: cos_sin must be contiguous")
     for which, x, wanted in (("positions", positions, "int64"), ("cos_sin", cos_sin, "fp32")):
         if dtype_name(x.dtype) != wanted:
@@ -74,9 +94,14 @@ def describe(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = F
     for which, x in (("k", k), ("positions", positions), ("cos_sin", cos_sin)):
         need(x is None or x.device == q.device, f"{name}: {which} is on another device than q ({q.device})")
     return {
-        "t": q.shape[0], "hq": q.shape[1], "hk": 0 if k is None else k.shape[1], "d": q.shape[2], "rot": rot,
-        "style": STYLES[bool(interleaved)], "x": dtype_name(q.dtype),
-    }  # fmt: skip
+        "t": q.shape[0],
+        "hq": q.shape[1],
+        "hk": 0 if k is None else k.shape[1],
+        "d": q.shape[2],
+        "rot": rot,
+        "style": STYLES[bool(interleaved)],
+        "x": dtype_name(q.dtype),
+    }
 
 
 def _separate(x: Any) -> bool:
@@ -93,12 +118,24 @@ def guard(problem: Problem, q: Any, k: Any, positions: Any, cos_sin: Any, interl
     shape, kind = q.shape, q.dtype
     tokens = shape[0]
     fits = (
-        shape == (tokens, hq, d) and dtype_name(kind) == x and positions.shape == (tokens,)
-        and cos_sin.shape[-1] == rot and cos_sin.dim() == 2 and cos_sin.shape[0] > 0 and dtype_name(positions.dtype) == "int64"
-        and dtype_name(cos_sin.dtype) == "fp32" and STYLES[interleaved] == style
+        shape == (tokens, hq, d)
+        and dtype_name(kind) == x
+        and positions.shape == (tokens,)
+        and cos_sin.shape[-1] == rot
+        and cos_sin.dim() == 2
+        and cos_sin.shape[0] > 0
+        and dtype_name(positions.dtype) == "int64"
+        and dtype_name(cos_sin.dtype) == "fp32"
+        and STYLES[interleaved] == style
         and ((k is None and hk == 0) or (k is not None and k.shape == (tokens, hk, d) and k.dtype == kind))
-    )  # fmt: skip
-    if not (fits and _plain(q) and (k is None or _plain(k)) and positions.is_contiguous() and cos_sin.is_contiguous()):
+    )
+    if not (
+        fits
+        and _plain(q)
+        and (k is None or _plain(k))
+        and positions.is_contiguous()
+        and cos_sin.is_contiguous()
+    ):
         # Described whole: other strides pass, and what does not fit is named.
         found = describe(q, k, positions, cos_sin, interleaved)
         if not fits:
@@ -115,7 +152,11 @@ def _plain(x: Any) -> bool:
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
     rot, size = problem.integer("rot"), problem.integer("d")
-    return None if rot % 2 == 0 and 2 <= rot <= size else f"rot must be even, at least 2 and at most the head size {size}, got {rot}"
+    return (
+        None
+        if rot % 2 == 0 and 2 <= rot <= size
+        else f"rot must be even, at least 2 and at most the head size {size}, got {rot}"
+    )
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -188,12 +229,19 @@ OP = Op(
     error=error,
     bucket="t",
     examples=(
-        "t=0,hq=2,hk=1,d=16,rot=16,x=fp32", "t=1,hq=1,hk=0,d=2,rot=2,x=fp32", "t=7,hq=3,hk=1,d=80,rot=22,style=gptj",
-        "t=33,hq=5,hk=2,d=64,rot=64,x=fp16", "t=5,hq=16,hk=1,d=128,rot=128", "t=9,hq=3,hk=1,d=64,rot=64,style=gptj,x=fp32",
-        "t=257,hq=2,hk=2,d=96,rot=96,x=fp32", "t=3,hq=2,hk=1,d=96,rot=24",
+        "t=0,hq=2,hk=1,d=16,rot=16,x=fp32",
+        "t=1,hq=1,hk=0,d=2,rot=2,x=fp32",
+        "t=7,hq=3,hk=1,d=80,rot=22,style=gptj",
+        "t=33,hq=5,hk=2,d=64,rot=64,x=fp16",
+        "t=5,hq=16,hk=1,d=128,rot=128",
+        "t=9,hq=3,hk=1,d=64,rot=64,style=gptj,x=fp32",
+        "t=257,hq=2,hk=2,d=96,rot=96,x=fp32",
+        "t=3,hq=2,hk=1,d=96,rot=24",
     ),
     bench=(
-        "t=1,hq=32,hk=8,d=128,rot=128", "t=64,hq=32,hk=8,d=128,rot=128", "t=4096,hq=32,hk=8,d=128,rot=128",
+        "t=1,hq=32,hk=8,d=128,rot=128",
+        "t=64,hq=32,hk=8,d=128,rot=128",
+        "t=4096,hq=32,hk=8,d=128,rot=128",
         "t=4096,hq=128,hk=1,d=64,rot=64,style=gptj",
     ),
-)  # fmt: skip
+)

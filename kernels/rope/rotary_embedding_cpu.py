@@ -11,18 +11,41 @@ from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 ARGUMENTS = (
-    c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64,
-    c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int,
-)  # fmt: skip
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int64,
+    c_int,
+    c_int,
+)
 
 
 def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
     keys = (None, 0, 0, 0) if k is None else (k.data_ptr(), k.stride(0), k.stride(1), k.shape[1])
     code = cpu_function("gm_rotary_embedding", config["level"], ARGUMENTS)(
-        q.data_ptr(), q.stride(0), q.stride(1), q.shape[1], *keys, positions.data_ptr(), cos_sin.data_ptr(),
-        cos_sin.shape[0], q.shape[0], cos_sin.shape[1], int(interleaved), CPU_DTYPE[dtype_name(q.dtype)],
-    )  # fmt: skip
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        q.shape[1],
+        *keys,
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        cos_sin.shape[0],
+        q.shape[0],
+        cos_sin.shape[1],
+        int(interleaved),
+        CPU_DTYPE[dtype_name(q.dtype)],
+    )
     check(code, "rotary_embedding_cpu")
 
 

@@ -25,7 +25,10 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
     """Tiles from one head to all of them."""
     most = _power(max(problem.integer("hq"), problem.integer("hk")))
     return [
-        {"heads": heads, "warps": warps} for heads in (1, 2, 4, 8, 16, 32, 64) if heads <= most for warps in (1, 2, 4, 8)
+        {"heads": heads, "warps": warps}
+        for heads in (1, 2, 4, 8, 16, 32, 64)
+        if heads <= most
+        for warps in (1, 2, 4, 8)
     ]
 
 

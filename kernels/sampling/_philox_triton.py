@@ -49,7 +49,9 @@ def rough_gumbel(seed, index, token):
     high = w0 >= 0x80000000
     w0 = tl.where(high, ~w0, w0)
     w1 = tl.where(high, ~w1, w1)
-    part = w0.to(tl.float32) * 2.3283064365386963e-10 + ((w1 >> 12).to(tl.float32) + 0.5) * 2.220446049250313e-16
+    part = (
+        w0.to(tl.float32) * 2.3283064365386963e-10 + ((w1 >> 12).to(tl.float32) + 0.5) * 2.220446049250313e-16
+    )
     series = part * (1.0 + part * (0.5 + part * (0.3333333333 + part * 0.25)))
     # Base 2: the logarithm that GPUs have an instruction for.
     direct = tl.log2(tl.where(high, 1.0 - part, part)) * -0.6931471805599453

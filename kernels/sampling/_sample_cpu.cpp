@@ -1,4 +1,5 @@
-// Sampling: temperature, top-k, top-p, min-p, then Gumbel-max with Philox4x32-10 noise. The meaning is in sample.py.
+// Sampling: temperature, top-k, top-p, min-p, then Gumbel-max with Philox4x32-10 noise. The meaning is in
+// sample.py.
 // gm-levels: base avx2 avx512 neon
 #include <cmath>
 #include <cstdlib>
@@ -28,10 +29,12 @@ struct Request {
 // The first two Philox words of tokens token...token + kLanes - 1.
 inline void philox(gm::vu token, const Request& r, gm::vu& w0, gm::vu& w1) {
   typedef uint64_t vw __attribute__((vector_size(8 * gm::kLanes)));
-  gm::vu c0 = gm::vu{} + uint32_t(r.index), c1 = gm::vu{} + uint32_t(r.index >> 32), c2 = token, c3 = gm::vu{};
+  gm::vu c0 = gm::vu{} + uint32_t(r.index), c1 = gm::vu{} + uint32_t(r.index >> 32), c2 = token,
+         c3 = gm::vu{};
   uint32_t k0 = uint32_t(r.seed), k1 = uint32_t(r.seed >> 32);
   for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-    const vw p0 = __builtin_convertvector(c0, vw) * 0xD2511F53ull, p1 = __builtin_convertvector(c2, vw) * 0xCD9E8D57ull;
+    const vw p0 = __builtin_convertvector(c0, vw) * 0xD2511F53ull,
+             p1 = __builtin_convertvector(c2, vw) * 0xCD9E8D57ull;
     c0 = __builtin_convertvector(p1 >> 32, gm::vu) ^ c1 ^ k0;
     c1 = __builtin_convertvector(p1, gm::vu);
     c2 = __builtin_convertvector(p0 >> 32, gm::vu) ^ c3 ^ k1;
@@ -68,7 +71,10 @@ void filter_top_k(float* z, int64_t padded, int64_t k) {
 int filter_top_p(float* z, int64_t n, double top, double p) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += z[i] > -kInf;
-  struct Item { double weight; uint32_t order; };
+  struct Item {
+    double weight;
+    uint32_t order;
+  };
   Item* items = static_cast<Item*>(std::malloc(sizeof(Item) * (count ? count : 1)));
   if (items == nullptr) return GM_E_NOMEM;
   double total = 0;
@@ -78,7 +84,8 @@ int filter_top_p(float* z, int64_t n, double top, double p) {
       total += items[j++].weight;
     }
   const double wanted = p * total;
-  // The smallest order with less than `wanted` mass above it. `above`: mass over the range still open, [low, high].
+  // The smallest order with less than `wanted` mass above it. `above`: mass over the range still open, [low,
+  // high].
   double above = 0;
   uint32_t low = order_of(-kInf), high = order_of(float(top));
   int64_t left = count;
@@ -143,8 +150,8 @@ int draw(float* z, int64_t n, int64_t padded, const Request& r, int64_t* id) {
   for (int64_t i = 0; i < padded; i += gm::kLanes, token += uint32_t(gm::kLanes)) {
     const gm::vf v = gm::load(z + i);
     gm::vu w0, w1;
-    // z - log(-log u) reaches best only if -log u <= exp(z - best), and -log u >= 1 - u: most tokens end here. The margins
-    // in `bound` are far above float32's rounding, so no winner is lost.
+    // z - log(-log u) reaches best only if -log u <= exp(z - best), and -log u >= 1 - u: most tokens end
+    // here. The margins in `bound` are far above float32's rounding, so no winner is lost.
     const gm::vf limit = gm::exp(v - bound);
     philox(token, r, w0, w1);
     const gm::vi may = (v > -kInf) & ~(__builtin_convertvector(~w0 >> 8, gm::vf) * 0x1p-24f > limit);
@@ -178,9 +185,9 @@ int row(const T* logits, int64_t n, const Request& r, int64_t* id) {
 }  // namespace
 
 // logits [rows, n] with a row stride; one parameter of each kind a row -> ids [rows].
-GM_KERNEL(gm_sample)(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k, const float* top_p,
-                     const float* min_p, const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t n,
-                     int dtype) {
+GM_KERNEL(gm_sample)(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k,
+                     const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
+                     int64_t* ids, int64_t rows, int64_t n, int dtype) {
   if (rows < 0 || n < 1 || n > INT32_MAX) return GM_E_SHAPE;
   int status = GM_OK;
   GM_DISPATCH_FLOAT(dtype, T, {

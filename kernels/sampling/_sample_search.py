@@ -60,9 +60,23 @@ def frame_of(brackets, request, top):
 
 @triton.jit
 def count_kernel(
-    logits, temperatures, top_ks, top_ps, tops, brackets, histograms, masses, stride, v, chunk, few, listed, unit,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    tops,
+    brackets,
+    histograms,
+    masses,
+    stride,
+    v,
+    chunk,
+    few,
+    listed,
+    unit,
+    AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """histograms [requests, splits, 256]: tokens of each range of the bracket.
 
     The second time, for rows that still have more candidates than the list holds, also masses [requests, splits, 2]: of all
@@ -107,9 +121,20 @@ def count_kernel(
 
 @triton.jit
 def bracket_kernel(
-    top_ks, top_ps, tops, brackets, histograms, masses, v, splits, few, listed, unit, AGAIN: tl.constexpr,
+    top_ks,
+    top_ps,
+    tops,
+    brackets,
+    histograms,
+    masses,
+    v,
+    splits,
+    few,
+    listed,
+    unit,
+    AGAIN: tl.constexpr,
     SPLITS: tl.constexpr,
-):  # fmt: skip
+):
     """brackets [requests, 3]: the keys between which candidates lie, and how many there are.
 
     With top_k the candidates are all from its threshold's range up. With top_p alone they are the ranges that the pivot
@@ -177,9 +202,28 @@ def bracket_kernel(
 
 @triton.jit
 def gather_kernel(
-    logits, temperatures, top_ks, top_ps, maxima, tops, hot_groups, hot, brackets, found, masses, keys, tokens, stride, v,
-    groups, few, listed, unit, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    maxima,
+    tops,
+    hot_groups,
+    hot,
+    brackets,
+    found,
+    masses,
+    keys,
+    tokens,
+    stride,
+    v,
+    groups,
+    few,
+    listed,
+    unit,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """keys, tokens [requests, listed]: the candidates in no order, where they fit; found [requests]: how many there are.
 
     masses as in `count_kernel`, for top_p without top_k. Only groups with a candidate are read, unless for their mass.
@@ -222,7 +266,9 @@ def gather_kernel(
                 count = tl.sum(here, 0)
                 if fits & (count > 0):
                     free = tl.atomic_add(found + request, count)
-                    slot = free + (tl.cumsum(here, 0) - here)[:, None] + tl.cumsum(candidate.to(tl.int32), 1) - 1
+                    slot = (
+                        free + (tl.cumsum(here, 0) - here)[:, None] + tl.cumsum(candidate.to(tl.int32), 1) - 1
+                    )
                     room = candidate & (slot < listed)
                     tl.store(keys + request * listed + slot, key, mask=room)
                     tl.store(tokens + request * listed + slot, place, mask=room)
@@ -266,7 +312,20 @@ def measure(row, v, divisor, top, unit, least, most, pivot, at, MODE: tl.constex
 
 @triton.jit
 def bisect(
-    row, v, divisor, top, unit, least, most, pivot, low, high, base, wanted, MODE: tl.constexpr, BLOCK: tl.constexpr
+    row,
+    v,
+    divisor,
+    top,
+    unit,
+    least,
+    most,
+    pivot,
+    low,
+    high,
+    base,
+    wanted,
+    MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The largest t in [low, high] with base + measure(t) >= wanted, given that low has it."""
     while low < high:
@@ -286,7 +345,9 @@ def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total,
     pivot = measure(row, v, divisor, top, unit, least, most, zero, zero, 3, BLOCK)
     high = measure(row, v, divisor, top, unit, least, most, zero, zero, 4, BLOCK)
     if by_k:
-        pivot = bisect(row, v, divisor, top, unit, least, most, zero, pivot, high, zero, k.to(tl.float64), 0, BLOCK)
+        pivot = bisect(
+            row, v, divisor, top, unit, least, most, zero, pivot, high, zero, k.to(tl.float64), 0, BLOCK
+        )
         total = zero
         if by_p:
             total = measure(row, v, divisor, top, unit, least, most, zero, pivot, 1, BLOCK)
@@ -298,7 +359,9 @@ def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total,
         share = weights_of(values_of(pivot.to(tl.int32)), top, unit).to(tl.float64)
         room = tl.maximum(tl.ceil((wanted - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
         if room < equals.to(tl.float64):
-            last = 0 - bisect(row, v, divisor, top, unit, least, most, pivot, zero - v + 1, zero, zero, room, 2, BLOCK)
+            last = 0 - bisect(
+                row, v, divisor, top, unit, least, most, pivot, zero - v + 1, zero, zero, room, 2, BLOCK
+            )
     return pivot, last
 
 
@@ -323,7 +386,9 @@ def search_list(key, token, inside, v, top, unit, k, by_k, p, by_p, total, above
     if by_k:
         while low < high:
             middle = high - ((high - low) >> 1)
-            low, high = narrow(key, inside, middle, low, high, tl.sum((inside & (key >= middle)).to(tl.int32), 0) >= k)
+            low, high = narrow(
+                key, inside, middle, low, high, tl.sum((inside & (key >= middle)).to(tl.int32), 0) >= k
+            )
     if by_p:
         weight = tl.where(inside, weights_of(tl.where(inside, values_of(key), top), top, unit), 0)
         if by_k:

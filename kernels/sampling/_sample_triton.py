@@ -44,7 +44,9 @@ from gristmill.kernels.sampling.sample_triton import LISTED, carve, group_of
 
 
 @triton.jit
-def peaks_kernel(logits, temperatures, maxima, stride, v, chunk, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def peaks_kernel(
+    logits, temperatures, maxima, stride, v, chunk, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
     """maxima [requests, groups]: the largest logit of each group; +inf for one that spoils the row."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = logits + request * stride
@@ -55,14 +57,33 @@ def peaks_kernel(logits, temperatures, maxima, stride, v, chunk, groups, GROUP: 
         place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(row + place, mask=place < v, other=float("-inf")).to(tl.float32)
         wrong = (x != x) | ((x == bad) & (place < v))
-        tl.store(maxima + request * groups + group, tl.max(tl.where(wrong, float("inf"), x), 1), mask=group < groups)
+        tl.store(
+            maxima + request * groups + group,
+            tl.max(tl.where(wrong, float("inf"), x), 1),
+            mask=group < groups,
+        )
 
 
 @triton.jit
 def bound_kernel(
-    logits, temperatures, top_ks, top_ps, maxima, tops, hot_groups, hot, brackets, found, ids, stride, v, groups, few,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    maxima,
+    tops,
+    hot_groups,
+    hot,
+    brackets,
+    found,
+    ids,
+    stride,
+    v,
+    groups,
+    few,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """tops [requests]: the largest scaled logit, NaN for rows that need no more: greedy ones, and those without an answer.
 
     With k groups whose peaks reach a value, at least k tokens do: the k-th largest is no smaller. That bounds the threshold
@@ -132,14 +153,34 @@ def best_of(z, keep, place, top64, floor, seed, index, best, chosen):
 def floor_of(min_ps, request):
     """(min_p, a bound of z - top under which it surely bars); a float64 test decides the rest."""
     floor = tl.load(min_ps + request).to(tl.float64)
-    return floor, tl.where(floor > 0.0, tl.log(tl.where(floor > 0.0, floor, 1.0)) - 1e-3, float("-inf")).to(tl.float32)
+    return floor, tl.where(floor > 0.0, tl.log(tl.where(floor > 0.0, floor, 1.0)) - 1e-3, float("-inf")).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def settle(
-    keys, tokens, count, v, top, unit, k, by_k, p, by_p, total, above, draws, min_ps, seeds, indices, request, scores,
-    winners, LIST: tl.constexpr,
-):  # fmt: skip
+    keys,
+    tokens,
+    count,
+    v,
+    top,
+    unit,
+    k,
+    by_k,
+    p,
+    by_p,
+    total,
+    above,
+    draws,
+    min_ps,
+    seeds,
+    indices,
+    request,
+    scores,
+    winners,
+    LIST: tl.constexpr,
+):
     """(pivot, last token of that key) from a list; if it has every survivor, also the draw."""
     slot = tl.arange(0, LIST)
     inside = slot < count
@@ -150,8 +191,17 @@ def settle(
         z = tl.where(inside, values_of(key), float("-inf"))
         floor, limit = floor_of(min_ps, request)
         keep = inside & ((key > pivot) | ((key == pivot) & (token <= last))) & (z - top >= limit)
-        best, chosen = best_of(z, keep, token, top.to(tl.float64), floor, tl.load(seeds + request),
-                               tl.load(indices + request), top.to(tl.float64) * 0.0 + float("-inf"), count * 0 + 2147483647)  # fmt: skip
+        best, chosen = best_of(
+            z,
+            keep,
+            token,
+            top.to(tl.float64),
+            floor,
+            tl.load(seeds + request),
+            tl.load(indices + request),
+            top.to(tl.float64) * 0.0 + float("-inf"),
+            count * 0 + 2147483647,
+        )
         tl.store(scores, best)
         tl.store(winners, chosen)
     return pivot, last
@@ -160,10 +210,32 @@ def settle(
 # A vocabulary of one token would become a constant, on which Triton 3.6 fails to compile.
 @triton.jit(do_not_specialize=["v"])
 def search_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, seeds, indices, tops, brackets, found, masses, keys, tokens, pivots, scores,
-    winners, stride, v, splits, listed, unit, SPLITS: tl.constexpr, SHORT: tl.constexpr, LIST: tl.constexpr,
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    indices,
+    tops,
+    brackets,
+    found,
+    masses,
+    keys,
+    tokens,
+    pivots,
+    scores,
+    winners,
+    stride,
+    v,
+    splits,
+    listed,
+    unit,
+    SPLITS: tl.constexpr,
+    SHORT: tl.constexpr,
+    LIST: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """pivots [requests, 2]: tokens of a larger key survive, and those of this key up to this id. All, without filters."""
     request = tl.program_id(0).to(tl.int64)
     top = tl.load(tops + request)
@@ -186,25 +258,96 @@ def search_kernel(
         fits, draws = all_listed(brackets, found, request, listed)
         if fits:
             if count <= SHORT:
-                pivot, last = settle(keys, tokens, count, v, top, unit, k, by_k, p, by_p, total, above, draws, min_ps,
-                                     seeds, indices, request, scores, winners, SHORT)  # fmt: skip
+                pivot, last = settle(
+                    keys,
+                    tokens,
+                    count,
+                    v,
+                    top,
+                    unit,
+                    k,
+                    by_k,
+                    p,
+                    by_p,
+                    total,
+                    above,
+                    draws,
+                    min_ps,
+                    seeds,
+                    indices,
+                    request,
+                    scores,
+                    winners,
+                    SHORT,
+                )
             else:
-                pivot, last = settle(keys, tokens, count, v, top, unit, k, by_k, p, by_p, total, above, draws, min_ps,
-                                     seeds, indices, request, scores, winners, LIST)  # fmt: skip
+                pivot, last = settle(
+                    keys,
+                    tokens,
+                    count,
+                    v,
+                    top,
+                    unit,
+                    k,
+                    by_k,
+                    p,
+                    by_p,
+                    total,
+                    above,
+                    draws,
+                    min_ps,
+                    seeds,
+                    indices,
+                    request,
+                    scores,
+                    winners,
+                    LIST,
+                )
         else:
             least = tl.load(brackets + 3 * request)
             most = tl.load(brackets + 3 * request + 1)
-            pivot, last = search_row(logits + request * stride, v, tl.load(temperatures + request), top, unit, least, most,
-                                     k, by_k, p, by_p, total, above, BLOCK)  # fmt: skip
+            pivot, last = search_row(
+                logits + request * stride,
+                v,
+                tl.load(temperatures + request),
+                top,
+                unit,
+                least,
+                most,
+                k,
+                by_k,
+                p,
+                by_p,
+                total,
+                above,
+                BLOCK,
+            )
     tl.store(pivots + 2 * request, pivot.to(tl.int32))
     tl.store(pivots + 2 * request + 1, last.to(tl.int32))
 
 
 @triton.jit
 def draw_kernel(
-    logits, temperatures, min_ps, seeds, indices, maxima, tops, brackets, found, pivots, scores, winners, stride, v, chunk,
-    groups, listed, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    min_ps,
+    seeds,
+    indices,
+    maxima,
+    tops,
+    brackets,
+    found,
+    pivots,
+    scores,
+    winners,
+    stride,
+    v,
+    chunk,
+    groups,
+    listed,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """scores, winners [requests, splits]: the best noisy survivor of each part. Tiles without a survivor are not read."""
     request, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = logits + request * stride
@@ -222,12 +365,18 @@ def draw_kernel(
         index = tl.load(indices + request)
         for start in range(split * chunk, tl.minimum(split * chunk + chunk, v), BLOCK):
             group = start // GROUP + tl.arange(0, BLOCK // GROUP)
-            peak = tl.div_rn(tl.load(maxima + request * groups + group, mask=group < groups, other=float("-inf")), divisor)
+            peak = tl.div_rn(
+                tl.load(maxima + request * groups + group, mask=group < groups, other=float("-inf")), divisor
+            )
             if tl.max(((keys_of(peak) >= pivot) & (peak - top >= limit)).to(tl.int32), 0) > 0:
                 place = start + tl.arange(0, BLOCK)
                 z = scaled(row, place, place < v, divisor)
                 key = keys_of(z)
-                keep = (z > float("-inf")) & ((key > pivot) | ((key == pivot) & (place <= last))) & (z - top >= limit)
+                keep = (
+                    (z > float("-inf"))
+                    & ((key > pivot) | ((key == pivot) & (place <= last)))
+                    & (z - top >= limit)
+                )
                 best, chosen = best_of(z, keep, place, top64, floor, seed, index, best, chosen)
         tl.store(scores + request * splits + split, best)
         tl.store(winners + request * splits + split, chosen)
@@ -250,9 +399,17 @@ def pick_kernel(tops, brackets, found, scores, winners, ids, splits, listed, SPL
 
 
 def launch(
-    config: Config, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any,
-    workspace: Any, ids: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any,
+    ids: Any,
+) -> None:
     """logits [B, V] -> ids [B]. No synchronisation: which rows are filtered is read on the device."""
     rows, v = logits.shape
     if not rows:
@@ -260,7 +417,21 @@ def launch(
     block, splits, warps = int(config["block"]), int(config["splits"]), int(config["warps"])
     chunk = -(-v // (splits * block)) * block
     space = carve(workspace, logits, rows, v, splits)
-    maxima, tops, hot_groups, hot, brackets, found, histograms, masses, pivots, scores, winners, keys, tokens = space
+    (
+        maxima,
+        tops,
+        hot_groups,
+        hot,
+        brackets,
+        found,
+        histograms,
+        masses,
+        pivots,
+        scores,
+        winners,
+        keys,
+        tokens,
+    ) = space
     listed, stride = min(v, LISTED), logits.stride(0)
     padded = 64 if splits <= 64 else triton.next_power_of_2(splits)  # one compilation for most batch sizes
     group = group_of(v)
@@ -272,30 +443,162 @@ def launch(
     tiles: dict[str, Any] = {"BLOCK": block, "num_warps": warps}
     wishes = (top_k, top_p)
     peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
-    bound_kernel[each](logits, temperature, *wishes, maxima, tops, hot_groups, hot, brackets, found, ids, stride, v, groups,
-                       few, GROUP=group, GROUPS=triton.next_power_of_2(groups), num_warps=4)  # fmt: skip
+    bound_kernel[each](
+        logits,
+        temperature,
+        *wishes,
+        maxima,
+        tops,
+        hot_groups,
+        hot,
+        brackets,
+        found,
+        ids,
+        stride,
+        v,
+        groups,
+        few,
+        GROUP=group,
+        GROUPS=triton.next_power_of_2(groups),
+        num_warps=4,
+    )
     for again in (False, True):
-        count_kernel[grid](logits, temperature, *wishes, tops, brackets, histograms, masses, stride, v, chunk, few, listed,
-                           unit, AGAIN=again, **tiles)  # fmt: skip
-        bracket_kernel[each](*wishes, tops, brackets, histograms, masses, v, splits, few, listed, unit, AGAIN=again,
-                             SPLITS=padded, num_warps=4)  # fmt: skip
-    gather_kernel[grid](logits, temperature, *wishes, maxima, tops, hot_groups, hot, brackets, found, masses, keys, tokens,
-                        stride, v, groups, few, listed, unit, GROUP=group, **tiles)  # fmt: skip
-    search_kernel[each](logits, temperature, *wishes, min_p, seed, index, tops, brackets, found, masses, keys, tokens, pivots,
-                        scores, winners, stride, v, splits, listed, unit, SPLITS=padded, SHORT=min(long, 1024), LIST=long,
-                        BLOCK=config["search"], num_warps=config["search_warps"])  # fmt: skip
-    draw_kernel[grid](logits, temperature, min_p, seed, index, maxima, tops, brackets, found, pivots, scores, winners, stride,
-                      v, chunk, groups, listed, GROUP=group, **tiles)  # fmt: skip
+        count_kernel[grid](
+            logits,
+            temperature,
+            *wishes,
+            tops,
+            brackets,
+            histograms,
+            masses,
+            stride,
+            v,
+            chunk,
+            few,
+            listed,
+            unit,
+            AGAIN=again,
+            **tiles,
+        )
+        bracket_kernel[each](
+            *wishes,
+            tops,
+            brackets,
+            histograms,
+            masses,
+            v,
+            splits,
+            few,
+            listed,
+            unit,
+            AGAIN=again,
+            SPLITS=padded,
+            num_warps=4,
+        )
+    gather_kernel[grid](
+        logits,
+        temperature,
+        *wishes,
+        maxima,
+        tops,
+        hot_groups,
+        hot,
+        brackets,
+        found,
+        masses,
+        keys,
+        tokens,
+        stride,
+        v,
+        groups,
+        few,
+        listed,
+        unit,
+        GROUP=group,
+        **tiles,
+    )
+    search_kernel[each](
+        logits,
+        temperature,
+        *wishes,
+        min_p,
+        seed,
+        index,
+        tops,
+        brackets,
+        found,
+        masses,
+        keys,
+        tokens,
+        pivots,
+        scores,
+        winners,
+        stride,
+        v,
+        splits,
+        listed,
+        unit,
+        SPLITS=padded,
+        SHORT=min(long, 1024),
+        LIST=long,
+        BLOCK=config["search"],
+        num_warps=config["search_warps"],
+    )
+    draw_kernel[grid](
+        logits,
+        temperature,
+        min_p,
+        seed,
+        index,
+        maxima,
+        tops,
+        brackets,
+        found,
+        pivots,
+        scores,
+        winners,
+        stride,
+        v,
+        chunk,
+        groups,
+        listed,
+        GROUP=group,
+        **tiles,
+    )
     pick_kernel[each](tops, brackets, found, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1)
 
 
 _POINTERS = {
-    "logits": "*bf16", "temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32", "min_ps": "*fp32", "seeds": "*i64",
-    "indices": "*i64", "ids": "*i64", "maxima": "*fp32", "tops": "*fp32", "hot_groups": "*i32", "hot": "*i32", "brackets": "*i32", "found": "*i32",
-    "histograms": "*i32", "masses": "*i64", "keys": "*i32", "tokens": "*i32", "pivots": "*i32", "scores": "*fp64",
-    "winners": "*i32", "stride": "i32", "v": "i32", "chunk": "i32", "splits": "i32", "groups": "i32", "few": "i32",
-    "listed": "i32", "unit": "fp32",
-}  # fmt: skip
+    "logits": "*bf16",
+    "temperatures": "*fp32",
+    "top_ks": "*i32",
+    "top_ps": "*fp32",
+    "min_ps": "*fp32",
+    "seeds": "*i64",
+    "indices": "*i64",
+    "ids": "*i64",
+    "maxima": "*fp32",
+    "tops": "*fp32",
+    "hot_groups": "*i32",
+    "hot": "*i32",
+    "brackets": "*i32",
+    "found": "*i32",
+    "histograms": "*i32",
+    "masses": "*i64",
+    "keys": "*i32",
+    "tokens": "*i32",
+    "pivots": "*i32",
+    "scores": "*fp64",
+    "winners": "*i32",
+    "stride": "i32",
+    "v": "i32",
+    "chunk": "i32",
+    "splits": "i32",
+    "groups": "i32",
+    "few": "i32",
+    "listed": "i32",
+    "unit": "fp32",
+}
 _CONSTANTS = {"SPLITS": 64, "BLOCK": 2048, "GROUP": 64, "GROUPS": 2048, "SHORT": 1024, "LIST": 8192}
 
 
@@ -303,14 +606,26 @@ def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: each kernel at the sizes of 64 requests, and what reads logits for float32 too."""
     found = []
     for function, warps in (
-        (peaks_kernel, 4), (bound_kernel, 4), (count_kernel, 4), (bracket_kernel, 4), (gather_kernel, 4), (search_kernel, 16),
-        (draw_kernel, 4), (pick_kernel, 1),
-    ):  # fmt: skip
+        (peaks_kernel, 4),
+        (bound_kernel, 4),
+        (count_kernel, 4),
+        (bracket_kernel, 4),
+        (gather_kernel, 4),
+        (search_kernel, 16),
+        (draw_kernel, 4),
+        (pick_kernel, 1),
+    ):
         for again in (False, True) if "AGAIN" in function.arg_names else (False,):
             name = function.__name__.removesuffix("_kernel") + ("-again" if again else "")
-            constants = {key: value for key, value in (_CONSTANTS | {"AGAIN": again}).items() if key in function.arg_names}
+            constants = {
+                key: value
+                for key, value in (_CONSTANTS | {"AGAIN": again}).items()
+                if key in function.arg_names
+            }
             types = {key: _POINTERS[key] for key in function.arg_names if key not in constants}
             for x in ("bf16", "fp32") if "logits" in types else ("",):
                 chosen = types | ({"logits": f"*{x}"} if x else {})
-                found.append(AotCase(f"{name}-{x}" if x else name, function, chosen, constants, {"num_warps": warps}))
+                found.append(
+                    AotCase(f"{name}-{x}" if x else name, function, chosen, constants, {"num_warps": warps})
+                )
     return found

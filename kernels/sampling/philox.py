@@ -37,7 +37,8 @@ def token_uniforms(seed: Any, index: Any, vocabulary: int) -> Any:
     token = torch.arange(vocabulary, device=seed.device)[None, :]
     seed, index = seed[:, None], index[:, None]
     words = philox4x32(
-        (index & _LOW, (index >> 32) & _LOW, token, torch.zeros_like(token)), (seed & _LOW, (seed >> 32) & _LOW)
+        (index & _LOW, (index >> 32) & _LOW, token, torch.zeros_like(token)),
+        (seed & _LOW, (seed >> 32) & _LOW),
     )
     bits = (words[0] << 20) | (words[1] >> 12)
     return (bits.double() + 0.5) * 2.0**-52

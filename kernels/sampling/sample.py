@@ -15,12 +15,25 @@ from gristmill.kernels.common import ITEM_BYTES, dtype_name, need, torch_dtype
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 LOGITS = ("fp32", "bf16")
-_PARAMETERS = (("temperature", "fp32"), ("top_k", "int32"), ("top_p", "fp32"), ("min_p", "fp32"), ("seed", "int64"),
-               ("index", "int64"))  # fmt: skip
+_PARAMETERS = (
+    ("temperature", "fp32"),
+    ("top_k", "int32"),
+    ("top_p", "fp32"),
+    ("min_p", "fp32"),
+    ("seed", "int64"),
+    ("index", "int64"),
+)
 
 
 def reference(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, workspace: Any = None
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any = None,
 ) -> Any:
     """logits [B, V]; for each request temperature, top_p, min_p float32 [B], top_k int32 [B], seed and index (the number of
     the output token) int64 [B] -> ids int64 [B].
@@ -80,44 +93,81 @@ def kept(z: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
 
 
 def describe(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, workspace: Any = None
-) -> dict[str, Any]:  # fmt: skip
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any = None,
+) -> dict[str, Any]:
     """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
     need(logits.dim() == 2, f"sample: logits must be [requests, vocabulary], got {tuple(logits.shape)}")
     m, v = logits.shape
     need(1 <= v < 2**31, f"sample: the vocabulary must have 1 to 2^31 - 1 tokens, got {v}")
-    need(v == 1 or logits.stride(1) == 1, f"sample: rows of logits must be contiguous, got strides {logits.stride()}")
+    need(
+        v == 1 or logits.stride(1) == 1,
+        f"sample: rows of logits must be contiguous, got strides {logits.stride()}",
+    )
     if dtype_name(logits.dtype) not in LOGITS:
         raise TypeError(f"sample: logits must be {' or '.join(LOGITS)}, got {logits.dtype}")
     given = (temperature, top_k, top_p, min_p, seed, index)
     for (name, dtype), tensor in zip(_PARAMETERS, given, strict=True):
         if dtype_name(tensor.dtype) != dtype:
             raise TypeError(f"sample: {name} must be {dtype}, got {tensor.dtype}")
-        need(tuple(tensor.shape) == (m,) and tensor.is_contiguous(),
-             f"sample: {name} must be a contiguous [{m}], one for each row of logits, got {tuple(tensor.shape)}")  # fmt: skip
-        need(tensor.device == logits.device, f"sample: {name} is on {tensor.device}, logits on {logits.device}")
+        need(
+            tuple(tensor.shape) == (m,) and tensor.is_contiguous(),
+            f"sample: {name} must be a contiguous [{m}], one for each row of logits, got {tuple(tensor.shape)}",
+        )
+        need(
+            tensor.device == logits.device, f"sample: {name} is on {tensor.device}, logits on {logits.device}"
+        )
     return {"m": m, "v": v, "x": dtype_name(logits.dtype)}
 
 
 def guard(
-    problem: Problem, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any,
-    workspace: Any, ids: Any,
-) -> int:  # fmt: skip
+    problem: Problem,
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any,
+    ids: Any,
+) -> int:
     """Rows of a planned call; ValueError if it is not one of `problem`."""
     m = logits.shape[0]
-    if (logits.dim() != 2 or logits.shape[1] != problem.values[1][1] or dtype_name(logits.dtype) != problem.values[2][1]
-            or (logits.stride(1) != 1 and logits.shape[1] != 1)):  # fmt: skip
-        raise ValueError(f"sample planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype} with strides "
-                         f"{logits.stride()}")  # fmt: skip
+    if (
+        logits.dim() != 2
+        or logits.shape[1] != problem.values[1][1]
+        or dtype_name(logits.dtype) != problem.values[2][1]
+        or (logits.stride(1) != 1 and logits.shape[1] != 1)
+    ):
+        raise ValueError(
+            f"sample planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype} with strides "
+            f"{logits.stride()}"
+        )
     given = (temperature, top_k, top_p, min_p, seed, index, ids)
     for (name, dtype), tensor in zip((*_PARAMETERS, ("ids", "int64")), given, strict=True):
         if tensor.shape != (m,) or dtype_name(tensor.dtype) != dtype or not tensor.is_contiguous():
-            raise ValueError(f"sample: {name} must be a contiguous [{m}] {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+            raise ValueError(
+                f"sample: {name} must be a contiguous [{m}] {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+            )
     return int(m)
 
 
 def like(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any, workspace: Any = None
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any = None,
 ) -> tuple[tuple[Any, Any], ...]:
     """Shape and dtype of the output."""
     import torch
@@ -141,9 +191,14 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     def pick(*values: float) -> Any:
         return torch.tensor(values)[torch.randint(len(values), (m,), generator=generator)]
 
-    parameters = [pick(0.0, 0.7, 1.0, 1.5), pick(0, 0, 1, 5, 40).to(torch.int32), pick(1.0, 0.9, 0.5), pick(0.0, 0.0, 0.05),
-                  torch.randint(-(2**62), 2**62, (m,), generator=generator) * 2 + 1,
-                  torch.randint(0, 2**40, (m,), generator=generator)]  # fmt: skip
+    parameters = [
+        pick(0.0, 0.7, 1.0, 1.5),
+        pick(0, 0, 1, 5, 40).to(torch.int32),
+        pick(1.0, 0.9, 0.5),
+        pick(0.0, 0.0, 0.05),
+        torch.randint(-(2**62), 2**62, (m,), generator=generator) * 2 + 1,
+        torch.randint(0, 2**40, (m,), generator=generator),
+    ]
     return [logits.to(device), *(parameter.to(device) for parameter in parameters), None]
 
 

@@ -14,15 +14,32 @@ ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, c_int)
 
 
 def launch(
-    config: Config, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any,
-    workspace: Any, ids: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any,
+    ids: Any,
+) -> None:
     """logits [B, V] -> ids [B]."""
     code = cpu_function("gm_sample", config["level"], ARGUMENTS)(
-        logits.data_ptr(), logits.stride(0), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
-        seed.data_ptr(), index.data_ptr(), ids.data_ptr(), logits.shape[0], logits.shape[1],
+        logits.data_ptr(),
+        logits.stride(0),
+        temperature.data_ptr(),
+        top_k.data_ptr(),
+        top_p.data_ptr(),
+        min_p.data_ptr(),
+        seed.data_ptr(),
+        index.data_ptr(),
+        ids.data_ptr(),
+        logits.shape[0],
+        logits.shape[1],
         CPU_DTYPE[dtype_name(logits.dtype)],
-    )  # fmt: skip
+    )
     check(code, "sample_cpu")
 
 

@@ -10,9 +10,17 @@ from gristmill.kernels.sampling.sample import reference
 
 
 def launch(
-    config: Config, logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, index: Any,
-    workspace: Any, ids: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    index: Any,
+    workspace: Any,
+    ids: Any,
+) -> None:
     """logits [B, V] -> ids [B]. The reference is plain torch operators without synchronisation: this runs it."""
     ids.copy_(reference(logits, temperature, top_k, top_p, min_p, seed, index))
 

@@ -40,8 +40,13 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 def _config(problem: Problem, block: int, warps: int) -> Config:
     m, v = max(problem.integer("m"), 1), problem.integer("v")
     block = min(block, max(256, 1 << (v - 1).bit_length()))
-    return {"block": block, "warps": warps, "splits": min(-(-v // block), max(1, PROGRAMS // m), 1024),
-            "search": 2048, "search_warps": 16}  # fmt: skip
+    return {
+        "block": block,
+        "warps": warps,
+        "splits": min(-(-v // block), max(1, PROGRAMS // m), 1024),
+        "search": 2048,
+        "search_warps": 16,
+    }
 
 
 def group_of(v: int) -> int:
@@ -53,17 +58,27 @@ def pieces(rows: int, v: int, splits: int) -> tuple[tuple[str, int], ...]:
     """(dtype, elements) of what the kernels leave for each other."""
     parts, listed = rows * splits, min(v, LISTED)
     return (
-        ("float32", rows * -(-v // group_of(v))), ("float32", rows),  # largest of each group, of each row
-        ("int32", rows * -(-v // group_of(v))), ("int32", rows),  # groups that top_k needs
-        ("int32", rows * 3), ("int32", rows), ("int32", parts * 256),  # brackets, candidates found, histograms
-        ("int64", parts * 2), ("int32", rows * 2),  # masses, pivots
-        ("float64", parts), ("int32", parts),  # draw: score, token
-        ("int32", rows * listed), ("int32", rows * listed),  # candidates: key, token
-    )  # fmt: skip
+        ("float32", rows * -(-v // group_of(v))),
+        ("float32", rows),  # largest of each group, of each row
+        ("int32", rows * -(-v // group_of(v))),
+        ("int32", rows),  # groups that top_k needs
+        ("int32", rows * 3),
+        ("int32", rows),
+        ("int32", parts * 256),  # brackets, candidates found, histograms
+        ("int64", parts * 2),
+        ("int32", rows * 2),  # masses, pivots
+        ("float64", parts),
+        ("int32", parts),  # draw: score, token
+        ("int32", rows * listed),
+        ("int32", rows * listed),  # candidates: key, token
+    )
 
 
 def _sizes(rows: int, v: int, splits: int) -> list[int]:
-    return [-(-count * (8 if "64" in dtype else 4) // ALIGNMENT) * ALIGNMENT for dtype, count in pieces(rows, v, splits)]
+    return [
+        -(-count * (8 if "64" in dtype else 4) // ALIGNMENT) * ALIGNMENT
+        for dtype, count in pieces(rows, v, splits)
+    ]
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
@@ -81,9 +96,16 @@ def carve(space: Any, like: Any, rows: int, v: int, splits: int) -> list[Any]:
     sizes = _sizes(rows, v, splits)
     if space is None:
         space = torch.empty(sum(sizes), dtype=torch.uint8, device=like.device)
-    if space.device != like.device or not space.is_contiguous() or space.nbytes < sum(sizes) or space.data_ptr() % 16:
-        raise ValueError(f"sample: the workspace must be {sum(sizes)} contiguous bytes on {like.device}, 16-byte aligned, got "
-                         f"{space.nbytes} on {space.device}")  # fmt: skip
+    if (
+        space.device != like.device
+        or not space.is_contiguous()
+        or space.nbytes < sum(sizes)
+        or space.data_ptr() % 16
+    ):
+        raise ValueError(
+            f"sample: the workspace must be {sum(sizes)} contiguous bytes on {like.device}, 16-byte aligned, got "
+            f"{space.nbytes} on {space.device}"
+        )
     flat, found, start = space.view(-1).view(torch.uint8), [], 0
     for (dtype, count), size in zip(pieces(rows, v, splits), sizes, strict=True):
         found.append(flat[start : start + size].view(getattr(torch, dtype))[:count])

@@ -23,7 +23,13 @@ from gristmill.quant.sharding import drop_regular
 
 
 def packed(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
+    source: Source,
+    module: str,
+    shape: tuple[int, ...],
+    scheme: QuantScheme,
+    activation: str | None,
+    static: bool,
+    place: Place,
 ) -> StoredWeight:
     """Integers of 1 to 8 bits in int32 words."""
     need(source, module, (".weight_packed", ".weight_scale"), "pack-quantized integers")
@@ -31,7 +37,11 @@ def packed(
     names = [f"{module}.weight_packed", f"{module}.weight_scale"]
     width = source.spec(names[0])[1][-1:]
     dense, padded = -(-k * bits // 32), -(-k // (32 // bits))
-    held = source.read(names[0], (*shape[:-1], *(width if width in ((dense,), (padded,)) else (dense,))), dtypes=(torch.int32,))
+    held = source.read(
+        names[0],
+        (*shape[:-1], *(width if width in ((dense,), (padded,)) else (dense,))),
+        dtypes=(torch.int32,),
+    )
     is_dense = width == (dense,)
     codes = words.stream(held, bits, k) if is_dense else _pack(words.padded_codes(held, bits, k), bits)
     if f"{module}.weight_shape" in source:
@@ -50,7 +60,9 @@ def packed(
         names.append(f"{module}.weight_zero_point")
         groups = scheme.groups(k)
         count = -(-n * bits // 32) if is_dense else -(-n // (32 // bits))
-        along_n = source.read(names[-1], (*shape[:-2], count, groups), dtypes=(torch.int32,)).transpose(-1, -2)
+        along_n = source.read(names[-1], (*shape[:-2], count, groups), dtypes=(torch.int32,)).transpose(
+            -1, -2
+        )
         unpack = words.codes if is_dense else words.padded_codes
         zero = unpack(along_n.contiguous(), bits, n).transpose(-1, -2).contiguous()
     weight = make(module, codes, scales, shape, scheme, zero, g_idx=g_idx)
@@ -58,7 +70,13 @@ def packed(
 
 
 def plain(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
+    source: Source,
+    module: str,
+    shape: tuple[int, ...],
+    scheme: QuantScheme,
+    activation: str | None,
+    static: bool,
+    place: Place,
 ) -> StoredWeight:
     """int8 or float8 as they are."""
     need(source, module, (".weight", ".weight_scale"), f"{scheme.weight} weights")
@@ -71,7 +89,9 @@ def plain(
             weight = make(module, codes, _scales(source, module, shape, scheme), shape, scheme)
         return _with_input(source, module, StoredWeight(weight, tuple(names), activation), False, static)
     if scheme.bits != 8:
-        raise FormatError(f"{module}: {scheme.bits}-bit integers one a byte are not read; known: int8, or pack-quantized")
+        raise FormatError(
+            f"{module}: {scheme.bits}-bit integers one a byte are not read; known: int8, or pack-quantized"
+        )
     signed = as_bytes(source.read(names[0], shape, dtypes=(torch.int8,)))
     codes = torch.bitwise_xor(signed, 0x80, out=place(tuple(signed.shape)))
     scales = _scales(source, module, shape, scheme)
@@ -86,7 +106,13 @@ def plain(
 
 
 def nvfp4(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
+    source: Source,
+    module: str,
+    shape: tuple[int, ...],
+    scheme: QuantScheme,
+    activation: str | None,
+    static: bool,
+    place: Place,
 ) -> StoredWeight:
     """E2M1 with E4M3 scales and a global divisor."""
     need(source, module, (".weight_packed", ".weight_scale", ".weight_global_scale"), "NVFP4")
@@ -98,18 +124,32 @@ def nvfp4(
 
 
 def mxfp4(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
+    source: Source,
+    module: str,
+    shape: tuple[int, ...],
+    scheme: QuantScheme,
+    activation: str | None,
+    static: bool,
+    place: Place,
 ) -> StoredWeight:
     """E2M1 with E8M0 scales."""
     need(source, module, (".weight_packed", ".weight_scale"), "MXFP4")
     codes, scales = _floats4(source, module, shape, 32, torch.uint8)
     return StoredWeight(
-        make(module, codes, scales, shape, scheme), (f"{module}.weight_packed", f"{module}.weight_scale"), activation
+        make(module, codes, scales, shape, scheme),
+        (f"{module}.weight_packed", f"{module}.weight_scale"),
+        activation,
     )
 
 
 def mxfp8(
-    source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme, activation: str | None, static: bool, place: Place
+    source: Source,
+    module: str,
+    shape: tuple[int, ...],
+    scheme: QuantScheme,
+    activation: str | None,
+    static: bool,
+    place: Place,
 ) -> StoredWeight:
     """E4M3 with E8M0 scales."""
     need(source, module, (".weight", ".weight_scale"), "MXFP8")
@@ -159,7 +199,9 @@ def _g_idx(source: Source, name: str, scheme: QuantScheme, k: int) -> Tensor | N
     return drop_regular(g_idx.to(torch.int32, copy=True), scheme.group_size or k)
 
 
-def _with_input(source: Source, module: str, found: StoredWeight, divisor: bool, static: bool) -> StoredWeight:
+def _with_input(
+    source: Source, module: str, found: StoredWeight, divisor: bool, static: bool
+) -> StoredWeight:
     """With the static activation scale, a divisor in NVFP4; FormatError where the configuration promises one."""
     name = f"{module}.{'input_global_scale' if divisor else 'input_scale'}"
     if name not in source:
@@ -169,7 +211,11 @@ def _with_input(source: Source, module: str, found: StoredWeight, divisor: bool,
     scale = one_number(source, name)
     extra = [name] + [n for n in (f"{module}.input_zero_point",) if n in source]
     return StoredWeight(
-        found.weight, (*found.names, *extra), found.activation, 1 / scale if divisor else scale, found.pre_scale
+        found.weight,
+        (*found.names, *extra),
+        found.activation,
+        1 / scale if divisor else scale,
+        found.pre_scale,
     )
 
 

@@ -46,14 +46,18 @@ class Awq:
         fields = Fields(config, where)
         version = fields.get("version", str, "gemm").lower()
         if version != "gemm":
-            raise FormatError(f"{where}: AWQ version {version!r} is not read; known: gemm (convert it with AutoAWQ)")
+            raise FormatError(
+                f"{where}: AWQ version {version!r} is not read; known: gemm (convert it with AutoAWQ)"
+            )
         bits = fields.get("bits", int, None) or fields.get("w_bit", int, 4)
         if bits != 4:
             raise FormatError(f"{where}: AWQ has 4 bits, got {bits}")
         self.group = fields.get("group_size", int, None) or fields.get("q_group_size", int, 128)
         self.zero_point = fields.get("zero_point", bool, True)
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         if f"{module}.qweight" not in source:
             return None
@@ -62,15 +66,23 @@ class Awq:
         n, k = shape
         group = k if self.group in (-1, k) else self.group
         if n % 8 or group < 1 or k % group:
-            raise FormatError(f"{module}: AWQ needs N a multiple of 8 and K of its groups of {group}, got [{n}, {k}]")
+            raise FormatError(
+                f"{module}: AWQ needs N a multiple of 8 and K of its groups of {group}, got [{n}, {k}]"
+            )
         names = [f"{module}.qweight", f"{module}.scales"]
         need(source, module, (".scales", ".qzeros") if self.zero_point else (".scales",), "AWQ")
         packed = rows(source.read(names[0], (k, n // 8), dtypes=(torch.int32,)), place)
-        scales = source.read(names[1], (k // group, n), dtypes=FLOATS).t().clone(memory_format=torch.contiguous_format)
+        scales = (
+            source.read(names[1], (k // group, n), dtypes=FLOATS)
+            .t()
+            .clone(memory_format=torch.contiguous_format)
+        )
         zeros = None
         if f"{module}.qzeros" in source:
             names.append(f"{module}.qzeros")
-            zeros = natural(source.read(names[2], (k // group, n // 8), dtypes=(torch.int32,))).t().contiguous()
+            zeros = (
+                natural(source.read(names[2], (k // group, n // 8), dtypes=(torch.int32,))).t().contiguous()
+            )
             if not self.zero_point and bool((zeros == 8).all()):
                 zeros = None
         scheme = QuantScheme.integer(4, None if group == k else group, zero_points=zeros is not None)

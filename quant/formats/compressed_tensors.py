@@ -85,7 +85,10 @@ class CompressedTensors:
         if form not in READERS:
             raise FormatError(f"{fields.where}: format {form!r} is not read; known: {', '.join(READERS)}")
         weights = fields.section("weights")
-        scheme, ordered = weight_scheme(weights, form), weights.data.get("actorder") in ("group", "dynamic", True)
+        scheme, ordered = (
+            weight_scheme(weights, form),
+            weights.data.get("actorder") in ("group", "dynamic", True),
+        )
         given = fields.data.get("input_activations")
         if given is None:
             return Group(name, targets, form, scheme, ordered=ordered)
@@ -106,13 +109,17 @@ class CompressedTensors:
                 return found[0]
         return None
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         group = self.rule(module)
         if group is None or group.scheme is None:
             return None
         if group.ordered and group.form == "pack-quantized" and f"{module}.weight_g_idx" not in source:
-            raise FormatError(f"{module}: config group {group.name} has actorder by groups, and there is no {module}.weight_g_idx")
+            raise FormatError(
+                f"{module}: config group {group.name} has actorder by groups, and there is no {module}.weight_g_idx"
+            )
         return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static, place)
 
 
@@ -120,7 +127,9 @@ def weight_scheme(fields: Fields, form: str) -> QuantScheme:
     """The scheme of a group's ``weights``; FormatError for one that has none here, or that its format does not store."""
     bits, kind = fields.get("num_bits", int, 8), fields.one_of("type", ("int", "float"), "int")
     size = fields.get("group_size", int, None)
-    strategy = fields.get("strategy", str, None) or ("tensor" if size is None else "channel" if size == -1 else "group")
+    strategy = fields.get("strategy", str, None) or (
+        "tensor" if size is None else "channel" if size == -1 else "group"
+    )
     symmetric = fields.get("symmetric", bool, True)
     what = f"{bits}-bit {kind} weights, strategy {strategy}, group size {size}, format {form}"
     name = None
@@ -130,7 +139,10 @@ def weight_scheme(fields: Fields, form: str) -> QuantScheme:
         if strategy == "group" and size is not None and size > 0:
             return QuantScheme.integer(bits, size, zero_points=not symmetric)
     elif kind == "float" and symmetric:
-        block = strategy == "block" and list(fields.get("block_structure", (list, tuple), ())) == [BLOCK, BLOCK]
+        block = strategy == "block" and list(fields.get("block_structure", (list, tuple), ())) == [
+            BLOCK,
+            BLOCK,
+        ]
         if form in ("float-quantized", "naive-quantized") and bits == 8:
             name = {"tensor": "fp8", "channel": "fp8_ch"}.get(strategy, "fp8_block" if block else None)
         elif form == "nvfp4-pack-quantized" and (bits, size) == (4, 16):
@@ -138,7 +150,9 @@ def weight_scheme(fields: Fields, form: str) -> QuantScheme:
         elif (form, bits, size) in (("mxfp4-pack-quantized", 4, 32), ("mxfp8-quantized", 8, 32)):
             name = form[:5]
     if name is None:
-        raise FormatError(f"{fields.where}: {what}{'' if symmetric else ', asymmetric'}: no scheme holds these")
+        raise FormatError(
+            f"{fields.where}: {what}{'' if symmetric else ', asymmetric'}: no scheme holds these"
+        )
     return QuantScheme.parse(name)
 
 
@@ -149,7 +163,9 @@ def _activation(fields: Fields, weights: QuantScheme) -> str | None:
     if kind == "float" and bits == 8:
         if strategy == "group" and size == 32:
             return "mxfp8"
-        return {"tensor": "fp8", "token": "fp8_token", "group": "fp8_g128"}.get(strategy, f"float8 by {strategy}")
+        return {"tensor": "fp8", "token": "fp8_token", "group": "fp8_g128"}.get(
+            strategy, f"float8 by {strategy}"
+        )
     if kind == "float" and bits == 4:
         return "nvfp4" if size == 16 else "mxfp4"
     return "int8_token" if (kind, bits, strategy) == ("int", 8, "token") else f"{kind}{bits} by {strategy}"

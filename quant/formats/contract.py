@@ -23,8 +23,11 @@ FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 _LARGEST: Final = {
-    "fp8": numeric.E4M3_MAX, "mxfp8": numeric.E4M3_MAX, "mxfp4": numeric.E2M1_MAX, "nvfp4": numeric.E2M1_MAX,
-}  # fmt: skip
+    "fp8": numeric.E4M3_MAX,
+    "mxfp8": numeric.E4M3_MAX,
+    "mxfp4": numeric.E2M1_MAX,
+    "nvfp4": numeric.E2M1_MAX,
+}
 """Largest magnitude of a code."""
 
 
@@ -44,7 +47,11 @@ class Source(Protocol):
         ...
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """The tensor as stored, which must have this shape and one of these dtypes. Its memory may be a mapped file's."""
         ...
@@ -69,7 +76,11 @@ class Tensors:
         return self.tensors[name].dtype, tuple(self.tensors[name].shape)
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """The tensor; FormatError when it is not there or not as expected."""
         dtype, found = self.spec(name)
@@ -114,7 +125,9 @@ class Format(Protocol):
 
     name: str
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, of logical shape (..., N, K); None when it is not quantized.
 
         place: gives the memory for codes that the reader has to rearrange; other codes are the source's own.
@@ -193,7 +206,11 @@ def need(source: Source, module: str, suffixes: Collection[str], form: str) -> N
     """FormatError unless the module has all these tensors."""
     missing = [f"{module}{suffix}" for suffix in suffixes if f"{module}{suffix}" not in source]
     if missing:
-        found = sorted(n for n in source if n.startswith((f"{module}.", f"{module}_")) and n.count(".") <= module.count(".") + 1)
+        found = sorted(
+            n
+            for n in source
+            if n.startswith((f"{module}.", f"{module}_")) and n.count(".") <= module.count(".") + 1
+        )
         raise FormatError(
             f"{module} is stored as {form}, which needs tensor {missing[0]}; found {', '.join(found) or 'none of it'}"
         )
@@ -216,7 +233,9 @@ def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
     if weight.global_scale is not None:
         largest *= float(weight.global_scale.abs().max())
     if largest > torch.finfo(torch.float32).max:
-        raise FormatError(f"{module}: {weight.scheme} scales are so large that weights may pass float32: up to {largest:.2g}")
+        raise FormatError(
+            f"{module}: {weight.scheme} scales are so large that weights may pass float32: up to {largest:.2g}"
+        )
     return weight
 
 

@@ -54,11 +54,15 @@ class DeepSeekFp8:
         self.static = fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
         size = fields.get("weight_block_size", (list, tuple), None)
         if size is not None and list(size) != [BLOCK, BLOCK]:
-            raise FormatError(f"{where}: weight_block_size {list(size)} is not read; known: [{BLOCK}, {BLOCK}] or none")
+            raise FormatError(
+                f"{where}: weight_block_size {list(size)} is not read; known: [{BLOCK}, {BLOCK}] or none"
+            )
         self.blocks = size is not None
         self.exceptions = fields.strings("modules_to_not_convert") + fields.strings("ignored_layers")
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         name = f"{module}.weight"
         need(source, module, (".weight",), "FP8")

@@ -41,7 +41,9 @@ class GgufFile:
         self._reader, self.metadata = _open(self.path)
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in MODULES:
-            raise FormatError(f"{self.path}: architecture {self.architecture!r} is not read; known: {', '.join(MODULES)}")
+            raise FormatError(
+                f"{self.path}: architecture {self.architecture!r} is not read; known: {', '.join(MODULES)}"
+            )
         self._heads: dict[str, int] = {}
         if self.architecture == "llama":
             heads = self._count("attention.head_count")
@@ -49,7 +51,9 @@ class GgufFile:
         layers, key = self._count("block_count"), f"{self.architecture}.expert_count"
         experts = self._count("expert_count") if self.metadata.get(key) else 0
         if layers > len(self._reader.tensors):
-            raise FormatError(f"{self.path} says it has {layers} layers, and has {len(self._reader.tensors)} tensors")
+            raise FormatError(
+                f"{self.path} says it has {layers} layers, and has {len(self._reader.tensors)} tensors"
+            )
         translate = _translation(self.architecture, layers, bool(experts))
         self.rope_factors: tuple[float, ...] = ()
         self.names: dict[str, str] = {}
@@ -64,12 +68,16 @@ class GgufFile:
                 continue
             known = translate.get(base)
             if not dot or known is None:
-                raise FormatError(f"{self.path}: tensor {tensor.name} of architecture {self.architecture} is not read")
+                raise FormatError(
+                    f"{self.path}: tensor {tensor.name} of architecture {self.architecture} is not read"
+                )
             if "{expert}" not in known:
                 self._add(f"{known}.{suffix}", tensor, shape, tensor.data)
                 continue
             if len(shape) != 3 or shape[0] != experts or experts > MOST_EXPERTS:
-                raise FormatError(f"{self.path}: tensor {tensor.name} must have shape [{experts}, N, K], got {list(shape)}")
+                raise FormatError(
+                    f"{self.path}: tensor {tensor.name} must have shape [{experts}, N, K], got {list(shape)}"
+                )
             for expert, data in enumerate(tensor.data):
                 self._add(f"{known.format(expert=expert)}.{suffix}", tensor, shape[1:], data)
 
@@ -91,14 +99,22 @@ class GgufFile:
         return (torch.uint8, tuple(self._data[name].shape)) if dtype is None else (dtype, self._shapes[name])
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """The tensor as `spec` says, rows in the order of Hugging Face."""
         dtype, found = self.spec(name)
         if dtypes is not None and dtype not in dtypes:
-            raise FormatError(f"{self.path}: tensor {self.names[name]} must be {_listed(dtypes)}, got {self.kinds[name]}")
+            raise FormatError(
+                f"{self.path}: tensor {self.names[name]} must be {_listed(dtypes)}, got {self.kinds[name]}"
+            )
         if shape is not None and found != shape:
-            raise FormatError(f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(found)}")
+            raise FormatError(
+                f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(found)}"
+            )
         held = torch.from_numpy(self._data[name])
         if dtype == torch.bfloat16:
             held = held.view(torch.uint8).view(torch.bfloat16)
@@ -134,14 +150,18 @@ class GgufFile:
         if heads is None:
             return rows
         if rows.shape[0] % (2 * heads):
-            raise FormatError(f"{self.path}: {self.names[name]} has {rows.shape[0]} rows, not those of {heads} heads")
+            raise FormatError(
+                f"{self.path}: {self.names[name]} has {rows.shape[0]} rows, not those of {heads} heads"
+            )
         order = torch.arange(rows.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
         return rows.view(torch.uint8).view(rows.shape[0], -1)[order].view(rows.dtype).view(rows.shape)
 
     def _count(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 20:
-            raise FormatError(f"{self.path}: {self.architecture}.{key} must be a positive number, got {value!r}")
+            raise FormatError(
+                f"{self.path}: {self.architecture}.{key} must be a positive number, got {value!r}"
+            )
         return value
 
     def _check(self, name: str) -> None:
@@ -157,17 +177,25 @@ class Gguf:
     def __init__(self, config: Mapping[str, Any] | None = None, where: str = "") -> None:
         """There is no configuration: a file says of each tensor what it is."""
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats or not at all."""
         name = f"{module}.weight"
         if not isinstance(source, GgufFile):
-            raise FormatError(f"{module}: GGUF blocks are read from a GGUF file, not from {type(source).__name__}")
+            raise FormatError(
+                f"{module}: GGUF blocks are read from a GGUF file, not from {type(source).__name__}"
+            )
         if name not in source or source.kinds[name] in DENSE:
             return None
         if source.shape(name) != shape:
             own = source.names[name]
-            raise FormatError(f"{source.path}: tensor {own} must have shape {list(shape)}, got {list(source.shape(name))}")
-        return StoredWeight(read_blocks(source.names[name], source.kinds[name], source.read(name), shape, place), (name,))
+            raise FormatError(
+                f"{source.path}: tensor {own} must have shape {list(shape)}, got {list(source.shape(name))}"
+            )
+        return StoredWeight(
+            read_blocks(source.names[name], source.kinds[name], source.read(name), shape, place), (name,)
+        )
 
 
 def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
@@ -181,14 +209,20 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
         raise FormatError(f"{path} is not a GGUF file: it begins with {magic[:4]!r}")
     version = int.from_bytes(magic[4:8], "little")
     if version not in (2, 3):
-        raise FormatError(f"{path}: GGUF version {version} is not read (or its byte order is big-endian); known: 2, 3")
+        raise FormatError(
+            f"{path}: GGUF version {version} is not read (or its byte order is big-endian); known: 2, 3"
+        )
     check(path, lambda what: FormatError(f"{path} is truncated or corrupt: {what}"))
     try:
         import gguf
     except ImportError as error:
-        raise ImportError("reading GGUF files needs the gguf package: pip install 'gristmill[gguf]'") from error
+        raise ImportError(
+            "reading GGUF files needs the gguf package: pip install 'gristmill[gguf]'"
+        ) from error
     try:
-        reader = gguf.GGUFReader(path, "c")  # mapped; what somebody writes stays in memory, and torch does not warn of it
+        reader = gguf.GGUFReader(
+            path, "c"
+        )  # mapped; what somebody writes stays in memory, and torch does not warn of it
         return reader, _metadata(reader)
     except FormatError:
         raise
@@ -217,7 +251,11 @@ def _translation(architecture: str, layers: int, experts: bool) -> dict[str, str
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[architecture], layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
-    of_layer = MODULES[architecture] if not experts else (*MODULES[architecture][:-3], *EXPERTS.get(architecture, ()))
+    of_layer = (
+        MODULES[architecture]
+        if not experts
+        else (*MODULES[architecture][:-3], *EXPERTS.get(architecture, ()))
+    )
     modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in of_layer]
     found = {}
     for module in modules:
@@ -228,14 +266,24 @@ def _translation(architecture: str, layers: int, experts: bool) -> dict[str, str
 
 
 _LLAMA = (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 _QWEN3 = ("self_attn.q_norm", "self_attn.k_norm", *_LLAMA)
 MODULES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3, "qwen3moe": _QWEN3}
 """ggml's architectures -> the modules of a layer; the last three are those of a dense feed-forward block."""
 EXPERTS = {
-    "llama": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{expert}}.{w}" for w in ("w1", "w2", "w3"))),
+    "llama": (
+        "block_sparse_moe.gate",
+        *(f"block_sparse_moe.experts.{{expert}}.{w}" for w in ("w1", "w2", "w3")),
+    ),
     "qwen3moe": ("mlp.gate", *(f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down"))),
 }
 """What stands in place of those three where a file has experts; Mixtral is of the architecture llama."""

@@ -51,7 +51,9 @@ class BlockType:
     fields: Callable[[Tensor], Fields]
 
 
-def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...], place: Place = new_codes) -> QuantTensor:
+def read_blocks(
+    name: str, kind: str, blocks: Tensor, shape: tuple[int, ...], place: Place = new_codes
+) -> QuantTensor:
     """The bytes of a tensor, uint8 [..., N, bytes of a row], of a type by ggml's name -> QuantTensor [..., N, K].
 
     Raises:
@@ -72,7 +74,9 @@ def read_blocks(name: str, kind: str, blocks: Tensor, shape: tuple[int, ...], pl
     for start in range(0, rows.shape[0], step):
         codes, scales, offsets = found.fields(rows[start : start + step].unflatten(-1, (-1, found.size)))
         stream = codes.shape[-1] * 8 == found.values * scheme.bits
-        out[start : start + step] = codes.flatten(-2) if stream else numeric.pack_bits(codes.flatten(-2), scheme.bits)
+        out[start : start + step] = (
+            codes.flatten(-2) if stream else numeric.pack_bits(codes.flatten(-2), scheme.bits)
+        )
         pieces.append((scales.flatten(-2),) if offsets is None else (scales.flatten(-2), offsets.flatten(-2)))
     fields = [torch.cat(parts).view(*shape[:-1], -1) for parts in zip(*pieces, strict=True)]
     return make(name, packed, fields[0], shape, scheme, fields[1] if len(fields) > 1 else None)

@@ -25,7 +25,16 @@ from torch import Tensor
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import numeric
 from gristmill.quant.formats import words
-from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, make, need, new_codes
+from gristmill.quant.formats.contract import (
+    Fields,
+    FormatError,
+    Place,
+    Source,
+    StoredWeight,
+    make,
+    need,
+    new_codes,
+)
 
 BITS = (2, 3, 4, 8)
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,7 +53,9 @@ class Gptq:
         self.symmetric = fields.get("sym", bool, True)
         self.ordered = fields.get("desc_act", bool, False)
         if fields.get("is_marlin_format", bool, False):
-            raise FormatError(f"{where}: is_marlin_format: weights in Marlin's order are not read; known: gptq, gptq_v2")
+            raise FormatError(
+                f"{where}: is_marlin_format: weights in Marlin's order are not read; known: gptq, gptq_v2"
+            )
         version = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         self.zero_offset = 1 if version == "gptq" else 0
         self.dynamic: list[tuple[re.Pattern[str], tuple[int, int, bool] | None]] = []
@@ -54,7 +65,9 @@ class Gptq:
                 compiled = re.compile(text)
             except re.error as error:
                 raise FormatError(f"{where}.dynamic: {text!r} is no regular expression: {error}") from error
-            rule = None if sign == "-" else self._rule(Fields(override or {}, f"{where}.dynamic[{pattern!r}]"))
+            rule = (
+                None if sign == "-" else self._rule(Fields(override or {}, f"{where}.dynamic[{pattern!r}]"))
+            )
             self.dynamic.append((compiled, rule))
 
     def rule(self, module: str) -> tuple[int, int, bool] | None:
@@ -68,13 +81,17 @@ class Gptq:
         bits = _bits(override) if "bits" in override.data else self.bits
         return bits, override.get("group_size", int, self.group), override.get("sym", bool, self.symmetric)
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         rule = self.rule(module)
         if f"{module}.qweight" not in source:
             return None
         if rule is None:
-            raise FormatError(f"{module}: {self.where}.dynamic says it is not quantized, but there is {module}.qweight")
+            raise FormatError(
+                f"{module}: {self.where}.dynamic says it is not quantized, but there is {module}.qweight"
+            )
         if len(shape) != 2:
             raise FormatError(f"{module}: GPTQ stores matrices [N, K], not {list(shape)}")
         bits, group, symmetric = rule
@@ -89,20 +106,32 @@ class Gptq:
         groups = -(-k // size)
         codes = source.read(f"{module}.qweight", (k * bits // 32, n), dtypes=(torch.int32,))
         packed = source.read(f"{module}.qzeros", (groups, n * bits // 32), dtypes=(torch.int32,))
-        scales = source.read(f"{module}.scales", (groups, n), dtypes=SCALES).t().clone(memory_format=torch.contiguous_format)
-        middle = torch.full((n,), ((1 << (bits - 1)) - self.zero_offset) & ((1 << bits) - 1), dtype=torch.uint8)
-        implicit = symmetric and bool((packed == words.to_words(numeric.pack_bits(middle, bits), packed.shape[1])).all())
+        scales = (
+            source.read(f"{module}.scales", (groups, n), dtypes=SCALES)
+            .t()
+            .clone(memory_format=torch.contiguous_format)
+        )
+        middle = torch.full(
+            (n,), ((1 << (bits - 1)) - self.zero_offset) & ((1 << bits) - 1), dtype=torch.uint8
+        )
+        implicit = symmetric and bool(
+            (packed == words.to_words(numeric.pack_bits(middle, bits), packed.shape[1])).all()
+        )
         zeros = None if implicit else self._zeros(words.codes(packed, bits, n), bits).t().contiguous()
         g_idx, names = None, [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
         if f"{module}.g_idx" in source:
             names.append(f"{module}.g_idx")
             g_idx = self._g_idx(source, names[-1], k, groups)
         elif self.ordered and groups > 1:
-            raise FormatError(f"{module}: {self.where}.desc_act says that columns are in an order, and there is no {module}.g_idx")
+            raise FormatError(
+                f"{module}: {self.where}.desc_act says that columns are in an order, and there is no {module}.g_idx"
+            )
         if groups == 1:
             g_idx = None
         # A group that is the whole row keeps its name: experts' matrices of other K have the same scheme.
-        scheme = QuantScheme.integer(bits, None if group == -1 or size > k else size, zero_points=not implicit)
+        scheme = QuantScheme.integer(
+            bits, None if group == -1 or size > k else size, zero_points=not implicit
+        )
         # a column of words is a row's bit stream
         stream = words.stream(codes.t(), bits, k, place)
         return StoredWeight(make(module, stream, scales, shape, scheme, zeros, g_idx=g_idx), tuple(names))

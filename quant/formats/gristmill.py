@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, make, need, new_codes
+from gristmill.quant.formats.contract import (
+    Fields,
+    FormatError,
+    Place,
+    Source,
+    StoredWeight,
+    make,
+    need,
+    new_codes,
+)
 
 FIELDS = ("codes", "scales", "zero", "global_scale")
 
@@ -25,18 +34,28 @@ class Gristmill:
         fields = Fields(config, where)
         version = fields.get("version", int, 1)
         if version != 1:
-            raise FormatError(f"{where}: version {version} was written by a newer gristmill; this one reads 1")
+            raise FormatError(
+                f"{where}: version {version} was written by a newer gristmill; this one reads 1"
+            )
         try:
             self.scheme = QuantScheme.parse(fields.get("scheme", str))
         except ValueError as error:
             raise FormatError(f"{where}: {error}") from error
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module; only matrices are stored so, experts one by one."""
         need(source, module, (".codes",), f"{self.scheme} by gristmill")
         names = {field: f"{module}.{field}" for field in FIELDS if f"{module}.{field}" in source}
         held = {field: source.read(name) for field, name in names.items()}
         weight = make(
-            module, held["codes"], held.get("scales"), shape, self.scheme, held.get("zero"), held.get("global_scale")
+            module,
+            held["codes"],
+            held.get("scales"),
+            shape,
+            self.scheme,
+            held.get("zero"),
+            held.get("global_scale"),
         )
         return StoredWeight(weight, tuple(names.values()))

@@ -83,10 +83,14 @@ class ModelOpt:
             return self.algorithm
         found: set[str] = {algorithm for pattern, algorithm in self.layers.items() if _lists(pattern, module)}
         if len(found) > 1:
-            raise FormatError(f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}")
+            raise FormatError(
+                f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}"
+            )
         return found.pop() if found else None
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module, None where it is stored in floats."""
         algorithm = self.rule(module)
         if algorithm is None:
@@ -137,10 +141,14 @@ def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantSc
             raise FormatError(f"{module}: FP8_PB_WO needs N and K multiples of {BLOCK}, got [{n}, {k}]")
         stored = (*expected[:-1], 1, expected[-1], 1)
         came = source.spec(name)[1]
-        return wide(source.read(name, expected if came == expected else stored, dtypes=FLOATS)).reshape(expected)
+        return wide(source.read(name, expected if came == expected else stored, dtypes=FLOATS)).reshape(
+            expected
+        )
     if scheme.granularity == "channel":
         came = source.spec(name)[1]
-        return wide(source.read(name, expected if came == expected else expected[:-1], dtypes=FLOATS)).reshape(expected)
+        return wide(
+            source.read(name, expected if came == expected else expected[:-1], dtypes=FLOATS)
+        ).reshape(expected)
     size = scheme.group_size or k
     if k % size:
         raise FormatError(f"{module}: {scheme} has groups of {size} along K, and K is {k}")

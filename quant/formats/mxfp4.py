@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, make, need, new_codes
+from gristmill.quant.formats.contract import (
+    Fields,
+    FormatError,
+    Place,
+    Source,
+    StoredWeight,
+    make,
+    need,
+    new_codes,
+)
 from gristmill.quant.tensor import QuantTensor
 
 
@@ -25,7 +34,9 @@ class Mxfp4:
     def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
         self.exceptions = Fields(config, where).strings("modules_to_not_convert")
 
-    def read(self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes) -> StoredWeight | None:
+    def read(
+        self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
+    ) -> StoredWeight | None:
         """The weight of a module [..., N, K], None where it is stored in floats."""
         if f"{module}_blocks" not in source and f"{module}_scales" not in source:
             return None

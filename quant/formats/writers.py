@@ -68,7 +68,9 @@ class _Base(ABC):
     def __init__(self, scheme: QuantScheme | str) -> None:
         self.scheme = QuantScheme.parse(scheme)
         if not self.holds(self.scheme):
-            raise FormatError(f"{self.name} checkpoints do not hold {self.scheme}; see gristmill.quant.formats.writers")
+            raise FormatError(
+                f"{self.name} checkpoints do not hold {self.scheme}; see gristmill.quant.formats.writers"
+            )
 
     @abstractmethod
     def holds(self, scheme: QuantScheme) -> bool:
@@ -125,9 +127,10 @@ class CompressedTensorsWriter(_Base):
         bits, n, k = self.scheme.bits, weight.n, weight.k
         if self.form == "pack-quantized":
             stored = {
-                "weight_packed": words.to_words(weight.codes, -(-k * bits // 32)), "weight_scale": _field(weight.scales),
+                "weight_packed": words.to_words(weight.codes, -(-k * bits // 32)),
+                "weight_scale": _field(weight.scales),
                 "weight_shape": torch.tensor([n, k], dtype=torch.int64),
-            }  # fmt: skip
+            }
             if weight.zero is not None:
                 along_n = numeric.pack_bits(_codes(weight.zero, bits).t().contiguous(), bits)
                 stored["weight_zero_point"] = words.to_words(along_n, -(-n * bits // 32)).t().contiguous()
@@ -145,16 +148,26 @@ class CompressedTensorsWriter(_Base):
         if self.scheme.weight == "nvfp4":
             divisor = _divisor(_field(weight.global_scale))
             if divisor is None:
-                raise FormatError("an NVFP4 global scale that is no reciprocal of a float32 cannot be stored exactly")
+                raise FormatError(
+                    "an NVFP4 global scale that is no reciprocal of a float32 cannot be stored exactly"
+                )
             stored["weight_global_scale"] = divisor
         return stored
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
         s = self.scheme
-        weights: dict[str, Any] = {"num_bits": s.bits, "type": "int" if s.is_integer else "float", "symmetric": s.symmetric,
-                                   "dynamic": False, "strategy": s.granularity}  # fmt: skip
+        weights: dict[str, Any] = {
+            "num_bits": s.bits,
+            "type": "int" if s.is_integer else "float",
+            "symmetric": s.symmetric,
+            "dynamic": False,
+            "strategy": s.granularity,
+        }
         if s.granularity == "group":
-            weights |= {"group_size": s.group_size, "strategy": "tensor_group" if s.weight == "nvfp4" else "group"}
+            weights |= {
+                "group_size": s.group_size,
+                "strategy": "tensor_group" if s.weight == "nvfp4" else "group",
+            }
         if s.granularity == "block":
             weights["block_structure"] = [BLOCK, BLOCK]
         if s.scale_dtype in ("e8m0", "e4m3"):
@@ -162,12 +175,21 @@ class CompressedTensorsWriter(_Base):
         inputs = None
         if s.activation is not None:
             inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None,
-                 "format": self.form}  # fmt: skip
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.form,
+        }
         return {
-            "quant_method": "compressed-tensors", "format": self.form, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": sorted({"lm_head", *kept}), "kv_cache_scheme": None,
-        }  # fmt: skip
+            "quant_method": "compressed-tensors",
+            "format": self.form,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": sorted({"lm_head", *kept}),
+            "kv_cache_scheme": None,
+        }
 
 
 class ModelOptWriter(_Base):
@@ -175,8 +197,11 @@ class ModelOptWriter(_Base):
 
     name = "modelopt"
     ALGORITHMS: Mapping[str, str] = {
-        "nvfp4": "W4A16_NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "fp8_ch": "FP8_PER_CHANNEL_PER_TOKEN",
-    }  # fmt: skip
+        "nvfp4": "W4A16_NVFP4",
+        "mxfp4": "MXFP4",
+        "mxfp8": "MXFP8",
+        "fp8_ch": "FP8_PER_CHANNEL_PER_TOKEN",
+    }
 
     def holds(self, scheme: QuantScheme) -> bool:
         return str(scheme) in self.ALGORITHMS
@@ -192,8 +217,11 @@ class ModelOptWriter(_Base):
         return stored
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": self.ALGORITHMS[str(self.scheme)],
-                                 "exclude_modules": sorted({"lm_head", *kept})}  # fmt: skip
+        found: dict[str, Any] = {
+            "quant_method": "modelopt",
+            "quant_algo": self.ALGORITHMS[str(self.scheme)],
+            "exclude_modules": sorted({"lm_head", *kept}),
+        }
         return found | ({"group_size": self.scheme.group_size} if self.scheme.granularity == "group" else {})
 
 
@@ -203,15 +231,26 @@ class GptqWriter(_Base):
     name = "gptq"
 
     def holds(self, scheme: QuantScheme) -> bool:
-        return scheme.is_integer and scheme.bits in GPTQ_BITS and not scheme.minimums and scheme.activation is None
+        return (
+            scheme.is_integer
+            and scheme.bits in GPTQ_BITS
+            and not scheme.minimums
+            and scheme.activation is None
+        )
 
     def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
         bits, n, k = self.scheme.bits, weight.n, weight.k
         if n * bits % 32 or k * bits % 32:
-            raise FormatError(f"GPTQ packs {bits}-bit rows and columns into whole int32 words, which [{n}, {k}] does not fill")
+            raise FormatError(
+                f"GPTQ packs {bits}-bit rows and columns into whole int32 words, which [{n}, {k}] does not fill"
+            )
         scales = _field(weight.scales)
         half = scales.to(torch.float16)
-        zero = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8) if weight.zero is None else _codes(weight.zero, bits)
+        zero = (
+            torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
+            if weight.zero is None
+            else _codes(weight.zero, bits)
+        )
         return {
             "qweight": words.to_words(weight.codes, k * bits // 32).t().contiguous(),
             "qzeros": words.to_words(numeric.pack_bits(zero.t().contiguous(), bits), n * bits // 32),
@@ -222,9 +261,14 @@ class GptqWriter(_Base):
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
         return {
-            "quant_method": "gptq", "bits": self.scheme.bits, "group_size": self.scheme.group_size or -1, "desc_act": False,
-            "sym": self.scheme.symmetric, "lm_head": False, "checkpoint_format": "gptq_v2",
-        }  # fmt: skip
+            "quant_method": "gptq",
+            "bits": self.scheme.bits,
+            "group_size": self.scheme.group_size or -1,
+            "desc_act": False,
+            "sym": self.scheme.symmetric,
+            "lm_head": False,
+            "checkpoint_format": "gptq_v2",
+        }
 
 
 class DeepSeekFp8Writer(_Base):
@@ -240,9 +284,12 @@ class DeepSeekFp8Writer(_Base):
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
         return {
-            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
             "modules_to_not_convert": sorted({"lm_head", *kept}),
-        }  # fmt: skip
+        }
 
 
 class Mxfp4Writer(_Base):
@@ -258,12 +305,22 @@ class Mxfp4Writer(_Base):
         return {"_blocks": weight.codes.unflatten(-1, (-1, 16)), "_scales": _field(weight.scales)}
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
-        return {"quant_method": "mxfp4", "modules_to_not_convert": sorted({"lm_head", "model.embed_tokens", *kept})}
+        return {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": sorted({"lm_head", "model.embed_tokens", *kept}),
+        }
 
 
 WRITERS: Mapping[str, Callable[[QuantScheme | str], Writer]] = {
     writer.name: writer
-    for writer in (GristmillWriter, CompressedTensorsWriter, ModelOptWriter, GptqWriter, DeepSeekFp8Writer, Mxfp4Writer)
+    for writer in (
+        GristmillWriter,
+        CompressedTensorsWriter,
+        ModelOptWriter,
+        GptqWriter,
+        DeepSeekFp8Writer,
+        Mxfp4Writer,
+    )
 }
 """``quant_method`` -> writer."""
 
@@ -289,7 +346,9 @@ def _field(tensor: Tensor | None) -> Tensor:
 def _codes(zero: Tensor, bits: int) -> Tensor:
     """Zero points as codes of the width; FormatError where they are none (offsets of GGUF, 2**bits)."""
     if zero.dtype != torch.uint8 or int(zero.max()) >= 1 << bits:
-        raise FormatError(f"zero points must be integers below {1 << bits} to be packed, got {zero.dtype} up to {float(zero.max())}")
+        raise FormatError(
+            f"zero points must be integers below {1 << bits} to be packed, got {zero.dtype} up to {float(zero.max())}"
+        )
     return zero
 
 

@@ -67,7 +67,9 @@ def sort_columns(q: QuantTensor) -> Columns:
     return Columns(codes, select(q.scales, -1, run_groups), zero, perm.to(torch.int32), groups)
 
 
-def unsort_columns(codes: Tensor, scales: Tensor | None, zero: Tensor | None, packed: Packed, perm: Tensor) -> Columns:
+def unsort_columns(
+    codes: Tensor, scales: Tensor | None, zero: Tensor | None, packed: Packed, perm: Tensor
+) -> Columns:
     """Inverse of sort_columns; in the result perm is the g_idx, empty where there was none."""
     k = packed.shape[-1]
     if packed.run_groups is None:
@@ -91,7 +93,9 @@ def unsort_columns(codes: Tensor, scales: Tensor | None, zero: Tensor | None, pa
             raise ValueError(
                 f"packed weight {packed.layout} {list(packed.shape)}: runs of one group have different scales"
             )
-    return Columns(codes.index_select(-1, columns), select(scales, -1, first), select(zero, -1, first), g_idx, None)
+    return Columns(
+        codes.index_select(-1, columns), select(scales, -1, first), select(zero, -1, first), g_idx, None
+    )
 
 
 def zero_codes(q: QuantTensor, zero: Tensor | None) -> Tensor | int:
@@ -112,7 +116,9 @@ def collapse(per_row: Tensor, rows: Tensor, count: int, what: str, packed: Packe
     first.scatter_reduce_(0, rows.to(torch.int64), order, "amin")
     shared = per_row.index_select(-2, first)
     if not same_bits(shared.index_select(-2, rows.to(torch.int64)), per_row):
-        raise ValueError(f"packed weight {packed.layout} {list(packed.shape)}: rows that share {what} differ in it")
+        raise ValueError(
+            f"packed weight {packed.layout} {list(packed.shape)}: rows that share {what} differ in it"
+        )
     return shared
 
 

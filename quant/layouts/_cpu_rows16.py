@@ -16,7 +16,7 @@ from gristmill.quant.layouts._common import (
     sort_columns,
     unsort_columns,
     zero_codes,
-)  # fmt: skip
+)
 from gristmill.quant.layouts.cpu_rows16_v1 import ROWS, padded_k
 from gristmill.quant.packed import Packed
 from gristmill.quant.sharding import select
@@ -60,12 +60,25 @@ def pack(weight: QuantTensor) -> Packed:
         raise ValueError(f"{NAME} packs at least one matrix, got {weight}")
     slots = {name: t.view(*weight.lead, *t.shape[1:]) if t.numel() else t for name, t in slots.items()}
     n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
-    return Packed(NAME, scheme, weight.shape, {**slots, "perm": columns.perm}, weight.segments, columns.run_groups, n_idx)
+    return Packed(
+        NAME,
+        scheme,
+        weight.shape,
+        {**slots, "perm": columns.perm},
+        weight.segments,
+        columns.run_groups,
+        n_idx,
+    )
 
 
 def _pack_rows(weight: QuantTensor) -> tuple[dict[str, Tensor], Columns]:
     """The slots of a matrix but for perm, by blocks of rows, and its columns in order."""
-    device, scheme, columns, row_scale = weight.device, weight.scheme, sort_columns(weight), weight.row_scale()
+    device, scheme, columns, row_scale = (
+        weight.device,
+        weight.scheme,
+        sort_columns(weight),
+        weight.row_scale(),
+    )
     scales, zero = columns.scales, columns.zero
     if scheme.granularity == "block":
         scales = select(scales, -2, weight.row_blocks().to(torch.int64))
@@ -107,7 +120,9 @@ def unpack(packed: Packed) -> QuantTensor:
             n_idx = rows.to(torch.int32)
         kept = collapse(kept, rows, int(rows.max()) + 1, "a block scale", packed)
     g_idx = columns.perm if packed.run_groups is not None else None
-    return QuantTensor(codes, kept, packed.shape, scheme, columns.zero, global_scale, packed.segments, g_idx, n_idx)
+    return QuantTensor(
+        codes, kept, packed.shape, scheme, columns.zero, global_scale, packed.segments, g_idx, n_idx
+    )
 
 
 def _pad_columns(weight: QuantTensor, columns: Columns) -> Tensor:

@@ -20,7 +20,7 @@ from gristmill.quant.layouts._common import (
     empty,
     sort_columns,
     unsort_columns,
-)  # fmt: skip
+)
 from gristmill.quant.layouts._frag16_codes import CODE_BYTES, block_views, code_tiles, codes_of_tiles
 from gristmill.quant.layouts._frag16_scales import code_order
 from gristmill.quant.layouts.w4_frag16_v1 import TILE_K, TILE_ROWS, tile_bytes
@@ -72,7 +72,9 @@ def _pack(weight: QuantTensor, name: str) -> Packed:
         return [None] * experts if t is None else list(t.reshape(experts, *t.shape[len(lead) :]))
 
     rows = []
-    for out, code, scale, offset, row in zip(tiles, each(codes), each(scales), each(zero), each(row_scale), strict=True):
+    for out, code, scale, offset, row in zip(
+        tiles, each(codes), each(scales), each(zero), each(row_scale), strict=True
+    ):
         assert code is not None and scale is not None
         _put_codes(code, k, weight, out, size)
         made, factor = tail.scale_bytes(scheme, scale, offset, row, code, k, count, groups)
@@ -85,7 +87,9 @@ def _pack(weight: QuantTensor, name: str) -> Packed:
         else {"scale_type": empty(scales.dtype, device)}
     )
     slots = {"tiles": tiles.view(*lead, -1) if lead else tiles[0], **second, "perm": perm}
-    if device.type == "cuda":  # kernels may start to read an immutable weight before the work queued ahead of them has ended
+    if (
+        device.type == "cuda"
+    ):  # kernels may start to read an immutable weight before the work queued ahead of them has ended
         torch.cuda.current_stream(device).synchronize()
     n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
     run_groups = None if columns is None else columns.run_groups
@@ -108,7 +112,9 @@ def _put_codes(codes: Tensor, k: int, weight: QuantTensor, out: Tensor, size: in
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
             rows = numeric.unpack_bits(codes[start * TILE_ROWS : stop * TILE_ROWS], weight.scheme.bits, k)
-            rows = pad(rows, (0, groups * TILE_K - k, 0, (stop - start) * TILE_ROWS - rows.shape[0]), value=padding)
+            rows = pad(
+                rows, (0, groups * TILE_K - k, 0, (stop - start) * TILE_ROWS - rows.shape[0]), value=padding
+            )
             first = (start - part.start) // view.shape[1]
             made = code_tiles(rows, order)
             blocks = view[first : first + -(-(stop - start) // view.shape[1])]
@@ -167,7 +173,7 @@ def _same_in_all(per_tile: Tensor, packed: Packed) -> Tensor:
     """[..., N, G] of one value a row -> [..., N, 1]. ValueError if a row's differ."""
     first = per_tile[..., :1].contiguous()
     if not bool((per_tile == first).all()):
-        raise ValueError(f"packed weight {packed.layout} {list(packed.shape)}: a row's scale differs among its tiles")
+        raise ValueError(
+            f"packed weight {packed.layout} {list(packed.shape)}: a row's scale differs among its tiles"
+        )
     return first
-
-

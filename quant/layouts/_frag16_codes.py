@@ -29,7 +29,12 @@ def _int4() -> tuple[Field, ...]:
 
 def _fp4() -> tuple[Field, ...]:
     """(low, width, place) of the even column; the odd one's is 16 bits further, around the word."""
-    parts = (((0, 3, 6), (3, 1, 15)), ((0, 3, 2), (3, 1, 11)), ((0, 3, 28), (3, 1, 5)), ((0, 1, 0), (1, 2, 25), (3, 1, 1)))
+    parts = (
+        ((0, 3, 6), (3, 1, 15)),
+        ((0, 3, 2), (3, 1, 11)),
+        ((0, 3, 28), (3, 1, 5)),
+        ((0, 1, 0), (1, 2, 25), (3, 1, 1)),
+    )
     return tuple(
         Field(4 * odd + i, low, width, (place + 16 * odd) % 32)
         for odd in range(2)
@@ -58,7 +63,9 @@ def code_tiles(codes: Tensor, order: str) -> Tensor:
     if order == "int8":
         return torch.cat([code_tiles(codes & 15, "int4"), code_tiles(codes >> 4, "int4")], -1)
     tiles, groups = codes.shape[0] // TILE_ROWS, codes.shape[1] // TILE_K
-    if order == "fp8":  # row half, g | tile k: v, step, column half, t, odd -> v, g, t, step, column half | odd, row half
+    if (
+        order == "fp8"
+    ):  # row half, g | tile k: v, step, column half, t, odd -> v, g, t, step, column half | odd, row half
         split = codes.view(tiles, 2, 8, groups, 4, 2, 2, 4, 2).permute(0, 3, 4, 2, 7, 5, 6, 8, 1)
         per_word = split.reshape(tiles, groups, 512, 4)
     else:  # row half, g | tile k: h, w, column half, t, odd -> h, g, t, w | odd, column half, row half
@@ -80,7 +87,9 @@ def codes_of_tiles(tiles: Tensor, order: str) -> Tensor:
     words = tiles.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     made = torch.zeros(*words.shape, 4 if order == "fp8" else 8, dtype=torch.uint8, device=tiles.device)
     for field in FIELDS[order]:
-        made[..., field.index] |= ((words >> field.place & (1 << field.width) - 1) << field.low).to(torch.uint8)
+        made[..., field.index] |= ((words >> field.place & (1 << field.width) - 1) << field.low).to(
+            torch.uint8
+        )
     if order == "fp8":
         rows = made.view(count, groups, 4, 8, 4, 2, 2, 2, 2).permute(0, 8, 3, 1, 2, 5, 6, 4, 7)
     else:
@@ -96,5 +105,7 @@ def block_views(stored: Tensor, count: int, groups: int, tile_bytes: int) -> lis
     if full:
         views.append((slice(0, full), stored[:cut].view(-1, groups, BLOCK_TILES, tile_bytes).transpose(1, 2)))
     if count > full:
-        views.append((slice(full, count), stored[cut:].view(1, groups, count - full, tile_bytes).transpose(1, 2)))
+        views.append(
+            (slice(full, count), stored[cut:].view(1, groups, count - full, tile_bytes).transpose(1, 2))
+        )
     return views

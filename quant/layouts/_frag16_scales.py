@@ -28,8 +28,10 @@ def check(weight: QuantTensor, name: str) -> None:
     """ValueError for what the layout `name` cannot hold."""
     scheme, scales, zero = weight.scheme, weight.scales, weight.zero
     if scheme.is_integer and (scales is None or scales.dtype not in (torch.bfloat16, torch.float16)):
-        raise ValueError(f"{name} holds bfloat16 or float16 scales, got {None if scales is None else scales.dtype}; "
-                         "convert them, or use another layout")  # fmt: skip
+        raise ValueError(
+            f"{name} holds bfloat16 or float16 scales, got {None if scales is None else scales.dtype}; "
+            "convert them, or use another layout"
+        )
     if zero is not None and zero.dtype != torch.uint8:
         raise ValueError(f"{name} holds integer zero points, got {zero.dtype}; use another layout")
     if code_order(scheme) == "fp8":
@@ -40,7 +42,14 @@ def check(weight: QuantTensor, name: str) -> None:
 
 
 def scale_bytes(
-    scheme: QuantScheme, scales: Tensor, zero: Tensor | None, row_scale: Tensor | None, codes: Tensor, k: int, count: int, groups: int
+    scheme: QuantScheme,
+    scales: Tensor,
+    zero: Tensor | None,
+    row_scale: Tensor | None,
+    codes: Tensor,
+    k: int,
+    count: int,
+    groups: int,
 ) -> tuple[Tensor, Tensor | None]:
     """One matrix's scales [N, S] (and zeros) -> uint8 [T, G, bytes], and the float32 multiplier of each row where there is one."""
     if scheme.scale_dtype == "e4m3":
@@ -90,7 +99,9 @@ def _by_lane(per_group: Tensor, count: int, groups: int, per_tile: int) -> Tenso
         per_group = per_group.expand(-1, wanted)
     octets = per_group.contiguous().view(torch.uint8).view(per_group.shape[0], -1)
     octets = pad(octets, (0, (wanted - per_group.shape[1]) * size, 0, count * TILE_ROWS - per_group.shape[0]))
-    return octets.view(count, 2, 8, groups, per_tile, size).permute(0, 3, 2, 4, 1, 5).reshape(count, groups, -1)
+    return (
+        octets.view(count, 2, 8, groups, per_tile, size).permute(0, 3, 2, 4, 1, 5).reshape(count, groups, -1)
+    )
 
 
 def _by_row(stored: Tensor, dtype: torch.dtype, per_tile: int) -> Tensor:
@@ -127,7 +138,9 @@ def _nvfp4_bytes(scales: Tensor, codes: Tensor, k: int) -> Tensor:
     if bool((scales > 126).any()):
         raise ValueError("f4_frag16_v1 holds block scales of 0 and above; the weight has negative ones")
     if bool((scales == 0).any()) and bool((_used(codes, k, 16) & (scales == 0)).any()):
-        raise ValueError("f4_frag16_v1: the weight has block scales of 0 over codes that are not 0; set the codes to 0")
+        raise ValueError(
+            "f4_frag16_v1: the weight has block scales of 0 over codes that are not 0; set the codes to 0"
+        )
     return _e5m3(scales.device)[scales.long()]
 
 
@@ -136,7 +149,9 @@ def _mxfp4_bytes(scales: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]
     top = scales.amax(1).int()
     below = top[:, None] - scales.int()
     if bool((below > _WIDEST).any()) and bool((_used(codes, k, 32) & (below > _WIDEST)).any()):
-        raise ValueError(f"f4_frag16_v1: a row's scales of used groups lie more than 2**{_WIDEST} apart; use another layout")
+        raise ValueError(
+            f"f4_frag16_v1: a row's scales of used groups lie more than 2**{_WIDEST} apart; use another layout"
+        )
     return (254 - below).to(torch.uint8), top
 
 

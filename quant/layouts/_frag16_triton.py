@@ -40,7 +40,19 @@ def _byte(codes, row, column, n, width, stride, pad: tl.constexpr):
 
 
 @triton.jit
-def _pack(codes, out, n, k, width, stride, tiles, groups, TILE_WORDS: tl.constexpr, ORDER: tl.constexpr, PAD: tl.constexpr):
+def _pack(
+    codes,
+    out,
+    n,
+    k,
+    width,
+    stride,
+    tiles,
+    groups,
+    TILE_WORDS: tl.constexpr,
+    ORDER: tl.constexpr,
+    PAD: tl.constexpr,
+):
     """One tile of one group: codes [n, width] bytes of k columns -> words of `out`, in blocks of four tiles."""
     tile, group = tl.program_id(1), tl.program_id(0)
     block = tile // 4
@@ -88,6 +100,16 @@ def pack_codes(codes: Tensor, k: int, order: str, pad: int, out: Tensor, tile_by
     tiles, groups = -(-n // 16), -(-k // 128)
     with torch.cuda.device(codes.device):
         _pack[(groups, tiles)](
-            codes, out.view(torch.int32), n, k, width, codes.stride(0), tiles, groups, TILE_WORDS=tile_bytes // 4,
-            ORDER=ORDERS[order], PAD=pad, num_warps=4,
-        )  # fmt: skip
+            codes,
+            out.view(torch.int32),
+            n,
+            k,
+            width,
+            codes.stride(0),
+            tiles,
+            groups,
+            TILE_WORDS=tile_bytes // 4,
+            ORDER=ORDERS[order],
+            PAD=pad,
+            num_warps=4,
+        )

@@ -23,7 +23,12 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "fp8_block": {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128},
 }
 """Weight configurations of humming, by scheme. fp8_ch is not here: humming keeps its scales in bf16."""
-NAMES = {"weight": "weight", "scales": "weight_scale", "zeros": "zero_point", "global_scale": "weight_scale_2"}
+NAMES = {
+    "weight": "weight",
+    "scales": "weight_scale",
+    "zeros": "zero_point",
+    "global_scale": "weight_scale_2",
+}
 """Our slots, and humming's names."""
 
 
@@ -38,7 +43,9 @@ def by_library(weight: QuantTensor) -> Packed:
     """What humming makes of a weight."""
     name = weight.scheme.weights
     if weight.g_idx is not None or weight.n_idx is not None or len(weight.segments) != 1 or weight.lead:
-        raise ValueError(f"humming packs one [N, K] matrix without act-order, segments or cut blocks, got {weight}")
+        raise ValueError(
+            f"humming packs one [N, K] matrix without act-order, segments or cut blocks, got {weight}"
+        )
     if weight.scheme.is_integer and (weight.scales is None or weight.scales.dtype != torch.bfloat16):
         raise ValueError("humming's integer scales must be bfloat16 for bfloat16 activations")
     step = max(128, weight.scheme.group_size or 0)
@@ -47,7 +54,9 @@ def by_library(weight: QuantTensor) -> Packed:
     from humming.layer import HummingLayer
 
     with torch.cuda.device_of(weight.codes):
-        layer = HummingLayer(weight.n, weight.k, dict(WEIGHTS[name]), torch_dtype=torch.bfloat16).to(weight.device)
+        layer = HummingLayer(weight.n, weight.k, dict(WEIGHTS[name]), torch_dtype=torch.bfloat16).to(
+            weight.device
+        )
         layer.load_from_tensors(_sources(weight))
         layer.transform()
     slots = {}
@@ -170,8 +179,10 @@ def _tensor(bits: Tensor, like: Tensor) -> Tensor:
 def packed_zeros(zero: Tensor) -> Tensor:
     """uint8 [N, G] zero points below 16 -> int32 [N / 8, G], eight rows a word."""
     if zero.dtype != torch.uint8 or int(zero.max()) > 15 or zero.shape[0] % 8:
-        raise ValueError("humming's zero points must be integers 0..15 and N a multiple of 8, "
-                         f"got {zero.dtype} {tuple(zero.shape)}")  # fmt: skip
+        raise ValueError(
+            "humming's zero points must be integers 0..15 and N a multiple of 8, "
+            f"got {zero.dtype} {tuple(zero.shape)}"
+        )
     words = torch.zeros(zero.shape[0] // 8, zero.shape[1], dtype=torch.int64, device=zero.device)
     for i in range(8):
         words |= zero[i::8].long() << (4 * i)

@@ -50,6 +50,13 @@ def unpack(packed: Packed) -> QuantTensor:
     elif scheme.has_global:
         global_scale = collapse_segments(slots["row_scale"], packed)
     return QuantTensor(
-        codes, None if scheme.granularity == "tensor" else scales, packed.shape, scheme, zero, global_scale,
-        packed.segments, g_idx, slots["row_block"] if scheme.granularity == "block" else None,
-    )  # fmt: skip
+        codes,
+        None if scheme.granularity == "tensor" else scales,
+        packed.shape,
+        scheme,
+        zero,
+        global_scale,
+        packed.segments,
+        g_idx,
+        slots["row_block"] if scheme.granularity == "block" else None,
+    )

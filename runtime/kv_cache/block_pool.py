@@ -44,7 +44,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs num_blocks >= 1 and block_size >= 1, got {num_blocks} and {block_size}")
+            raise ValueError(
+                f"a pool needs num_blocks >= 1 and block_size >= 1, got {num_blocks} and {block_size}"
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.refs: list[int] = [0] * num_blocks
@@ -183,7 +185,9 @@ class BlockPool:
 
     def _require_unreferenced(self, block: int) -> None:
         if self.refs[block] != 0:
-            raise PoolError(f"block {block} is referenced {self.refs[block]} times, it cannot be taken\n{self.dump()}")
+            raise PoolError(
+                f"block {block} is referenced {self.refs[block]} times, it cannot be taken\n{self.dump()}"
+            )
 
     def _unlink(self, block: int) -> None:
         before, behind = self._prev[block], self._next[block]

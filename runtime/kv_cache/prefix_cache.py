@@ -62,7 +62,9 @@ class PrefixCache:
             parent = self._hash((parent, tuple(tokens[start : start + size]), extra))
             hashes.append(parent)
 
-    def match(self, hashes: Sequence[int], tokens: Sequence[int], extra: Hashable = None) -> list[CachedBlock]:
+    def match(
+        self, hashes: Sequence[int], tokens: Sequence[int], extra: Hashable = None
+    ) -> list[CachedBlock]:
         """Longest registered prefix of `tokens`, in blocks. Changes nothing.
 
         Never everything: at least one token is left to compute, because sampling needs the logits of the last one.
@@ -108,7 +110,9 @@ class PrefixCache:
         """Raise PoolError unless the table and the pool name each other's entries exactly."""
         registered = {id(content) for content in self._pool.content if content is not None}
         if registered != {id(entry) for entry in self._table.values()}:
-            raise PoolError(f"{len(self._table)} cached contents, {len(registered)} registered blocks: they differ")
+            raise PoolError(
+                f"{len(self._table)} cached contents, {len(registered)} registered blocks: they differ"
+            )
         for hash_, entry in self._table.items():
             if entry.hash != hash_ or self._pool.content[entry.block] is not entry:
                 raise PoolError(f"cached content of block {entry.block} is not what the pool says it holds")

@@ -55,7 +55,19 @@ class Attention:
         )
         plan = self.plans.bind("paged_attention", problem)
         plan(
-            q, k_cache, v_cache, batch.block_table, batch.query_start, batch.seq_lens, batch.max_q, batch.max_ctx,
-            self.scale, self.window, self.sinks, None, self.plans.scratch(plan, x.shape[0]), out,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            batch.block_table,
+            batch.query_start,
+            batch.seq_lens,
+            batch.max_q,
+            batch.max_ctx,
+            self.scale,
+            self.window,
+            self.sinks,
+            None,
+            self.plans.scratch(plan, x.shape[0]),
+            out,
+        )
         return self.out(out.view(x.shape[0], -1))

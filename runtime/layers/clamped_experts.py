@@ -1,6 +1,6 @@
 """gpt-oss's experts: products with biases, gate and up rows interleaved, and a clamped gating between them.
 
-    g = min(gate, limit), u = clamp(up, -limit, limit), h = g · sigmoid(1.702 g) · (u + 1)
+g = min(gate, limit), u = clamp(up, -limit, limit), h = g · sigmoid(1.702 g) · (u + 1)
 """
 
 from __future__ import annotations

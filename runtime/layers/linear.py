@@ -33,7 +33,9 @@ class Linear:
     ) -> None:
         x = dtype_name(dtype or plans.dtype)
         act_order = weight.g_idx is not None
-        problem = problem_of(weight.scheme, weight.n, weight.k, x, bias is not None, False, silu_mul, act_order)
+        problem = problem_of(
+            weight.scheme, weight.n, weight.k, x, bias is not None, False, silu_mul, act_order
+        )
         self.plans = plans
         self.weight, layouts = _packed(plans, weight, problem)
         self.plan = plans.bind("linear", problem, layouts)
@@ -65,7 +67,11 @@ def _packed(plans: Plans, weight: QuantTensor, problem: str) -> tuple[LinearWeig
             return LinearWeight.pack(weight, sorted(layouts)), layouts
         except LayoutError as error:
             refused |= {error.layout}
-            warnings.warn(f"a weight of {problem} is not packed as {error.layout}: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"a weight of {problem} is not packed as {error.layout}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class SplitLinear:
@@ -93,7 +99,8 @@ class SplitLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
         found = [
-            part(x if scale is None else x * scale) for part, scale in zip(self.parts, self.scales, strict=True)
+            part(x if scale is None else x * scale)
+            for part, scale in zip(self.parts, self.scales, strict=True)
         ]
         joined = found[0] if len(found) == 1 else torch.cat(found, -1)
         if self.gating is None or not x.shape[0]:
@@ -103,7 +110,9 @@ class SplitLinear:
         return out
 
 
-def load_linear(plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False) -> Linear | SplitLinear:
+def load_linear(
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False
+) -> Linear | SplitLinear:
     """The linear layer of a parameter, with its bias when the table has ``TARGET.bias``."""
     parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
     made: Linear | SplitLinear

@@ -26,7 +26,9 @@ from gristmill.runtime.loader.weights import Weights
 class LatentAttention:
     """Down to latents, rotation, cache, attention, output product."""
 
-    def __init__(self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope) -> None:
+    def __init__(
+        self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope
+    ) -> None:
         self.mla, self.heads, self.plans, self.rope = mla, c.num_heads, plans, rope
         self.scale = mla.qk_dim**-0.5 * c.rope.softmax_factor
         self.latents = load_linear(plans, weights, f"{name}.latents")
@@ -64,7 +66,9 @@ class LatentAttention:
         """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], everything read from the cache."""
         mla, tokens = self.mla, q.shape[0]
         query = q.new_empty(tokens, self.heads, mla.latent_dim)
-        query[..., : mla.kv_lora_rank] = torch.bmm(q[..., : mla.nope_dim].transpose(0, 1), self.w_k).transpose(0, 1)
+        query[..., : mla.kv_lora_rank] = torch.bmm(
+            q[..., : mla.nope_dim].transpose(0, 1), self.w_k
+        ).transpose(0, 1)
         query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
         out = q.new_empty(tokens, self.heads, mla.kv_lora_rank)
         plan = self.plans.bind(
@@ -73,9 +77,19 @@ class LatentAttention:
             f"x={self.plans.x}",
         )
         plan(
-            query, cache, batch.block_table, batch.query_start, batch.seq_lens, batch.max_q, batch.max_ctx, self.scale,
-            mla.kv_lora_rank, None, self.plans.scratch(plan, tokens), out,
-        )  # fmt: skip
+            query,
+            cache,
+            batch.block_table,
+            batch.query_start,
+            batch.seq_lens,
+            batch.max_q,
+            batch.max_ctx,
+            self.scale,
+            mla.kv_lora_rank,
+            None,
+            self.plans.scratch(plan, tokens),
+            out,
+        )
         return torch.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).contiguous()
 
     def _prefill(self, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:

@@ -57,7 +57,15 @@ class MixtureOfExperts:
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
         self.topk(
-            self.router(x.float()), moe.top_k, self.bias, moe.num_groups, moe.top_groups, moe.scoring, moe.norm_topk_prob,
-            moe.scale, scores, ids,
-        )  # fmt: skip
+            self.router(x.float()),
+            moe.top_k,
+            self.bias,
+            moe.num_groups,
+            moe.top_groups,
+            moe.scoring,
+            moe.norm_topk_prob,
+            moe.scale,
+            scores,
+            ids,
+        )
         return scores, ids

@@ -21,5 +21,7 @@ class Rope:
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
         """q [tokens, heads, D] and k [tokens, kv_heads, D], both views of one projection if need be, in place."""
         style = "gptj" if self.interleaved else "neox"
-        problem = f"hq={q.shape[1]},hk={k.shape[1]},d={q.shape[2]},rot={self.dim},style={style},x={self.plans.x}"
+        problem = (
+            f"hq={q.shape[1]},hk={k.shape[1]},d={q.shape[2]},rot={self.dim},style={style},x={self.plans.x}"
+        )
         self.plans.bind("rotary_embedding", problem)(q, k, positions, self.table, self.interleaved)

@@ -27,11 +27,21 @@ MAX_HEADER = 100 << 20
 """The format's own bound on a header's bytes."""
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -62,11 +72,15 @@ class Checkpoint:
         for file in sorted(set(expected.values())):
             for name, entry in read_header(self.directory / file).items():
                 if name in self.entries:
-                    raise CheckpointError(f"tensor {name} is both in {self.entries[name].file.name} and in {file}")
+                    raise CheckpointError(
+                        f"tensor {name} is both in {self.entries[name].file.name} and in {file}"
+                    )
                 self.entries[name] = entry
         for name, file in expected.items():
             if name and (name not in self.entries or self.entries[name].file.name != file):
-                raise CheckpointError(f"{self.directory / file} lacks tensor {name}, which {INDEX} says it holds")
+                raise CheckpointError(
+                    f"{self.directory / file} lacks tensor {name}, which {INDEX} says it holds"
+                )
         self._open: tuple[Path, Any] | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -81,7 +95,11 @@ class Checkpoint:
         return entry.dtype, entry.shape
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """A tensor, in its stored dtype, on the CPU; its memory is the file's mapping: copy what is to be kept.
 
@@ -94,7 +112,9 @@ class Checkpoint:
             expected = f"{', '.join(others)} or {last}" if others else last
             raise CheckpointError(f"{entry.file}: tensor {name} must be {expected}, got {entry.dtype}")
         if shape is not None and entry.shape != shape:
-            raise CheckpointError(f"{entry.file}: tensor {name} must have shape {list(shape)}, got {list(entry.shape)}")
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} must have shape {list(shape)}, got {list(entry.shape)}"
+            )
         if self._open is None or self._open[0] != entry.file:
             try:
                 self._open = (entry.file, safe_open(entry.file, framework="pt"))
@@ -119,14 +139,20 @@ class Checkpoint:
             hint = "; pickled weights are never read: convert them to safetensors" if pickled else ""
             raise CheckpointError(f"{self.directory} has neither {SINGLE} nor {INDEX}{hint}")
         expected = read_json(index).get("weight_map")
-        if not isinstance(expected, dict) or not expected or not all(isinstance(f, str) for f in expected.values()):
+        if (
+            not isinstance(expected, dict)
+            or not expected
+            or not all(isinstance(f, str) for f in expected.values())
+        ):
             raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
         for name, file in expected.items():
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise CheckpointError(f"{index}: {file!r} is no safetensors file of this folder")
             if not (self.directory / file).is_file():
                 count = sum(f == file for f in expected.values())
-                raise CheckpointError(f"missing shard {self.directory / file}: {INDEX} puts {count} tensors there, {name} among them")
+                raise CheckpointError(
+                    f"missing shard {self.directory / file}: {INDEX} puts {count} tensors there, {name} among them"
+                )
         return dict(expected)
 
 

@@ -13,9 +13,14 @@ from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.loader.gguf import gguf_config, is_gguf
 
 ARCHITECTURES = (
-    "LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM", "GptOssForCausalLM",
-)  # fmt: skip
+    "LlamaForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+)
 """What `gristmill.runtime.models` has a file for."""
 
 
@@ -118,7 +123,9 @@ class _Fields:
         self.data = data
         self.origin = origin
 
-    def get(self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None) -> Any:
+    def get(
+        self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None
+    ) -> Any:
         value = self.data.get(name)
         if value is None:
             if default is ...:
@@ -170,7 +177,9 @@ def load_config(directory: str | Path) -> ModelConfig:
     if is_gguf(folder) and not folder.is_dir():
         return parse_config(gguf_config(folder), origin=str(folder))
     if not folder.is_dir():
-        raise ConfigError(f"no model directory {folder}: expected a folder with config.json and safetensors files")
+        raise ConfigError(
+            f"no model directory {folder}: expected a folder with config.json and safetensors files"
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: not a Hugging Face model directory")
@@ -179,14 +188,18 @@ def load_config(directory: str | Path) -> ModelConfig:
     return parse_config(data, read_json(generation) if generation.is_file() else {}, str(path))
 
 
-def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json") -> ModelConfig:
+def parse_config(
+    data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json"
+) -> ModelConfig:
     """The configuration that the contents of config.json and generation_config.json say."""
     fields = _Fields(data, origin)
     architectures = fields.get("architectures", list)
     known = ", ".join(ARCHITECTURES)
     found = next((a for a in architectures if a in ARCHITECTURES), None)
     if found is None:
-        raise ConfigError(f"{origin}: architecture {', '.join(map(str, architectures)) or '(none)'} is not supported; known: {known}")
+        raise ConfigError(
+            f"{origin}: architecture {', '.join(map(str, architectures)) or '(none)'} is not supported; known: {known}"
+        )
     activation = fields.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{origin}: hidden_act must be silu, got {activation!r}")
@@ -194,7 +207,9 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     hidden = fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        raise ConfigError(
+            f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        )
     _no_window(fields, found)
     deepseek, gpt_oss = found == "DeepseekV3ForCausalLM", found == "GptOssForCausalLM"
     mla = _mla(fields) if deepseek else None
@@ -258,7 +273,9 @@ def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) 
     value = generation.get("eos_token_id")
     value = config.get("eos_token_id") if value is None else value
     ids = () if value is None else (value,) if isinstance(value, int) else value
-    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not isinstance(ids, list | tuple) or not all(
+        isinstance(i, int) and not isinstance(i, bool) for i in ids
+    ):
         raise ConfigError(f"{origin}: eos_token_id must be an id or a list of ids, got {value!r}")
     return tuple(ids)
 
@@ -292,7 +309,9 @@ def _moe(fields: _Fields) -> MoeConfig:
     scoring = fields.get("scoring_func", str, "sigmoid")
     method = fields.get("topk_method", str, "noaux_tc")
     if (scoring, method) != ("sigmoid", "noaux_tc"):
-        raise ConfigError(f"{fields.origin}: scoring_func sigmoid with topk_method noaux_tc is supported, got {scoring} with {method}")
+        raise ConfigError(
+            f"{fields.origin}: scoring_func sigmoid with topk_method noaux_tc is supported, got {scoring} with {method}"
+        )
     if fields.size("moe_layer_freq", 1) != 1:
         raise ConfigError(f"{fields.origin}: moe_layer_freq must be 1, got {fields.data['moe_layer_freq']}")
     moe = MoeConfig(
@@ -312,7 +331,9 @@ def _moe(fields: _Fields) -> MoeConfig:
             f"{moe.top_groups} are used: the groups must divide the experts, and no more can be used than there are"
         )
     if moe.top_k > moe.num_experts // moe.num_groups * moe.top_groups:
-        raise ConfigError(f"{fields.origin}: num_experts_per_tok = {moe.top_k} is more than topk_group groups hold")
+        raise ConfigError(
+            f"{fields.origin}: num_experts_per_tok = {moe.top_k} is more than topk_group groups hold"
+        )
     return moe
 
 
@@ -322,7 +343,9 @@ def _windows(fields: _Fields) -> tuple[int, ...]:
     types = fields.get("layer_types", list, None) or ["sliding_attention", "full_attention"] * layers
     known = {"sliding_attention": window, "full_attention": 0}
     if len(types) < layers or any(kind not in known for kind in types):
-        raise ConfigError(f"{fields.origin}: layer_types must give each of {layers} layers one of {', '.join(known)}, got {types!r}")
+        raise ConfigError(
+            f"{fields.origin}: layer_types must give each of {layers} layers one of {', '.join(known)}, got {types!r}"
+        )
     return tuple(known[kind] for kind in types[:layers])
 
 
@@ -342,11 +365,17 @@ def _plain_moe(fields: _Fields, architecture: str) -> MoeConfig | None:
         return None
     top_k = fields.size("num_experts_per_tok")
     if top_k > experts:
-        raise ConfigError(f"{fields.origin}: num_experts_per_tok = {top_k} is more than the {experts} experts")
+        raise ConfigError(
+            f"{fields.origin}: num_experts_per_tok = {top_k} is more than the {experts} experts"
+        )
     return MoeConfig(experts, top_k, inner, 0, 1, 1, normed, 1.0, 0, "softmax", False, dense)
 
 
-SIDECARS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+SIDECARS = (
+    ("hf_quant_config.json", "modelopt"),
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+)
 """Files that say how weights are quantized where config.json does not, and the method each belongs to."""
 
 

@@ -17,8 +17,11 @@ from gristmill.quant.formats.gguf import GgufFile
 from gristmill.runtime.errors import CheckpointError, ConfigError
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 """ggml's architectures -> ours; "llama" with experts is Mixtral."""
 
 
@@ -37,7 +40,11 @@ class GgufCheckpoint(GgufFile):
         return self.path
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """As `GgufFile.read`; CheckpointError when the tensor is not there or not as expected."""
         try:
@@ -71,7 +78,11 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: architecture {own!r} is not supported in GGUF files; known: {known}")
     if "model.embed_tokens.weight" not in file:
         raise CheckpointError(f"{path} has no tensor token_embd.weight")
-    values = {key.removeprefix(f"{own}."): value for key, value in file.metadata.items() if key.startswith(f"{own}.")}
+    values = {
+        key.removeprefix(f"{own}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{own}.")
+    }
     heads = values.get("attention.head_count")
     data: dict[str, Any] = {
         "architectures": [ARCHITECTURES[own]],
@@ -106,9 +117,13 @@ def _check_rotation(path: str | Path, config: Mapping[str, Any], rotated: Any, f
     if width is None and isinstance(hidden, int) and isinstance(heads, int):
         width = hidden // heads
     if isinstance(width, int) and rotated not in (None, width):
-        raise ConfigError(f"{path}: rope.dimension_count must be {width}, the width of a head, got {rotated!r}")
+        raise ConfigError(
+            f"{path}: rope.dimension_count must be {width}, the width of a head, got {rotated!r}"
+        )
     if isinstance(width, int) and factors not in (0, width // 2):
-        raise ConfigError(f"{path}: rope_freqs.weight must have {width // 2} numbers, one for each pair of a head, got {factors}")
+        raise ConfigError(
+            f"{path}: rope_freqs.weight must have {width // 2} numbers, one for each pair of a head, got {factors}"
+        )
 
 
 def _experts(path: str | Path, own: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +131,12 @@ def _experts(path: str | Path, own: str, values: Mapping[str, Any]) -> dict[str,
     count = values.get("expert_count", 0)
     if not count:
         return {}
-    strange = {"expert_shared_count": 0, "expert_weights_scale": 1.0, "expert_group_count": 0, "expert_gating_func": 1}
+    strange = {
+        "expert_shared_count": 0,
+        "expert_weights_scale": 1.0,
+        "expert_group_count": 0,
+        "expert_gating_func": 1,
+    }
     for key, usual in strange.items():
         if values.get(key, usual) not in (usual, 0):
             raise ConfigError(f"{path}: {own}.{key} = {values[key]} is not supported in GGUF files")
@@ -124,8 +144,12 @@ def _experts(path: str | Path, own: str, values: Mapping[str, Any]) -> dict[str,
     if own == "llama":
         return {"architectures": ["MixtralForCausalLM"], **used}
     inner = values.get("expert_feed_forward_length")
-    return {**used, "moe_intermediate_size": inner, "intermediate_size": values.get("feed_forward_length", inner),
-            "norm_topk_prob": True}  # fmt: skip
+    return {
+        **used,
+        "moe_intermediate_size": inner,
+        "intermediate_size": values.get("feed_forward_length", inner),
+        "norm_topk_prob": True,
+    }
 
 
 def _rope(path: str | Path, values: Mapping[str, Any], factors: tuple[float, ...]) -> dict[str, Any]:
@@ -133,9 +157,17 @@ def _rope(path: str | Path, values: Mapping[str, Any], factors: tuple[float, ...
     if kind == "none":
         return {"rope_scaling": {"rope_type": "default", "factors": factors}} if factors else {}
     if factors:
-        raise ConfigError(f"{path}: rope_freqs.weight with rope.scaling.type {kind!r} is not supported; known: with none")
+        raise ConfigError(
+            f"{path}: rope_freqs.weight with rope.scaling.type {kind!r} is not supported; known: with none"
+        )
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{path}: rope.scaling.type {kind!r} is not supported; known: none, linear, yarn")
-    table = {"rope_type": kind, "factor": values.get("rope.scaling.factor"), "rope_theta": values.get("rope.freq_base", 1e4)}
+    table = {
+        "rope_type": kind,
+        "factor": values.get("rope.scaling.factor"),
+        "rope_theta": values.get("rope.freq_base", 1e4),
+    }
     original = values.get("rope.scaling.original_context_length")
-    return {"rope_scaling": table | ({} if original is None else {"original_max_position_embeddings": original})}
+    return {
+        "rope_scaling": table | ({} if original is None else {"original_max_position_embeddings": original})
+    }

@@ -25,13 +25,15 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE: Mapping[str, str | None] = {
-    "default": None, "gpt-2": None, "smollm": "digits", "llama-bpe": _WORDS % "{1,3}", "llama3": _WORDS % "{1,3}",
+    "default": None,
+    "gpt-2": None,
+    "smollm": "digits",
+    "llama-bpe": _WORDS % "{1,3}",
+    "llama3": _WORDS % "{1,3}",
     "qwen2": _WORDS % "",
-}  # fmt: skip
+}
 """Ways to cut text: by GPT-2's expression (None), by that with every digit alone, or by an expression."""
 
 
@@ -43,23 +45,37 @@ def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> Any:
     """
     from tokenizers import AddedToken
 
-    ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if key.startswith("tokenizer.ggml.")}
+    ggml = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in fields.items()
+        if key.startswith("tokenizer.ggml.")
+    }
     if "model" not in ggml:
-        raise ConfigError(f"{where} holds no tokenizer, and there is no tokenizer.json beside it: pass prompts as lists of token ids")
+        raise ConfigError(
+            f"{where} holds no tokenizer, and there is no tokenizer.json beside it: pass prompts as lists of token ids"
+        )
     kind, tokens = ggml["model"], _strings(ggml, "tokens", where)
     if kind not in ("gpt2", "llama"):
-        raise ConfigError(f"{where}: tokenizer.ggml.model {kind!r} is not read; known: gpt2, llama; or a tokenizer.json beside it")
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.model {kind!r} is not read; known: gpt2, llama; or a tokenizer.json beside it"
+        )
     types = ggml.get("token_type", [1] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
-        raise ConfigError(f"{where}: tokenizer.ggml.token_type must have {len(tokens)} entries, one for each token")
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.token_type must have {len(tokens)} entries, one for each token"
+        )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         if kind == "gpt2":
             backend = _byte_level(ggml, vocabulary, where)
         else:
             backend = _sentence_piece(ggml, vocabulary, types, where)
-        backend.add_special_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == CONTROL])
-        backend.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER_DEFINED])
+        backend.add_special_tokens(
+            [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
+        )
+        backend.add_tokens(
+            [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER_DEFINED]
+        )
         usual = kind == "llama" or ggml.get("pre") in ("llama-bpe", "llama3")
         if ggml.get("add_bos_token", usual):
             _put_bos(backend, ggml.get("bos_token_id"), tokens, where)
@@ -75,10 +91,14 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
 
     pre = ggml.get("pre", "default")
     if pre not in PRE:
-        raise ConfigError(f"{where}: tokenizer.ggml.pre {pre!r} is not read; known: {', '.join(PRE)}; or a tokenizer.json beside it")
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.pre {pre!r} is not read; known: {', '.join(PRE)}; or a tokenizer.json beside it"
+        )
     pairs = [tuple(merge.split(" ", 1)) for merge in _strings(ggml, "merges", where)]
     if any(len(pair) != 2 for pair in pairs):
-        raise ConfigError(f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ...")
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ..."
+        )
     whole = pre in ("llama-bpe", "llama3")  # a word that is a token is not taken apart
     backend = Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=whole))
     expression = PRE[pre]
@@ -96,21 +116,33 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
     return backend
 
 
-def _sentence_piece(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], types: Sequence[Any], where: str) -> Any:
+def _sentence_piece(
+    ggml: Mapping[str, Any], vocabulary: Mapping[str, int], types: Sequence[Any], where: str
+) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = ggml.get("scores")
     if not isinstance(scores, list) or len(scores) != len(types):
-        raise ConfigError(f"{where}: tokenizer.ggml.scores must have {len(types)} entries, one for each token")
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.scores must have {len(types)} entries, one for each token"
+        )
     unknown = next((token for token, i in vocabulary.items() if types[i] == UNKNOWN), None)
     backend = Tokenizer(
-        models.BPE(dict(vocabulary), merges_by_score(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            dict(vocabulary),
+            merges_by_score(vocabulary, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
     prefix = bool(ggml.get("add_space_prefix", True))
     steps = [normalizers.Replace(" ", SPACE)]
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if prefix else steps)
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 
@@ -123,7 +155,9 @@ def merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> l
     found = []
     for token, i in vocabulary.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        halves = [(vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary]
+        halves = [
+            (vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary
+        ]
         found += [(-scores[i], i, *half) for half in sorted(halves)]
     return [(a, b) for *_, a, b in sorted(found)]
 
@@ -132,7 +166,9 @@ def _put_bos(backend: Any, bos: Any, tokens: Sequence[str], where: str) -> None:
     from tokenizers import processors
 
     if not isinstance(bos, int) or not 0 <= bos < len(tokens):
-        raise ConfigError(f"{where}: tokenizer.ggml.bos_token_id must be an id below {len(tokens)}, got {bos!r}")
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.bos_token_id must be an id below {len(tokens)}, got {bos!r}"
+        )
     special = {"id": "bos", "ids": [bos], "tokens": [tokens[bos]]}
     backend.post_processor = processors.TemplateProcessing(single=["bos", "$A"], special_tokens=[special])
 

@@ -19,9 +19,13 @@ from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 
 DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-}  # fmt: skip
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def load_model(
@@ -64,7 +68,9 @@ def parse_dtype(name: str, config: ModelConfig) -> torch.dtype:
     """The torch dtype of a name; ``auto`` is the checkpoint's."""
     text = config.dtype if name == "auto" else name
     if text not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; known: auto, fp32, fp16, bf16 (or float32, float16, bfloat16)")
+        raise UsageError(
+            f"unknown dtype {name!r}; known: auto, fp32, fp16, bf16 (or float32, float16, bfloat16)"
+        )
     return DTYPES[text]
 
 

@@ -72,8 +72,14 @@ def write_quantized(
         raise CheckpointError(f"{source} has no tensor {missing[0]}")
     config["quantization_config"] = target.config(_kept(checkpoint, shapes))
     method = method or RoundToNearest()
-    identity = {"model": str(source.resolve()), "source": _fingerprint(checkpoint), "quant": str(scheme), "format": form,
-                "version": __version__, **method.identity}  # fmt: skip
+    identity = {
+        "model": str(source.resolve()),
+        "source": _fingerprint(checkpoint),
+        "quant": str(scheme),
+        "format": form,
+        "version": __version__,
+        **method.identity,
+    }
     stored = open_format(config["quantization_config"])
     done = resumed = 0
 
@@ -97,32 +103,50 @@ def write_quantized(
                 resumed += 1
             method.advance(index, part, stored)
             tell(names)
-        unfinished.write("rest", {name: checkpoint.read(name) for name in sorted(rest)})  # mapped, not read into memory
+        unfinished.write(
+            "rest", {name: checkpoint.read(name) for name in sorted(rest)}
+        )  # mapped, not read into memory
         tell(rest)
         notes = unfinished.notes()
         after = _name_files(unfinished)
         (unfinished.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for extra in sorted(source.iterdir()):
-            skipped = extra.suffix in WEIGHT_SUFFIXES or extra.name.endswith(".index.json") or extra.name == "config.json"
+            skipped = (
+                extra.suffix in WEIGHT_SUFFIXES
+                or extra.name.endswith(".index.json")
+                or extra.name == "config.json"
+            )
             if extra.is_file() and not skipped:
                 shutil.copyfile(extra, unfinished.folder / extra.name)
         unfinished.finish()
     before = sum(_bytes(entry) for entry in checkpoint.entries.values())
-    return {"tensors": len(shapes), "bytes_before": before, "bytes_after": after, "resumed": resumed, "notes": notes}
+    return {
+        "tensors": len(shapes),
+        "bytes_before": before,
+        "bytes_after": after,
+        "resumed": resumed,
+        "notes": notes,
+    }
 
 
 def _writer(source: Path, table: WeightTable, scheme: QuantScheme, form: str) -> Writer:
     if scheme.is_dense:
-        raise UsageError(f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4")
+        raise UsageError(
+            f"{scheme} is not a quantized scheme: name one such as int4_g128, fp8_block or nvfp4"
+        )
     try:
         target = open_writer(form, scheme)
     except FormatError as error:
         raise UsageError(str(error)) from error
     stacked = any(weight.stacked for weight in table.weights)
     if stacked and not target.stacked:
-        raise UsageError(f"{source} has its experts in one tensor, which {form} does not hold: write mxfp4 in the format mxfp4")
+        raise UsageError(
+            f"{source} has its experts in one tensor, which {form} does not hold: write mxfp4 in the format mxfp4"
+        )
     if target.stacked and not stacked:
-        raise UsageError(f"{form} checkpoints hold experts in one tensor, as gpt-oss has them, and {source} has none")
+        raise UsageError(
+            f"{form} checkpoints hold experts in one tensor, as gpt-oss has them, and {source} has none"
+        )
     return target
 
 
@@ -132,9 +156,10 @@ def _shapes(table: WeightTable, stacked: bool) -> dict[str, tuple[int | None, ..
         return {w.sources[0]: (w.experts, w.columns, w.rows[0]) for w in table.weights if w.stacked}
     return {
         f"{name}.weight": (weight.rows[index % len(weight.rows)], weight.columns)
-        for weight in table.weights if weight.kind == "linear"
+        for weight in table.weights
+        if weight.kind == "linear"
         for index, name in enumerate(weight.part_names())
-    }  # fmt: skip
+    }
 
 
 def _layers(table: WeightTable) -> list[list[Weight]]:
@@ -150,14 +175,21 @@ def _layers(table: WeightTable) -> list[list[Weight]]:
 def _names(weights: Collection[Weight]) -> list[str]:
     """Checkpoint tensors of these weights."""
     return [
-        f"{n}.weight" if weight.kind == "linear" and not weight.stacked else n for weight in weights for n in weight.part_names()
+        f"{n}.weight" if weight.kind == "linear" and not weight.stacked else n
+        for weight in weights
+        for n in weight.part_names()
     ]
 
 
 def _layer(
-    index: int, weights: list[Weight], names: Collection[str], checkpoint: Checkpoint, shapes: Mapping[str, Any],
-    target: Writer, method: Method,
-) -> dict[str, Tensor]:  # fmt: skip
+    index: int,
+    weights: list[Weight],
+    names: Collection[str],
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, Any],
+    target: Writer,
+    method: Method,
+) -> dict[str, Tensor]:
     """What is stored of a layer."""
     tensors = {name: checkpoint.read(name, shapes.get(name), dtypes=FLOATS) for name in names}
     try:
@@ -178,7 +210,11 @@ def _layer(
 
 def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
     """Modules whose matrices stay in floats; embeddings are no linear layers to anyone."""
-    matrices = (n for n, e in checkpoint.entries.items() if n.endswith(".weight") and len(e.shape) == 2 and n not in quantized)
+    matrices = (
+        n
+        for n, e in checkpoint.entries.items()
+        if n.endswith(".weight") and len(e.shape) == 2 and n not in quantized
+    )
     return [n.removesuffix(".weight") for n in matrices if not n.endswith("embed_tokens.weight")]
 
 

@@ -35,7 +35,9 @@ class RandomCheckpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for weight in table.weights:
             if weight.stacked:
-                raise UsageError(f"{weight.target} has its experts in one tensor: no random weights are made of that kind")
+                raise UsageError(
+                    f"{weight.target} has its experts in one tensor: no random weights are made of that kind"
+                )
             for index, name in enumerate(weight.part_names()):
                 rows = weight.rows[index % len(weight.rows)]
                 full = f"{name}.weight" if weight.kind == "linear" else name
@@ -52,7 +54,11 @@ class RandomCheckpoint:
         return self.dtype, self.shapes[name]
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, dtypes: Collection[torch.dtype] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """A tensor on the device."""
         generator = torch.Generator(self.device).manual_seed(crc32(f"{self.seed} {name}".encode()))
@@ -73,4 +79,6 @@ def random_model(
     plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
     table = model_table(config)
     checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)
-    return build_model(config, Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant)), plans)
+    return build_model(
+        config, Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant)), plans
+    )

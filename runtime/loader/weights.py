@@ -72,7 +72,9 @@ class WeightTable:
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor is left aside by rule."""
-        return any(fnmatchcase(name, pattern) for pattern in (*self.ignored, *(copy for copy, _ in self.copies)))
+        return any(
+            fnmatchcase(name, pattern) for pattern in (*self.ignored, *(copy for copy, _ in self.copies))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +160,9 @@ class Weights:
             parts.append(self._kept(name, shape, weight).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         placed = joined.to(self.device)
-        return placed if placed.untyped_storage().resizable() else placed.clone()  # else it is the file's mapping
+        return (
+            placed if placed.untyped_storage().resizable() else placed.clone()
+        )  # else it is the file's mapping
 
     def optional(self, target: str) -> Tensor | None:
         """A kept parameter that the table may not have, such as a bias."""
@@ -174,7 +178,9 @@ class Weights:
         if weight.stacked:
             return self._own(Part(self._stacked(weight))).weight
         names, count = weight.part_names(), len(weight.sources)
-        matrices = (self._joined(names[i : i + count], weight).to(self.device) for i in range(0, len(names), count))
+        matrices = (
+            self._joined(names[i : i + count], weight).to(self.device) for i in range(0, len(names), count)
+        )
         if not weight.experts:
             return self._own(Part(next(matrices))).weight
         try:
@@ -182,7 +188,9 @@ class Weights:
         except UsageError:  # of one of them
             raise
         except ValueError as error:
-            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {target} differ: {error}") from error
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: the experts of {target} differ: {error}"
+            ) from error
 
     def parts(self, target: str) -> list[Part]:
         """A linear parameter as one part, or as several where its parts are stored in ways that one tensor cannot hold.
@@ -194,7 +202,8 @@ class Weights:
         made, codes = self._gathered(weight.sources, weight)
         first = made[0].pre_scale
         alike = all(
-            (p.pre_scale is None) == (first is None) and (first is None or torch.equal(first, p.pre_scale)) for p in made
+            (p.pre_scale is None) == (first is None) and (first is None or torch.equal(first, p.pre_scale))
+            for p in made
         )
         if alike:
             try:
@@ -210,7 +219,11 @@ class Weights:
         for copy, taken in self.table.copies:
             if copy in self.checkpoint and taken in self.checkpoint:
                 one, other = (self.checkpoint.read(name) for name in (copy, taken))
-                alike = torch.equal(one, other) if one.dtype == other.dtype else torch.equal(one.float(), other.float())
+                alike = (
+                    torch.equal(one, other)
+                    if one.dtype == other.dtype
+                    else torch.equal(one.float(), other.float())
+                )
                 if not alike:
                     raise CheckpointError(
                         f"{self.checkpoint.directory}: config.json ties {copy} to {taken}, and they differ: is "
@@ -237,7 +250,9 @@ class Weights:
             module = name.removesuffix(".bias")
             if name not in self._read and f"{module}.qweight" in self._read and module != name:
                 if bool(self.checkpoint.read(name, dtypes=FLOATS).count_nonzero()):
-                    raise CheckpointError(f"{self.checkpoint.directory}: {name} is not 0, and the model has no such bias")
+                    raise CheckpointError(
+                        f"{self.checkpoint.directory}: {name} is not 0, and the model has no such bias"
+                    )
                 found.add(name)
         return found
 
@@ -302,7 +317,9 @@ class Weights:
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))
         scheme = self.scheme
-        return stack((quantize_part(f"{name}[{i}]", expert, scheme) for i, expert in enumerate(tensor)), weight.experts)
+        return stack(
+            (quantize_part(f"{name}[{i}]", expert, scheme) for i, expert in enumerate(tensor)), weight.experts
+        )
 
     def _wanted(self, name: str, part: Part) -> Part:
         """A stored part as the scheme asks for it."""
@@ -339,7 +356,9 @@ class Weights:
     def _joined(self, names: list[str], weight: Weight) -> QuantTensor:
         """One matrix of its parts, an expert's or a whole parameter."""
         parts, codes = self._gathered(names, weight)
-        scaled = next((name for name, part in zip(names, parts, strict=True) if part.pre_scale is not None), None)
+        scaled = next(
+            (name for name, part in zip(names, parts, strict=True) if part.pre_scale is not None), None
+        )
         if scaled is not None:
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {scaled} multiplies its input by pre_quant_scale, which is not supported in "

@@ -82,7 +82,11 @@ def _gpt_oss() -> _Maker:
 
 
 _MODELS = {
-    "LlamaForCausalLM": _llama, "DeepseekV3ForCausalLM": _deepseek_v3, "Qwen2ForCausalLM": _qwen, "Qwen3ForCausalLM": _qwen,
-    "Qwen3MoeForCausalLM": _qwen, "MixtralForCausalLM": _mixtral,
+    "LlamaForCausalLM": _llama,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Qwen2ForCausalLM": _qwen,
+    "Qwen3ForCausalLM": _qwen,
+    "Qwen3MoeForCausalLM": _qwen,
+    "MixtralForCausalLM": _mixtral,
     "GptOssForCausalLM": _gpt_oss,
-}  # fmt: skip
+}

@@ -38,7 +38,11 @@ def table(c: ModelConfig) -> WeightTable:
             Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,)),
             Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
             *_attention(c, _mla(c), name, f"{source}.self_attn"),
-            *(_moe(c, name, f"{source}.mlp") if c.is_moe_layer(i) else _mlp(c, name, f"{source}.mlp", c.intermediate_size)),
+            *(
+                _moe(c, name, f"{source}.mlp")
+                if c.is_moe_layer(i)
+                else _mlp(c, name, f"{source}.mlp", c.intermediate_size)
+            ),
         ]
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.num_nextn_layers)]
     ignored.append("model.layers.*.self_attn.rotary_emb.inv_freq")
@@ -57,7 +61,9 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
         yield Weight(f"{name}.q", (f"{source}.q_proj",), (heads * mla.qk_dim,), c.hidden_size, "linear")
     yield Weight(f"{name}.latents", down, rows, c.hidden_size, "linear")
     yield Weight(f"{name}.kv_norm", (f"{source}.kv_a_layernorm.weight",), (latent,))
-    yield Weight(f"{name}.kv", (f"{source}.kv_b_proj",), (heads * (mla.nope_dim + mla.v_dim),), latent, "linear")
+    yield Weight(
+        f"{name}.kv", (f"{source}.kv_b_proj",), (heads * (mla.nope_dim + mla.v_dim),), latent, "linear"
+    )
     yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), heads * mla.v_dim, "linear")
     if c.attention_bias:
         yield Weight(f"{name}.latents.bias", tuple(f"{part}.bias" for part in down), rows)
@@ -87,7 +93,9 @@ def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
 
 def _mla(c: ModelConfig) -> MlaConfig:
     if c.mla is None:
-        raise ConfigError(f"{c.architecture} needs the sizes of multi-head latent attention (kv_lora_rank ...)")
+        raise ConfigError(
+            f"{c.architecture} needs the sizes of multi-head latent attention (kv_lora_rank ...)"
+        )
     return c.mla
 
 
@@ -125,7 +133,9 @@ class DeepseekV3:
         self.embedding = Embedding(plans, weights.tensor("embedding"))
         self.layers = [Layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
-        self.head = LogitsHead(plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head"))
+        self.head = LogitsHead(
+            plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head")
+        )
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""

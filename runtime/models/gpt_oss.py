@@ -28,7 +28,9 @@ def table(c: ModelConfig) -> WeightTable:
         yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32")
         yield Weight(f"{name}.router", (f"{router}.weight",), (experts,), hidden, "fp32")
         yield Weight(f"{name}.router.bias", (f"{router}.bias",), (experts,), None, "fp32")
-        yield Weight(f"{name}.experts.gate_up", (f"{each}.gate_up_proj",), (2 * ffn,), hidden, "linear", experts, True)
+        yield Weight(
+            f"{name}.experts.gate_up", (f"{each}.gate_up_proj",), (2 * ffn,), hidden, "linear", experts, True
+        )
         yield Weight(f"{name}.experts.gate_up.bias", (f"{each}.gate_up_proj_bias",), (experts,), 2 * ffn)
         yield Weight(f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True)
         yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden)

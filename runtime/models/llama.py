@@ -104,9 +104,13 @@ class Llama:
         self.plans = plans
         rope = Rope(plans, config)
         self.embedding = Embedding(plans, weights.tensor("embedding"))
-        self.layers = [type(self).make_layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
+        self.layers = [
+            type(self).make_layer(config, weights, plans, i, rope) for i in range(config.num_layers)
+        ]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
-        self.head = LogitsHead(plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head"))
+        self.head = LogitsHead(
+            plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head")
+        )
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""

@@ -50,7 +50,9 @@ def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[
     """
     table = {weight.target.removeprefix(f"layers.{index}."): weight for weight in weights}
     if any(weight.stacked for weight in weights):
-        raise UsageError(f"{config.architecture} has its experts in one tensor: no rule says where to fold their scales (AWQ)")
+        raise UsageError(
+            f"{config.architecture} has its experts in one tensor: no rule says where to fold their scales (AWQ)"
+        )
     found = _mla(config, table) if "latents" in table else _attention(config, table)
     names = [n for n in ("gate_up", "experts.gate_up", "shared.gate_up") if n in table]
     shared = tuple(module for n in names for module in table[n].part_names())
@@ -72,7 +74,10 @@ def _attention(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
     channels = torch.arange(c.num_kv_heads * c.head_dim).view(c.num_kv_heads, 1, c.head_dim)
     columns = channels.expand(-1, repeats, -1).reshape(-1)
     values = (f"{qkv.sources[2]}.weight", *(bias.sources[2:] if bias else ()))
-    return [Fold(qkv.sources, table["attention_norm"].sources), Fold(table["out"].sources, values, columns=columns)]
+    return [
+        Fold(qkv.sources, table["attention_norm"].sources),
+        Fold(table["out"].sources, values, columns=columns),
+    ]
 
 
 def _mla(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
@@ -84,7 +89,11 @@ def _mla(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
     if ranked:
         found.append(Fold(table["q"].sources, table["q_norm"].sources))
     found.append(Fold(table["kv"].sources, table["kv_norm"].sources))
-    rows = torch.arange(c.num_heads * (mla.nope_dim + mla.v_dim)).view(c.num_heads, -1)[:, mla.nope_dim :].reshape(-1)
+    rows = (
+        torch.arange(c.num_heads * (mla.nope_dim + mla.v_dim))
+        .view(c.num_heads, -1)[:, mla.nope_dim :]
+        .reshape(-1)
+    )
     found.append(Fold(table["out"].sources, (f"{table['kv'].sources[0]}.weight",), rows=rows))
     return found
 

@@ -37,7 +37,9 @@ class Method(Protocol):
     identity: Mapping[str, Any]
     notes: list[str]
 
-    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+    def round(
+        self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
+    ) -> Rounded:
         """The linears of layer `index`; layers come in order, each followed by `advance`."""
         ...
 
@@ -53,9 +55,17 @@ class RoundToNearest:
         self.identity: Mapping[str, Any] = {"method": "rtn"}
         self.notes: list[str] = []
 
-    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+    def round(
+        self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
+    ) -> Rounded:
         if not target.stacked:
-            return Rounded({module: nearest(target, f"{module}.weight", tensors[f"{module}.weight"]) for module in linears(weights)}, {})
+            return Rounded(
+                {
+                    module: nearest(target, f"{module}.weight", tensors[f"{module}.weight"])
+                    for module in linears(weights)
+                },
+                {},
+            )
         stacks = [name for weight in weights if weight.stacked for name in weight.part_names()]
         return Rounded({name: nearest(target, name, tensors[name].transpose(1, 2)) for name in stacks}, {})
 
@@ -83,12 +93,18 @@ class Calibrated:
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self.stream = LayerStream(self.directory, self.tokens, self.window, self.windows, self.device, self.policy)
+        self.stream = LayerStream(
+            self.directory, self.tokens, self.window, self.windows, self.device, self.policy
+        )
         used = self.tokens[: self.window * self.windows]
         digest = hashlib.sha256(torch.tensor(used, dtype=torch.int64).numpy().tobytes()).hexdigest()
         self.identity: dict[str, Any] = {
-            "method": self.name, "calibration": digest[:16], "window": self.window, "windows": self.windows, "device": self.device,
-        }  # fmt: skip
+            "method": self.name,
+            "calibration": digest[:16],
+            "window": self.window,
+            "windows": self.windows,
+            "device": self.device,
+        }
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
         """Take the windows through the layer as it will be served."""
@@ -116,18 +132,26 @@ class Gptq(Calibrated):
         super().__post_init__()
         self.identity |= {"act-order": self.act_order, "damping": self.damping}
 
-    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+    def round(
+        self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
+    ) -> Rounded:
         moments = self.stream.moments(index, tensors)
-        return Rounded({m: self._one(m, tensors[f"{m}.weight"], moments, target) for m in linears(weights)}, {})
+        return Rounded(
+            {m: self._one(m, tensors[f"{m}.weight"], moments, target) for m in linears(weights)}, {}
+        )
 
     def _one(self, module: str, stored: Tensor, moments: Moments, target: Writer) -> QuantTensor:
         weight = self._placed(stored).float()
         start = nearest(target, f"{module}.weight", weight)
         if start.scheme.minimums:
-            raise UsageError(f"GPTQ does not round {start.scheme}: schemes with minimums are rounded to nearest or by AWQ")
+            raise UsageError(
+                f"GPTQ does not round {start.scheme}: schemes with minimums are rounded to nearest or by AWQ"
+            )
         seen, needed = moments.tokens.get(module, 0), weight.shape[1]
         if seen < needed:
-            self.notes.append(f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ wants {needed}")
+            self.notes.append(
+                f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ wants {needed}"
+            )
             return start.to("cpu")
         hessian = moments.sums[module]
         if start.scheme.bits < 8:  # of 8 bits, a clipped weight loses more than finer steps save
@@ -152,7 +176,9 @@ class Awq(Calibrated):
         for index in range(self.stream.config.num_layers):
             folds(self.stream.config, index, self.stream.weights_of(index))  # refuses before anything is done
 
-    def round(self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer) -> Rounded:
+    def round(
+        self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
+    ) -> Rounded:
         moments, scaled = self.stream.moments(index, tensors), dict(tensors)
         found = folds(self.stream.config, index, tuple(weights))
         search_and_fold(found, scaled, moments, target.quantize)
@@ -183,9 +209,16 @@ METHODS = ("rtn", "gptq", "awq")
 
 
 def make_method(
-    name: str, directory: str | Path, tokens: Sequence[int] | None = None, *, window: int = 512, windows: int = 64,
-    device: str = "cpu", policy: Policy | None = None, act_order: bool = True,
-) -> Method:  # fmt: skip
+    name: str,
+    directory: str | Path,
+    tokens: Sequence[int] | None = None,
+    *,
+    window: int = 512,
+    windows: int = 64,
+    device: str = "cpu",
+    policy: Policy | None = None,
+    act_order: bool = True,
+) -> Method:
     """A method by its name; UsageError for an unknown one, or one that needs calibration tokens and has none."""
     if name == "rtn" and tokens is None:
         return RoundToNearest()

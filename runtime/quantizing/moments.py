@@ -54,7 +54,9 @@ def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
             if isinstance(value, Linear | SplitLinear):
                 if value.target:
                     yield item, name, value
-            elif type(value).__module__.startswith("gristmill.runtime.layers.") and hasattr(value, "__dict__"):
+            elif type(value).__module__.startswith("gristmill.runtime.layers.") and hasattr(
+                value, "__dict__"
+            ):
                 yield from find_linears([value])
                 if isinstance(value, MixtureOfExperts):
                     yield item, name, value
@@ -75,7 +77,11 @@ class _Experts:
     """A mixture of experts whose routed inputs are counted, and what its experts' last products see."""
 
     def __init__(
-        self, layer: MixtureOfExperts, table: Mapping[str, Weight], found: Moments, tensors: Mapping[str, Tensor]
+        self,
+        layer: MixtureOfExperts,
+        table: Mapping[str, Weight],
+        found: Moments,
+        tensors: Mapping[str, Tensor],
     ) -> None:
         self.layer, self.found, self.tensors = layer, found, tensors
         self.gate_up = table[f"{layer.target}.gate_up"]

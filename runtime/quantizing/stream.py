@@ -54,20 +54,33 @@ class LayerStream:
         self.config = load_config(directory)
         self.table = model_table(self.config)
         if window < 2 or windows < 1 or len(tokens) < window * windows:
-            raise UsageError(f"calibration wants {windows} windows of {window} tokens, got {len(tokens)} tokens")
+            raise UsageError(
+                f"calibration wants {windows} windows of {window} tokens, got {len(tokens)} tokens"
+            )
         if window > self.config.max_position:
-            raise UsageError(f"a calibration window of {window} tokens is longer than the model's {self.config.max_position}")
+            raise UsageError(
+                f"a calibration window of {window} tokens is longer than the model's {self.config.max_position}"
+            )
         if max(tokens[: window * windows]) >= self.config.vocab_size:
-            raise UsageError(f"token ids must be below the vocabulary's size {self.config.vocab_size}: these tokens are another model's")
+            raise UsageError(
+                f"token ids must be below the vocabulary's size {self.config.vocab_size}: these tokens are another model's"
+            )
         if any(weight.stacked for weight in self.table.weights):
-            raise UsageError(f"{self.config.architecture} has its experts in one tensor, which is not calibrated")
+            raise UsageError(
+                f"{self.config.architecture} has its experts in one tensor, which is not calibrated"
+            )
         self.directory = Path(directory)
         self.plans = _Passing(parse_device(device), torch.float32, policy)
         self.rope = Rope(self.plans, self.config)
-        at_once, each = windows_at_once(self.plans.device, window, windows, windows), blocks_needed(window, BLOCK_SIZE)
+        at_once, each = (
+            windows_at_once(self.plans.device, window, windows, windows),
+            blocks_needed(window, BLOCK_SIZE),
+        )
         # Layers do not look at the tokens, and each window is read as a whole: one batch and one cache serve all steps.
         entries = [
-            ScheduledRequest(f"window {i}", 0, window, False, [0] * window, list(range(i * each, (i + 1) * each)), [])
+            ScheduledRequest(
+                f"window {i}", 0, window, False, [0] * window, list(range(i * each, (i + 1) * each)), []
+            )
             for i in range(at_once)
         ]
         self.batch = make_batch(entries, BLOCK_SIZE, self.plans.device, all_rows=True)
@@ -98,7 +111,12 @@ class LayerStream:
         source = _Held(tensors, self.directory)
         dense = None if stored is None else QuantScheme.parse("fp32")
         weights = Weights(
-            source, WeightTable(self.weights_of(index)), torch.float32, self.plans.device, dense, stored  # type: ignore[arg-type]
+            source,
+            WeightTable(self.weights_of(index)),
+            torch.float32,
+            self.plans.device,
+            dense,
+            stored,  # type: ignore[arg-type]
         )
         return make_layer(self.config, weights, self.plans, index, self.rope)
 

@@ -53,7 +53,9 @@ class Unfinished:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, UsageError):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
@@ -70,7 +72,11 @@ class Unfinished:
         """Write a part in one step."""
         path = self._path(part)
         temporary = path.with_suffix(".writing")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            temporary,
+            metadata={"format": "pt"},
+        )
         os.replace(temporary, path)
 
     def notes(self, new: Sequence[str] = ()) -> list[str]:
@@ -95,7 +101,9 @@ class Unfinished:
         try:
             self.folder.rename(self.out)
         except OSError as error:
-            raise UsageError(f"{self.out} came to be while it was written, or cannot be made: {error.strerror or error}") from error
+            raise UsageError(
+                f"{self.out} came to be while it was written, or cannot be made: {error.strerror or error}"
+            ) from error
 
     def _path(self, part: str) -> Path:
         return self.folder / f"part-{part}.safetensors"
@@ -108,8 +116,9 @@ class Unfinished:
         before = read_json(path)
         other = [
             f"{name} {before.get(name)}, not {identity.get(name)}"
-            for name in sorted(before.keys() | identity.keys()) if before.get(name) != identity.get(name)
-        ]  # fmt: skip
+            for name in sorted(before.keys() | identity.keys())
+            if before.get(name) != identity.get(name)
+        ]
         if other:
             raise UsageError(
                 f"{self.folder} was begun with {'; '.join(other)}: run with the same options to go on, or delete that folder"

@@ -46,13 +46,20 @@ class SchedulerConfig:
         for name in ("num_blocks", "block_size", "max_batch_tokens", "max_seqs"):
             self._require_int(name, 1)
         self._require_int("max_bypass", 0)
-        for name, least in (("max_model_len", 2), ("max_chunk", 1), ("inter_prefill_budget", 0), ("max_queued", 0)):
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_chunk", 1),
+            ("inter_prefill_budget", 0),
+            ("max_queued", 0),
+        ):
             if getattr(self, name) is not None:
                 self._require_int(name, least)
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.policy not in get_args(PolicyName):
-            raise ValueError(f"unknown policy {self.policy!r}, expected one of {', '.join(get_args(PolicyName))}")
+            raise ValueError(
+                f"unknown policy {self.policy!r}, expected one of {', '.join(get_args(PolicyName))}"
+            )
         if self.num_blocks * self.block_size < 2:
             raise ValueError("the pool holds one token: no request (one prompt token, one output token) fits")
         if self.max_batch_tokens < self.max_seqs:

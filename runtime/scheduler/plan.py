@@ -48,9 +48,13 @@ class StepPlan:
     version: int  # state of the scheduler that the plan was made for
     entries: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
-    admitted: dict[str, list[CachedBlock]] = field(default_factory=dict)  # id -> blocks found in the prefix cache
+    admitted: dict[str, list[CachedBlock]] = field(
+        default_factory=dict
+    )  # id -> blocks found in the prefix cache
     preempted: list[str] = field(default_factory=list)
-    bypassed: dict[str, int] = field(default_factory=dict)  # id -> younger requests that this plan admits past it
+    bypassed: dict[str, int] = field(
+        default_factory=dict
+    )  # id -> younger requests that this plan admits past it
     pool: PoolPlan | None = None
 
     @property

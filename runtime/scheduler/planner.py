@@ -22,7 +22,9 @@ LOOKAHEAD = 64  # blocked requests that one step looks past: bounds the cost of 
 class Planner:
     """State of one planning pass."""
 
-    def __init__(self, config: SchedulerConfig, pool: PoolPlan, cache: PrefixCache | None, version: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: PoolPlan, cache: PrefixCache | None, version: int
+    ) -> None:
         self.config = config
         self.pool = pool
         self.cache = cache
@@ -125,7 +127,9 @@ class Planner:
         self.gone.add(victim.id)
         self.plan.preempted.append(victim.id)
 
-    def _admit(self, running: Sequence[Request], prefills: Sequence[Request], waiting: Sequence[Request]) -> None:
+    def _admit(
+        self, running: Sequence[Request], prefills: Sequence[Request], waiting: Sequence[Request]
+    ) -> None:
         config = self.config
         size = config.block_size
         seats = config.max_seqs - len(running)

@@ -62,7 +62,7 @@ class Request:
         "state",
         "stop_ids",
         "tokens",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -82,7 +82,9 @@ class Request:
             raise ValueError(f"request {id!r}: the prompt is empty, at least one token id is needed")
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool):
-                raise TypeError(f"request {id!r}: prompt ids must be ints, got {token!r} ({type(token).__name__})")
+                raise TypeError(
+                    f"request {id!r}: prompt ids must be ints, got {token!r} ({type(token).__name__})"
+                )
             if token < 0:
                 raise ValueError(f"request {id!r}: prompt ids must not be negative, got {token}")
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
@@ -119,10 +121,21 @@ class Request:
     def snapshot(self) -> tuple[object, ...]:
         """All that can change, as values: for dumps and for comparing states."""
         return (
-            self.id, self.state.value, self.arrival, tuple(self.tokens), self.computed, tuple(self.block_ids),
-            tuple(self.drafts), self.bypassed, self.preemptions, self.cached_tokens, tuple(self.block_hashes),
-            self.registered, id(self.last_cached), self.finish_reason,
-        )  # fmt: skip
+            self.id,
+            self.state.value,
+            self.arrival,
+            tuple(self.tokens),
+            self.computed,
+            tuple(self.block_ids),
+            tuple(self.drafts),
+            self.bypassed,
+            self.preemptions,
+            self.cached_tokens,
+            tuple(self.block_hashes),
+            self.registered,
+            id(self.last_cached),
+            self.finish_reason,
+        )
 
     def __repr__(self) -> str:
         return (

@@ -54,7 +54,9 @@ class Scheduler:
         self._refuse_too_large(request)
         limit = self.config.max_queued
         if limit is not None and len(self.waiting) + len(self.held) >= limit:
-            raise QueueFull(f"request {request.id!r} refused: {limit} requests are waiting, which is max_queued")
+            raise QueueFull(
+                f"request {request.id!r} refused: {limit} requests are waiting, which is max_queued"
+            )
         if self.cache is not None:
             self.cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
         request.limit = min(request.limit, self.config.capacity)
@@ -80,11 +82,15 @@ class Scheduler:
             why = "no such unfinished request" if request is None else "its step is in flight"
             raise ValueError(f"no drafts can be taken for request {request_id!r}: {why}")
         if request.state is not RequestState.RUNNING or len(request.tokens) - request.computed != 1:
-            raise ValueError(f"drafts can only follow a request's last token, but {request!r} is not decoding")
+            raise ValueError(
+                f"drafts can only follow a request's last token, but {request!r} is not decoding"
+            )
         request.drafts = list(draft_ids)
         self._version += 1
 
-    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[RequestOutput]:
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[RequestOutput]:
         """End requests, wherever they are. Returns what it ended; ids that are unknown or finished are not in it."""
         ended = []
         for request_id in request_ids:
@@ -117,7 +123,9 @@ class Scheduler:
         if self.in_flight is not None:
             raise RuntimeError("a committed plan is in flight: call update or discard first")
         plan = self._planner().run(self.running, self.waiting)
-        if not plan.entries and (self.running or self.waiting):  # held requests hold nothing: they are no excuse
+        if not plan.entries and (
+            self.running or self.waiting
+        ):  # held requests hold nothing: they are no excuse
             raise SchedulerStuck("an empty step with unfinished requests\n" + self.dump())
         return plan
 
@@ -213,12 +221,20 @@ class Scheduler:
             if len(request.block_ids) * self.config.block_size < request.computed:
                 raise PoolError(f"computed tokens without blocks: {request!r}\n{self.dump()}")
             if request.computed >= len(request.tokens):
-                raise PoolError(f"nothing left to compute, so nothing to sample from: {request!r}\n{self.dump()}")
-            if request.state is not RequestState.RUNNING and (request.block_ids or request.computed or request.drafts):
-                raise PoolError(f"blocks, computed tokens or drafts without running: {request!r}\n{self.dump()}")
+                raise PoolError(
+                    f"nothing left to compute, so nothing to sample from: {request!r}\n{self.dump()}"
+                )
+            if request.state is not RequestState.RUNNING and (
+                request.block_ids or request.computed or request.drafts
+            ):
+                raise PoolError(
+                    f"blocks, computed tokens or drafts without running: {request!r}\n{self.dump()}"
+                )
             cached = request.registered * self.config.block_size
             if cached > request.computed or (request.last_cached is None) != (cached == 0):
-                raise PoolError(f"{cached} tokens are registered: more than were computed, or not so: {request!r}")
+                raise PoolError(
+                    f"{cached} tokens are registered: more than were computed, or not so: {request!r}"
+                )
         if owners != self.pool.refs:
             wrong = [(b, n, r) for b, (n, r) in enumerate(zip(owners, self.pool.refs, strict=True)) if n != r]
             raise PoolError(f"(block, owners, references) that differ: {wrong}\n{self.dump()}")
@@ -230,17 +246,29 @@ class Scheduler:
     def snapshot(self) -> tuple[object, ...]:
         """The whole state as values; two equal snapshots are one state."""
         return (
-            self._version, self._arrivals, id(self.in_flight), tuple(self.pool.refs), tuple(self.pool.queue()),
-            tuple(id(content) for content in self.pool.content), self.pool.num_available, self.pool.num_cached,
+            self._version,
+            self._arrivals,
+            id(self.in_flight),
+            tuple(self.pool.refs),
+            tuple(self.pool.queue()),
+            tuple(id(content) for content in self.pool.content),
+            self.pool.num_available,
+            self.pool.num_cached,
             None if self.cache is None else tuple(sorted(self.cache.snapshot().items())),
-            tuple(r.id for r in self.running), tuple(r.id for r in self.waiting), tuple(self.held),
+            tuple(r.id for r in self.running),
+            tuple(r.id for r in self.waiting),
+            tuple(self.held),
             tuple(r.snapshot() for r in self.requests.values()),
-        )  # fmt: skip
+        )
 
     def dump(self) -> str:
         """The state as text, for errors."""
         lines = [repr(self.config), self.pool.dump()]
-        for name, requests in (("running", self.running), ("waiting", self.waiting), ("held", self.held.values())):
+        for name, requests in (
+            ("running", self.running),
+            ("waiting", self.waiting),
+            ("held", self.held.values()),
+        ):
             lines.append(f"{name}: {len(requests)}")
             lines.extend(f"  {request!r}" for request in requests)
         return "\n".join(lines)
@@ -308,7 +336,9 @@ class Scheduler:
             )
         drafts = entry.tokens[entry.count - entry.drafts :]
         if list(result[:-1]) != drafts[: len(result) - 1]:
-            raise ValueError(f"request {entry.id!r}: accepted tokens {list(result[:-1])} are not the drafts {drafts}")
+            raise ValueError(
+                f"request {entry.id!r}: accepted tokens {list(result[:-1])} are not the drafts {drafts}"
+            )
 
     def _append(self, request: Request, new_ids: Sequence[int]) -> RequestOutput:
         """Append tokens until one of them ends the request; the rest of an accepted run is dropped."""
@@ -334,7 +364,10 @@ class Scheduler:
         cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
         for index in range(request.registered, request.computed // size):
             request.last_cached = cache.insert(
-                request.block_hashes[index], request.tokens[index * size : (index + 1) * size], request.cache_key,
-                request.last_cached, request.block_ids[index],
-            )  # fmt: skip
+                request.block_hashes[index],
+                request.tokens[index * size : (index + 1) * size],
+                request.cache_key,
+                request.last_cached,
+                request.block_ids[index],
+            )
             request.registered = index + 1

@@ -140,7 +140,7 @@ def progress(items: Sequence[Any], describe: Callable[[Any], str], *, quiet: boo
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   console=err(), transient=True)  # fmt: skip
+                   console=err(), transient=True)
     with bar:
         task = bar.add_task("", total=len(items))
         for item in items:

@@ -159,7 +159,7 @@ def _function(op: Op, new: Callable[..., Any], into: Callable[..., Any] | None) 
         inspect.Parameter(p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
                           default=inspect.Parameter.empty if p.default is None else _default(p.default))
         for p in op.parameters
-    ])  # fmt: skip
+    ])
 
     packed = [index for index, p in enumerate(op.parameters) if p.type == "Tensor[]"]
 

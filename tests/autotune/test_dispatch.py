@@ -37,7 +37,9 @@ def test_torch_compile_compiles_once_for_all_sizes() -> None:
         return graph.forward
 
     _, w, eps = arguments()
-    function = torch.compile(lambda x: ops.rms_norm(x + 1, w, eps) * 2, backend=backend, dynamic=True, fullgraph=True)
+    function = torch.compile(
+        lambda x: ops.rms_norm(x + 1, w, eps) * 2, backend=backend, dynamic=True, fullgraph=True
+    )
     for rows in (2, 3, 5, 17, 130):
         x = torch.randn(rows, 256)
         torch.testing.assert_close(function(x), ops.rms_norm(x + 1, w, eps) * 2)
@@ -47,8 +49,12 @@ def test_torch_compile_compiles_once_for_all_sizes() -> None:
 def test_a_planned_call_refuses_what_it_was_not_planned_for() -> None:
     x, w, eps = arguments()
     plan = ops.bind("rms_norm", "n=256,x=fp32", "cpu")
-    for bad in ((x[:, :128], w, eps, torch.empty(4, 128)), (x, w, eps, torch.empty(3, 256)),
-                (x.bfloat16(), w, eps, torch.empty(4, 256)), (x, w[:7], eps, torch.empty(4, 256))):  # fmt: skip
+    for bad in (
+        (x[:, :128], w, eps, torch.empty(4, 128)),
+        (x, w, eps, torch.empty(3, 256)),
+        (x.bfloat16(), w, eps, torch.empty(4, 256)),
+        (x, w[:7], eps, torch.empty(4, 256)),
+    ):
         with pytest.raises(ValueError, match="rms_norm planned for n=256"):
             plan(*bad)
 
@@ -108,7 +114,9 @@ def test_dispatch_costs_a_few_python_calls() -> None:
         lambda: plan(x, w, eps, out),
         lambda: torch.ops.gristmill.rms_norm.out(x, w, eps, plan.handle, out),
     )
-    print(f"plan {through_plan:.2f} us, torch.ops {through_torch:.2f} us, empty operator {bare:.2f} us, mul {multiply:.2f} us")
+    print(
+        f"plan {through_plan:.2f} us, torch.ops {through_torch:.2f} us, empty operator {bare:.2f} us, mul {multiply:.2f} us"
+    )
     # On a quiet core of 2025: plan 0.8, torch.ops 2.7, empty operator 1.9, mul 1.0 microseconds.
     assert through_plan < 0.8 * bare
     assert through_torch < 2.2 * bare

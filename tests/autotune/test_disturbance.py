@@ -19,7 +19,7 @@ QUIET = {"quota": 5.0, "steal": 7.0}
         ({"quota": 5.0, "steal": 9.0}, 1.0, ["10% of the time taken by other guests"]),  # of two cores
         (QUIET, 6.5, ["load 6.5 on 2 core(s)"]),
     ],
-)  # fmt: skip
+)
 def test_counters_in_words(after: dict[str, float], load: float, said: list[str]) -> None:
     found = disturbances(QUIET, after, 10.0, 2, load)
     assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))
@@ -41,4 +41,6 @@ def test_gpu_bits_in_words() -> None:
 def test_cores_and_pinning() -> None:
     assert _ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
     state = cpu_state()
-    assert 1 <= state["usable"] <= state["cores"] and (state["pinned"] is None) == (state["usable"] == state["cores"])
+    assert 1 <= state["usable"] <= state["cores"] and (state["pinned"] is None) == (
+        state["usable"] == state["cores"]
+    )

@@ -35,7 +35,9 @@ class Library:
         return 0
 
     def nvmlDeviceGetClockInfo(self, device: Any, kind: Any, clock: Any) -> int:
-        assert isinstance(device, ctypes.c_void_p) and device.value == HANDLE  # a pointer: as a plain int it would lose its upper half
+        assert (
+            isinstance(device, ctypes.c_void_p) and device.value == HANDLE
+        )  # a pointer: as a plain int it would lose its upper half
         assert isinstance(kind, ctypes.c_uint) and isinstance(clock._obj, ctypes.c_uint)
         if self.fails == "clock":
             return UNKNOWN
@@ -65,11 +67,16 @@ def test_the_clock_of_the_multiprocessors_is_read_anew_each_time(library: Librar
     assert read() is None
 
 
-def test_a_device_that_the_library_does_not_know_has_no_clock(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_the_library_does_not_know_has_no_clock(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library.fails = "init"
     assert sm_clock("cuda:0") is None
     library.fails = ""
-    for properties in (SimpleNamespace(uuid="another"), SimpleNamespace()):  # a part of a GPU; torch without UUIDs
+    for properties in (
+        SimpleNamespace(uuid="another"),
+        SimpleNamespace(),
+    ):  # a part of a GPU; torch without UUIDs
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         assert sm_clock("cuda:0") is None
 

@@ -29,8 +29,15 @@ def looks_around(config, x, weight, eps, out):
 
 
 def kernel(function) -> Kernel:
-    return Kernel(op="rms_norm", name=function.__name__, provider="test", language="python", batch_invariant=True,
-                  target=f"{__name__}:{function.__name__}", requires=Requirement())  # fmt: skip
+    return Kernel(
+        op="rms_norm",
+        name=function.__name__,
+        provider="test",
+        language="python",
+        batch_invariant=True,
+        target=f"{__name__}:{function.__name__}",
+        requires=Requirement(),
+    )
 
 
 def seen(spec: Kernel, op=OP, problem=PROBLEM):
@@ -47,9 +54,19 @@ def test_what_is_declared_and_not_kept_is_said() -> None:
 
 def test_what_real_kernels_declare_they_keep() -> None:
     registry = default_registry()
-    for op_name in ("rms_norm", "linear", "combine", "grouped_linear", "paged_attention", "rotary_embedding", "grouped_topk"):
+    for op_name in (
+        "rms_norm",
+        "linear",
+        "combine",
+        "grouped_linear",
+        "paged_attention",
+        "rotary_embedding",
+        "grouped_topk",
+    ):
         op = registry.op(op_name)
         spec = registry.kernel(op_name, f"{op_name}_cpu")
         found = seen(spec, op, op.problem(op.examples[2]))
         cannot = op_name in ("combine", "grouped_linear", "paged_attention")
-        assert found.broken == () and found.deterministic and found.batch_invariant is (None if cannot else True), op_name
+        assert (
+            found.broken == () and found.deterministic and found.batch_invariant is (None if cannot else True)
+        ), op_name

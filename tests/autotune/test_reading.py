@@ -40,7 +40,9 @@ class Recorded:
         self.found = float(view[: int(len(view) * self.part)].sum())
 
     def alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reading, "_readers", lambda data, count: [Reader("recorded", self, lambda: self.found)])
+        monkeypatch.setattr(
+            reading, "_readers", lambda data, count: [Reader("recorded", self, lambda: self.found)]
+        )
 
 
 def test_a_size_is_measured_once_in_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,9 @@ def test_a_size_is_measured_once_in_each_way(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_was_beaten_is_measured_once_more_and_the_faster_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [9.0, 5.0, 1.0]
-    monkeypatch.setattr(reading, "_measured", lambda _, size, count, captured: reading.Reading(size, count, times.pop(0), "x"))
+    monkeypatch.setattr(
+        reading, "_measured", lambda _, size, count, captured: reading.Reading(size, count, times.pop(0), "x")
+    )
     assert read().us == 9.0 and read(beaten=9.5).us == 9.0 and len(times) == 2
     assert read(beaten=8.0).us == 5.0 and read(beaten=4.0).us == 5.0 and times == [1.0]
     times[:] = [5.0, 9.0]
@@ -71,13 +75,19 @@ def test_cold_reads_go_around_all_copies_and_hot_ones_stay(monkeypatch: pytest.M
         (recorded := Recorded()).alone(monkeypatch)
         read(SIZE, count)
         timed = recorded.places[1:]  # after the check
-        assert len(set(timed)) == count and all(a != b for a, b in zip(timed, timed[1:], strict=False)) == (count > 1)
+        assert len(set(timed)) == count and all(a != b for a, b in zip(timed, timed[1:], strict=False)) == (
+            count > 1
+        )
         inside = sorted(set(timed))
-        assert all(b - a >= SIZE for a, b in zip(inside, inside[1:], strict=False))  # none reads what another one read
+        assert all(
+            b - a >= SIZE for a, b in zip(inside, inside[1:], strict=False)
+        )  # none reads what another one read
 
 
 @pytest.mark.parametrize("part", [0.5, 0.98, 0.0])
-def test_a_kernel_that_reads_part_of_the_bytes_is_noticed(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_reads_part_of_the_bytes_is_noticed(
+    part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Recorded(part).alone(monkeypatch)
     with pytest.raises(ReadError, match=f"recorded adds up {SIZE} bytes .*does not read all of them"):
         read()
@@ -96,7 +106,9 @@ def test_the_fastest_reader_and_its_least_sample_count(monkeypatch: pytest.Monke
 
     def reader(name: str) -> Reader:
         total = torch.zeros(())
-        return Reader(name, lambda view: recorded.append(name) or torch.sum(view, 0, out=total), lambda: float(total))
+        return Reader(
+            name, lambda view: recorded.append(name) or torch.sum(view, 0, out=total), lambda: float(total)
+        )
 
     monkeypatch.setattr(reading, "Timed", Timed)
     monkeypatch.setattr(reading, "_readers", lambda data, count: map(reader, ("slow", "quick")))
@@ -144,12 +156,22 @@ def test_free_memory_is_that_of_the_machine_or_of_the_group(monkeypatch: pytest.
 
 
 def test_arguments_rotate_over_as_many_lists_as_copies() -> None:
-    assert list_count(1, "cpu") == MAX_SETS and list_count(CPU_COLD, "cpu") == 2 and list_count(10 * CPU_COLD, "cpu") == 2
-    assert list_count(CPU_COLD // 5, "cpu") == 6 and list_count(GPU_COLD // 4, "cuda:0") == 4 and list_count(5, "cpu", hot=True) == 1
+    assert (
+        list_count(1, "cpu") == MAX_SETS
+        and list_count(CPU_COLD, "cpu") == 2
+        and list_count(10 * CPU_COLD, "cpu") == 2
+    )
+    assert (
+        list_count(CPU_COLD // 5, "cpu") == 6
+        and list_count(GPU_COLD // 4, "cuda:0") == 4
+        and list_count(5, "cpu", hot=True) == 1
+    )
     op = default_registry().op("rms_norm")
     kernel, problem = default_registry().kernel("rms_norm", "rms_norm_torch"), op.problem("m=1024,n=4096")
     for hot in (False, True):
-        assert len(Rotation(op, kernel, problem, "cpu", hot=hot).sets) == list_count(op.cost(problem).bytes, "cpu", hot=hot)
+        assert len(Rotation(op, kernel, problem, "cpu", hot=hot).sets) == list_count(
+            op.cost(problem).bytes, "cpu", hot=hot
+        )
 
 
 @pytest.mark.parametrize("size", [64, 64 * 33, 1 << 14])
@@ -164,7 +186,9 @@ def test_the_triton_kernel_reads_everything(size: int, fault: str, monkeypatch: 
     class Faulty:
         def __getitem__(self, grid):
             programs = max(1, grid[0] // 2) if fault == "half of the programs" else grid[0]
-            return lambda view, sink, count, **how: code_read[(programs,)](*self.planted(view, sink, count), **how)
+            return lambda view, sink, count, **how: code_read[(programs,)](
+                *self.planted(view, sink, count), **how
+            )
 
         def planted(self, view, sink, count):
             if fault == "half of each block":
@@ -196,7 +220,9 @@ def test_the_triton_kernel_reads_everything(size: int, fault: str, monkeypatch: 
 def test_a_gpus_readers_are_all_held_to_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     data = reading._filled("cpu:0", SIZE // 4)
-    names = [reader.name for reader in reading._readers(data, len(data)) if reading._check(reader, data) is None]
+    names = [
+        reader.name for reader in reading._readers(data, len(data)) if reading._check(reader, data) is None
+    ]
     assert names[0] == "sum" and "1024x1, 4 warps" in names and len(set(names)) == len(names) > 4
     monkeypatch.setattr(reading.importlib, "util", SimpleNamespace(find_spec=lambda name: None))
     assert [reader.name for reader in reading._readers(data, len(data))] == ["sum"]

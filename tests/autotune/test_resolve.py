@@ -61,8 +61,13 @@ def run_with_bad_kernels(tmp_path: Path) -> tuple[dict[str, dict], str]:
         f"import gristmill.kernels.norm as family\nfamily.__path__.append({str(extra)!r})\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "cache")], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     return {row["kernel"]: row for row in json.loads(done.stdout)}, done.stderr
 
 
@@ -71,7 +76,10 @@ def test_wrong_and_crashing_kernels_are_quarantined_and_the_next_one_runs(tmp_pa
     assert rows["rms_norm_wrong"]["verdict"] == rows["rms_norm_crash"]["verdict"] == "quarantined"
     assert "over the tolerance" in rows["rms_norm_wrong"]["reasons"][0]
     assert "killed its process" in rows["rms_norm_crash"]["reasons"][0]
-    assert [row["kernel"] for row in rows.values() if row["verdict"] == "selected"] in (["rms_norm_cpu"], ["rms_norm_torch"])
+    assert [row["kernel"] for row in rows.values() if row["verdict"] == "selected"] in (
+        ["rms_norm_cpu"],
+        ["rms_norm_torch"],
+    )
     assert "quarantined" in warned
     again, warned = run_with_bad_kernels(tmp_path)
     assert again == rows and "quarantined" not in warned, "records are kept: nothing is verified twice"
@@ -85,7 +93,10 @@ def test_a_verified_kernel_is_not_verified_again(tmp_path: Path) -> None:
     policy = Policy(cache=str(tmp_path))
     first = Resolver("cpu", policy).resolve(OP, PROBLEM).require()
     assert first.verdict == "selected"
-    assert Resolver("cpu", policy, worker=Refuses()).resolve(OP, PROBLEM).require().kernel.name == first.kernel.name
+    assert (
+        Resolver("cpu", policy, worker=Refuses()).resolve(OP, PROBLEM).require().kernel.name
+        == first.kernel.name
+    )
 
 
 def test_a_damaged_store_is_left_alone_with_one_warning(tmp_path: Path) -> None:
@@ -94,8 +105,12 @@ def test_a_damaged_store_is_left_alone_with_one_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resolver = Resolver("cpu", policy)
-        assert [resolver.resolve(OP, OP.problem(f"m={m},n=64,x=fp32")).require().verdict for m in (4, 8)] == ["selected"] * 2
-    assert len(caught) == 1 and re.search(r"store.json: line \d+.*nothing will be recorded", str(caught[0].message))
+        assert [resolver.resolve(OP, OP.problem(f"m={m},n=64,x=fp32")).require().verdict for m in (4, 8)] == [
+            "selected"
+        ] * 2
+    assert len(caught) == 1 and re.search(
+        r"store.json: line \d+.*nothing will be recorded", str(caught[0].message)
+    )
     assert policy.store_path.read_text().startswith('{"schema": 1,\n"verified": [{}')
 
 
@@ -113,8 +128,13 @@ for index in range(20):
 
 def test_eight_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, sys.path))
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "store.json"), str(number)],
-                                env={**os.environ, "PYTHONPATH": path}) for number in range(8)]  # fmt: skip
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "store.json"), str(number)],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for number in range(8)
+    ]
     assert [writer.wait() for writer in writers] == [0] * 8
     assert len(json.loads((tmp_path / "store.json").read_text())["timed"]) == 160
 
@@ -143,7 +163,9 @@ class Recording(Worker):
 @pytest.fixture
 def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[object], Resolver]:
     """Resolvers of a GPU that is not here, over one store, with a worker that answers as it is told."""
-    monkeypatch.setattr("gristmill.autotune.resolve.device_target", lambda device, policy: Target.parse("h200"))
+    monkeypatch.setattr(
+        "gristmill.autotune.resolve.device_target", lambda device, policy: Target.parse("h200")
+    )
     return lambda answer: Resolver(
         "cuda", Policy(cache=str(tmp_path)), build=Build.of({"torch": "2.13.0"}), worker=Recording(answer)
     )
@@ -167,7 +189,9 @@ def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Res
 def test_what_is_not_the_kernels_fault_is_raised_and_not_recorded(h200: Callable[[object], Resolver]) -> None:
     """A device without memory to try a kernel on says nothing of the kernel: it must not be quarantined for good."""
     resolver = h200({"ok": False, "error": None, "reason": "got no memory", "judged": False})
-    with pytest.raises(UnverifiableError, match="cannot be verified on cuda, and was not recorded: got no memory"):
+    with pytest.raises(
+        UnverifiableError, match="cannot be verified on cuda, and was not recorded: got no memory"
+    ):
         resolver.resolve(OP, PROBLEM)
     assert not resolver.store.verifications and not Store.read(resolver.policy.store_path).verifications
 
@@ -197,14 +221,20 @@ def another_process_tries(resolver: Resolver, kernel: str, seconds: float) -> su
     """A process that has the mark for so long."""
     candidate = next(c for c in resolver.select(OP, PROBLEM).candidates if c.kernel.name == kernel)
     mine = (
-        kernel, candidate.kernel.code_hash(), config_key(candidate.config or {}), str(OP.verification(PROBLEM)),
-        target_key(resolver.target), resolver.build.key(),
-    )  # fmt: skip
+        kernel,
+        candidate.kernel.code_hash(),
+        config_key(candidate.config or {}),
+        str(OP.verification(PROBLEM)),
+        target_key(resolver.target),
+        resolver.build.key(),
+    )
     path = resolver.policy.store_path
     other = subprocess.Popen(
         [sys.executable, "-c", TRY, str(path.with_name(path.name + ".trying")), *mine, str(seconds)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert other.stdout is not None and other.stdout.readline() == "None\n"
     return other
 
@@ -242,7 +272,9 @@ def test_a_mark_that_is_held_for_ever_is_an_error(h200: Callable[[object], Resol
     other.wait()
 
 
-def test_a_large_store_is_not_written_for_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_store_is_not_written_for_every_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records wait while writing is dear; failures do not wait; the end of the process writes what is left."""
     written: list[int] = []
 
@@ -275,7 +307,11 @@ def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
         "writer.add(Verification('o', 'k', '', '', '', 't', '', ok=True)); assert not Path(sys.argv[1]).exists()"
     )
     path = os.pathsep.join(filter(None, sys.path))
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "store.json")], check=True, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "store.json")],
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert len(Store.read(tmp_path / "store.json").verifications) == 1
 
 
@@ -296,7 +332,9 @@ def test_an_interrupted_or_faulted_worker_is_replaced(monkeypatch: pytest.Monkey
     monkeypatch.setattr(worker, "_alive", lambda: process)
     worker._process = process  # type: ignore[assignment]
     worker._answers = queue.Queue()
-    worker._answers.put(json.dumps({"ok": False, "error": None, "tolerance": 1.0, "reason": "illegal memory access"}))
+    worker._answers.put(
+        json.dumps({"ok": False, "error": None, "tolerance": 1.0, "reason": "illegal memory access"})
+    )
     assert worker.verify(OP, kernel, {}, PROBLEM, "cuda:0")["reason"] == "illegal memory access"
     assert worker._process is None and process.killed
 
@@ -323,21 +361,35 @@ def test_a_device_that_is_none_is_named(device: str) -> None:
 def test_devices_are_counted_by_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = tuple(map(Target.parse, ("xpu:bmg", "gfx1100", "sm_90", "sm_120")))
     monkeypatch.setattr("gristmill.autotune.device._devices", lambda: mixed)
-    assert [device_target(d, Policy()).name for d in ("cuda", "cuda:1", "xpu")] == ["sm_90", "sm_120", "xpu:bmg"]
+    assert [device_target(d, Policy()).name for d in ("cuda", "cuda:1", "xpu")] == [
+        "sm_90",
+        "sm_120",
+        "xpu:bmg",
+    ]
     with pytest.raises(ValueError, match="2 such"):
         device_target("cuda:2", Policy())
     monkeypatch.setattr("gristmill.autotune.device._devices", lambda: mixed[:2])
     assert device_target("cuda:0", Policy()).name == "gfx1100"
 
 
-def test_a_pinned_kernel_has_its_module_asked_by_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_kernel_has_its_module_asked_by_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some modules make their names when imported; reading their source cannot tell."""
     (tmp_path / "gm_lazy.py").write_text("class Wrapper:\n    def plan(self): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     registry, target = Registry(), Target.parse("sm_90")
     registry.add(OP)
-    registry.add(Kernel(op="rms_norm", name="lazy", provider="test", language="python", target="json:dumps",
-                        requires=Requirement(offers=("gm_lazy:Wrapper.plan",))))  # fmt: skip
+    registry.add(
+        Kernel(
+            op="rms_norm",
+            name="lazy",
+            provider="test",
+            language="python",
+            target="json:dumps",
+            requires=Requirement(offers=("gm_lazy:Wrapper.plan",)),
+        )
+    )
     assert "only an import" in (confirmed_build(registry, target).why_not_offer("gm_lazy:Wrapper.plan") or "")
     pinned = confirmed_build(registry, target, Policy(pins={"rms_norm": ("lazy",)}))
     assert pinned.why_not_offer("gm_lazy:Wrapper.plan") is None

@@ -27,8 +27,16 @@ BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",),
 
 
 def chosen(text: str, target: str, store: Store) -> Selection:
-    return select(OP, OP.problem(text), default_registry().kernels_of("linear"), Target.parse(target), BUILD, store, Policy(),
-                  foreign=True)  # fmt: skip
+    return select(
+        OP,
+        OP.problem(text),
+        default_registry().kernels_of("linear"),
+        Target.parse(target),
+        BUILD,
+        store,
+        Policy(),
+        foreign=True,
+    )
 
 
 def faults(timing: Timing) -> list[str]:
@@ -46,7 +54,9 @@ def faults(timing: Timing) -> list[str]:
         found.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
     if timing.kernel in DECODE:
         form = shapes.format_of(QuantScheme.parse(problem.text("w")))
-        family, names = (fed_shapes, ("nt", "rt", "wn", "wk")) if timing.kernel in FED else (shapes, ("nt", "rt", "wk"))
+        family, names = (
+            (fed_shapes, ("nt", "rt", "wn", "wk")) if timing.kernel in FED else (shapes, ("nt", "rt", "wk"))
+        )
         key = tuple(timing.config.get(name) for name in names)
         if key not in [tuple(getattr(shape, name) for name in names) for shape in family.shapes_of(form)]:
             found.append(f"no instance {key} of {form.name}")
@@ -79,8 +89,15 @@ def test_a_table_problem_is_selected_by_measured_time(scheme: str) -> None:
     for target, source in (("h200", ("measured", "near")), ("sm_90a", ("sibling",))):
         best = chosen(f"m=1,n=28672,k=4096,w={scheme}", target, store).best
         assert best is not None and best.kernel.name in DECODE and best.source in source, (target, best)
-        record = min((t for t in shipped_times() if t.problem == str(OP.problem(f"m=1,n=28672,k=4096,w={scheme}"))
-                      and t.kernel == best.kernel.name), key=lambda t: t.us)  # fmt: skip
+        record = min(
+            (
+                t
+                for t in shipped_times()
+                if t.problem == str(OP.problem(f"m=1,n=28672,k=4096,w={scheme}"))
+                and t.kernel == best.kernel.name
+            ),
+            key=lambda t: t.us,
+        )
         assert dict(best.config or {}) == dict(record.config)
 
 
@@ -89,11 +106,20 @@ def test_a_plan_keeps_one_packing_for_every_size(scheme: str) -> None:
     store, target = Store.read_over_shipped(Path("/nonexistent/store.json")), Target.parse("h200")
     kernels = default_registry().kernels_of("linear")
     static = OP.static(OP.problem(f"n=28672,k=4096,w={scheme}"))
-    plan = make_plan(OP, static, default_registry().layouts, Policy(), lambda problem, layouts: select(
-        OP, problem, kernels, target, BUILD, store, Policy(), layouts=layouts, foreign=True))  # fmt: skip
+    plan = make_plan(
+        OP,
+        static,
+        default_registry().layouts,
+        Policy(),
+        lambda problem, layouts: select(
+            OP, problem, kernels, target, BUILD, store, Policy(), layouts=layouts, foreign=True
+        ),
+    )
     assert len(plan.layouts) == 1 and plan.layouts[0].endswith("_frag16_v1")
     for entry in plan.entries:
-        if entry.m_max is not None and entry.m_max <= 256:  # at M = 16 some formats are faster by the kernels for many rows
+        if (
+            entry.m_max is not None and entry.m_max <= 256
+        ):  # at M = 16 some formats are faster by the kernels for many rows
             allowed = DECODE if entry.m_max <= 8 else DECODE + MANY
             assert entry.kernel in allowed and entry.source in ("measured", "near"), entry
 

@@ -23,27 +23,57 @@ WHERE = {"target": target_key(HERE.target), "toolchain": HERE.build.key()}
 
 def timing(problem: str = "m=4,n=64", us: float = 3.0, **changes) -> Timing:
     config = dict(KERNEL.config(OP.problem(problem), HERE.target))
-    return Timing(**{"op": "rms_norm", "kernel": "rms_norm_cpu", "code": KERNEL.code_hash(), "config": config,
-                     "problem": problem, "us": us, "samples": (us,), **WHERE, **changes})  # fmt: skip
+    return Timing(
+        **{
+            "op": "rms_norm",
+            "kernel": "rms_norm_cpu",
+            "code": KERNEL.code_hash(),
+            "config": config,
+            "problem": problem,
+            "us": us,
+            "samples": (us,),
+            **WHERE,
+            **changes,
+        }
+    )
 
 
 def verification(problem: str = "m=4,n=64", ok: bool = True, **changes) -> Verification:
     config = config_key(KERNEL.config(OP.problem(problem), HERE.target))
-    return Verification(**{"op": "rms_norm", "kernel": "rms_norm_cpu", "code": KERNEL.code_hash(), "config": config,
-                           "problem": problem, "ok": ok, **WHERE, **changes})  # fmt: skip
+    return Verification(
+        **{
+            "op": "rms_norm",
+            "kernel": "rms_norm_cpu",
+            "code": KERNEL.code_hash(),
+            "config": config,
+            "problem": problem,
+            "ok": ok,
+            **WHERE,
+            **changes,
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         (lambda text: text[: len(text) * 2 // 3], r"store.json: line [67]: "),  # truncated within a record
-        (lambda text: text.replace('"us": 5.0', '"us": "fast"'), r"line 7: timed\[1\]: expected microseconds, found 'fast'"),
-        (lambda text: text.replace('"ok": true', '"ok": 1'), r"line 3: verified\[0\]: ok: expected true or false, found 1"),
+        (
+            lambda text: text.replace('"us": 5.0', '"us": "fast"'),
+            r"line 7: timed\[1\]: expected microseconds, found 'fast'",
+        ),
+        (
+            lambda text: text.replace('"ok": true', '"ok": 1'),
+            r"line 3: verified\[0\]: ok: expected true or false, found 1",
+        ),
         (lambda text: text.replace('"us": 5.0', '"us": -5.0'), r"line 7: .*found -5.0"),
         (lambda text: text.replace('"us": 5.0', '"us": 5.0, "colour": 3'), r"line 7: timed\[1\]: .*colour"),
         (lambda text: text.replace('"schema": 1', '"schema": 7'), "expected a store of schema 1, found 7"),
         (lambda text: "[]", "found 'list'"),
-        (lambda text: '{"schema": 1, "rows": []}', "found rows: this is no store"),  # a result file: merging into it would delete it
+        (
+            lambda text: '{"schema": 1, "rows": []}',
+            "found rows: this is no store",
+        ),  # a result file: merging into it would delete it
     ],
 )
 def test_a_damaged_store_is_refused_by_line_and_left_alone(tmp_path: Path, change, complaint: str) -> None:
@@ -102,7 +132,11 @@ def test_a_diff_says_what_changed() -> None:
     other.add(timing(us=5.0))
     other.add(timing("m=8,n=64"))
     found = {(d.kind, d.what) for d in diff(one, other)}
-    assert found == {("changed", "matched, then failed: error 9"), ("changed", "4 us, then 5 us (+25.0%)"), ("added", "3 us")}
+    assert found == {
+        ("changed", "matched, then failed: error 9"),
+        ("changed", "4 us, then 5 us (+25.0%)"),
+        ("added", "3 us"),
+    }
     assert diff(one, one) == [] and {d.kind for d in diff(other, one)} == {"changed", "removed"}
 
 
@@ -111,7 +145,11 @@ def test_a_diff_says_what_changed() -> None:
     [
         (timing(op="rms_nrom"), "never", "no operation rms_nrom"),
         (timing(kernel="rms_norm_gone"), "never", "no kernel rms_norm_gone"),
-        (timing(problem="m=4,n=64", config={}) and replace(timing(), problem="m=4,colour=red"), "never", "no axis colour"),
+        (
+            timing(problem="m=4,n=64", config={}) and replace(timing(), problem="m=4,colour=red"),
+            "never",
+            "no axis colour",
+        ),
         (replace(timing(), problem="n=64,m=4"), "never", "is written m=4,n=64"),
         (replace(timing(), problem="n=64"), "never", "leaves m open"),
         (replace(verification(), problem="m=1000,n=64"), "never", "looks for m=257,n=64"),
@@ -119,7 +157,11 @@ def test_a_diff_says_what_changed() -> None:
         (timing(code="0123"), "stale", "code has changed"),
         (timing(toolchain="other"), "stale", "made with other"),
         (verification(ok=False, reason="error 9"), "failed", "error 9"),
-        (timing(us=9.0, config={"level": "base", "x": 1}), "slower", "9 us; the default configuration takes 3 us"),
+        (
+            timing(us=9.0, config={"level": "base", "x": 1}),
+            "slower",
+            "9 us; the default configuration takes 3 us",
+        ),
     ],
 )
 def test_lint_finds(record, kind: str, reason: str) -> None:
@@ -159,6 +201,15 @@ def test_the_command_line(tmp_path: Path, policy_file) -> None:
     assert run("diff", str(a), str(a)) == (0, [])
     code, found = run("why", "rms_norm", "m=16,n=64", "--target", "cpu")
     row = next(r for r in found["candidates"] if r["kernel"] == "rms_norm_cpu")
-    assert code == 0 and row["rule"] == "near" and row["record"]["problem"] == "m=8,n=64" and row["distance"] == 1.0
-    row = next(r for r in run("why", "rms_norm", "m=4,n=64", "--target", "cpu")[1]["candidates"] if r["kernel"] == "rms_norm_cpu")
+    assert (
+        code == 0
+        and row["rule"] == "near"
+        and row["record"]["problem"] == "m=8,n=64"
+        and row["distance"] == 1.0
+    )
+    row = next(
+        r
+        for r in run("why", "rms_norm", "m=4,n=64", "--target", "cpu")[1]["candidates"]
+        if r["kernel"] == "rms_norm_cpu"
+    )
     assert row["rule"] == "measured" and row["expected_us"] == 3.0

@@ -38,8 +38,13 @@ for index in range(int(sys.argv[3])):
 
 def start(code: str, *arguments: object, **more: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(more)
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def eight(path: Path, *how: str) -> int:
@@ -92,10 +97,26 @@ print("served")
     ],
     ids=["whole", "truncated", "a word for a number"],
 )
-def test_serving_goes_on_from_defaults_with_one_warning(tmp_path: Path, damage: Callable[[str], str], line: int) -> None:
+def test_serving_goes_on_from_defaults_with_one_warning(
+    tmp_path: Path, damage: Callable[[str], str], line: int
+) -> None:
     cache = tmp_path / "cache"
     store = cache / "store.json"
-    save(store, [Timing(op="rms_norm", kernel="rms_norm_cpu", code="", config={}, problem="m=4,n=64", target="t", toolchain="", us=5.0)])
+    save(
+        store,
+        [
+            Timing(
+                op="rms_norm",
+                kernel="rms_norm_cpu",
+                code="",
+                config={},
+                problem="m=4,n=64",
+                target="t",
+                toolchain="",
+                us=5.0,
+            )
+        ],
+    )
     store.write_text(damage(store.read_text()))
     damaged = store.read_text()
     (tmp_path / "policy.toml").write_text(f'cache = "{cache}"\n')
@@ -104,7 +125,11 @@ def test_serving_goes_on_from_defaults_with_one_warning(tmp_path: Path, damage: 
     assert serving.returncode == 0 and out == "served\n", said
     warned = [text for text in said.splitlines() if "Warning" in text]
     if line:
-        assert len(warned) == 1 and f"store.json: line {line}" in warned[0] and "nothing will be recorded" in warned[0], said
+        assert (
+            len(warned) == 1
+            and f"store.json: line {line}" in warned[0]
+            and "nothing will be recorded" in warned[0]
+        ), said
         assert store.read_text() == damaged
     else:
         assert not warned and json.loads(store.read_text())["verified"], "a whole store is written to"

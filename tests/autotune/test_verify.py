@@ -86,10 +86,20 @@ NAN, INF, MOST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"), [(NAN, NAN, True), (0.0, -0.0, True), (NAN, 0.0, False), (INF, MOST, False), (-INF, INF, False), (1.0, 1.0, True)]
-)  # fmt: skip
+    ("one", "other", "equal"),
+    [
+        (NAN, NAN, True),
+        (0.0, -0.0, True),
+        (NAN, 0.0, False),
+        (INF, MOST, False),
+        (-INF, INF, False),
+        (1.0, 1.0, True),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_nan_is_no_zero_and_an_infinity_no_large_number(one: float, other: float, equal: bool, dtype: torch.dtype) -> None:
+def test_a_nan_is_no_zero_and_an_infinity_no_large_number(
+    one: float, other: float, equal: bool, dtype: torch.dtype
+) -> None:
     a, b = torch.tensor([1.0, one]).to(dtype), torch.tensor([1.0, other]).to(dtype)
     if dtype == torch.bfloat16 and other == MOST:
         b[1] = torch.finfo(dtype).max

@@ -37,9 +37,16 @@ def writes_past_its_workspace(config, x, weight, bias, residual, silu_mul, n, wo
 
 
 def kernel(function, size: int, zeroed: bool) -> Kernel:
-    return Kernel(op="linear", name=function.__name__, provider="test", language="python",
-                  target=f"{__name__}:{function.__name__}", requires=Requirement(), layouts=("dense_v1",),
-                  workspace=lambda problem, config: Workspace(size, zeroed))  # fmt: skip
+    return Kernel(
+        op="linear",
+        name=function.__name__,
+        provider="test",
+        language="python",
+        target=f"{__name__}:{function.__name__}",
+        requires=Requirement(),
+        layouts=("dense_v1",),
+        workspace=lambda problem, config: Workspace(size, zeroed),
+    )
 
 
 def found(function, size: int, zeroed: bool):
@@ -59,7 +66,9 @@ def test_writing_past_the_workspace_shows(zeroed: bool) -> None:
 
 def test_timing_hands_it_over_too() -> None:
     """To each kernel its own, though they share argument lists."""
-    rotation = Rotation(OP, kernel(adds_what_is_there, 192, True), OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu")
+    rotation = Rotation(
+        OP, kernel(adds_what_is_there, 192, True), OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu"
+    )
     arms = [KernelArm(kernel(adds_what_is_there, 192, True), {}, rotation) for _ in range(2)]
     assert all(arm.sample() > 0 and arm.error < 1e-6 for arm in arms)
     with pytest.raises(WrongResultError):

@@ -68,11 +68,25 @@ def raises(config, x, weight, eps, out):
 
 
 WRONG = (
-    forgets_the_last_row, forgets_the_tail_of_rows, writes_one_element_too_far, writes_one_element_too_early,
-    changes_its_input, ignores_eps_and_scale, swaps_two_rows, one_weight_is_off, one_nan, raises,
-)  # fmt: skip
+    forgets_the_last_row,
+    forgets_the_tail_of_rows,
+    writes_one_element_too_far,
+    writes_one_element_too_early,
+    changes_its_input,
+    ignores_eps_and_scale,
+    swaps_two_rows,
+    one_weight_is_off,
+    one_nan,
+    raises,
+)
 
 
 def kernel(function) -> Kernel:
-    return Kernel(op="rms_norm", name=function.__name__, provider="test", language="python",
-                  target=f"tests.autotune.zoo:{function.__name__}", requires=Requirement())  # fmt: skip
+    return Kernel(
+        op="rms_norm",
+        name=function.__name__,
+        provider="test",
+        language="python",
+        target=f"tests.autotune.zoo:{function.__name__}",
+        requires=Requirement(),
+    )

@@ -12,15 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 LOCAL = ("file:", "data:", "blob:", "about:")
 
 
 def missing() -> str:
     """What is not installed, in words; "" if nothing is."""
     lacks = [] if _chromium() else ["chromium"]
-    lacks += [name for name in ("playwright", "axe_playwright_python") if importlib.util.find_spec(name) is None]
+    lacks += [
+        name for name in ("playwright", "axe_playwright_python") if importlib.util.find_spec(name) is None
+    ]
     return f"not installed: {', '.join(lacks)}; ci/browser.sh installs it" if lacks else ""
 
 
@@ -51,7 +60,9 @@ class Opened:
     def faults(self, axe: bool = True) -> list[str]:
         """All that is wrong with the page as it stands, a line each."""
         found = list(self.heard)
-        width, content = self.page.evaluate("[document.documentElement.clientWidth, document.documentElement.scrollWidth]")
+        width, content = self.page.evaluate(
+            "[document.documentElement.clientWidth, document.documentElement.scrollWidth]"
+        )
         if content > width:
             found.append(f"overflow: {content} pixels wide in {width}")
         if axe:
@@ -61,7 +72,9 @@ class Opened:
             assert answer["passes"], "axe-core looked at nothing"
             for one in answer["violations"]:
                 if one["impact"] in ("serious", "critical"):
-                    found.append(f"axe: {one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}: {one['nodes'][0]['failureSummary']}")
+                    found.append(
+                        f"axe: {one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}: {one['nodes'][0]['failureSummary']}"
+                    )
         return found
 
 
@@ -71,9 +84,14 @@ def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[Opened
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:
         found = Opened(context.new_page())
-        found.page.on("console", lambda said: said.type == "error" and found.heard.append(f"console: {said.text}"))
+        found.page.on(
+            "console", lambda said: said.type == "error" and found.heard.append(f"console: {said.text}")
+        )
         found.page.on("pageerror", lambda error: found.heard.append(f"console: {error}"))
-        found.page.on("request", lambda asked: asked.url.startswith(LOCAL) or found.heard.append(f"network: {asked.url}"))
+        found.page.on(
+            "request",
+            lambda asked: asked.url.startswith(LOCAL) or found.heard.append(f"network: {asked.url}"),
+        )
         found.page.goto(path.resolve().as_uri())
         yield found
     finally:

@@ -147,5 +147,11 @@ CHEATS = {
 
 
 def kernel(function) -> Kernel:
-    return Kernel(op="rms_norm", name=function.__name__, provider="test", language="python",
-                  target=f"{__name__}:{function.__name__}", requires=Requirement())  # fmt: skip
+    return Kernel(
+        op="rms_norm",
+        name=function.__name__,
+        provider="test",
+        language="python",
+        target=f"{__name__}:{function.__name__}",
+        requires=Requirement(),
+    )

@@ -20,5 +20,12 @@ def slower(config, x, weight, eps, out):
     launch(config, x[:again], weight, eps, torch.empty_like(out[:again]))
 
 
-SLOWER = Kernel(op="rms_norm", name="rms_norm_slower", provider="test", language="cpp", target=f"{__name__}:slower",
-                requires=HONEST.requires, config=HONEST.config)  # fmt: skip
+SLOWER = Kernel(
+    op="rms_norm",
+    name="rms_norm_slower",
+    provider="test",
+    language="cpp",
+    target=f"{__name__}:slower",
+    requires=HONEST.requires,
+    config=HONEST.config,
+)

@@ -42,7 +42,11 @@ def repository(tmp_path: Path) -> Path:
     path.mkdir()
 
     def git(*arguments: str) -> None:
-        subprocess.run(["git", "-C", str(path), "-c", "user.name=t", "-c", "user.email=t@t", *arguments], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", str(path), "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
+            check=True,
+            capture_output=True,
+        )
 
     git("init", "-q")
     for number, status in enumerate((0, 0, 3, 0, 1, 4, 1)):
@@ -58,27 +62,56 @@ COMMAND = (sys.executable, "-c", "import sys; sys.exit(int(open('status').read()
 
 
 def test_the_command_line_names_the_commit(repository: Path) -> None:
-    done = CliRunner().invoke(cli, ["bisect", "--good", "c0", "--bad", "c6", "--repository", str(repository), "--json", "--", *COMMAND])
+    done = CliRunner().invoke(
+        cli,
+        ["bisect", "--good", "c0", "--bad", "c6", "--repository", str(repository), "--json", "--", *COMMAND],
+    )
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and len(found["suspects"]) == 1
     subjects = {t["commit"]: t["subject"] for t in found["tried"]}
     assert subjects[found["suspects"][0]] == "commit 4"
-    trees = subprocess.run(["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    trees = subprocess.run(
+        ["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True, check=True
+    ).stdout
     assert len(trees.splitlines()) == 1
 
 
 def test_a_build_that_fails_makes_a_commit_unknown(repository: Path) -> None:
-    done = CliRunner().invoke(cli, ["bisect", "--good", "c0", "--bad", "c6", "--repository", str(repository), "--json",
-                                    "--build", "test $(cat number) != 4 && test $(cat number) != 3", "--", *COMMAND])  # fmt: skip
+    done = CliRunner().invoke(
+        cli,
+        [
+            "bisect",
+            "--good",
+            "c0",
+            "--bad",
+            "c6",
+            "--repository",
+            str(repository),
+            "--json",
+            "--build",
+            "test $(cat number) != 4 && test $(cat number) != 3",
+            "--",
+            *COMMAND,
+        ],
+    )
     found = json.loads(done.stdout)
-    assert len(found["suspects"]) == 5  # 2 was too noisy, 3 and 4 do not build, 5 is elsewhere: the first bad one is among 2 to 6
+    assert (
+        len(found["suspects"]) == 5
+    )  # 2 was too noisy, 3 and 4 do not build, 5 is elsewhere: the first bad one is among 2 to 6
     assert {t["status"] for t in found["tried"] if t["said"] == UNKNOWN} == {None, 3, 4}
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "complaint"),
-    [("c6", "c0", "no ancestor"), ("c4", "c6", "is bad, not good"), ("c0", "c3", "is good, not bad"), ("c0", "c9", "git ")],
+    [
+        ("c6", "c0", "no ancestor"),
+        ("c4", "c6", "is bad, not good"),
+        ("c0", "c3", "is good, not bad"),
+        ("c0", "c9", "git "),
+    ],
 )
 def test_ends_that_are_not_as_said_are_refused(repository: Path, good: str, bad: str, complaint: str) -> None:
-    done = CliRunner().invoke(cli, ["bisect", "--good", good, "--bad", bad, "--repository", str(repository), "--", *COMMAND])
+    done = CliRunner().invoke(
+        cli, ["bisect", "--good", good, "--bad", bad, "--repository", str(repository), "--", *COMMAND]
+    )
     assert done.exit_code != 0 and complaint in str(done.exception)

@@ -30,7 +30,9 @@ def test_calls_are_counted_by_problem(policy_file, tmp_path: Path) -> None:
     write(path, counts, "test")
     assert [(c.problem, c.count) for c in read(path)] == [("m=3,n=64,x=fp32", 2), ("m=5,n=64,x=fp32", 1)]
     assert [str(job.problem) for job in jobs_of(read(path))] == ["m=3,n=64,x=fp32", "m=5,n=64,x=fp32"]
-    done = CliRunner().invoke(cli, ["tune", "--shapes", str(path), "--target", "cpu", "--minutes", "0.3", "--json"])
+    done = CliRunner().invoke(
+        cli, ["tune", "--shapes", str(path), "--target", "cpu", "--minutes", "0.3", "--json"]
+    )
     rows = json.loads(done.stdout)["problems"]
     assert rows[0]["weight"] == 2 and rows[0]["state"] == "tuned" and rows[0]["saved_us"] is not None
 
@@ -47,27 +49,39 @@ def test_a_packed_weight_is_counted_too(policy_file) -> None:
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     bad = '{"schema": 1, "calls": [{"op": "rms_nrom", "problem": "m=1", "count": 1}]}'
-    for text, complaint in (("{\n", "line 2"), ("[]", "captured shapes of schema 1"), (bad, r"calls\[0\]: .*rms_norm")):
+    for text, complaint in (
+        ("{\n", "line 2"),
+        ("[]", "captured shapes of schema 1"),
+        (bad, r"calls\[0\]: .*rms_norm"),
+    ):
         path.write_text(text)
         with pytest.raises(ResultError, match=complaint):
             read(path)
 
 
-def test_a_run_that_fails_leaves_what_it_called(policy_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_leaves_what_it_called(
+    policy_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy_file()
     out = tmp_path / "live.json"
 
     def run(args: list[str], **rest: object) -> None:
-        ops.bind("rms_norm", "n=64,x=fp32", "cpu")(torch.randn(3, 64), torch.ones(64), 1e-5, torch.empty(3, 64))
+        ops.bind("rms_norm", "n=64,x=fp32", "cpu")(
+            torch.randn(3, 64), torch.ones(64), 1e-5, torch.empty(3, 64)
+        )
         raise RuntimeError("no memory after an hour")
 
     monkeypatch.setattr("gristmill.runtime.cli.cli.main", run)
     done = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(out), "--", "generate"])
-    assert str(done.exception) == "no memory after an hour" and [(c.problem, c.count) for c in read(out)] == [("m=3,n=64,x=fp32", 1)]
+    assert str(done.exception) == "no memory after an hour" and [(c.problem, c.count) for c in read(out)] == [
+        ("m=3,n=64,x=fp32", 1)
+    ]
 
 
 def test_a_run_that_calls_nothing_is_a_mistake(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(tmp_path / "x.json"), "--", "generate", "--help"])
+    done = CliRunner().invoke(
+        cli, ["shapes", "capture", "--out", str(tmp_path / "x.json"), "--", "generate", "--help"]
+    )
     assert done.exit_code == 2 and "called no kernel" in done.output and not (tmp_path / "x.json").exists()
 
 
@@ -75,8 +89,24 @@ def test_a_model_is_captured(policy_file, tmp_path: Path) -> None:
     policy_file()
     models = Path(__file__).parents[2] / "examples" / "models" / "docs-llama"
     out = tmp_path / "live.json"
-    done = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(out), "--json", "--", "generate", "--model", str(models),
-                                    "--prompt", "The function", "--max-tokens", "4"])  # fmt: skip
+    done = CliRunner().invoke(
+        cli,
+        [
+            "shapes",
+            "capture",
+            "--out",
+            str(out),
+            "--json",
+            "--",
+            "generate",
+            "--model",
+            str(models),
+            "--prompt",
+            "The function",
+            "--max-tokens",
+            "4",
+        ],
+    )
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     assert {"linear", "fused_add_rms_norm", "paged_attention", "sample"} <= {row["op"] for row in rows}

@@ -43,8 +43,17 @@ def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, o
 
 def planted() -> Kernel:
     honest = default_registry().kernel("linear", "linear_cpu")
-    return Kernel(op="linear", name="linear_cpu", provider="test", language="cpp", target=f"{__name__}:one_wrong_scale",
-                  requires=honest.requires, config=honest.config, accepts=honest.accepts, layouts=honest.layouts)  # fmt: skip
+    return Kernel(
+        op="linear",
+        name="linear_cpu",
+        provider="test",
+        language="cpp",
+        target=f"{__name__}:one_wrong_scale",
+        requires=honest.requires,
+        config=honest.config,
+        accepts=honest.accepts,
+        layouts=honest.layouts,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +70,18 @@ def run(*arguments: str) -> Result:
 def written(path: Path, ratio: float = 1.0) -> Path:
     """A baseline of rms_norm_cpu on this machine, its ratios multiplied."""
     here = place("cpu")
-    rows = compare([Case(slowed.OP, slowed.OP.problem(PROBLEM), default_registry().kernel("rms_norm", "rms_norm_torch"),
-                         (slowed.HONEST,))], here, Rule(min_effect=0.3))  # fmt: skip
+    rows = compare(
+        [
+            Case(
+                slowed.OP,
+                slowed.OP.problem(PROBLEM),
+                default_registry().kernel("rms_norm", "rms_norm_torch"),
+                (slowed.HONEST,),
+            )
+        ],
+        here,
+        Rule(min_effect=0.3),
+    )
     baseline.update(path, here, rows, portable=True)
     if ratio != 1.0:
         data = json.loads(path.read_text())
@@ -75,8 +94,19 @@ def written(path: Path, ratio: float = 1.0) -> Path:
 
 def test_nothing_is_slower(tmp_path: Path) -> None:
     path = written(tmp_path / "b.json")
-    done = run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--json", "--junit", str(tmp_path / "j.xml"),
-               "--markdown", str(tmp_path / "m.md"))  # fmt: skip
+    done = run(
+        "check",
+        str(path),
+        "--target",
+        "cpu",
+        "--min-effect",
+        "0.3",
+        "--json",
+        "--junit",
+        str(tmp_path / "j.xml"),
+        "--markdown",
+        str(tmp_path / "m.md"),
+    )
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and found["exit"] == 0, found
     assert [row["verdict"] for row in found["rows"]] == [SAME] and abs(found["rows"][0]["change"] - 1) < 0.3
@@ -87,10 +117,14 @@ def test_nothing_is_slower(tmp_path: Path) -> None:
 
 def test_something_is_slower_is_1(tmp_path: Path) -> None:
     path = written(tmp_path / "b.json", ratio=0.5)  # it took half as long when the baseline was written
-    done = run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--junit", str(tmp_path / "j.xml"))
+    done = run(
+        "check", str(path), "--target", "cpu", "--min-effect", "0.3", "--junit", str(tmp_path / "j.xml")
+    )
     assert done.exit_code == 1 and "something is slower" in done.stdout and SLOWER in done.stdout
     failure = ElementTree.parse(tmp_path / "j.xml").getroot().find(".//failure")
-    assert failure is not None and re.search(r"SLOWER: \+\d+\.\d% against the baseline", failure.get("message", ""))
+    assert failure is not None and re.search(
+        r"SLOWER: \+\d+\.\d% against the baseline", failure.get("message", "")
+    )
 
 
 def test_faster_is_fine(tmp_path: Path) -> None:
@@ -99,15 +133,26 @@ def test_faster_is_fine(tmp_path: Path) -> None:
     assert found["exit"] == 0 and found["rows"][0]["verdict"] == FASTER
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))])
-def test_one_wrong_block_scale_is_2_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]
+)
+def test_one_wrong_block_scale_is_2_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Any one of them, doubled, halved, zero or negative."""
     chance = random.Random(seed)
     monkeypatch.setitem(WRONG_SCALE, "place", chance.randrange(1 << 20))
     monkeypatch.setitem(WRONG_SCALE, "factor", chance.choice([2.0, 0.5, 0.0, -1.0]))
     path = tmp_path / "b.json"
-    entry = {"op": "linear", "problem": "m=33,n=256,k=512,w=int4_g128", "kernel": "linear_cpu",
-             "yardstick": "linear_dequant_torch", "ratio": 1.0, "low": 1.0, "high": 1.0}  # fmt: skip
+    entry = {
+        "op": "linear",
+        "problem": "m=33,n=256,k=512,w=int4_g128",
+        "kernel": "linear_cpu",
+        "yardstick": "linear_dequant_torch",
+        "ratio": 1.0,
+        "low": 1.0,
+        "high": 1.0,
+    }
     part = {"environment": baseline.environment(place("cpu"), portable=True), "entries": [entry]}
     path.write_text(json.dumps({"schema": 1, "parts": [part]}))
     monkeypatch.setattr(baseline, "named", lambda op, pattern: [planted()])
@@ -121,7 +166,9 @@ def test_too_noisy_is_3() -> None:
     entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 0.5, 2.0)
     rows[0].noise = 0.4  # the yardstick, timed twice, seemed to differ from itself
     checked = baseline.against([entry], rows, Rule(min_effect=0.3))
-    assert baseline.exit_code(checked) == baseline.NOISY and "differs from itself by 40.0%" in checked[0].reason
+    assert (
+        baseline.exit_code(checked) == baseline.NOISY and "differs from itself by 40.0%" in checked[0].reason
+    )
 
 
 def test_another_environment_is_4_and_none_is_5(tmp_path: Path) -> None:
@@ -139,8 +186,16 @@ def test_another_environment_is_4_and_none_is_5(tmp_path: Path) -> None:
 
 def test_a_check_that_cannot_begin_still_writes_its_reports(tmp_path: Path) -> None:
     xml, page = tmp_path / "r.xml", tmp_path / "r.md"
-    assert run("check", str(tmp_path / "b.json"), "--target", "cpu", "--junit", str(xml), "--markdown", str(page)).exit_code == 5
-    assert "does not exist" in ElementTree.parse(xml).getroot()[0][0][0].attrib["message"] and "no baseline" in page.read_text()
+    assert (
+        run(
+            "check", str(tmp_path / "b.json"), "--target", "cpu", "--junit", str(xml), "--markdown", str(page)
+        ).exit_code
+        == 5
+    )
+    assert (
+        "does not exist" in ElementTree.parse(xml).getroot()[0][0][0].attrib["message"]
+        and "no baseline" in page.read_text()
+    )
 
 
 def test_a_line_whose_kernel_is_gone_is_a_gap_and_the_others_are_checked(tmp_path: Path) -> None:
@@ -152,7 +207,9 @@ def test_a_line_whose_kernel_is_gone_is_a_gap_and_the_others_are_checked(tmp_pat
     done = run("check", str(path), "--target", "cpu", "--min-effect", "0.6", "--json")
     found = {row["kernel"] + row["problem"]: row for row in json.loads(done.stdout)["rows"]}
     assert done.exit_code == 4 and found["rms_norm_gone" + PROBLEM]["verdict"] == GAP
-    assert "did you mean" in found["rms_norm_gone" + PROBLEM]["reason"] and found["rms_norm_cpu" + PROBLEM]["us"]
+    assert (
+        "did you mean" in found["rms_norm_gone" + PROBLEM]["reason"] and found["rms_norm_cpu" + PROBLEM]["us"]
+    )
     done = run("check", str(path), "--target", "cpu", "--update", "--json")
     assert done.exit_code == 0 and "dropped: rms_norm_gone" in done.stderr
     assert [e["kernel"] for e in json.loads(path.read_text())["parts"][0]["entries"]] == ["rms_norm_cpu"]
@@ -169,7 +226,17 @@ def test_a_wrong_yardstick_is_2(tmp_path: Path) -> None:
 
 def test_a_baseline_of_no_ratio_is_a_mistake(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
-    done = run("check", str(path), "--update", "--op", "rms_norm", "--kernels", "rms_norm_torch", "--yardstick", "rms_norm_torch")
+    done = run(
+        "check",
+        str(path),
+        "--update",
+        "--op",
+        "rms_norm",
+        "--kernels",
+        "rms_norm_torch",
+        "--yardstick",
+        "rms_norm_torch",
+    )
     assert done.exit_code == 2 and "nothing but the yardstick" in done.output and not path.exists()
 
 
@@ -201,8 +268,20 @@ def test_a_wrong_result_outranks_a_slow_one(tmp_path: Path) -> None:
 
 def test_an_update_keeps_what_it_does_not_touch(tmp_path: Path) -> None:
     path = written(tmp_path / "b.json")
-    other = {"environment": {"target": "sm_90"}, "entries": [{"op": "linear", "problem": "m=1,n=8,k=8", "kernel": "a",
-             "yardstick": "b", "ratio": 2.0, "low": 1.9, "high": 2.1}]}  # fmt: skip
+    other = {
+        "environment": {"target": "sm_90"},
+        "entries": [
+            {
+                "op": "linear",
+                "problem": "m=1,n=8,k=8",
+                "kernel": "a",
+                "yardstick": "b",
+                "ratio": 2.0,
+                "low": 1.9,
+                "high": 2.1,
+            }
+        ],
+    }
     data = json.loads(path.read_text())
     path.write_text(json.dumps({"schema": 1, "parts": [other, *data["parts"]]}))
     done = run("check", str(path), "--update", "--target", "cpu", "--json")
@@ -217,10 +296,16 @@ def test_an_update_keeps_what_it_does_not_touch(tmp_path: Path) -> None:
         ('{"schema": 1, "parts": [\n{"x": ', "line 2"),
         ('{"schema": 9}', "schema 1"),
         ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a"}]}]}', r"parts\[0\].*missing"),
-        ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a", "problem": "b", "kernel": "c", "yardstick": "d", '
-         '"ratio": "1", "low": 1, "high": 1}]}]}', r"parts\[0\]: ratio: expected a positive number, found '1'"),
-        ('{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a", "problem": "b", "kernel": "c", "yardstick": "d", '
-         '"ratio": 1, "low": 0, "high": 1}]}]}', r"parts\[0\]: low: expected a positive number, found 0"),
+        (
+            '{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a", "problem": "b", "kernel": "c", "yardstick": "d", '
+            '"ratio": "1", "low": 1, "high": 1}]}]}',
+            r"parts\[0\]: ratio: expected a positive number, found '1'",
+        ),
+        (
+            '{"schema": 1, "parts": [{"environment": {}, "entries": [{"op": "a", "problem": "b", "kernel": "c", "yardstick": "d", '
+            '"ratio": 1, "low": 0, "high": 1}]}]}',
+            r"parts\[0\]: low: expected a positive number, found 0",
+        ),
     ],
 )
 def test_a_damaged_baseline_is_named(tmp_path: Path, text: str, complaint: str) -> None:
@@ -231,7 +316,12 @@ def test_a_damaged_baseline_is_named(tmp_path: Path, text: str, complaint: str) 
 
 
 def _case(*others: Kernel) -> Case:
-    return Case(slowed.OP, slowed.PROBLEM, slowed.HONEST, others or (default_registry().kernel("rms_norm", "rms_norm_torch"),))
+    return Case(
+        slowed.OP,
+        slowed.PROBLEM,
+        slowed.HONEST,
+        others or (default_registry().kernel("rms_norm", "rms_norm_torch"),),
+    )
 
 
 def test_compare_calls_slow_cheating_and_missing_kernels_what_they_are() -> None:
@@ -255,11 +345,34 @@ def test_a_wrong_baseline_spoils_its_rows() -> None:
 
 
 def test_compare_on_the_command_line(tmp_path: Path) -> None:
-    done = run("compare", "rms_norm", "--target", "cpu", "--baseline", "rms_norm_torch", "--kernels", "*_cpu",
-               "--problem", "m=16,n=512", "--min-effect", "0.2", "--results", str(tmp_path / "r.json"), "--json")  # fmt: skip
+    done = run(
+        "compare",
+        "rms_norm",
+        "--target",
+        "cpu",
+        "--baseline",
+        "rms_norm_torch",
+        "--kernels",
+        "*_cpu",
+        "--problem",
+        "m=16,n=512",
+        "--min-effect",
+        "0.2",
+        "--results",
+        str(tmp_path / "r.json"),
+        "--json",
+    )
     row = json.loads(done.stdout)[0]
-    assert done.exit_code == 0 and row["verdict"] in (FASTER, SAME, "UNCLEAR") and row["baseline"] == "rms_norm_torch"
+    assert (
+        done.exit_code == 0
+        and row["verdict"] in (FASTER, SAME, "UNCLEAR")
+        and row["baseline"] == "rms_norm_torch"
+    )
     stored = json.loads((tmp_path / "r.json").read_text())
-    assert len(stored["rows"][0]["samples"]) == row["rounds"] and stored["environment"]["command"].startswith("kernelbench")
-    done = run("compare", "rms_norm", "--target", "cpu", "--baseline", "rms_norm_cpu", "--kernels", "rms_norm_cpu")
+    assert len(stored["rows"][0]["samples"]) == row["rounds"] and stored["environment"]["command"].startswith(
+        "kernelbench"
+    )
+    done = run(
+        "compare", "rms_norm", "--target", "cpu", "--baseline", "rms_norm_cpu", "--kernels", "rms_norm_cpu"
+    )
     assert done.exit_code != 0 and "nothing to compare" in done.output

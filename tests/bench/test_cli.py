@@ -20,8 +20,13 @@ def kernelbench(*arguments: str, cache: Path, policy: Path | None = None) -> sub
     environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if policy is not None:
         environment["GRISTMILL_POLICY"] = str(policy)
-    return subprocess.run([sys.executable, "-m", "gristmill.bench.cli", *arguments], capture_output=True, text=True,
-                          check=False, env=environment)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "gristmill.bench.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
 
 
 def answer(*arguments: str, cache: Path, status: int = 0, policy: Path | None = None) -> Any:
@@ -41,17 +46,26 @@ def test_list_has_exactly_the_promised_fields(tmp_path: Path) -> None:
 
 
 def test_list_imports_no_torch(tmp_path: Path) -> None:
-    code = ("import sys; sys.argv = ['kernelbench', 'list', '--json']\nfrom gristmill.bench import cli\n"
-            "try: cli.main()\nexcept SystemExit: pass\nassert not {'torch', 'triton', 'numpy'} & set(sys.modules)")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    code = (
+        "import sys; sys.argv = ['kernelbench', 'list', '--json']\nfrom gristmill.bench import cli\n"
+        "try: cli.main()\nexcept SystemExit: pass\nassert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_explain_here_selects_and_verifies(tmp_path: Path) -> None:
     found = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu", cache=tmp_path)
     assert list(found) == ["op", "problem", "target", "selected", "candidates"]
-    assert {tuple(row) for row in found["candidates"]} == {("kernel", "verdict", "reasons", "expected_us", "source")}
+    assert {tuple(row) for row in found["candidates"]} == {
+        ("kernel", "verdict", "reasons", "expected_us", "source")
+    }
     assert {row["verdict"] for row in found["candidates"]} <= VERDICTS
     assert {row["source"] for row in found["candidates"]} <= SOURCES
     chosen = [row["kernel"] for row in found["candidates"] if row["verdict"] == "selected"]
@@ -61,13 +75,34 @@ def test_explain_here_selects_and_verifies(tmp_path: Path) -> None:
 def test_explain_elsewhere_verifies_nothing(tmp_path: Path) -> None:
     found = answer("explain", "rms_norm", "--problem", "m=4,n=64", "--target", "sm_121", cache=tmp_path)
     assert found["target"] == "sm_121" and found["selected"] == "rms_norm_triton"
-    assert {row["verdict"] for row in found["candidates"]} <= {"unverified", "hardware", "build", "problem", "policy"}
+    assert {row["verdict"] for row in found["candidates"]} <= {
+        "unverified",
+        "hardware",
+        "build",
+        "problem",
+        "policy",
+    }
     assert not (tmp_path / "gristmill" / "store.json").exists()
 
 
 def test_explain_without_the_dynamic_size_prints_a_plan(tmp_path: Path) -> None:
     found = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu", cache=tmp_path)
-    assert [row["m_max"] for row in found["plan"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, None]
+    assert [row["m_max"] for row in found["plan"]] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        None,
+    ]
     assert all({"m_max", "kernel", "layout", "config"} <= row.keys() for row in found["plan"])
 
 
@@ -77,11 +112,23 @@ def test_axes_are_listed(tmp_path: Path) -> None:
 
 
 def test_verify_and_bench_rows(tmp_path: Path) -> None:
-    rows = answer("verify", "--op", "rms_norm", "--kernel", "rms_norm_torch", "--target", "cpu", cache=tmp_path)
+    rows = answer(
+        "verify", "--op", "rms_norm", "--kernel", "rms_norm_torch", "--target", "cpu", cache=tmp_path
+    )
     assert rows and all(row["ok"] and row["error"] <= row["tolerance"] for row in rows)
     assert {"op", "kernel", "problem", "ok", "error", "tolerance"} <= rows[0].keys()
-    timed = answer("bench", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--seconds", "0.05", "--target", "cpu", "--save",
-                   cache=tmp_path)  # fmt: skip
+    timed = answer(
+        "bench",
+        "rms_norm",
+        "--problem",
+        "m=64,n=512,x=fp32",
+        "--seconds",
+        "0.05",
+        "--target",
+        "cpu",
+        "--save",
+        cache=tmp_path,
+    )
     assert all({"us", "spread", "gbs", "tflops", "fraction_of_floor", "error"} <= row.keys() for row in timed)
     assert all((row["us"] is None) == bool(row["reason"]) for row in timed)
     timed = [row for row in timed if row["us"]]
@@ -121,9 +168,18 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) ->
         (("list", "--op", "rms_nrom"), "did you mean rms_norm"),
         (("list", "--target", "sm_999"), "sm_999"),
         (("explain", "rms_norm", "--problem", "m=4,colour=red"), "no axis colour; its axes are m, n, x"),
-        (("explain", "rms_norm", "--problem", "m=four,n=4"), "axis m wants an integer of at least 0, got 'four'"),
+        (
+            ("explain", "rms_norm", "--problem", "m=four,n=4"),
+            "axis m wants an integer of at least 0, got 'four'",
+        ),
         (("explain", "rms_norm", "--problem", "m=4"), "missing n"),
-        (("explain", "rms_norm",), "--problem is missing"),
+        (
+            (
+                "explain",
+                "rms_norm",
+            ),
+            "--problem is missing",
+        ),
         (("verify", "--kernel", "nothing"), "no kernel called 'nothing'"),
         (("verify", "--target", "sm_100"), "not a device of this machine"),
         (("bench", "rms_norm", "--kernels", "rms_norm_cup"), "did you mean rms_norm_cpu"),
@@ -143,8 +199,10 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) ->
         (("report", "absent.json", "--html", "p.html"), "absent.json"),
         (("nonsense",), "No such command 'nonsense'"),
     ],
-)  # fmt: skip
-def test_mistakes_are_one_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
+)
+def test_mistakes_are_one_line_and_status_2(
+    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
     done = kernelbench(*arguments, cache=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert complaint in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -158,7 +216,11 @@ def test_a_wrong_policy_file_is_a_mistake_too(tmp_path: Path) -> None:
 def commands() -> list[tuple[str, ...]]:
     from gristmill.bench.cli import cli
 
-    return [(name, sub) if sub else (name,) for name, command in cli.commands.items() for sub in getattr(command, "commands", {"": None})]
+    return [
+        (name, sub) if sub else (name,)
+        for name, command in cli.commands.items()
+        for sub in getattr(command, "commands", {"": None})
+    ]
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

@@ -35,8 +35,20 @@ def run(*arguments: str) -> Result:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A baseline of rms_norm_cpu."""
     path = tmp_path_factory.mktemp("counts") / "b.json"
-    done = run(str(path), "--update", "--op", "rms_norm", "--kernels", "rms_norm_cpu", "--problem", str(PROBLEM), "--json")
-    assert done.exit_code == 0 and [e["kernel"] for e in json.loads(done.stdout)] == ["rms_norm_cpu"], done.output
+    done = run(
+        str(path),
+        "--update",
+        "--op",
+        "rms_norm",
+        "--kernels",
+        "rms_norm_cpu",
+        "--problem",
+        str(PROBLEM),
+        "--json",
+    )
+    assert done.exit_code == 0 and [e["kernel"] for e in json.loads(done.stdout)] == ["rms_norm_cpu"], (
+        done.output
+    )
     return path
 
 
@@ -50,11 +62,16 @@ def changed(source: Path, path: Path, factor: float = 1.0, **environment: str) -
 
 
 def test_counts_repeat_and_nothing_is_slower(written: Path, tmp_path: Path) -> None:
-    done = run(str(written), "--json", "--junit", str(tmp_path / "j.xml"), "--markdown", str(tmp_path / "m.md"))
+    done = run(
+        str(written), "--json", "--junit", str(tmp_path / "j.xml"), "--markdown", str(tmp_path / "m.md")
+    )
     row = json.loads(done.stdout)["rows"][0]
     assert done.exit_code == 0 and row["verdict"] == SAME and abs(row["change"] - 1) < 1e-3
     assert row["instructions"] > 50 * 1024 / 8, "less than a vector instruction for every eight numbers"
-    assert 'failures="0"' in (tmp_path / "j.xml").read_text() and "instructions |" in (tmp_path / "m.md").read_text()
+    assert (
+        'failures="0"' in (tmp_path / "j.xml").read_text()
+        and "instructions |" in (tmp_path / "m.md").read_text()
+    )
 
 
 def test_eight_percent_longer_is_1(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +88,16 @@ def test_fewer_are_fine(written: Path, tmp_path: Path) -> None:
 
 
 def test_one_wrong_block_scale_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"op": "linear", "problem": "m=5,n=64,k=256,w=int4_g128", "kernel": "linear_cpu", "instructions": 1}
+    entry = {
+        "op": "linear",
+        "problem": "m=5,n=64,k=256,w=int4_g128",
+        "kernel": "linear_cpu",
+        "instructions": 1,
+    }
     path = tmp_path / "b.json"
-    path.write_text(json.dumps({"schema": 1, "parts": [{"environment": counts.environment(HERE), "entries": [entry]}]}))
+    path.write_text(
+        json.dumps({"schema": 1, "parts": [{"environment": counts.environment(HERE), "entries": [entry]}]})
+    )
     assert run(str(path)).exit_code == 1, "the right kernel is only slower than one instruction"
     monkeypatch.setattr(count_baseline, "named", lambda op, pattern: [planted()])
     done = run(str(path), "--json")
@@ -88,7 +112,9 @@ def test_another_environment_is_4(written: Path, tmp_path: Path, other: dict[str
 
 
 def test_without_valgrind_it_is_4_and_says_so(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts.shutil, "which", lambda name: None if name == "valgrind" else f"/usr/bin/{name}")
+    monkeypatch.setattr(
+        counts.shutil, "which", lambda name: None if name == "valgrind" else f"/usr/bin/{name}"
+    )
     done = run(str(written), "--json")
     assert done.exit_code == 4 and "valgrind not installed" in json.loads(done.stdout)["reason"]
 
@@ -107,8 +133,15 @@ def test_no_baseline_is_5(tmp_path: Path) -> None:
 def test_an_update_keeps_other_parts(written: Path, tmp_path: Path) -> None:
     path = changed(written, tmp_path / "b.json", compiler="GNU 99")
     assert run(str(path), "--update").exit_code == 2, "there are no lines for this compiler to update"
-    assert run(str(path), "--update", "--op", "rms_norm", "--kernels", "rms_norm_cpu", "--problem", str(PROBLEM)).exit_code == 0
-    assert [part["environment"]["compiler"] == "GNU 99" for part in baseline.read(path, count_baseline.Entry)] == [True, False]
+    assert (
+        run(
+            str(path), "--update", "--op", "rms_norm", "--kernels", "rms_norm_cpu", "--problem", str(PROBLEM)
+        ).exit_code
+        == 0
+    )
+    assert [
+        part["environment"]["compiler"] == "GNU 99" for part in baseline.read(path, count_baseline.Entry)
+    ] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +161,16 @@ def test_a_replay_that_leaves_other_bytes_is_refused() -> None:
     recording: Any = counts.record(slowed.OP, slowed.HONEST, PROBLEM, HERE)
     (call,) = recording.calls
     spoilt = replace(call, after=(*call.after[:-1], bytes(len(call.after[-1]))))
-    with pytest.raises(counts.CountError, match=r"other bytes than when it was recorded were left by gm_rms_norm"):
+    with pytest.raises(
+        counts.CountError, match=r"other bytes than when it was recorded were left by gm_rms_norm"
+    ):
         counts.replayed([[spoilt]])
 
 
 def test_this_project_holds_its_kernels_to_their_counts() -> None:
     """ci/check_counts.sh has something to hold them against: lines of several operations, for a compiler."""
     parts = baseline.read(Path(__file__).parents[2] / "ci" / "kernel_counts.json", count_baseline.Entry)
-    assert all(len({entry.op for entry in part["entries"]}) >= 6 and "compiler" in part["environment"] for part in parts)
+    assert all(
+        len({entry.op for entry in part["entries"]}) >= 6 and "compiler" in part["environment"]
+        for part in parts
+    )

@@ -34,7 +34,9 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
                 inside.remove("alone")
         done.set()
 
-    threads = [threading.Thread(target=beside, args=(True,), daemon=True) for _ in range(3)] + [threading.Thread(target=alone, daemon=True)]
+    threads = [threading.Thread(target=beside, args=(True,), daemon=True) for _ in range(3)] + [
+        threading.Thread(target=alone, daemon=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

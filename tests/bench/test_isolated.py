@@ -63,7 +63,9 @@ def us(kernel, *, isolated: bool) -> float:
 
 
 def test_an_overlap_with_the_neighbour_shows_in_isolated_calls_alone() -> None:
-    kernel = replace(cheats.kernel(overlaps_with_its_neighbour), target=f"{__name__}:overlaps_with_its_neighbour")
+    kernel = replace(
+        cheats.kernel(overlaps_with_its_neighbour), target=f"{__name__}:overlaps_with_its_neighbour"
+    )
     hidden, shown = us(kernel, isolated=False), us(kernel, isolated=True)
     assert hidden < 0.85 * shown, (hidden, shown)
     assert shown == pytest.approx(1e6 * (WORK + AHEAD), rel=0.35)  # all of it, and not the ties
@@ -72,7 +74,10 @@ def test_an_overlap_with_the_neighbour_shows_in_isolated_calls_alone() -> None:
 def test_an_honest_kernel_takes_as_long_isolated() -> None:
     honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
     problem = cheats.OP.problem("m=256,n=4096")
-    config, rotation = honest.config(problem, place("cpu").target), Rotation(cheats.OP, honest, problem, "cpu")
+    config, rotation = (
+        honest.config(problem, place("cpu").target),
+        Rotation(cheats.OP, honest, problem, "cpu"),
+    )
     arms = [KernelArm(honest, config, rotation, isolated=isolated) for isolated in (False, True)]
     times = [[min(arm.sample() for _ in range(3)) for arm in arms] for _ in range(15)]
     assert statistics.median(b / a for a, b in times) == pytest.approx(1.0, abs=0.2)
@@ -118,11 +123,30 @@ def test_names_of_ways_read_back() -> None:
     assert Way.parse("") == (False, False, False)
 
 
-def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_back_to_back(own_store: Path) -> None:
-    done = CliRunner().invoke(cli, ["bench", "rms_norm", "--problem", "m=4,n=256", "--kernels", "rms_norm_cpu", "--target", "cpu",
-                                    "--seconds", "0.05", "--save", "--json"])  # fmt: skip
+def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_back_to_back(
+    own_store: Path,
+) -> None:
+    done = CliRunner().invoke(
+        cli,
+        [
+            "bench",
+            "rms_norm",
+            "--problem",
+            "m=4,n=256",
+            "--kernels",
+            "rms_norm_cpu",
+            "--target",
+            "cpu",
+            "--seconds",
+            "0.05",
+            "--save",
+            "--json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     kept = Store.read(Policy.current().store_path).timings
-    assert {t.timing for t in kept} == {"eager,cold", "eager,hot", "eager,cold,isolated"} and len({t.key for t in kept}) == 3
+    assert {t.timing for t in kept} == {"eager,cold", "eager,hot", "eager,cold,isolated"} and len(
+        {t.key for t in kept}
+    ) == 3
     assert [t.timing for t in kept if deployed(t)] == ["eager,cold"]
     assert all(t.samples for t in kept)

@@ -12,7 +12,11 @@ from gristmill.kernel_registry.target import Target
 @pytest.mark.parametrize("scheme", program.SCHEMES.split(","))
 def test_every_way_is_reached(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "device_target", lambda device, policy: Target.parse("h200"))
-    kernels = [k for k in default_registry().kernels_of("linear") if k.language == "cuda" and k.provider == "gristmill"]
+    kernels = [
+        k
+        for k in default_registry().kernels_of("linear")
+        if k.language == "cuda" and k.provider == "gristmill"
+    ]
     found = [
         config
         for text in program.PROBLEMS.split(",")
@@ -20,7 +24,15 @@ def test_every_way_is_reached(scheme: str, monkeypatch: pytest.MonkeyPatch) -> N
         for config in program.configs(kernel, scheme, *(int(part) for part in text.split("x")))
     ]
     few, many = [c for c in found if "nt" in c], [c for c in found if "mt" in c]
-    assert {c["nt"] for c in few} == {1, 2} and {c["split"] for c in few} >= {1, 2} and {"wn" in c for c in few} == {True, False}
-    assert {c["mt"] for c in many} >= {32, 64, 128} and {c["split"] for c in many} >= {1, 2} and {c["even"] for c in many} >= {0, 1}
+    assert (
+        {c["nt"] for c in few} == {1, 2}
+        and {c["split"] for c in few} >= {1, 2}
+        and {"wn" in c for c in few} == {True, False}
+    )
+    assert (
+        {c["mt"] for c in many} >= {32, 64, 128}
+        and {c["split"] for c in many} >= {1, 2}
+        and {c["even"] for c in many} >= {0, 1}
+    )
     if scheme != "int4_g32_zp":  # has no slices
         assert {c["slices"] for c in many} > {1}

@@ -46,7 +46,9 @@ def test_clocks_that_fall_in_the_middle_do_not_decide() -> None:
     found = program.verdict(taken, {"ours"}, 1024, "int4_g128", 1.0)
     assert found["bar_us"] == 100.5 and found["met"]
     low, ratio, high = found["over_peer"]
-    assert [low, ratio, high] == pytest.approx([0.995] * 3, abs=1e-3)  # the round between the two steps is left out
+    assert [low, ratio, high] == pytest.approx(
+        [0.995] * 3, abs=1e-3
+    )  # the round between the two steps is left out
     slower = {"ours": [102.0] * 11, "peer": [100.0] * 11}
     assert not program.verdict(slower, {"ours"}, 1024, "int4_g128", 1.0)["met"]
 
@@ -79,18 +81,37 @@ class Calls:
         for calls in self.graphs.values():
             for call in calls:
                 call()
-        return {name: [len(calls) * (1.0 if name == "links" else 2.0)] * rounds for name, calls in self.graphs.items()}
+        return {
+            name: [len(calls) * (1.0 if name == "links" else 2.0)] * rounds
+            for name, calls in self.graphs.items()
+        }
 
 
-def test_a_whole_run_with_the_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+def test_a_whole_run_with_the_kernels_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
     for module in (program, gpu_graphs):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(program, "Graphs", Calls)
     monkeypatch.setattr(program, "environment", dict)
     out, kept = tmp_path / "found.json", tmp_path / "store.json"
-    wanted = ["--out", str(out), "--store", str(kept), "--schemes", "int4_g128", "--shapes", "96x256", "--m", "1,20", "--rounds", "3",
-              "--kernels", "linear_cpu,linear_torch"]  # fmt: skip
+    wanted = [
+        "--out",
+        str(out),
+        "--store",
+        str(kept),
+        "--schemes",
+        "int4_g128",
+        "--shapes",
+        "96x256",
+        "--m",
+        "1,20",
+        "--rounds",
+        "3",
+        "--kernels",
+        "linear_cpu,linear_torch",
+    ]
     monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--isolated", "--tuned"])
     assert program.main() == 0
     rows = json.loads(out.read_text())["rows"]
@@ -98,8 +119,15 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch, 
     for row in rows:
         assert row["floor_us"] > 0 and row["floor_how"] in ("sum", "dot")
         assert row["refused"]["linear_torch"].startswith("multiplies dense weights")
-        assert row["best"].startswith("linear_") and row["peer"] == program.CUBLAS and len(row["samples"][row["best"]]) == 3
-        assert row["errors"][program.CUBLAS] < row["errors"]["linear_cpu/0"] * 10 and row["isolated_us"].keys() == row["us"].keys()
+        assert (
+            row["best"].startswith("linear_")
+            and row["peer"] == program.CUBLAS
+            and len(row["samples"][row["best"]]) == 3
+        )
+        assert (
+            row["errors"][program.CUBLAS] < row["errors"]["linear_cpu/0"] * 10
+            and row["isolated_us"].keys() == row["us"].keys()
+        )
         assert row["isolated_best"] in row["configs"] and row["isolated_met"] in (True, False)
     kernels = {timing.kernel for timing in Store.read(kept).timings}
     assert kernels == {name.split("/")[0] for name in rows[0]["configs"]}

@@ -29,7 +29,10 @@ def best(case: str, folder: Path, who: str = "reader", take: loading.Turn = load
     return float(loading.measure(case, folder, 100_000_000, rounds=5, take=take)[0][f"{who}_cpu_min"])
 
 
-@pytest.mark.parametrize("case", ["fp8 fp8_block", "gptq int4_g128", "modelopt nvfp4", "compressed-tensors int4_g128", "mxfp4 experts"])
+@pytest.mark.parametrize(
+    "case",
+    ["fp8 fp8_block", "gptq int4_g128", "modelopt nvfp4", "compressed-tensors int4_g128", "mxfp4 experts"],
+)
 def test_loading_is_about_as_fast_as_a_copy(case: str, tmp_path: Path) -> None:
     with loading.processes() as take:
         assert best(case, tmp_path, "loader", take) < LIMIT
@@ -69,7 +72,18 @@ def test_gptq_is_what_was_written(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = ["--gigabytes", "0.01", "--rounds", "1", "--case", "gristmill", "--folder", str(tmp_path), "--out", str(out)]
+    arguments = [
+        "--gigabytes",
+        "0.01",
+        "--rounds",
+        "1",
+        "--case",
+        "gristmill",
+        "--folder",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
     result = CliRunner().invoke(loading.main, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and '"cache": "cold"' in out.read_text() and not list(tmp_path.glob("tmp*"))
     assert CliRunner().invoke(loading.main, ["--case", "none of them"]).exit_code == 2
@@ -79,7 +93,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance" / "loading.md"
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 
 
-@pytest.mark.parametrize(("file", "module"), [("loading_2gb.json", loading), ("loading_memory.json", loading_memory)])
+@pytest.mark.parametrize(
+    ("file", "module"), [("loading_2gb.json", loading), ("loading_memory.json", loading_memory)]
+)
 def test_the_page_has_the_numbers_of_the_result_files(file: str, module: Any) -> None:
     rows, text = json.loads((RESULTS / file).read_text())["rows"], PAGE.read_text()
     for row in [module.COLUMNS, *module.cells(rows)]:
@@ -89,10 +105,18 @@ def test_the_page_has_the_numbers_of_the_result_files(file: str, module: Any) ->
 def test_every_format_was_measured_warm_and_cold() -> None:
     """The bar is 1.5 with the files in the page cache, for all whose codes are not repacked."""
     rows = json.loads((RESULTS / "loading_2gb.json").read_text())["rows"]
-    assert {(r["case"], r["cache"]) for r in rows} == {(case, cache) for case in loading.CASES for cache in ("warm", "cold")}
-    assert all(r["loader_cpu_median"] < 1.5 for r in rows if r["cache"] == "warm" and not r["step"].startswith("repacked"))
+    assert {(r["case"], r["cache"]) for r in rows} == {
+        (case, cache) for case in loading.CASES for cache in ("warm", "cold")
+    }
+    assert all(
+        r["loader_cpu_median"] < 1.5
+        for r in rows
+        if r["cache"] == "warm" and not r["step"].startswith("repacked")
+    )
 
 
 def test_peaks_are_within_the_bar() -> None:
     rows = json.loads((RESULTS / "loading_memory.json").read_text())["rows"]
-    assert {r["kind"] for r in rows} == set(loading_memory.KINDS) and all(r["beside"] <= r["two_largest"] for r in rows)
+    assert {r["kind"] for r in rows} == set(loading_memory.KINDS) and all(
+        r["beside"] <= r["two_largest"] for r in rows
+    )

@@ -21,7 +21,13 @@ from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-MOE = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+MOE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "dense": {"architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "intermediate_size": 4096, **HEADS},
     "experts": {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, **MOE, **HEADS},
@@ -94,7 +100,9 @@ def test_one_tensor_at_a_time(kind: str, scheme: str, write: Callable[[str], Pat
     assert most <= allowed, f"{most / 1e6:.1f} MB beside the model, allowed {allowed / 1e6:.1f}"
 
 
-def test_a_tensor_too_many_is_seen(write: Callable[[str], Path], policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_too_many_is_seen(
+    write: Callable[[str], Path], policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted fault: three float weights are held while parts are quantized, one more than the bar allows."""
     kept: list[torch.Tensor] = []
     real = weights.quantize_part
@@ -108,7 +116,9 @@ def test_a_tensor_too_many_is_seen(write: Callable[[str], Path], policy: Policy,
     assert most > allowed
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_file: Callable[..., Path]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_file: Callable[..., Path]
+) -> None:
     policy_file()
     monkeypatch.setattr(loading_memory, "KINDS", SMALL)
     monkeypatch.setattr(loading_memory, "SCHEMES", {"dense": ("int4_g128",)})
@@ -116,4 +126,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_fil
     arguments = ["--gigabytes", "0.02", "--kind", "dense", "--folder", str(tmp_path), "--out", str(out)]
     result = CliRunner().invoke(loading_memory.main, arguments, catch_exceptions=False)
     (row,) = json.loads(out.read_text())["rows"]
-    assert result.exit_code == 0 and row["peak"] > row["final"] / 2 and row["two_largest"] == 2 * 4096 * 1024 * 2
+    assert (
+        result.exit_code == 0 and row["peak"] > row["final"] / 2 and row["two_largest"] == 2 * 4096 * 1024 * 2
+    )

@@ -20,14 +20,27 @@ def rows(count: int, factor: float = 1.0) -> list[dict]:
     for n in range(count):
         shape, size, kernel = n // 20, 1 << (n // 2 % 10), ("linear_cpu", "linear_torch")[n % 2]
         us = factor * (10 + size * (1 + n % 2)) * (1 + shape)
-        made.append({"op": "linear", "problem": f"m={size},n={512 * (shape + 1)},k=4096", "kernel": kernel, "us": us,
-                     "samples": [us * (1 + 0.01 * i) for i in range(9)], "error": 1e-3})  # fmt: skip
+        made.append(
+            {
+                "op": "linear",
+                "problem": f"m={size},n={512 * (shape + 1)},k=4096",
+                "kernel": kernel,
+                "us": us,
+                "samples": [us * (1 + 0.01 * i) for i in range(9)],
+                "error": 1e-3,
+            }
+        )
     return made
 
 
 def content(count: int, when: str = "2026-01-01", factor: float = 1.0) -> dict:
-    return {"schema": 1, "when": when, "environment": {"target": "cpu:avx2", "device": "Abacus", "command": "kernelbench bench linear"},
-            "ceilings": {"read_gbs": 20.0, "tflops": {"bf16": 0.3, "fp32": 0.1}, "launch_us": 0.0}, "rows": rows(count, factor)}  # fmt: skip
+    return {
+        "schema": 1,
+        "when": when,
+        "environment": {"target": "cpu:avx2", "device": "Abacus", "command": "kernelbench bench linear"},
+        "ceilings": {"read_gbs": 20.0, "tflops": {"bf16": 0.3, "fp32": 0.1}, "launch_us": 0.0},
+        "rows": rows(count, factor),
+    }
 
 
 class Checker(HTMLParser):
@@ -43,7 +56,11 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
-        assert tag not in ("link", "img", "iframe") and "src" not in given and given.get("href", "#").startswith("#")
+        assert (
+            tag not in ("link", "img", "iframe")
+            and "src" not in given
+            and given.get("href", "#").startswith("#")
+        )
         self.tags.append(tag)
         if "data-row" in given:
             self.marks.add(int(given["data-row"]))
@@ -71,8 +88,17 @@ def test_every_row_is_there_with_its_command() -> None:
     checker = checked(text)
     assert checker.marks == set(range(40))
     kept = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
-    assert len(kept) == 40 and kept[0]["repro"].startswith("kernelbench bench linear --kernels linear_cpu --problem m=1,n=512,k=4096")
-    for heading in ("Files", "Rooflines", "Time by size", "Fastest, by shape and size", "History", "All rows"):
+    assert len(kept) == 40 and kept[0]["repro"].startswith(
+        "kernelbench bench linear --kernels linear_cpu --problem m=1,n=512,k=4096"
+    )
+    for heading in (
+        "Files",
+        "Rooflines",
+        "Time by size",
+        "Fastest, by shape and size",
+        "History",
+        "All rows",
+    ):
         assert f">{heading}</h2>" in text
     assert "so there is no history" in text and "1.09×" in text  # (10 + 2) / (10 + 1), the lead at m=1
 
@@ -100,7 +126,11 @@ def test_a_lead_within_the_noise_is_a_tie_and_devices_are_not_mixed() -> None:
     far["environment"]["device"] = "Sundial"
     far["rows"] = far["rows"][1:]
     text = page([("a.json", near), ("b.json", far)])
-    assert "Fastest, linear on Abacus" in text and "Fastest, linear on Sundial" not in text and text.count('class="empty"') == 2
+    assert (
+        "Fastest, linear on Abacus" in text
+        and "Fastest, linear on Sundial" not in text
+        and text.count('class="empty"') == 2
+    )
 
 
 def test_only_the_newest_time_of_a_row_is_compared() -> None:
@@ -118,24 +148,46 @@ def test_how_a_kernel_was_timed_is_part_of_its_series() -> None:
 
 def test_a_point_tells_its_other_timings_and_its_speed_up() -> None:
     data = content(2)
-    data["rows"][0] |= {"timing": "eager,cold", "baseline": "linear_torch", "speedup": 1.25,
-                        "times": {"eager,cold": {"us": 11.0}, "eager,hot": {"us": 7.0}}}  # fmt: skip
+    data["rows"][0] |= {
+        "timing": "eager,cold",
+        "baseline": "linear_torch",
+        "speedup": 1.25,
+        "times": {"eager,cold": {"us": 11.0}, "eager,hot": {"us": 7.0}},
+    }
     kept = json.loads(re.search(r'id="data">(.*?)</script>', page([("a.json", data)]))[1])
-    assert kept[0]["timed"] == "eager,cold" and kept[0]["eager,hot"] == "7.00 µs" and kept[0]["speed-up"] == "1.25× linear_torch"
+    assert (
+        kept[0]["timed"] == "eager,cold"
+        and kept[0]["eager,hot"] == "7.00 µs"
+        and kept[0]["speed-up"] == "1.25× linear_torch"
+    )
     assert "eager,cold" not in kept[0] and "eager,hot" not in kept[1] and "speed-up" not in kept[1]
 
 
 def test_rows_without_a_time_say_why() -> None:
     data = content(2)
-    data["rows"].append({"op": "linear", "problem": "m=1,n=512,k=4096", "kernel": "linear_humming", "us": None, "reason": "needs <CUDA>"})
+    data["rows"].append(
+        {
+            "op": "linear",
+            "problem": "m=1,n=512,k=4096",
+            "kernel": "linear_humming",
+            "us": None,
+            "reason": "needs <CUDA>",
+        }
+    )
     text = page([("a.json", data)])
     assert "1 row has no time" in text and "needs &lt;CUDA&gt;" in text and "2 of 3 rows timed" in text
 
 
-@pytest.mark.parametrize("heights", [[10.0, 10.0, 10.0], [229.0, 229.5, 230.0], [20.0, 100.0], [float(n) for n in range(10)]])
+@pytest.mark.parametrize(
+    "heights", [[10.0, 10.0, 10.0], [229.0, 229.5, 230.0], [20.0, 100.0], [float(n) for n in range(10)]]
+)
 def test_names_beside_a_chart_stay_apart_and_inside(heights: list[float]) -> None:
     found = spread(heights, 10, 230)
-    assert all(b - a >= LINE - 1e-9 for a, b in zip(found, found[1:], strict=False)) and found[0] >= 10 - LINE and found[-1] <= 230
+    assert (
+        all(b - a >= LINE - 1e-9 for a, b in zip(found, found[1:], strict=False))
+        and found[0] >= 10 - LINE
+        and found[-1] <= 230
+    )
 
 
 def test_text_of_a_file_cannot_become_markup() -> None:
@@ -143,12 +195,21 @@ def test_text_of_a_file_cannot_become_markup() -> None:
     data["rows"][0]["kernel"] = '</script><script>alert("1")</script>'
     data["environment"]["command"] = "<b onload=x>"
     text = page([("<i>.json", data)], title="<u>")
-    assert checked(text).tags.count("script") == 2 and "alert" in text and "<b onload" not in text and "<i>" not in text and "<u>" not in text
+    assert (
+        checked(text).tags.count("script") == 2
+        and "alert" in text
+        and "<b onload" not in text
+        and "<i>" not in text
+        and "<u>" not in text
+    )
 
 
 def test_files_of_another_day_still_show() -> None:
     data = content(2)
-    data["rows"] = [{"op": "gone", "problem": "a=1", "kernel": "k", "us": 3.0}, data["rows"][0] | {"problem": "m=1,colour=red"}]
+    data["rows"] = [
+        {"op": "gone", "problem": "a=1", "kernel": "k", "us": 3.0},
+        data["rows"][0] | {"problem": "m=1,colour=red"},
+    ]
     text = page([("a.json", data)])
     assert "gone" in text and "colour=red" in text
     text = page([("a.json", {"rows": []})])

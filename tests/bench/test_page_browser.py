@@ -32,7 +32,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other["rows"][1]["us"], other["rows"][1]["samples"] = other["rows"][0]["us"], other["rows"][0]["samples"]
     for row in other["rows"][20:]:
         row["kernel"] += "_with_a_name_that_does_not_fit_beside_any_chart"
-    other["rows"] += [{"op": "linear", "problem": "m=1,n=512,k=4096", "kernel": "linear_humming", "us": None, "reason": "not here " * 30}]
+    other["rows"] += [
+        {
+            "op": "linear",
+            "problem": "m=1,n=512,k=4096",
+            "kernel": "linear_humming",
+            "us": None,
+            "reason": "not here " * 30,
+        }
+    ]
     path = tmp_path_factory.mktemp("report") / "page.html"
     path.write_text(page([*files, ("other" * 12 + ".json", other)], "A report " + "of_long_words_" * 8))
     return path
@@ -63,10 +71,13 @@ def test_an_empty_page_is_right_too(chromium: Any, tmp_path: Path, width: int, s
         ('<div style="width:500px">wide</div>', "overflow: "),
         ("<script>console.error('planted')</script>", "console: planted"),
         ("<script>null.planted</script>", "console: Cannot read properties of null"),
-        ('<img alt="planted" src="http://127.0.0.1:9/planted.png">', "network: http://127.0.0.1:9/planted.png"),
+        (
+            '<img alt="planted" src="http://127.0.0.1:9/planted.png">',
+            "network: http://127.0.0.1:9/planted.png",
+        ),
         ("<script>fetch('http://127.0.0.1:9/planted')</script>", "network: http://127.0.0.1:9/planted"),
     ],
-)  # fmt: skip
+)
 def test_a_planted_fault_is_found(chromium: Any, tmp_path: Path, fault: str, kind: str) -> None:
     text = page([("a.json", content(4))])
     policy = text[text.index("<meta http-equiv") : text.index("<style>")]
@@ -79,7 +90,11 @@ def test_a_planted_fault_is_found(chromium: Any, tmp_path: Path, fault: str, kin
 
 def test_the_page_forbids_itself_the_network(chromium: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(page([("a.json", content(4))]).replace("</main>", '<img alt="" src="http://127.0.0.1:9/planted.png"></main>'))
+    path.write_text(
+        page([("a.json", content(4))]).replace(
+            "</main>", '<img alt="" src="http://127.0.0.1:9/planted.png"></main>'
+        )
+    )
     with opened(chromium, path, 390, "light") as found:
         assert any("Content Security Policy" in one for one in found.faults(axe=False))
 
@@ -88,14 +103,18 @@ def test_every_point_leads_to_its_command_by_keyboard(chromium: Any, report: Pat
     with opened(chromium, report, 1280, "light") as found:
         chart = found.page.locator("#latency figure > svg").first
         count = chart.locator(".mark").count()
-        assert chart.locator('.mark[tabindex="0"]').count() == 1 and count > 10, "one stop for the tabulator a chart"
+        assert chart.locator('.mark[tabindex="0"]').count() == 1 and count > 10, (
+            "one stop for the tabulator a chart"
+        )
         chart.locator('.mark[tabindex="0"]').focus()
         told = set()
         for _ in range(count):
             found.page.keyboard.press("Enter")
             told.add(found.page.locator("#panel pre").inner_text())
             found.page.keyboard.press("ArrowRight")
-        assert len(told) == count and all(text.startswith("kernelbench bench linear --kernels linear_") for text in told)
+        assert len(told) == count and all(
+            text.startswith("kernelbench bench linear --kernels linear_") for text in told
+        )
         found.page.keyboard.press("Escape")
         assert not found.page.locator("#panel").is_visible()
 
@@ -122,13 +141,17 @@ def test_the_table_filters_and_sorts(chromium: Any, report: Path) -> None:
     with opened(chromium, report, 1280, "light") as found:
         found.page.locator("#filter").fill("linear_torch m=1,")
         seen = found.page.locator("#all tbody tr:visible")
-        assert 0 < seen.count() < 20 and found.page.locator("#count").inner_text().startswith(f"{seen.count()} of ")
+        assert 0 < seen.count() < 20 and found.page.locator("#count").inner_text().startswith(
+            f"{seen.count()} of "
+        )
         found.page.locator("#filter").fill("")
         head = found.page.locator("#all th", has_text="µs a call")
         for order, turned in (("ascending", False), ("descending", True)):
             head.locator("button").click()
             assert head.get_attribute("aria-sort") == order
-            values = found.page.evaluate("[...document.querySelectorAll('#all tbody tr')].map(line => +line.cells[4].dataset.value)")
+            values = found.page.evaluate(
+                "[...document.querySelectorAll('#all tbody tr')].map(line => +line.cells[4].dataset.value)"
+            )
             assert values == sorted(values, reverse=turned)
 
 

@@ -16,7 +16,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 
-KERNELS = '''
+KERNELS = """
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
@@ -26,7 +26,7 @@ def launch(config, x, weight, eps, out):
 
 KERNEL = Kernel(op="rms_norm", name="rms_norm_lazy", provider="gm_lazy", language="python", target=f"{__name__}:launch",
                 requires=Requirement(offers=("gm_lazy:Wrapper.plan",)))
-'''
+"""
 LIBRARY = """
 class Wrapper:
     def plan(self, x, weight, eps, out):
@@ -50,9 +50,17 @@ def peer(tmp_path: Path) -> Path:
 def ask(folder: Path, *arguments: str) -> list[dict]:
     policy = folder / "policy.toml"
     policy.write_text(f'store = "{folder / "store.json"}"\n')
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), *filter(None, sys.path))), "GRISTMILL_POLICY": str(policy)}
-    done = subprocess.run([sys.executable, "-m", "gristmill.bench.cli", *arguments, "--target", "cpu", "--json"],
-                          env=env, capture_output=True, text=True)  # fmt: skip
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(folder), *filter(None, sys.path))),
+        "GRISTMILL_POLICY": str(policy),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "gristmill.bench.cli", *arguments, "--target", "cpu", "--json"],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -60,14 +68,30 @@ def ask(folder: Path, *arguments: str) -> list[dict]:
 PROBLEM = ("--problem", "m=4,n=256")
 
 
-@pytest.mark.parametrize("kernels", [("--kernels", "*_lazy"), ("--kernels", "rms_norm_lazy,rms_norm_cpu"), ()])
+@pytest.mark.parametrize(
+    "kernels", [("--kernels", "*_lazy"), ("--kernels", "rms_norm_lazy,rms_norm_cpu"), ()]
+)
 def test_bench_imports_what_it_is_to_time(peer: Path, kernels: tuple[str, ...]) -> None:
-    rows = {row["kernel"]: row for row in ask(peer, "bench", "rms_norm", *PROBLEM, *kernels, "--quick", "--seconds", "0.02")}
+    rows = {
+        row["kernel"]: row
+        for row in ask(peer, "bench", "rms_norm", *PROBLEM, *kernels, "--quick", "--seconds", "0.02")
+    }
     assert rows["rms_norm_lazy"]["us"] > 0 and rows["rms_norm_lazy"]["reason"] == ""
 
 
 def test_compare_and_verify_import_too(peer: Path) -> None:
-    row, = ask(peer, "compare", "rms_norm", *PROBLEM, "--kernels", "rms_norm_cpu", "--baseline", "*_lazy", "--seconds", "0.5")
+    (row,) = ask(
+        peer,
+        "compare",
+        "rms_norm",
+        *PROBLEM,
+        "--kernels",
+        "rms_norm_cpu",
+        "--baseline",
+        "*_lazy",
+        "--seconds",
+        "0.5",
+    )
     assert row["verdict"] not in ("GAP", "WRONG") and row["baseline"] == "rms_norm_lazy"
     rows = ask(peer, "verify", "--kernel", "rms_norm_lazy")
     assert rows and all(row["ok"] for row in rows)
@@ -80,18 +104,28 @@ def test_lists_import_nothing(peer: Path) -> None:
 
 def test_a_library_that_lacks_it_after_all_is_a_named_gap(peer: Path) -> None:
     (peer / "gm_lazy.py").write_text("class Wrapper: pass\n")
-    row, = ask(peer, "bench", "rms_norm", *PROBLEM, "--kernels", "*_lazy", "--quick", "--seconds", "0.02")
+    (row,) = ask(peer, "bench", "rms_norm", *PROBLEM, "--kernels", "*_lazy", "--quick", "--seconds", "0.02")
     assert row["us"] is None and "has no attribute 'plan'" in row["reason"]
 
 
-def test_a_library_that_replaces_a_timer_when_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_replaces_a_timer_when_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import time
 
     monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # put back afterwards
-    (tmp_path / "gm_slow_clock.py").write_text("import time\ntime.perf_counter = lambda: 0.0\nclass Wrapper:\n    def plan(self): ...\n")
+    (tmp_path / "gm_slow_clock.py").write_text(
+        "import time\ntime.perf_counter = lambda: 0.0\nclass Wrapper:\n    def plan(self): ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    kernel = Kernel(op="rms_norm", name="slow_clock", provider="test", language="python", target="json:dumps",
-                    requires=Requirement(offers=("gm_slow_clock:Wrapper.plan",)))  # fmt: skip
+    kernel = Kernel(
+        op="rms_norm",
+        name="slow_clock",
+        provider="test",
+        language="python",
+        target="json:dumps",
+        requires=Requirement(offers=("gm_slow_clock:Wrapper.plan",)),
+    )
     with pytest.raises(RuntimeError, match="slow_clock need replaced time.perf_counter"):
         imported(place("cpu"), [kernel])
 
@@ -100,7 +134,10 @@ def test_libraries_that_nothing_wraps_are_gaps_by_name(peer: Path) -> None:
     (peer / "torchao-0.9.dist-info").mkdir()
     problem = ("linear", "--problem", "m=1,n=64,k=128,w=int4_g128")
     rows = {row["kernel"]: row for row in ask(peer, "bench", *problem, "--quick", "--seconds", "0.02")}
-    assert rows["torchao"]["us"] is None and rows["torchao"]["reason"] == "no kernel here, and torchao 0.9 is installed"
+    assert (
+        rows["torchao"]["us"] is None
+        and rows["torchao"]["reason"] == "no kernel here, and torchao 0.9 is installed"
+    )
     rows = {row["kernel"]: row for row in ask(peer, "compare", *problem, "--seconds", "0.3")}
     assert rows["torchao"]["verdict"] == "GAP" and "no kernel here" in rows["torchao"]["reason"]
     named = ask(peer, "bench", *problem, "--kernels", "linear_cpu", "--quick", "--seconds", "0.02")
@@ -109,8 +146,12 @@ def test_libraries_that_nothing_wraps_are_gaps_by_name(peer: Path) -> None:
 
 def test_peers_are_of_a_device_and_of_an_operation() -> None:
     registry, cpu, h200 = default_registry(), place("cpu"), place("h200")
-    assert {"gemlite", "torchao"} <= unwrapped(registry.op("linear"), h200).keys() and "gemlite" not in unwrapped(registry.op("linear"), cpu)
-    assert "flashinfer" in unwrapped(registry.op("sample"), h200) and not unwrapped(registry.op("sample"), cpu)
+    assert {"gemlite", "torchao"} <= unwrapped(
+        registry.op("linear"), h200
+    ).keys() and "gemlite" not in unwrapped(registry.op("linear"), cpu)
+    assert "flashinfer" in unwrapped(registry.op("sample"), h200) and not unwrapped(
+        registry.op("sample"), cpu
+    )
     for op in registry.ops.values():  # a library is a candidate or a gap of an operation, never both
         assert not unwrapped(op, h200).keys() & {kernel.provider for kernel in registry.kernels_of(op.name)}
     assert all(name in registry.ops for one in PEERS for name in one.ops)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytest_benchmark") is None, reason="the package pytest-benchmark is not installed"
+    importlib.util.find_spec("pytest_benchmark") is None,
+    reason="the package pytest-benchmark is not installed",
 )
 ROOT = Path(__file__).parents[2]
 SUITE = """
@@ -63,13 +64,30 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     (place / "test_theirs.py").write_text(SUITE)
     (place / "pytest.ini").write_text("[pytest]\n")
     (place / "policy.toml").write_text(f'cache = "{place}"\n')
-    outer = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # says that this suite is shared out
+    outer = {
+        key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
+    }  # says that this suite is shared out
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "--benchmark-only",
-         "--benchmark-json=out.json"], cwd=place, capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-rA",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--benchmark-only",
+            "--benchmark-json=out.json",
+        ],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**outer, "PYTHONPATH": path, "GRISTMILL_POLICY": str(place / "policy.toml")},
-    )  # fmt: skip
+    )
     assert (place / "out.json").exists(), done.stdout + done.stderr
     return done.stdout, json.loads((place / "out.json").read_text())
 
@@ -78,13 +96,28 @@ def test_times_are_those_of_the_kernel(outcome: tuple[str, dict[str, Any]]) -> N
     shown, stored = outcome
     found = {one["name"]: one for one in stored["benchmarks"]}
     named = found["test_named"]
-    assert named["stats"]["rounds"] == 9 and named["group"] == "rms_norm m=100,n=2048" and named["options"]["timer"].endswith("kernelbench")
+    assert (
+        named["stats"]["rounds"] == 9
+        and named["group"] == "rms_norm m=100,n=2048"
+        and named["options"]["timer"].endswith("kernelbench")
+    )
     info = named["extra_info"]
-    assert info["kernel"] == "rms_norm_cpu" and info["device"] and info["config"]["level"] and info["error"] <= info["tolerance"]
+    assert (
+        info["kernel"] == "rms_norm_cpu"
+        and info["device"]
+        and info["config"]["level"]
+        and info["error"] <= info["tolerance"]
+    )
     # The median of what was measured: bytes over it are the rate, and no round took the millisecond that a sample is long.
     moved = (2 * 100 + 1) * 2048 * 2
-    assert info["gbs"] == pytest.approx(moved / named["stats"]["median"] / 1e9) and 1e-6 < named["stats"]["median"] < 1e-3
-    assert found["test_selected"]["group"] == "mine" and found["test_selected"]["extra_info"]["timing"] == "eager,hot"
+    assert (
+        info["gbs"] == pytest.approx(moved / named["stats"]["median"] / 1e9)
+        and 1e-6 < named["stats"]["median"] < 1e-3
+    )
+    assert (
+        found["test_selected"]["group"] == "mine"
+        and found["test_selected"]["extra_info"]["timing"] == "eager,hot"
+    )
     assert "PASSED test_theirs.py::test_named" in shown and "PASSED test_theirs.py::test_selected" in shown
 
 
@@ -95,7 +128,9 @@ def test_a_cheat_fails_its_test(outcome: tuple[str, dict[str, Any]]) -> None:
 
 def test_what_cannot_run_is_skipped_with_its_reason(outcome: tuple[str, dict[str, Any]]) -> None:
     shown, _ = outcome
-    assert "rms_norm_flashinfer cannot run here" in shown and "gfx942 is not a device of this machine" in shown
+    assert (
+        "rms_norm_flashinfer cannot run here" in shown and "gfx942 is not a device of this machine" in shown
+    )
     assert "PASSED test_theirs.py::test_problem_that_it_does_not_take" in shown
     assert "PASSED test_theirs.py::test_fault_in_the_child_process_of_a_gpu" in shown
     assert "1 failed, 4 passed, 2 skipped" in shown

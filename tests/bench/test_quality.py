@@ -18,11 +18,15 @@ from gristmill.runtime.cli import cli
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = str(MODELS / "docs-llama")
-QUICK = Settings(str(MODELS / "eval_tokens.u16"), window=64, windows=2, calibration_window=64, calibration_windows=2)
+QUICK = Settings(
+    str(MODELS / "eval_tokens.u16"), window=64, windows=2, calibration_window=64, calibration_windows=2
+)
 
 
 @pytest.mark.parametrize(("scheme", "method"), [(FLOAT, "rtn"), ("nvfp4", "rtn"), ("int4_g128_zp", "awq")])
-def test_a_row_is_what_its_command_prints(scheme: str, method: str, tmp_path: Path, policy_file: Callable[..., Path]) -> None:
+def test_a_row_is_what_its_command_prints(
+    scheme: str, method: str, tmp_path: Path, policy_file: Callable[..., Path]
+) -> None:
     policy_file()
     row = measure((LLAMA, scheme, method), QUICK)
     assert row["command"] == command((LLAMA, scheme, method), QUICK) and row["tokens"] == 126
@@ -32,17 +36,31 @@ def test_a_row_is_what_its_command_prints(scheme: str, method: str, tmp_path: Pa
     assert json.loads(done.stdout)["loss"] == pytest.approx(row["loss"], abs=1e-6)
 
 
-def test_a_sweep_goes_on_where_it_ended(tmp_path: Path, policy_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_goes_on_where_it_ended(
+    tmp_path: Path, policy_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy_file()
-    monkeypatch.setattr(quality, "sweep", lambda todo, *_: ({"model": Path(m).name, "scheme": s, "method": h, "loss": 1.0, "seconds": 0}
-                                                            for m, s, h in todo[:2]))  # fmt: skip
-    out, asked = tmp_path / "q.json", ([LLAMA], ["nvfp4"], ["rtn", "gptq", "awq"], QUICK, tmp_path / "q.json", 1, 9.0)
+    monkeypatch.setattr(
+        quality,
+        "sweep",
+        lambda todo, *_: (
+            {"model": Path(m).name, "scheme": s, "method": h, "loss": 1.0, "seconds": 0}
+            for m, s, h in todo[:2]
+        ),
+    )
+    out, asked = (
+        tmp_path / "q.json",
+        ([LLAMA], ["nvfp4"], ["rtn", "gptq", "awq"], QUICK, tmp_path / "q.json", 1, 9.0),
+    )
     assert run(*asked) == 2
     assert run(*asked) == 0
     data = json.loads(out.read_text())
     assert [(r["scheme"], r["method"], r["run"]) for r in data["rows"]] == [
-        (FLOAT, "rtn", 0), ("nvfp4", "rtn", 0), ("nvfp4", "gptq", 1), ("nvfp4", "awq", 1),
-    ]  # fmt: skip
+        (FLOAT, "rtn", 0),
+        ("nvfp4", "rtn", 0),
+        ("nvfp4", "gptq", 1),
+        ("nvfp4", "awq", 1),
+    ]
     assert data["runs"][0]["gristmill"] and data["settings"]["windows"] == 2
     with pytest.raises(SystemExit, match="holds rows of other settings"):
         run([LLAMA], ["nvfp4"], ["rtn"], Settings(QUICK.tokens, windows=3), out, 1, 9.0)
@@ -54,7 +72,10 @@ def test_no_row_is_begun_after_the_time() -> None:
 
 def data(**losses: float) -> dict[str, Any]:
     rows = [{"model": "m", "scheme": FLOAT, "method": "rtn", "loss": 2.0, "perplexity": 7.389}]
-    rows += [{"model": "m", "scheme": "int4_g128", "method": h, "loss": v, "perplexity": 5 + v} for h, v in losses.items()]
+    rows += [
+        {"model": "m", "scheme": "int4_g128", "method": h, "loss": v, "perplexity": 5 + v}
+        for h, v in losses.items()
+    ]
     return {"rows": rows}
 
 
@@ -70,7 +91,10 @@ def test_the_table_says_what_the_rows_say() -> None:
     two = data(rtn=2.5, gptq=2.1)
     two["rows"] += [{**row, "model": "n", "perplexity": 1.0} for row in data(rtn=2.5)["rows"]]
     lines = render(two).splitlines()
-    assert lines[3] == "| `int4_g128` | 4.12 | 7.500 | 7.100 | - | 1.000 | - | - |" and "GPTQ +0.1000 (20%)." in lines[5]
+    assert (
+        lines[3] == "| `int4_g128` | 4.12 | 7.500 | 7.100 | - | 1.000 | - | - |"
+        and "GPTQ +0.1000 (20%)." in lines[5]
+    )
     document = f"a\n{BEGIN}\nold\n{END}\nb\n"
     assert into(document, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
     with pytest.raises(ValueError, match="no <!-- quality-table -->"):
@@ -81,4 +105,7 @@ def test_every_scheme_and_method_is_a_row() -> None:
     found = cases(["a", "b"], SCHEMES, quality.METHODS)
     assert len(found) == len({*found}) == 2 + 2 * 3 * len(SCHEMES) and len(SCHEMES) >= 16
     line = command(("m dir", "mxfp4", "gptq"), QUICK)
-    assert "--model 'm dir' --quant mxfp4 --out OUT --method gptq --calibration" in line and " && gristmill eval --model OUT" in line
+    assert (
+        "--model 'm dir' --quant mxfp4 --out OUT --method gptq --calibration" in line
+        and " && gristmill eval --model OUT" in line
+    )

@@ -30,7 +30,9 @@ def studied(text: str, cpu: float, torch: float, *, exact: bool = True) -> Studi
     """Two candidates with these times, in every round."""
     one = Studied(Job(OP, OP.problem(text)), exact=exact)
     for name, us in (("rms_norm_cpu", cpu), ("rms_norm_torch", torch)):
-        config = dict(default_registry().kernel("rms_norm", name).config(one.job.problem, place("cpu").target))
+        config = dict(
+            default_registry().kernel("rms_norm", name).config(one.job.problem, place("cpu").target)
+        )
         key = (name, config_key(config))
         one.times[key], one.configs[key] = [us] * regret.ROUNDS, config
         one.defaults.add(key)
@@ -40,8 +42,16 @@ def studied(text: str, cpu: float, torch: float, *, exact: bool = True) -> Studi
 
 def timing(text: str, name: str, us: float) -> Timing:
     kernel, here = default_registry().kernel("rms_norm", name), place("cpu")
-    return Timing(op="rms_norm", kernel=name, code=kernel.code_hash(), config=dict(kernel.config(OP.problem(text), here.target)),
-                  problem=text, target=target_key(here.target), toolchain=here.build.key(), us=us)  # fmt: skip
+    return Timing(
+        op="rms_norm",
+        kernel=name,
+        code=kernel.code_hash(),
+        config=dict(kernel.config(OP.problem(text), here.target)),
+        problem=text,
+        target=target_key(here.target),
+        toolchain=here.build.key(),
+        us=us,
+    )
 
 
 def test_a_store_with_wrong_times_is_seen_to_lose() -> None:
@@ -83,25 +93,54 @@ def test_problems_with_untried_candidates_do_not_count() -> None:
 
 def test_the_command_measures_and_writes(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    done = CliRunner().invoke(cli, ["regret", "rms_norm", "--problem", "m=64|96,n=2048", "--target", "cpu", "--minutes", "1",
-                                    "--results", str(path), "--json"])  # fmt: skip
+    done = CliRunner().invoke(
+        cli,
+        [
+            "regret",
+            "rms_norm",
+            "--problem",
+            "m=64|96,n=2048",
+            "--target",
+            "cpu",
+            "--minutes",
+            "1",
+            "--results",
+            str(path),
+            "--json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["asked"] == found["studied"] == 2 and found["regret"]["tuned in this run"]["problems"] == 2
     row = json.loads(path.read_text())["rows"][0]
-    assert row["candidates"] == 2 and row["missing"] == 0 and {"store", "tuned", "left out"} == row["picks"].keys()
+    assert (
+        row["candidates"] == 2
+        and row["missing"] == 0
+        and {"store", "tuned", "left out"} == row["picks"].keys()
+    )
     assert row["us"] == min(min(c["samples"][regret.ROUNDS // 2 :] or c["samples"]) for c in row["near"])
 
 
 def test_a_cheat_is_not_the_best_of_anything() -> None:
     cheats.leave()
     cheats.STATE["calls"] = cheats.PATIENCE  # it writes nothing any more
-    honest, cheat = default_registry().kernel("rms_norm", "rms_norm_cpu"), cheats.kernel(cheats.writes_skipped_after_a_while)
+    honest, cheat = (
+        default_registry().kernel("rms_norm", "rms_norm_cpu"),
+        cheats.kernel(cheats.writes_skipped_after_a_while),
+    )
     job, here = Job(OP, OP.problem("m=64,n=2048")), place("cpu")
     config = dict(honest.config(job.problem, here.target))
     options = [Option(honest, config, True), Option(cheat, {}, False)]
-    outcomes = {("rms_norm", str(OP.verification(job.problem)), o.kernel.name, config_key(o.config)): Verification(
-        "rms_norm", o.kernel.name, "", config_key(o.config), "", "", "", True) for o in options}  # fmt: skip
+    outcomes = {
+        ("rms_norm", str(OP.verification(job.problem)), o.kernel.name, config_key(o.config)): Verification(
+            "rms_norm", o.kernel.name, "", config_key(o.config), "", "", "", True
+        )
+        for o in options
+    }
     one = regret._time(job, options, outcomes, here, Store(), random.Random(0))
-    assert one.best is not None and one.best[0] == "rms_norm_cpu" and any("error inf" in text for text in one.wrong)
+    assert (
+        one.best is not None
+        and one.best[0] == "rms_norm_cpu"
+        and any("error inf" in text for text in one.wrong)
+    )
     cheats.leave()

@@ -62,7 +62,9 @@ def test_a_replay_by_the_same_code_says_the_same(written: tuple[list[Studied], d
         assert new.regrets["store"] > 0 and new.regrets["tuned"] == 0.0
 
 
-def test_another_default_has_another_regret(written: tuple[list[Studied], dict], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_default_has_another_regret(
+    written: tuple[list[Studied], dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a replay is for: a better default shows without a device."""
     then, data = written
     kernel = default_registry().kernel("linear", "linear_w4a16_sm90")
@@ -74,7 +76,9 @@ def test_another_default_has_another_regret(written: tuple[list[Studied], dict],
     assert [one.regrets["store"] for one in now] == [0.0, 0.0]
 
 
-def test_what_was_no_candidate_is_counted_and_what_is_gone_is_left_out(written: tuple[list[Studied], dict]) -> None:
+def test_what_was_no_candidate_is_counted_and_what_is_gone_is_left_out(
+    written: tuple[list[Studied], dict],
+) -> None:
     then, data = written
     for row in data["rows"]:
         row["times"]["linear_gone"] = {"of": "", "us": {"": 0.1}}
@@ -86,10 +90,16 @@ def test_what_was_no_candidate_is_counted_and_what_is_gone_is_left_out(written: 
         del row["times"][pick["kernel"]]["us"][values]
         row["near"] = [near for near in row["near"] if near["config"] != pick["config"]]
     _, now = replay(data, Store())
-    assert unknown(now, "store") == 2 and unknown(now, "tuned") == 0 and summary(now)["store, other problems"] is None
+    assert (
+        unknown(now, "store") == 2
+        and unknown(now, "tuned") == 0
+        and summary(now)["store, other problems"] is None
+    )
 
 
-def test_the_command_replays_and_refuses_other_files(written: tuple[list[Studied], dict], tmp_path: Path) -> None:
+def test_the_command_replays_and_refuses_other_files(
+    written: tuple[list[Studied], dict], tmp_path: Path
+) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(written[1]))
     done = CliRunner().invoke(cli, ["regret", "--replay", str(path), "--json"])
@@ -105,7 +115,11 @@ def test_problems_left_out_of_tuning_lose_little_by_the_committed_times() -> Non
     """Every candidate's time on an H200 is in the file, so a change of a cost model or of selection is judged by it here."""
     data = json.loads((ROOT / "bench/results/h200/kernelbench/regret_linear_64.json").read_text())
     figures = summary(replay(data)[1])
-    tuned, left_out, store = (figures[of] for of in ("tuned in this run", "left out of tuning", "store, tuned problems"))
+    tuned, left_out, store = (
+        figures[of] for of in ("tuned in this run", "left out of tuning", "store, tuned problems")
+    )
     assert tuned is not None and tuned.problems >= 60 and tuned.mean < 0.02 and tuned.worst < 0.10, tuned
-    assert left_out is not None and left_out.problems >= 60 and left_out.mean < 0.05 and left_out.worst < 0.20, left_out
+    assert (
+        left_out is not None and left_out.problems >= 60 and left_out.mean < 0.05 and left_out.worst < 0.20
+    ), left_out
     assert store is not None and store.mean < 0.02 and store.worst < 0.10, store

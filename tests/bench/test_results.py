@@ -40,8 +40,21 @@ def own_store(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def results(own_store: Path) -> Path:
     path = own_store / "r.json"
-    done = run("bench", "rms_norm", "--problem", "m=64,n=1024", "--kernels", "rms_norm_cpu,rms_norm_torch", "--seconds", "0.1",
-               "--target", "cpu", "--results", str(path), "--json")  # fmt: skip
+    done = run(
+        "bench",
+        "rms_norm",
+        "--problem",
+        "m=64,n=1024",
+        "--kernels",
+        "rms_norm_cpu,rms_norm_torch",
+        "--seconds",
+        "0.1",
+        "--target",
+        "cpu",
+        "--results",
+        str(path),
+        "--json",
+    )
     assert done.exit_code == 0, done.output
     return path
 
@@ -59,18 +72,34 @@ def test_rerun_says_where_it_differs(results: Path, tmp_path: Path) -> None:
     done = run("rerun", str(changed), "--target", "cpu", "--min-effect", "0.9", "--json")
     found = json.loads(done.stdout)
     slower, same, gap, new = found["rows"]  # what had no time and has none does not differ
-    assert done.exit_code == 0 and (slower["verdict"], gap["verdict"]) == ("SLOWER", "GAP") and slower["ratio"] > 20
+    assert (
+        done.exit_code == 0
+        and (slower["verdict"], gap["verdict"]) == ("SLOWER", "GAP")
+        and slower["ratio"] > 20
+    )
     assert 0.2 < same["ratio"] < 5  # not timed in turn: a machine's load may lie between then and now
     assert "rms_norm_gone" in gap["reason"]
-    assert new["verdict"] == "NEW" and new["then_us"] is None and new["now_us"] > 0 and "torch was not installed" in new["reason"]
+    assert (
+        new["verdict"] == "NEW"
+        and new["then_us"] is None
+        and new["now_us"] > 0
+        and "torch was not installed" in new["reason"]
+    )
     assert any(line.startswith("device: Abacus then") for line in found["environment"])
 
 
-def test_what_was_uncertain_then_is_not_counted_against_now(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_uncertain_then_is_not_counted_against_now(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = json.loads(results.read_text())
     data["rows"] = data["rows"][:1]
-    monkeypatch.setattr(again, "_measure", lambda row, here, rounds: ([12 + 0.01 * (7 * n % 16) for n in range(16)], 0.0))
-    for then, verdict in (([6, 8, 10, 14, 16], "SAME"), ([9.9, 10, 10, 10, 10.1], "SLOWER")):  # a median of 10 both times
+    monkeypatch.setattr(
+        again, "_measure", lambda row, here, rounds: ([12 + 0.01 * (7 * n % 16) for n in range(16)], 0.0)
+    )
+    for then, verdict in (
+        ([6, 8, 10, 14, 16], "SAME"),
+        ([9.9, 10, 10, 10, 10.1], "SLOWER"),
+    ):  # a median of 10 both times
         data["rows"][0] |= {"us": 10, "samples": then}
         found = again.rerun(data, place("cpu"), Rule(min_effect=0.1, looks=1))[0]
         assert found.verdict == verdict and abs(found.as_dict()["ratio"] - 1.2) < 0.02
@@ -78,38 +107,79 @@ def test_what_was_uncertain_then_is_not_counted_against_now(results: Path, tmp_p
 
 def test_a_repro_runs(results: Path) -> None:
     found = json.loads(run("repro", str(results), "0", "--json").stdout)
-    assert found["command"].startswith("kernelbench bench rms_norm --kernels rms_norm_cpu --problem m=64,n=1024 --target cpu")
-    done = subprocess.run([sys.executable, "-c", found["script"]], capture_output=True, text=True, check=False,
-                          env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""})  # fmt: skip
+    assert found["command"].startswith(
+        "kernelbench bench rms_norm --kernels rms_norm_cpu --problem m=64,n=1024 --target cpu"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", found["script"]],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""},
+    )
     assert done.returncode == 0 and done.stdout.endswith("us\n"), done.stderr
     assert run("repro", str(results), "7").exit_code != 0
 
 
 def test_a_repro_is_of_the_rows_own_configuration_and_way(results: Path, tmp_path: Path) -> None:
     data = json.loads(results.read_text())
-    row = {"op": "rms_norm", "problem": "m=64,n=1024", "kernel": "rms_norm_cpu", "us": 1.0, "config": {"level": "base"}, "timing": "eager,hot"}
-    tuned = {"op": "linear", "problem": "m=1,n=64,k=64,w=int4_g32", "kernel": "linear_w4a16_tma_sm90", "us": 1.0, "config": {"mt": 8, "ctas": 1}}
+    row = {
+        "op": "rms_norm",
+        "problem": "m=64,n=1024",
+        "kernel": "rms_norm_cpu",
+        "us": 1.0,
+        "config": {"level": "base"},
+        "timing": "eager,hot",
+    }
+    tuned = {
+        "op": "linear",
+        "problem": "m=1,n=64,k=64,w=int4_g32",
+        "kernel": "linear_w4a16_tma_sm90",
+        "us": 1.0,
+        "config": {"mt": 8, "ctas": 1},
+    }
     path = tmp_path / "r.json"
     path.write_text(json.dumps(data | {"rows": [row, tuned]}))
     found = json.loads(run("repro", str(path), "0", "--json").stdout)
-    assert "config = {'level': 'base'}" in found["script"] and "hot=True), eager=True, isolated=False)" in found["script"]
+    assert (
+        "config = {'level': 'base'}" in found["script"]
+        and "hot=True), eager=True, isolated=False)" in found["script"]
+    )
     assert "--config" not in found["command"]  # it has one alone here
     assert "--config ctas=1,mt=8" in json.loads(run("repro", str(path), "1", "--json").stdout)["command"]
 
 
 def test_a_configuration_can_be_timed() -> None:
-    given = ("bench", "rms_norm", "--problem", "m=4,n=64", "--target", "cpu", "--quick", "--seconds", "0.01", "--json", "--config")
+    given = (
+        "bench",
+        "rms_norm",
+        "--problem",
+        "m=4,n=64",
+        "--target",
+        "cpu",
+        "--quick",
+        "--seconds",
+        "0.01",
+        "--json",
+        "--config",
+    )
     row = json.loads(run(*given, "level=base", "--kernels", "rms_norm_cpu").stdout)[0]
     assert row["config"] == {"level": "base"} and row["us"]
-    for wrong, kernels, complaint in (("tile=3", "rms_norm_cpu", "has no 'tile' in its configuration; it has level"),
-                                      ("level=base", "rms_norm_*", "--config is of one kernel")):  # fmt: skip
+    for wrong, kernels, complaint in (
+        ("tile=3", "rms_norm_cpu", "has no 'tile' in its configuration; it has level"),
+        ("level=base", "rms_norm_*", "--config is of one kernel"),
+    ):
         done = run(*given, wrong, "--kernels", kernels)
         assert done.exit_code == 2 and complaint in done.output
 
 
 def file(when: str, us: float, rng: np.random.Generator) -> dict:
     samples = list(us * (1 + 0.02 * np.abs(rng.standard_normal(15))))
-    return {"when": when, "environment": {"device": "d"}, "rows": [{"op": "o", "problem": "m=1", "kernel": "k", "us": us, "samples": samples}]}
+    return {
+        "when": when,
+        "environment": {"device": "d"},
+        "rows": [{"op": "o", "problem": "m=1", "kernel": "k", "us": us, "samples": samples}],
+    }
 
 
 def test_history_finds_the_change_and_no_other() -> None:
@@ -120,19 +190,32 @@ def test_history_finds_the_change_and_no_other() -> None:
     series = history(files)[0]
     assert [p.file for p in series.points] == [f"f{n}" for n in range(8)]
     changed = {p.file: p.change for p in series.points if p.change is not None}
-    assert changed.keys() == {"f3", "f6"} and abs(changed["f3"] - 1.2) < 0.03 and abs(changed["f6"] - 0.67) < 0.03
+    assert (
+        changed.keys() == {"f3", "f6"}
+        and abs(changed["f3"] - 1.2) < 0.03
+        and abs(changed["f6"] - 0.67) < 0.03
+    )
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     row = {"op": "o", "problem": "p", "kernel": "k", "us": 1.0}
-    wrong = [({"schema": 2, "rows": []}, "schema 1, found 2"), ({"rows": [], "environment": []}, "environment: expected an object"),
-             ({"rows": [row | {"us": "3"}]}, r"rows\[0\]: us: expected microseconds or null, found '3'"),
-             ({"rows": [row, row | {"us": -1}]}, r"rows\[1\]: us"), ({"rows": [row | {"samples": [1, 0]}]}, "samples: .*found 0"),
-             ({"rows": [row | {"op": 3}]}, "op: expected text"), ({"rows": [row | {"timing": 5}]}, "timing: expected text"),
-             ({"rows": [row | {"config": "x"}]}, "config: expected an object")]  # fmt: skip
-    texts = [("[1,\n", "line 2"), ("[]", "found list"), ('{"rows": [{}]}', r"rows\[0\]: expected op"),
-             *((json.dumps(data), complaint) for data, complaint in wrong)]  # fmt: skip
+    wrong = [
+        ({"schema": 2, "rows": []}, "schema 1, found 2"),
+        ({"rows": [], "environment": []}, "environment: expected an object"),
+        ({"rows": [row | {"us": "3"}]}, r"rows\[0\]: us: expected microseconds or null, found '3'"),
+        ({"rows": [row, row | {"us": -1}]}, r"rows\[1\]: us"),
+        ({"rows": [row | {"samples": [1, 0]}]}, "samples: .*found 0"),
+        ({"rows": [row | {"op": 3}]}, "op: expected text"),
+        ({"rows": [row | {"timing": 5}]}, "timing: expected text"),
+        ({"rows": [row | {"config": "x"}]}, "config: expected an object"),
+    ]
+    texts = [
+        ("[1,\n", "line 2"),
+        ("[]", "found list"),
+        ('{"rows": [{}]}', r"rows\[0\]: expected op"),
+        *((json.dumps(data), complaint) for data, complaint in wrong),
+    ]
     for text, complaint in texts:
         path.write_text(text)
         with pytest.raises(ResultError, match=complaint):
@@ -142,16 +225,31 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         read(path)
 
 
-@pytest.mark.parametrize("command", [("bench", "rms_norm", "--results"), ("compare", "rms_norm", "--results"), ("check", "b.json", "--junit"),
-                                     ("tune", "rms_norm", "--results"), ("regret", "rms_norm", "--results"), ("decode", "--out"),
-                                     ("shapes", "capture", "--out")])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "rms_norm", "--results"),
+        ("compare", "rms_norm", "--results"),
+        ("check", "b.json", "--junit"),
+        ("tune", "rms_norm", "--results"),
+        ("regret", "rms_norm", "--results"),
+        ("decode", "--out"),
+        ("shapes", "capture", "--out"),
+    ],
+)
 def test_where_nothing_can_be_written_nothing_is_measured(command: tuple[str, ...]) -> None:
     begin = time.monotonic()
     done = run(*command, "/dev/null/r.json", *(["--", "generate"] if "capture" in command else []))
-    assert done.exit_code == 2 and "/dev/null/r.json cannot be written" in done.output and time.monotonic() - begin < 2
+    assert (
+        done.exit_code == 2
+        and "/dev/null/r.json cannot be written" in done.output
+        and time.monotonic() - begin < 2
+    )
 
 
-def test_neither_is_it_for_a_store_that_cannot_be_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_neither_is_it_for_a_store_that_cannot_be_added_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     damaged = tmp_path / "s.json"
     damaged.write_text('{"schema": 1,\n"timed": [')
     for name, path in (("absent", "/dev/null/store.json"), ("damaged", damaged)):

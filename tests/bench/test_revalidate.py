@@ -34,9 +34,19 @@ def tools(here: Place) -> str:
 
 def old(here: Place, m: int, **more) -> Timing:
     problem = f"m={m},n=512"
-    return Timing(**{"op": "rms_norm", "kernel": KERNEL.name, "code": KERNEL.code_hash(), "problem": problem, "us": 10.0,
-                     "config": dict(KERNEL.config(OP.problem(problem), here.target)), "target": target_key(here.target),
-                     "toolchain": tools(here), **more})  # fmt: skip
+    return Timing(
+        **{
+            "op": "rms_norm",
+            "kernel": KERNEL.name,
+            "code": KERNEL.code_hash(),
+            "problem": problem,
+            "us": 10.0,
+            "config": dict(KERNEL.config(OP.problem(problem), here.target)),
+            "target": target_key(here.target),
+            "toolchain": tools(here),
+            **more,
+        }
+    )
 
 
 def held(here: Place, *more: Timing) -> Store:
@@ -52,7 +62,9 @@ def outcome(us: float | None, off: int = 0, reason: str = ""):
 
     def measure(timing: Timing, here: Place) -> Again:
         left[0] -= 1
-        return Again(timing, None if us is None else us * (1.5 if left[0] >= 0 else 1.0), (us or 0.0,), reason=reason)
+        return Again(
+            timing, None if us is None else us * (1.5 if left[0] >= 0 else 1.0), (us or 0.0,), reason=reason
+        )
 
     return measure
 
@@ -76,17 +88,26 @@ def test_times_that_hold_are_carried_over_and_say_so() -> None:
     assert [group.outcome for group in found] == [HOLDS] and len(found[0].again) == 8
     assert source(before, here, 64) == "near" and all(source(after, here, m) == "measured" for m in SIZES)
     carried = [t for t in after.timings if t.origin]
-    assert len(carried) == 12 and all("8 of 20 held" in t.origin and "torch=1.0" in t.origin and t.us == 10.0 for t in carried)
-    assert {t.us for t in after.timings if not t.origin} == {10.4} and {t.toolchain for t in after.timings} == {here.build.key()}
-    assert again.groups(after, here) == [] and not [f for f in lint(after, default_registry(), here.target, target_key(here.target),
-                                                                    here.build) if f.kind == "stale"]  # fmt: skip
+    assert len(carried) == 12 and all(
+        "8 of 20 held" in t.origin and "torch=1.0" in t.origin and t.us == 10.0 for t in carried
+    )
+    assert {t.us for t in after.timings if not t.origin} == {10.4} and {
+        t.toolchain for t in after.timings
+    } == {here.build.key()}
+    assert again.groups(after, here) == [] and not [
+        f
+        for f in lint(after, default_registry(), here.target, target_key(here.target), here.build)
+        if f.kind == "stale"
+    ]
     text = dump(after)
     assert dump(Store.parse(json.loads(text), "x", text)) == text and text.count('"origin"') == 12
 
 
 def test_times_that_differ_stay_near() -> None:
     found, _, after, here = run(held(place("cpu")), outcome(13.0))
-    assert [group.outcome for group in found] == [DIFFERS] and found[0].as_dict()["ratio"] == pytest.approx(1.3)
+    assert [group.outcome for group in found] == [DIFFERS] and found[0].as_dict()["ratio"] == pytest.approx(
+        1.3
+    )
     sampled = {one.record.problem for one in found[0].again}
     assert all(source(after, here, m) == ("measured" if f"m={m},n=512" in sampled else "near") for m in SIZES)
 
@@ -97,10 +118,16 @@ def test_one_outlier_in_ten_is_borne_and_two_are_not() -> None:
 
 
 def test_wrong_results_are_kept_out() -> None:
-    found, records, after, here = run(held(place("cpu")), outcome(None, reason="error 3 is over the tolerance 0.01"))
+    found, records, after, here = run(
+        held(place("cpu")), outcome(None, reason="error 3 is over the tolerance 0.01")
+    )
     assert [group.outcome for group in found] == [WRONG] and not any(isinstance(r, Timing) for r in records)
     failed = after.verifications[records[0].key]
-    assert not failed.ok and failed.toolchain == here.build.key() and failed.config == config_key(old(here, 64).config)
+    assert (
+        not failed.ok
+        and failed.toolchain == here.build.key()
+        and failed.config == config_key(old(here, 64).config)
+    )
 
 
 def test_what_cannot_be_tried_keeps_nothing_out() -> None:
@@ -125,16 +152,41 @@ def test_other_codes_devices_and_fresh_times_are_left_alone() -> None:
 def test_the_command_times_verifies_and_writes() -> None:
     here = place("cpu")
     path = here.policy.store_path
-    rows = json.loads(CliRunner().invoke(cli, ["bench", "rms_norm", "--problem", "m=256|264|272,n=4096", "--kernels", "rms_norm_cpu",
-                                               "--target", "cpu", "--seconds", "0.1", "--json"]).stdout)  # fmt: skip
+    rows = json.loads(
+        CliRunner()
+        .invoke(
+            cli,
+            [
+                "bench",
+                "rms_norm",
+                "--problem",
+                "m=256|264|272,n=4096",
+                "--kernels",
+                "rms_norm_cpu",
+                "--target",
+                "cpu",
+                "--seconds",
+                "0.1",
+                "--json",
+            ],
+        )
+        .stdout
+    )
     save(path, [old(here, 1, problem=row["problem"], us=row["us"], config=row["config"]) for row in rows])
     arguments = ["store", "revalidate", "--sample", "2", "--target", "cpu", "--json"]
     dry = CliRunner().invoke(cli, [*arguments, "--dry-run"])
-    assert json.loads(dry.stdout)["written"] == 0 and {t.toolchain for t in Store.read(path).timings} == {tools(here)}
+    assert json.loads(dry.stdout)["written"] == 0 and {t.toolchain for t in Store.read(path).timings} == {
+        tools(here)
+    }
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)["kernels"][0]
-    assert (row["kernel"], row["records"], row["sampled"], row["reasons"]) == ("rms_norm_cpu", 3, 2, []) and row["ratio"] > 0
+    assert (row["kernel"], row["records"], row["sampled"], row["reasons"]) == (
+        "rms_norm_cpu",
+        3,
+        2,
+        [],
+    ) and row["ratio"] > 0
     fresh = [t for t in Store.read(path).timings if t.toolchain == here.build.key()]
     assert len(fresh) == (3 if row["outcome"] == HOLDS else 2)  # a busy machine may well find other times
     wrong = old(here, 1, problem="m=8,n=64", config={"level": "no such level"})

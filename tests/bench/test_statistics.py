@@ -34,7 +34,9 @@ def test_a_change_is_called_by_its_size() -> None:
 
 def test_false_discoveries_stay_rare_over_many_rows() -> None:
     rng = np.random.default_rng(1)
-    nothing = [noise(rng, 16, math.log(1.02)) for _ in range(500)]  # a true change just under the minimum effect
+    nothing = [
+        noise(rng, 16, math.log(1.02)) for _ in range(500)
+    ]  # a true change just under the minimum effect
     real = [noise(rng, 64, math.log(1.1)) for _ in range(50)]
     verdicts = [v.verdict for v in judge(nothing + real)]
     assert sum(v in (FASTER, SLOWER) for v in verdicts[:500]) <= 2
@@ -111,13 +113,17 @@ def test_every_arm_is_timed_in_every_round() -> None:
     arms = [Clockwork(name, 10, rng) for name in "abc"]
     heat = Heat(arms)
     race({"": heat}, Rule(min_effect=0.2))
-    assert {len(heat.times[arm.name]) for arm in arms} == {heat.rounds} and len({arm.taken for arm in arms}) == 1
+    assert {len(heat.times[arm.name]) for arm in arms} == {heat.rounds} and len(
+        {arm.taken for arm in arms}
+    ) == 1
 
 
 def test_a_threshold_below_the_noise_is_refused() -> None:
     floor = Noise(floor=0.02, worst=0.03, comparisons=20, false=0, undecided=1)
     floor.refuse(0.03)
-    with pytest.raises(NoiseError, match=r"1.00% is below this machine's noise floor of 2.00% \(20 comparisons"):
+    with pytest.raises(
+        NoiseError, match=r"1.00% is below this machine's noise floor of 2.00% \(20 comparisons"
+    ):
         floor.refuse(0.01)
     with pytest.raises(ValueError, match="no A/A comparison"):
         summarize([])
@@ -128,7 +134,10 @@ def test_a_threshold_below_the_noise_is_refused() -> None:
 
 def arm(kernel, name: str = "") -> KernelArm:
     here = place("cpu")
-    rotation = arm.shared.get(kernel.name) or shared_rotations(slowed.OP, slowed.PROBLEM, "cpu", [kernel])[kernel.name]
+    rotation = (
+        arm.shared.get(kernel.name)
+        or shared_rotations(slowed.OP, slowed.PROBLEM, "cpu", [kernel])[kernel.name]
+    )
     arm.shared[slowed.HONEST.name] = arm.shared[slowed.SLOWER.name] = rotation
     return KernelArm(kernel, kernel.config(slowed.PROBLEM, here.target), rotation, name=name)
 
@@ -166,7 +175,10 @@ def test_100_comparisons_with_eight_percent_slower() -> None:
 
 def test_rounds_off_the_median_clock_do_not_count() -> None:
     """A device that was held back in three rounds of sixteen took longer in those; nobody is called slower for it."""
-    rng, taken = np.random.default_rng(3), iter([1980.0] * 6 + [1200.0] * 3 + [1980.0, 1965.0, None] + [1980.0] * 4)
+    rng, taken = (
+        np.random.default_rng(3),
+        iter([1980.0] * 6 + [1200.0] * 3 + [1980.0, 1965.0, None] + [1980.0] * 4),
+    )
     heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=lambda: next(taken))
     heat.run(16, random.Random(0))
     assert heat.steady == [n for n in range(16) if n not in (6, 7, 8)]

@@ -40,16 +40,34 @@ def answer(*arguments: str) -> list[dict]:
 
 def test_cold_and_hot_stand_side_by_side_with_a_speed_up(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    rows = answer("bench", "rms_norm", "--problem", "m=256|512,n=4096", "--kernels", "rms_norm_cpu", "--baseline", "*_torch",
-                  "--seconds", "0.05", "--results", str(path))  # fmt: skip
+    rows = answer(
+        "bench",
+        "rms_norm",
+        "--problem",
+        "m=256|512,n=4096",
+        "--kernels",
+        "rms_norm_cpu",
+        "--baseline",
+        "*_torch",
+        "--seconds",
+        "0.05",
+        "--results",
+        str(path),
+    )
     assert [(r["problem"], r["kernel"]) for r in rows] == [
-        (f"m={m},n=4096", name) for m in (256, 512) for name in ("rms_norm_cpu", "rms_norm_torch")]  # fmt: skip
+        (f"m={m},n=4096", name) for m in (256, 512) for name in ("rms_norm_cpu", "rms_norm_torch")
+    ]
     for row in rows:
-        assert row["times"].keys() == {"eager,cold", "eager,hot", "eager,cold,isolated"} and row["timing"] == "eager,cold"
+        assert (
+            row["times"].keys() == {"eager,cold", "eager,hot", "eager,cold,isolated"}
+            and row["timing"] == "eager,cold"
+        )
         assert row["us"] == row["times"]["eager,cold"]["us"] and row["baseline"] == "rms_norm_torch"
         assert row["bound"] == "memory" and row["fraction_of_floor"] > 0 and row["error"] is not None
     assert all(row["speedup"] == pytest.approx(1.0) for row in rows if row["kernel"] == "rms_norm_torch")
-    assert all(row["speedup"] > 1.2 for row in rows if row["kernel"] == "rms_norm_cpu")  # fused, against five passes
+    assert all(
+        row["speedup"] > 1.2 for row in rows if row["kernel"] == "rms_norm_cpu"
+    )  # fused, against five passes
     kept = json.loads(path.read_text())["rows"][0]
     assert len(kept["samples"]) >= 5 and len(kept["times"]["eager,hot"]["samples"]) == len(kept["samples"])
 
@@ -63,7 +81,9 @@ def test_quick_times_what_is_deployed_alone() -> None:
 def test_a_kernel_that_cheats_has_a_reason_and_no_time() -> None:
     cheat = cheats.kernel(cheats.results_cached_by_pointer)
     honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
-    rows = kernel_rows(OP, OP.problem("m=64,n=2048"), [cheat, honest], place("cpu"), baseline=cheat, seconds=0.05)
+    rows = kernel_rows(
+        OP, OP.problem("m=64,n=2048"), [cheat, honest], place("cpu"), baseline=cheat, seconds=0.05
+    )
     assert rows[0]["us"] is None and "over the tolerance" in rows[0]["reason"] and rows[0]["times"] == {}
     assert rows[1]["us"] > 0 and rows[1]["speedup"] is None  # there is no baseline left
 
@@ -78,8 +98,23 @@ def test_a_kernel_caught_late_loses_its_time_too() -> None:
 def test_a_wrong_kernel_is_status_1(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     monkeypatch.setattr(compare, "verified", lambda *which: "error 3 is over the tolerance" if wrong else "")
     monkeypatch.setattr(timings, "verified", compare.verified)
-    done = CliRunner().invoke(cli, ["bench", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_cpu", "--quick", "--seconds", "0.01",
-                                    "--target", "cpu", "--json"])  # fmt: skip
+    done = CliRunner().invoke(
+        cli,
+        [
+            "bench",
+            "rms_norm",
+            "--problem",
+            "m=4,n=64",
+            "--kernels",
+            "*_cpu",
+            "--quick",
+            "--seconds",
+            "0.01",
+            "--target",
+            "cpu",
+            "--json",
+        ],
+    )
     row = json.loads(done.stdout)[0]
     assert done.exit_code == wrong and row["wrong"] == wrong and (row["us"] is None) == wrong
 
@@ -92,29 +127,54 @@ def test_a_problem_larger_than_the_memory_is_a_gap_everywhere(tmp_path: Path) ->
     assert rows[0]["us"] is None and "GiB are free" in rows[0]["reason"] and not rows[0]["wrong"]
     rows = answer("compare", "rms_norm", "--problem", HUGE, "--kernels", "*_torch", "--baseline", "*_cpu")
     assert rows[0]["verdict"] == "GAP" and "GiB are free" in rows[0]["reason"]
-    done = CliRunner().invoke(cli, ["tune", "rms_norm", "--problem", HUGE, "--minutes", "0.1", "--target", "cpu", "--json"])
+    done = CliRunner().invoke(
+        cli, ["tune", "rms_norm", "--problem", HUGE, "--minutes", "0.1", "--target", "cpu", "--json"]
+    )
     row = json.loads(done.stdout)["problems"][0]
     assert row["state"] == "nothing ran" and "GiB are free" in row["reason"] and row["wrong"] == []
     path = tmp_path / "r.json"
-    path.write_text(json.dumps({"schema": 1, "rows": [{"op": "rms_norm", "problem": HUGE, "kernel": "rms_norm_cpu", "us": 1.0}]}))
+    path.write_text(
+        json.dumps(
+            {"schema": 1, "rows": [{"op": "rms_norm", "problem": HUGE, "kernel": "rms_norm_cpu", "us": 1.0}]}
+        )
+    )
     done = CliRunner().invoke(cli, ["rerun", str(path), "--target", "cpu", "--json"])
     row = json.loads(done.stdout)["rows"][0]
     assert done.exit_code == 0 and row["verdict"] == "GAP" and "GiB are free" in row["reason"]
 
 
 def test_what_cannot_be_judged_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    unjudged = {"ok": False, "error": None, "tolerance": None, "reason": "no memory for the reference", "judged": False}
+    unjudged = {
+        "ok": False,
+        "error": None,
+        "tolerance": None,
+        "reason": "no memory for the reference",
+        "judged": False,
+    }
     monkeypatch.setattr(worker.Worker, "verify", lambda *task: unjudged)
     row = answer("bench", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_cpu", "--quick")[0]
     assert row["us"] is None and not row["wrong"] and "no memory for the reference" in row["reason"]
-    rows = answer("compare", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_torch", "--baseline", "*_cpu")
-    assert {row["verdict"] for row in rows} == {"GAP"} and any("no memory for the reference" in row["reason"] for row in rows)
+    rows = answer(
+        "compare", "rms_norm", "--problem", "m=4,n=64", "--kernels", "*_torch", "--baseline", "*_cpu"
+    )
+    assert {row["verdict"] for row in rows} == {"GAP"} and any(
+        "no memory for the reference" in row["reason"] for row in rows
+    )
 
 
-@pytest.mark.parametrize("arguments", [("bench", "rms_norm", "--kernels", ","), ("bench", "rms_norm", "--kernels", ""), ("list", "--op", ""),
-                                       ("bench", ""), ("compare", "--suite", "norms", "--kernels", ""),
-                                       ("tune", "rms_norm", "--minutes", "nan"), ("bench", "rms_norm", "--seconds", "inf"),
-                                       ("compare", "rms_norm", "--min-effect", "nan")])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "rms_norm", "--kernels", ","),
+        ("bench", "rms_norm", "--kernels", ""),
+        ("list", "--op", ""),
+        ("bench", ""),
+        ("compare", "--suite", "norms", "--kernels", ""),
+        ("tune", "rms_norm", "--minutes", "nan"),
+        ("bench", "rms_norm", "--seconds", "inf"),
+        ("compare", "rms_norm", "--min-effect", "nan"),
+    ],
+)
 def test_options_that_say_nothing_are_mistakes(arguments: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli, [*arguments, "--target", "cpu"])
     assert isinstance(done.exception, UnknownError) or done.exit_code == 2, done.output
@@ -123,14 +183,46 @@ def test_options_that_say_nothing_are_mistakes(arguments: tuple[str, ...]) -> No
 def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     op, here = default_registry().op("linear"), place("h200")
     gaps = {kernel.name for kernel in missing_peers(op, here)}
-    assert "linear_humming" in gaps and all(default_registry().kernel("linear", name).provider != "gristmill" for name in gaps)
+    assert "linear_humming" in gaps and all(
+        default_registry().kernel("linear", name).provider != "gristmill" for name in gaps
+    )
     assert gaps <= {kernel.name for kernel in chosen([op], None, here)["linear"]}
-    rows = answer("bench", "linear", "--problem", "m=1,n=64,k=128,w=int4_g128", "--kernels", "linear_humming,linear_cpu", "--seconds", "0.05")
+    rows = answer(
+        "bench",
+        "linear",
+        "--problem",
+        "m=1,n=64,k=128,w=int4_g128",
+        "--kernels",
+        "linear_humming,linear_cpu",
+        "--seconds",
+        "0.05",
+    )
     assert rows[0]["us"] is None and rows[0]["reason"] and rows[1]["us"] > 0
 
 
-BENCH = ("bench", "rms_norm", "--problem", "m=64,n=4096", "--kernels", "rms_norm_cpu", "--seconds", "0.05", "--quick")
-COMPARE = ("compare", "rms_norm", "--problem", "m=64,n=4096", "--kernels", "rms_norm_cpu", "--baseline", "*_torch", "--seconds", "0.1")
+BENCH = (
+    "bench",
+    "rms_norm",
+    "--problem",
+    "m=64,n=4096",
+    "--kernels",
+    "rms_norm_cpu",
+    "--seconds",
+    "0.05",
+    "--quick",
+)
+COMPARE = (
+    "compare",
+    "rms_norm",
+    "--problem",
+    "m=64,n=4096",
+    "--kernels",
+    "rms_norm_cpu",
+    "--baseline",
+    "*_torch",
+    "--seconds",
+    "0.1",
+)
 
 
 def test_floors_are_read_in_the_way_that_rows_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +231,11 @@ def test_floors_are_read_in_the_way_that_rows_are_timed(monkeypatch: pytest.Monk
     monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device: Ceilings(1e3, 1e3, (), 0.0))
     size = OP.cost(OP.problem("m=64,n=4096")).bytes
     for command, copies in ((BENCH, 64), (COMPARE, 64), ((*COMPARE, "--hot"), 1)):
-        row, = answer(*command)
-        assert row["floor_source"].startswith(f"read kernel of {size} bytes, {copies} in turn (") and row["bound"] == "memory"
+        (row,) = answer(*command)
+        assert (
+            row["floor_source"].startswith(f"read kernel of {size} bytes, {copies} in turn (")
+            and row["bound"] == "memory"
+        )
         assert row["fraction_of_floor"] == pytest.approx(row["floor_us"] / row["us"]) and row["floor_us"] > 0
 
 
@@ -154,8 +249,11 @@ def test_a_time_below_its_floor_is_flagged(command: tuple[str, ...], monkeypatch
     monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device: limits)
     # Microseconds: a read that everything is faster than, one that nothing is, and one that does not fit, at 0.01 GB/s.
     for us, flag in ((1e6, "disturbed twice"), (1e-3, ""), (None, "doctor --measure")):
-        monkeypatch.setattr("gristmill.autotune.floor.reading", lambda *_, us=us, **more: Reading(1, more["copies"], us, "planted"))
-        row, = answer(*command)
+        monkeypatch.setattr(
+            "gristmill.autotune.floor.reading",
+            lambda *_, us=us, **more: Reading(1, more["copies"], us, "planted"),
+        )
+        (row,) = answer(*command)
         assert (row["fraction_of_floor"] > 1) == bool(flag) and row["us"] > 0
         assert flag in row["note"] and bool(row["note"]) == bool(flag)
         assert row["floor_source"].startswith("read bandwidth" if us is None else "read kernel")
@@ -191,7 +289,11 @@ def test_a_suite_of_ones_own_and_its_mistakes(tmp_path: Path) -> None:
     path.write_text('{"what": "x", "problems": {"rms_norm": ["m=1|2,n=64"]}}')
     rows = answer("bench", "--suite", str(path), "--kernels", "*_cpu", "--seconds", "0.05")
     assert [row["problem"] for row in rows] == ["m=1,n=64", "m=2,n=64"]
-    for text, complaint in (("{", "line 1"), ("[]", "expected {"), ('{"problems": {"rms_norm": "m=1"}}', "expected {")):
+    for text, complaint in (
+        ("{", "line 1"),
+        ("[]", "expected {"),
+        ('{"problems": {"rms_norm": "m=1"}}', "expected {"),
+    ):
         path.write_text(text)
         with pytest.raises(SuiteError, match=complaint):
             load_suite(str(path))
@@ -202,14 +304,23 @@ def test_a_suite_of_ones_own_and_its_mistakes(tmp_path: Path) -> None:
 def test_a_models_calls_are_asked_once_each_with_their_weight() -> None:
     found = asked(None, (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
     assert len({(one.op.name, str(one.problem)) for one in found}) == len(found)
-    assert {"linear", "paged_attention", "sample", "rms_norm"} <= {one.op.name for one in found} and all(one.weight for one in found)
+    assert {"linear", "paged_attention", "sample", "rms_norm"} <= {one.op.name for one in found} and all(
+        one.weight for one in found
+    )
     only = asked("linear", (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
     assert only and {one.op.name for one in only} == {"linear"}
 
 
 def test_bench_and_compare_take_a_model(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "intermediate_size": 128}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+    }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     arguments = ("--model", str(path), "--tp", "2", "--decode", "2x16", "--kernels", "*_cpu")
@@ -236,4 +347,8 @@ def test_mistakes_are_named() -> None:
 
 def test_names_of_timings() -> None:
     assert [timing_name(captured, hot) for captured in (True, False) for hot in (False, True)] == [
-        "graph,cold", "graph,hot", "eager,cold", "eager,hot"]  # fmt: skip
+        "graph,cold",
+        "graph,hot",
+        "eager,cold",
+        "eager,hot",
+    ]

@@ -50,9 +50,16 @@ def test_halving_finds_the_fastest_and_spends_little_on_the_rest() -> None:
 
 def test_the_final_has_the_fastest_of_each_kind_that_comes_near() -> None:
     rng = np.random.default_rng(3)
-    arms = [Drawn(f"{kind}{n}", base * (1 + 0.02 * n), rng) for kind, base in (("a", 10), ("b", 12.5), ("c", 40)) for n in range(8)]
+    arms = [
+        Drawn(f"{kind}{n}", base * (1 + 0.02 * n), rng)
+        for kind, base in (("a", 10), ("b", 12.5), ("c", 40))
+        for n in range(8)
+    ]
     placed = [one.arm.name for one in halve(arms, seed=1, kind=lambda arm: arm.name[0])]
-    assert sum(name.startswith("a") for name in placed) == 3 and sum(name.startswith("b") for name in placed) == 1
+    assert (
+        sum(name.startswith("a") for name in placed) == 3
+        and sum(name.startswith("b") for name in placed) == 1
+    )
     assert not any(name.startswith("c") for name in placed), "four times slower than the best"
     assert not any(one.arm.name.startswith("b") for one in halve(arms, seed=1))
 
@@ -81,10 +88,17 @@ def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(pol
     done = CliRunner().invoke(cli, [*arguments, "--minutes", "0.5"])
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)["problems"][0]
-    assert row["state"] == "tuned" and row["options"] == 2 and row["kernel"] == "rms_norm_cpu" and row["us"] == row["default_us"]
+    assert (
+        row["state"] == "tuned"
+        and row["options"] == 2
+        and row["kernel"] == "rms_norm_cpu"
+        and row["us"] == row["default_us"]
+    )
     again = json.loads(CliRunner().invoke(cli, [*arguments, "--problem", "m=16,n=512"]).stdout)
     assert again["states"] == {"known": 1, "tuned": 1}
-    found = CliRunner().invoke(cli, ["explain", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--json"])
+    found = CliRunner().invoke(
+        cli, ["explain", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--json"]
+    )
     assert json.loads(found.stdout)["candidates"][0]["source"] == "measured"
 
 
@@ -93,12 +107,19 @@ def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
     found = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
     assert tuning.sampled(found) == 32 * 3 + 2  # one a sequence, of each step as often as it is made
     live = tmp_path / "live.json"
-    rows = [{"op": "rms_norm", "problem": "m=3,n=64", "count": 7}, {"op": "sample", "problem": "m=2,v=100", "count": 5}]
+    rows = [
+        {"op": "rms_norm", "problem": "m=3,n=64", "count": 7},
+        {"op": "sample", "problem": "m=2,v=100", "count": 5},
+    ]
     live.write_text(json.dumps({"schema": 1, "calls": rows}))
-    done = CliRunner().invoke(cli, ["tune", "--shapes", str(live), "--target", "cpu", "--minutes", "0.5", "--json"])
+    done = CliRunner().invoke(
+        cli, ["tune", "--shapes", str(live), "--target", "cpu", "--minutes", "0.5", "--json"]
+    )
     answer = json.loads(done.stdout)
     for row in answer["problems"]:
-        assert row["saved_ms_per_token"] == pytest.approx(row["weight"] * (row["default_us"] - row["us"]) / 10 / 1e3)
+        assert row["saved_ms_per_token"] == pytest.approx(
+            row["weight"] * (row["default_us"] - row["us"]) / 10 / 1e3
+        )
     each = [row["saved_ms_per_token"] for row in answer["problems"]]
     assert answer["saved_ms_per_token"] == sum(each) and each == sorted(each, reverse=True)
 
@@ -107,11 +128,30 @@ def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_
     """As from a keyboard: the whole group of processes gets it, while one problem is tuned and others wait."""
     policy_file()
     store = tmp_path / "cache" / "store.json"
-    command = [sys.executable, "-m", "gristmill.bench.cli", "tune", "rms_norm", "--target", "cpu", "--minutes", "5", "--problem",
-               "m=1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16,n=4096"]  # fmt: skip
-    run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
-                           env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "gristmill.bench.cli",
+        "tune",
+        "rms_norm",
+        "--target",
+        "cpu",
+        "--minutes",
+        "5",
+        "--problem",
+        "m=1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16,n=4096",
+    ]
+    run = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs of a shell ignore it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     while not store.exists():
         time.sleep(0.05)
         assert run.poll() is None
@@ -155,8 +195,19 @@ def test_a_problem_is_tuned_again_when_the_code_of_one_of_its_kernels_has_change
 
     def taken(name: str, us: float, **more: str) -> Timing:
         kernel = kernels[name]
-        return Timing(**{"op": "rms_norm", "kernel": kernel.name, "code": kernel.code_hash(), "config": {}, "problem": "m=4,n=64", "us": us,
-                         "target": target_key(here.target), "toolchain": here.build.key(), **more})  # fmt: skip
+        return Timing(
+            **{
+                "op": "rms_norm",
+                "kernel": kernel.name,
+                "code": kernel.code_hash(),
+                "config": {},
+                "problem": "m=4,n=64",
+                "us": us,
+                "target": target_key(here.target),
+                "toolchain": here.build.key(),
+                **more,
+            }
+        )
 
     def store(*timings: Timing) -> Store:
         made = Store()
@@ -165,12 +216,20 @@ def test_a_problem_is_tuned_again_when_the_code_of_one_of_its_kernels_has_change
         return made
 
     assert tuning.known(one, here, store(taken("cpu", 1.0), taken("torch", 2.0)))
-    assert not tuning.known(one, here, store()) and not tuning.known(one, here, store(taken("cpu", 1.0, timing="eager,hot")))
-    before = store(taken("cpu", 1.0, code="of yesterday"), taken("torch", 2.0), taken("cpu", 1.0, code="of yesterday", problem="m=8,n=64"))
+    assert not tuning.known(one, here, store()) and not tuning.known(
+        one, here, store(taken("cpu", 1.0, timing="eager,hot"))
+    )
+    before = store(
+        taken("cpu", 1.0, code="of yesterday"),
+        taken("torch", 2.0),
+        taken("cpu", 1.0, code="of yesterday", problem="m=8,n=64"),
+    )
     assert not tuning.known(one, here, before)
     after = tuning.with_tuned(before, [taken("torch", 2.1)])  # the other one did not reach the final
     assert tuning.known(one, here, after) and {(t.kernel, t.problem) for t in after.timings} == {
-        ("rms_norm_torch", "m=4,n=64"), ("rms_norm_cpu", "m=8,n=64")}  # fmt: skip
+        ("rms_norm_torch", "m=4,n=64"),
+        ("rms_norm_cpu", "m=8,n=64"),
+    }
 
 
 def test_a_budget_is_kept(policy_file) -> None:
@@ -178,7 +237,9 @@ def test_a_budget_is_kept(policy_file) -> None:
     here, saved = place("cpu"), []
     begin = time.perf_counter()
     jobs = [job(f"m={m},n=4096") for m in range(64, 512, 8)]
-    found = tuning.tune(jobs, here, lambda records: saved.append(records) or Store(), seconds=10, store=Store())
+    found = tuning.tune(
+        jobs, here, lambda records: saved.append(records) or Store(), seconds=10, store=Store()
+    )
     taken = time.perf_counter() - begin
     assert taken < 11.0 + 2.0, taken  # a tenth more, and the children's start
     states = [one.state for one in found]
@@ -202,7 +263,13 @@ def test_wrong_and_cheating_candidates_do_not_win(policy_file, monkeypatch: pyte
 
     monkeypatch.setattr(tuning, "verify_all", verify)
     saved: list = []
-    found = tuning.tune([Job(slowed.OP, slowed.PROBLEM)], place("cpu"), lambda r: saved.extend(r) or Store(), seconds=60, store=Store())
+    found = tuning.tune(
+        [Job(slowed.OP, slowed.PROBLEM)],
+        place("cpu"),
+        lambda r: saved.extend(r) or Store(),
+        seconds=60,
+        store=Store(),
+    )
     assert found[0].kernel == "rms_norm_cpu" and any("over the tolerance" in text for text in found[0].wrong)
 
 

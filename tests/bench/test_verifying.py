@@ -41,7 +41,11 @@ def test_a_chunk_shares_its_arguments_or_its_compilation() -> None:
 
 
 def test_defaults_come_first_and_then_what_is_compiled() -> None:
-    kinds = [(not option.default, option.kernel.language != "triton") for chunk in chunks(pairs(), 4) for _, option, _ in chunk]
+    kinds = [
+        (not option.default, option.kernel.language != "triton")
+        for chunk in chunks(pairs(), 4)
+        for _, option, _ in chunk
+    ]
     assert kinds == sorted(kinds)
 
 
@@ -54,5 +58,7 @@ def test_few_candidates_are_spread_over_all_workers() -> None:
 def test_past_the_deadline_only_defaults_are_verified() -> None:
     pool = [Recorder(), Recorder()]
     found = verify_all(pairs(), place("h200"), pool, deadline=0.0)
-    defaults = {(str(job.op.verification(job.problem)), option.name) for job, option in pairs() if option.default}
+    defaults = {
+        (str(job.op.verification(job.problem)), option.name) for job, option in pairs() if option.default
+    }
     assert len(found) == len(defaults) == sum(len(worker.asked) for worker in pool)

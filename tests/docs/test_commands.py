@@ -27,10 +27,16 @@ PROGRAMS = {
 def _blocks() -> list[object]:
     found = []
     for page in PAGES:
-        for flags, text in re.findall(r"```console([^\n]*)\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+        for flags, text in re.findall(
+            r"```console([^\n]*)\n(.*?)```", page.read_text(encoding="utf-8"), re.S
+        ):
             command, _, shown = text.partition("\n")
             marks = [pytest.mark.slow] if "slow" in flags.split() else []
-            found.append(pytest.param(command, shown, "measured" in flags.split(), marks=marks, id=f"{page.name}: {command}"))
+            found.append(
+                pytest.param(
+                    command, shown, "measured" in flags.split(), marks=marks, id=f"{page.name}: {command}"
+                )
+            )
     return found
 
 
@@ -44,7 +50,10 @@ def lines_of(text: str, measured: bool) -> list[str]:
 def matches(shown: list[str], printed: list[str]) -> bool:
     """Whether `printed` is `shown`, where a line ``...`` stands for any lines and ``...`` in a line for any text."""
     any_lines, any_text = r"(?:.*\n)*?", ".*"
-    parts = [any_lines if line == "..." else re.escape(line).replace(re.escape("..."), any_text) + r"\n" for line in shown]
+    parts = [
+        any_lines if line == "..." else re.escape(line).replace(re.escape("..."), any_text) + r"\n"
+        for line in shown
+    ]
     return re.fullmatch("".join(parts), "".join(line + "\n" for line in printed)) is not None
 
 
@@ -56,8 +65,13 @@ def test_a_command_prints_what_is_shown(command: str, shown: str, measured: bool
     environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, *PROGRAMS[program], *arguments], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
+        [sys.executable, *PROGRAMS[program], *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr
     found, expected = lines_of(done.stdout, measured), lines_of(shown, measured)
     assert matches(expected, found), "\n".join(["shown:", *expected, "", "printed:", *found])
@@ -65,6 +79,8 @@ def test_a_command_prints_what_is_shown(command: str, shown: str, measured: bool
 
 def test_a_wrong_number_or_line_is_seen() -> None:
     shown = lines_of("a 1\n...\nlast 2.5 ms", measured=False)
-    assert matches(shown, ["a 1", "between", "more", "last 2.5 ms"]) and matches(shown, ["a 1", "last 2.5 ms"])
+    assert matches(shown, ["a 1", "between", "more", "last 2.5 ms"]) and matches(
+        shown, ["a 1", "last 2.5 ms"]
+    )
     assert not matches(shown, ["a 2", "last 2.5 ms"]) and not matches(shown, ["a 1", "between"])
     assert lines_of("x 1,024 7 % k16", measured=True) == ["x # # % k16"]

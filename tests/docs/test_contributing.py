@@ -35,7 +35,9 @@ print(" ".join(sorted(ran)))
 
 
 def files() -> dict[str, str]:
-    blocks = re.findall(r"```python\n# (kernels/activation/\S+)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```python\n# (kernels/activation/\S+)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S
+    )
     return {Path(name).name: text for name, text in blocks}
 
 
@@ -47,7 +49,13 @@ def run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
         f"import sys\nimport gristmill.kernels.activation as family\nfamily.__path__.append({str(folder)!r})\n"
     )
     environment["PYTHONPATH"] = f"{cache}{os.pathsep}{environment['PYTHONPATH']}"
-    return subprocess.run([sys.executable, "-c", CHECK, str(folder)], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", CHECK, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def write(folder: Path, found: dict[str, str]) -> Path:
@@ -59,7 +67,12 @@ def write(folder: Path, found: dict[str, str]) -> Path:
 
 def test_the_worked_examples_run_and_match(tmp_path: Path) -> None:
     found = files()
-    assert set(found) == {"scale_rows.py", "scale_rows_torch.py", "scale_rows_triton.py", "_scale_rows_triton.py"}
+    assert set(found) == {
+        "scale_rows.py",
+        "scale_rows_torch.py",
+        "scale_rows_triton.py",
+        "_scale_rows_triton.py",
+    }
     done = run(write(tmp_path / "worked", found), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["scale_rows_torch", "scale_rows_triton"]

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "bench" / "results" / "quality.json"
 HOW = f"run python -m gristmill.bench.quality --table {FILE.relative_to(ROOT)} --readme README.md"
 DATA = json.loads(FILE.read_text(encoding="utf-8"))
-ROWS: dict[tuple[str, str, str], dict[str, Any]] = {(r["model"], r["scheme"], r["method"]): r for r in DATA["rows"]}
+ROWS: dict[tuple[str, str, str], dict[str, Any]] = {
+    (r["model"], r["scheme"], r["method"]): r for r in DATA["rows"]
+}
 MODELS = ("docs-llama", "docs-deepseek")
 
 
@@ -44,12 +46,17 @@ def test_rows_are_whole_and_repeatable() -> None:
     for model in MODELS:
         assert (model, "float", "rtn") in ROWS
         schemes = {scheme for _, scheme, _ in ROWS} - {"float"}
-        assert len(schemes) == 16 and all((model, s, m) in ROWS for s in schemes for m in ("rtn", "gptq", "awq"))
+        assert len(schemes) == 16 and all(
+            (model, s, m) in ROWS for s in schemes for m in ("rtn", "gptq", "awq")
+        )
 
 
 def test_gptq_loses_less() -> None:
     """At most 60 % of what round to nearest loses with int4_g128 on docs-llama; nowhere more than it."""
-    plain, rtn, gptq = (ROWS["docs-llama", s, m]["loss"] for s, m in (("float", "rtn"), ("int4_g128", "rtn"), ("int4_g128", "gptq")))
+    plain, rtn, gptq = (
+        ROWS["docs-llama", s, m]["loss"]
+        for s, m in (("float", "rtn"), ("int4_g128", "rtn"), ("int4_g128", "gptq"))
+    )
     assert rtn - plain > 0.1 and gptq - plain <= 0.6 * (rtn - plain)
     for (model, scheme, method), row in ROWS.items():
         if method == "gptq":

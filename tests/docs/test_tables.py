@@ -25,7 +25,9 @@ tables = _load()
 
 
 def test_the_page_is_what_the_registry_says() -> None:
-    assert tables.PAGE.read_text(encoding="utf-8") == tables.page(default_registry()), "run python ci/tables.py"
+    assert tables.PAGE.read_text(encoding="utf-8") == tables.page(default_registry()), (
+        "run python ci/tables.py"
+    )
 
 
 def test_the_readme_holds_the_table() -> None:
@@ -35,7 +37,12 @@ def test_the_readme_holds_the_table() -> None:
 
 def test_the_table_sits_between_marks_and_leaves_the_rest() -> None:
     made = tables.readme(default_registry(), f"# a\n\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    assert made.startswith("# a\n\n") and made.endswith("\nafter\n") and "old" not in made and "`rms_norm`" in made
+    assert (
+        made.startswith("# a\n\n")
+        and made.endswith("\nafter\n")
+        and "old" not in made
+        and "`rms_norm`" in made
+    )
     assert tables.readme(default_registry(), made) == made
     with pytest.raises(ValueError, match="no <!-- /ops-table -->"):
         tables.readme(default_registry(), tables.BEGIN)
@@ -47,7 +54,9 @@ def test_columns_speak_for_the_targets_that_the_legend_names() -> None:
     for column, others in alike.items():
         for kernel in default_registry().all_kernels():
             for other in others:
-                assert tables.serves(kernel, Target.parse(column)) == tables.serves(kernel, Target.parse(other)), kernel.name
+                assert tables.serves(kernel, Target.parse(column)) == tables.serves(
+                    kernel, Target.parse(other)
+                ), kernel.name
 
 
 def test_every_kernel_is_on_the_page_and_serves_some_column() -> None:

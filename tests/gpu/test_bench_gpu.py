@@ -60,8 +60,15 @@ def results_cached_by_pointer(config, x, weight, eps, out):
 
 
 def kernel(function, **more) -> Kernel:
-    return Kernel(op="rms_norm", name=function.__name__, provider="test", language="python",
-                  target=f"{__name__}:{function.__name__}", requires=Requirement(), **more)  # fmt: skip
+    return Kernel(
+        op="rms_norm",
+        name=function.__name__,
+        provider="test",
+        language="python",
+        target=f"{__name__}:{function.__name__}",
+        requires=Requirement(),
+        **more,
+    )
 
 
 def arm(spec: Kernel, problem: str = PROBLEM, *, hot: bool = False) -> KernelArm:
@@ -97,7 +104,10 @@ def test_work_left_on_another_stream_is_caught(cheat, capturable: bool, hot: boo
 @pytest.mark.parametrize("hot", [True, False])
 def test_work_that_is_waited_for_is_none_of_that(hot: bool) -> None:
     for problem in (PROBLEM, "m=64,n=2048"):
-        assert arm(kernel(work_handed_over_and_back, capturable=False), problem, hot=hot).timing == f"eager,{'hot' if hot else 'cold'}"
+        assert (
+            arm(kernel(work_handed_over_and_back, capturable=False), problem, hot=hot).timing
+            == f"eager,{'hot' if hot else 'cold'}"
+        )
 
 
 @pytest.mark.parametrize("capturable", [True, False])
@@ -113,8 +123,11 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
     row = compare([Case(OP, OP.problem(PROBLEM), theirs, (ours,))], here, Rule(), seconds=10)[0]
     assert row.verdict in (FASTER, SLOWER) and row.noise is not None and row.noise < 0.02, row
     shared = Rotation(OP, ours, OP.problem(PROBLEM), "cuda:0")
-    found = self_test(lambda name: KernelArm(ours, ours.config(OP.problem(PROBLEM), here.target), shared, name=name), Rule(),
-                      comparisons=20)  # fmt: skip
+    found = self_test(
+        lambda name: KernelArm(ours, ours.config(OP.problem(PROBLEM), here.target), shared, name=name),
+        Rule(),
+        comparisons=20,
+    )
     assert found.false == 0 and found.floor < 0.02, found
 
 
@@ -124,9 +137,18 @@ def test_five_timings_stand_side_by_side(policy_file) -> None:
     row = kernel_rows(OP, OP.problem("m=16,n=4096"), [ours], place(None), baseline=theirs, seconds=0.2)[0]
     # Isolated as it is deployed, in a graph, and not eagerly too.
     expected = tuple(timing for timing in TIMINGS if timing != "eager,cold,isolated")
-    assert tuple(row["times"]) == expected and row["timing"] == "graph,cold" and row["speedup"] > 0 and not row["reason"]
+    assert (
+        tuple(row["times"]) == expected
+        and row["timing"] == "graph,cold"
+        and row["speedup"] > 0
+        and not row["reason"]
+    )
     # A launch costs the host more than this takes on the device.
-    assert row["times"]["eager,cold"]["us"] > row["times"]["graph,cold"]["us"] >= 0.8 * row["times"]["graph,hot"]["us"]
+    assert (
+        row["times"]["eager,cold"]["us"]
+        > row["times"]["graph,cold"]["us"]
+        >= 0.8 * row["times"]["graph,hot"]["us"]
+    )
 
 
 def test_an_old_graph_freed_meanwhile_does_not_spoil_a_capture() -> None:

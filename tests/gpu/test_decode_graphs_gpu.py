@@ -22,8 +22,12 @@ from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 pytestmark = pytest.mark.gpu
-PARAMS = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=9, temperature=0.8, seed=3),
-          SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5), SamplingParams(max_tokens=30)]  # fmt: skip
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=3),
+    SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5),
+    SamplingParams(max_tokens=30),
+]
 # Kernels whose rows do not depend on the batch: a step padded to a power of two gives the same bits.
 TRITON = Policy(pins={"*": ("*_triton",)}, strict=True, origin="strict Triton")
 
@@ -33,18 +37,29 @@ def prompts() -> list[list[int]]:
     return [start + oracle.eval_tokens()[n : n + 7] for n in (100, 200, 300, 400)] + [start] * 3
 
 
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 14, "max_seqs": 4}, {"max_chunk": 8}], ids=["plain", "preemption", "chunks"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_blocks": 14, "max_seqs": 4}, {"max_chunk": 8}],
+    ids=["plain", "preemption", "chunks"],
+)
 @pytest.mark.parametrize("quant", [None, "int4_g128"])
 def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
     given = {"num_blocks": 256, **options}
-    without, through = (LLM(MODELS / LLAMA, dtype="fp32", quant=quant, device="cuda", policy=TRITON, decode_graphs=on, **given)
-                        for on in (False, True))  # fmt: skip
+    without, through = (
+        LLM(
+            MODELS / LLAMA, dtype="fp32", quant=quant, device="cuda", policy=TRITON, decode_graphs=on, **given
+        )
+        for on in (False, True)
+    )
     params = [PARAMS[i % 4] for i in range(7)]
     expected = without.generate(prompts(), params)
     assert through.generate(prompts(), params) == expected
     assert through.generate(prompts(), params) == expected  # replays alone
     rows = through.explain_graphs()
-    assert all(row["captured"] for row in rows if row["seqs"]) and sum(row["steps"] for row in rows if row["seqs"]) > 40
+    assert (
+        all(row["captured"] for row in rows if row["seqs"])
+        and sum(row["steps"] for row in rows if row["seqs"]) > 40
+    )
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
@@ -82,7 +97,10 @@ def test_two_engines_on_two_streams() -> None:
                     ids[int(output.id)] += output.new_ids
             answers[index] = ids
 
-    runners = [Runner(model, PagedCache(model.config, 128, 16, model.plans.dtype, model.plans.device)) for _ in range(2)]
+    runners = [
+        Runner(model, PagedCache(model.config, 128, 16, model.plans.dtype, model.plans.device))
+        for _ in range(2)
+    ]
     serve(0)
     expected = answers.pop(0)
     serve(1)

@@ -33,22 +33,30 @@ def test_a_plan_of_the_second_device_runs_there(op: Op, tmp_path) -> None:
         selection = resolver.resolve(op, problem)
         assert selection.best is not None, text
         kernel = resolver.kernel(op, selection.best.kernel.name)
-        plan = ops.bind(op.name, op.static(problem), SECOND, resolver.policy, frozenset(kernel.layouts) or None)
+        plan = ops.bind(
+            op.name, op.static(problem), SECOND, resolver.policy, frozenset(kernel.layouts) or None
+        )
         arguments = op.inputs(problem, 7, SECOND)
         packed = kernel_arguments(op, kernel, arguments)
         outputs = [torch.empty(shape, dtype=dtype, device=SECOND) for shape, dtype in op.like(*packed)]
         plan(*packed, *outputs)
         assert torch.cuda.current_device() == 0
         torch.cuda.synchronize(SECOND)
-        found = outputs + [a for a, p in zip(packed, op.parameters, strict=True)
-                           if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"]  # fmt: skip
+        found = outputs + [
+            a
+            for a, p in zip(packed, op.parameters, strict=True)
+            if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"
+        ]
         fresh = op.inputs(problem, 7, SECOND)  # a kernel that adds in place has changed the others
         assert error_of(op, problem, fresh, found, run_reference(op, fresh)) <= op.tolerance(problem).limit
 
 
 def test_a_plan_refuses_the_other_device() -> None:
     plan = ops.bind("rms_norm", "n=256,x=bf16", SECOND)
-    x, w = torch.randn(4, 256, device="cuda:0", dtype=torch.bfloat16), torch.ones(256, device="cuda:0", dtype=torch.bfloat16)
+    x, w = (
+        torch.randn(4, 256, device="cuda:0", dtype=torch.bfloat16),
+        torch.ones(256, device="cuda:0", dtype=torch.bfloat16),
+    )
     with pytest.raises(ValueError, match="planned for cuda:1, called with a tensor on cuda:0"):
         plan(x, w, 1e-5, torch.empty_like(x))
 

@@ -25,7 +25,11 @@ def _no_humming() -> str:
     if not HAS_GPU:
         return "no GPU"
     target = device_target(DEVICE, Policy())
-    return "; ".join(KERNEL.requires.check_build(target, confirmed_build(default_registry(), target, Policy(pins={"*": ("*",)}))))
+    return "; ".join(
+        KERNEL.requires.check_build(
+            target, confirmed_build(default_registry(), target, Policy(pins={"*": ("*",)}))
+        )
+    )
 
 
 needs_humming = pytest.mark.skipif(bool(reason := _no_humming()), reason=reason or "humming is here")
@@ -36,7 +40,11 @@ needs_humming = pytest.mark.skipif(bool(reason := _no_humming()), reason=reason 
 @pytest.mark.parametrize("scheme", HUMMING.schemes)
 def test_humming_is_unpacked_exactly(scheme: str, least: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
-    q = quantize(torch.randn(256, 384, generator=generator, device=DEVICE) * torch.rand(256, 1, generator=generator, device=DEVICE), scheme)
+    q = quantize(
+        torch.randn(256, 384, generator=generator, device=DEVICE)
+        * torch.rand(256, 1, generator=generator, device=DEVICE),
+        scheme,
+    )
     if least:
         q.codes[5, 7] = 0
     packed = pack(q, HUMMING)

@@ -15,9 +15,14 @@ pytestmark = pytest.mark.gpu
 def test_gating_is_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     z = (torch.randn(shape, generator=generator, device="cuda") * 8).to(dtype)
-    found, expected = (torch.full((*shape[:-1], shape[-1] // 2), float("nan"), dtype=dtype, device="cuda") for _ in range(2))
+    found, expected = (
+        torch.full((*shape[:-1], shape[-1] // 2), float("nan"), dtype=dtype, device="cuda") for _ in range(2)
+    )
     finish(z, None, None, True, found)
     finish_in_torch(z, None, None, True, expected)
     # One rounding apart at most; in float32 what two exponential functions differ by, at arguments of up to 40.
     allowed = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
-    assert ((found.double() - expected.double()).abs() <= allowed * expected.abs().double() + torch.finfo(dtype).tiny).all()
+    assert (
+        (found.double() - expected.double()).abs()
+        <= allowed * expected.abs().double() + torch.finfo(dtype).tiny
+    ).all()

@@ -25,7 +25,14 @@ SCALES = {scheme: (torch.bfloat16, torch.float16) for scheme in SCHEMES if schem
 Config = dict[str, int | str]
 
 
-def weights(scheme: str, n: int, k: int, seed: int = 0, scales: torch.dtype | None = None, g_idx: torch.Tensor | None = None) -> QuantTensor:
+def weights(
+    scheme: str,
+    n: int,
+    k: int,
+    seed: int = 0,
+    scales: torch.dtype | None = None,
+    g_idx: torch.Tensor | None = None,
+) -> QuantTensor:
     generator = torch.Generator(device=DEVICE).manual_seed(seed)
     rows = torch.exp(torch.randn(n, 1, device=DEVICE, generator=generator))
     q = quantize(torch.randn(n, k, device=DEVICE, generator=generator) * rows, scheme, g_idx=g_idx)
@@ -44,12 +51,19 @@ def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
     """Each instance with each split, dealing tiles out along K among `grid` CTAs and one more, and halves of warpgroups that take turns."""
     form, found, groups = format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
     for shape in shapes.shapes_of(form):
-        ways = [shapes.Way(split, 0, grid) for split in (1, 2, 4, 8)
-                if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices]  # fmt: skip
+        ways = [
+            shapes.Way(split, 0, grid)
+            for split in (1, 2, 4, 8)
+            if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices
+        ]
         if shape.slices == 1:
             ways += [shapes.Way(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]
-            ways += [shapes.Way(1, even, grid, lag) for even in (0, 1, 2) for lag in shapes.lags_of(form, shape)]
-        found += [shapes.config_of(form, shape, way, max(m, 1), 1 << 20, k) for way in ways]  # bands as of a weight that L2 does not hold
+            ways += [
+                shapes.Way(1, even, grid, lag) for even in (0, 1, 2) for lag in shapes.lags_of(form, shape)
+            ]
+        found += [
+            shapes.config_of(form, shape, way, max(m, 1), 1 << 20, k) for way in ways
+        ]  # bands as of a weight that L2 does not hold
     return [{"format": form.name, "tile_bytes": form.tile_bytes, **one} for one in found]
 
 
@@ -57,10 +71,19 @@ def default(scheme: str, m: int, n: int, k: int) -> Config:
     from gristmill.autotune.device import device_target
     from gristmill.kernel_registry.policy import Policy
 
-    return dict(spec.KERNEL.config(OP.problem(f"m={m},n={n},k={k},w={scheme}"), device_target(DEVICE, Policy())))
+    return dict(
+        spec.KERNEL.config(OP.problem(f"m={m},n={n},k={k},w={scheme}"), device_target(DEVICE, Policy()))
+    )
 
 
-def run(x: torch.Tensor, n: int, config: Config, tensors: list[torch.Tensor], shift: int = 0, **epilogue: torch.Tensor) -> torch.Tensor:
+def run(
+    x: torch.Tensor,
+    n: int,
+    config: Config,
+    tensors: list[torch.Tensor],
+    shift: int = 0,
+    **epilogue: torch.Tensor,
+) -> torch.Tensor:
     """One call into the middle of a poisoned buffer; what lies around it must stay. shift: elements off 16-byte alignment."""
     m = x.shape[0]
     buffer = torch.full(((m + 2) * n + shift,), float("nan"), dtype=x.dtype, device=DEVICE)
@@ -84,14 +107,18 @@ def test_every_instance_at_257_rows(scheme: str, dtype: torch.dtype) -> None:
         for n, k in ((1000, 1536), (201, 1024), (17, 384)):
             q = weights(scheme, n, k, scales=scales)
             w, tensors = q.dequantize().double(), packed(q)
-            x = torch.randn(257, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(1)).to(dtype)
+            x = torch.randn(
+                257, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(1)
+            ).to(dtype)
             for grid in (132, 3):  # 3: a CTA walks over many tiles
                 for config in every_config(scheme, 257, k, grid):
                     error = column_error(run(x, n, config, tensors), x, w)
                     assert error < LIMIT[dtype], (error, scales, n, k, config)
 
 
-@pytest.mark.parametrize("m", [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 1000])
+@pytest.mark.parametrize(
+    "m", [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 1000]
+)
 @pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4"])
 def test_every_number_of_rows(scheme: str, m: int) -> None:
     n, k = 328, 640
@@ -106,8 +133,19 @@ def test_every_number_of_rows(scheme: str, m: int) -> None:
             assert torch.equal(y[:1], run(x[:1], n, config, tensors)), config
 
 
-@pytest.mark.parametrize(("scheme", "k"), [("int4_ch", 200), ("int4_ch_zp", 129), ("int4_g32", 160), ("mxfp4", 96), ("nvfp4", 208),
-                                           ("int8_ch", 77), ("fp8_ch", 330), ("fp8_block", 330)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scheme", "k"),
+    [
+        ("int4_ch", 200),
+        ("int4_ch_zp", 129),
+        ("int4_g32", 160),
+        ("mxfp4", 96),
+        ("nvfp4", 208),
+        ("int8_ch", 77),
+        ("fp8_ch", 330),
+        ("fp8_block", 330),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_columns_past_the_last_tile(scheme: str, k: int, dtype: torch.dtype) -> None:
     """K that is no multiple of the tile, and NaN behind each row of x."""
@@ -116,7 +154,9 @@ def test_columns_past_the_last_tile(scheme: str, k: int, dtype: torch.dtype) -> 
     wide[:, :k] = torch.randn(70, k, device=DEVICE).to(dtype)
     for x in (wide[:, :k], wide[:, :k].contiguous()):
         for config in every_config(scheme, 70, k, 4):
-            assert column_error(run(x, 50, config, packed(q)), x, q.dequantize().double()) < LIMIT[dtype] * 1.6, config
+            assert (
+                column_error(run(x, 50, config, packed(q)), x, q.dequantize().double()) < LIMIT[dtype] * 1.6
+            ), config
 
 
 def test_act_order() -> None:
@@ -124,7 +164,10 @@ def test_act_order() -> None:
     g_idx = (torch.arange(k, device=DEVICE) // 64)[torch.randperm(k, device=DEVICE)].int()
     q = weights("int4_g64_zp", 96, k, g_idx=g_idx)
     x = torch.randn(257, k, device=DEVICE).bfloat16()
-    assert column_error(run(x, 96, default("int4_g64_zp", 257, 96, k), packed(q)), x, q.dequantize().double()) < 6e-3
+    assert (
+        column_error(run(x, 96, default("int4_g64_zp", 257, 96, k), packed(q)), x, q.dequantize().double())
+        < 6e-3
+    )
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "nvfp4", "int8_g128", "fp8_block"])
@@ -138,7 +181,10 @@ def test_a_doubled_block_scale_would_show(scheme: str) -> None:
     else:
         changed[1, 2] = (changed[1, 2].float() / 2).to(changed.dtype)
     wrong = QuantTensor(q.codes, changed, q.shape, q.scheme, zero=q.zero, global_scale=q.global_scale)
-    assert column_error(run(x, 256, default(scheme, 257, 256, 512), packed(wrong)), x, q.dequantize().double()) > 0.02
+    assert (
+        column_error(run(x, 256, default(scheme, 257, 256, 512), packed(wrong)), x, q.dequantize().double())
+        > 0.02
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -177,7 +223,9 @@ def test_epilogues_and_unaligned_tensors(scheme: str, n: int, shift: int) -> Non
         assert column_error(run(x, n, config, tensors, shift), x, w) < LIMIT[torch.bfloat16]
         full = run(x, n, config, tensors, shift, bias=bias, residual=residual)
         # A row of W in the wrong place of bias or residual would be an error near 0.1 in the columns of small weights.
-        assert column_error(full.double() - bias.double() - residual.double(), x, w) < 2 * LIMIT[torch.bfloat16], config
+        assert (
+            column_error(full.double() - bias.double() - residual.double(), x, w) < 2 * LIMIT[torch.bfloat16]
+        ), config
     assert run(x[:0], n, default(scheme, 1, n, 384), tensors).shape == (0, n)
 
 

@@ -30,8 +30,11 @@ DEVICE = "cuda:0"
 OP = default_registry().op("linear")
 TARGET = Target.parse("sm_90")
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-LAYOUT = {scheme: f"{name}_frag16_v1" for name in ("w4", "f4", "w8")
-          for scheme in default_registry().layout(f"{name}_frag16_v1").schemes}  # fmt: skip
+LAYOUT = {
+    scheme: f"{name}_frag16_v1"
+    for name in ("w4", "f4", "w8")
+    for scheme in default_registry().layout(f"{name}_frag16_v1").schemes
+}
 SCHEMES = tuple(LAYOUT)
 KERNELS = (spec.KERNEL, fed.KERNEL)
 WIDE = (wide.KERNEL, wide_fed.KERNEL)
@@ -62,12 +65,16 @@ def run(
     m, n = x.shape[0], q.n
     buffer = torch.full((m + 2, n), float("nan"), dtype=x.dtype, device=DEVICE)
     tensors = tensors or pack(q, LAYOUT[q.scheme.weights]).tensors
-    decode_launch(config, x, tensors, epilogue.get("bias"), epilogue.get("residual"), False, n, None, buffer[1 : m + 1])
+    decode_launch(
+        config, x, tensors, epilogue.get("bias"), epilogue.get("residual"), False, n, None, buffer[1 : m + 1]
+    )
     assert bool(buffer[0].isnan().all()) and bool(buffer[m + 1].isnan().all())
     return buffer[1 : m + 1]
 
 
-def default(m: int, n: int, k: int, scheme: str, x: str = "bf16", kernel: Kernel = spec.KERNEL) -> dict[str, object]:
+def default(
+    m: int, n: int, k: int, scheme: str, x: str = "bf16", kernel: Kernel = spec.KERNEL
+) -> dict[str, object]:
     return dict(kernel.config(OP.problem(f"m={m},n={n},k={k},w={scheme},x={x}"), TARGET))
 
 
@@ -87,7 +94,10 @@ def every_config(scheme: str, m: int, n: int, k: int) -> list[dict[str, object]]
         for shape, split, depth, _ in family.candidates(form, m, n, k):  # type: ignore[attr-defined]
             depths.setdefault((shape, split), {})[depth] = family.config_of(shape, split, depth)  # type: ignore[attr-defined]
         for configs in depths.values():
-            found += [{"format": form.name, "tile_bytes": form.tile_bytes, **configs[depth]} for depth in {min(configs), max(configs)}]
+            found += [
+                {"format": form.name, "tile_bytes": form.tile_bytes, **configs[depth]}
+                for depth in {min(configs), max(configs)}
+            ]
     return found
 
 
@@ -102,7 +112,9 @@ def test_every_instance(scheme: str, dtype: torch.dtype, scales: torch.dtype) ->
         w, tensors = q.dequantize().double(), pack(q, LAYOUT[scheme]).tensors
         for m in (1, 2, 7, 8, 9, 16):
             rows = max(m, 64 // m * m)  # a column's RMS needs many rows
-            x = torch.randn(rows, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(m)).to(dtype)
+            x = torch.randn(
+                rows, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(m)
+            ).to(dtype)
             for config in every_config(scheme, m, n, k):
                 y = torch.cat([run(x[i : i + m], q, config, tensors) for i in range(0, rows, m)])
                 assert column_error(y, x, w) < LIMIT[dtype], (m, config)
@@ -155,7 +167,9 @@ def test_a_hundred_repeats_are_identical(scheme: str, m: int) -> None:
         assert all(torch.equal(out, outs[0]) for out in outs), config
 
 
-@pytest.mark.parametrize("scheme", ["int4_ch", "int4_ch_zp", "int8_ch", "fp8", "fp8_ch", "fp8_block", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_ch", "int4_ch_zp", "int8_ch", "fp8", "fp8_ch", "fp8_block", "nvfp4", "mxfp4"]
+)
 def test_any_n_and_k_beside_poison(scheme: str) -> None:
     """K that is no multiple of the tile, N odd, and NaN right after every row of x."""
     step = QuantScheme.parse(scheme).requires_k_multiple
@@ -165,7 +179,9 @@ def test_any_n_and_k_beside_poison(scheme: str) -> None:
         tensors, w = pack(q, LAYOUT[scheme]).tensors, q.dequantize().double()
         for m in (1, 7, 16):
             for shift in (0, 3):
-                wide_x = torch.full((m, -(-k // 8) * 8 + 8), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+                wide_x = torch.full(
+                    (m, -(-k // 8) * 8 + 8), float("nan"), device=DEVICE, dtype=torch.bfloat16
+                )
                 x = wide_x[:, shift : shift + k]
                 x.copy_(torch.randn(m, k, device=DEVICE))
                 limit = LIMIT[torch.bfloat16] * (1 + 4 / m**0.5 + 4 / m)
@@ -175,7 +191,9 @@ def test_any_n_and_k_beside_poison(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("epilogue", ["none", "bias+residual", "bias+residual+silu_mul"])
-@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int8_g128"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int8_g128"]
+)
 def test_act_order(scheme: str, epilogue: str) -> None:
     for kernel in WIDE if scheme.startswith("int8") else KERNELS:
         for m in (0, 1, 5, 16):
@@ -201,7 +219,10 @@ def test_unaligned_and_strided_x_epilogue_and_nothing(kernel: Kernel) -> None:
     y = torch.cat([run(broad[i : i + 16, 3:387], q, config) for i in range(0, 64, 16)])
     assert column_error(y, broad[:, 3:387], w) < LIMIT[torch.bfloat16]
     x = torch.randn(16, 384, device=DEVICE).bfloat16()
-    bias, residual = torch.randn(130, device=DEVICE).bfloat16(), torch.randn(16, 130, device=DEVICE).bfloat16()
+    bias, residual = (
+        torch.randn(130, device=DEVICE).bfloat16(),
+        torch.randn(16, 130, device=DEVICE).bfloat16(),
+    )
     full = run(x, q, config, bias=bias, residual=residual)
     expected = (x.double() @ w.T + bias.double() + residual.double()).float()
     torch.testing.assert_close(full.float(), expected, rtol=8e-3, atol=2e-2)
@@ -209,7 +230,9 @@ def test_unaligned_and_strided_x_epilogue_and_nothing(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "scheme"), [(kernel, scheme) for kernel in KERNELS for scheme in ("int4_g128", "nvfp4")] + [(kernel, "fp8") for kernel in WIDE]
+    ("kernel", "scheme"),
+    [(kernel, scheme) for kernel in KERNELS for scheme in ("int4_g128", "nvfp4")]
+    + [(kernel, "fp8") for kernel in WIDE],
 )
 def test_a_chain_of_dependent_calls_on_a_side_stream(kernel: Kernel, scheme: str) -> None:
     """Programmatic dependent launch: each call reads what the one before wrote, and must not be a bit off."""
@@ -225,7 +248,9 @@ def test_a_chain_of_dependent_calls_on_a_side_stream(kernel: Kernel, scheme: str
             if wait:
                 torch.cuda.synchronize()
             # An elementwise kernel between some calls: producers of both kinds.
-            made.append(out * 2.0**-4 if len(made) % 5 else (out / out.float().norm().clamp_min(1e-9)).to(out.dtype))
+            made.append(
+                out * 2.0**-4 if len(made) % 5 else (out / out.float().norm().clamp_min(1e-9)).to(out.dtype)
+            )
         return made
 
     expected = chain(wait=True)
@@ -261,7 +286,10 @@ def test_two_streams_at_once(kernel: Kernel) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_packing_on_the_gpu_is_packing_on_the_cpu(scheme: str) -> None:
     for n, k in ((40, 256), (133, 384), (37, 160)):
-        k = -(-k // QuantScheme.parse(scheme).requires_k_multiple) * QuantScheme.parse(scheme).requires_k_multiple
+        k = (
+            -(-k // QuantScheme.parse(scheme).requires_k_multiple)
+            * QuantScheme.parse(scheme).requires_k_multiple
+        )
         q = quantize(torch.randn(n, k), scheme)
         here, there = pack(q, LAYOUT[scheme]), pack(q.to(DEVICE), LAYOUT[scheme])
         assert all(torch.equal(a, b.cpu()) for a, b in zip(here.tensors, there.tensors, strict=True))

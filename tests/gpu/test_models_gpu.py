@@ -30,6 +30,10 @@ def test_greedy_ids(name: str, policy: Policy | None) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_quantized_loss_is_the_same_as_on_the_cpu(name: str, scheme: str) -> None:
     ids = oracle.eval_tokens()[:4096]
-    losses = [evaluate(LLM(MODELS / name, dtype="bf16", quant=scheme, device=device, num_blocks=256).engine, ids, 1024, 4).loss
-              for device in ("cpu", "cuda")]  # fmt: skip
+    losses = [
+        evaluate(
+            LLM(MODELS / name, dtype="bf16", quant=scheme, device=device, num_blocks=256).engine, ids, 1024, 4
+        ).loss
+        for device in ("cpu", "cuda")
+    ]
     assert abs(losses[0] - losses[1]) < 0.003, losses

@@ -14,7 +14,10 @@ import pytest
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
-    pytest.mark.skipif(importlib.util.find_spec("pytest_benchmark") is None, reason="the package pytest-benchmark is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("pytest_benchmark") is None,
+        reason="the package pytest-benchmark is not installed",
+    ),
 ]
 ROOT = Path(__file__).parents[2]
 SUITE = """
@@ -54,19 +57,44 @@ def test_a_suite_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text(f'cache = "{tmp_path}"\n')
     outer = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "--benchmark-only",
-         "--benchmark-json=out.json"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**outer, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "GRISTMILL_POLICY": str(tmp_path / "policy.toml"),
-             "COLUMNS": "200"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-rA",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--benchmark-only",
+            "--benchmark-json=out.json",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **outer,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "GRISTMILL_POLICY": str(tmp_path / "policy.toml"),
+            "COLUMNS": "200",
+        },
+    )
     assert "2 failed, 5 passed" in done.stdout, done.stdout + done.stderr
     for name in ("left_on_another_stream", "cached"):
-        assert f"FAILED test_theirs.py::test_{name} - gristmill.bench.arms.WrongResultError" in done.stdout, done.stdout
+        assert f"FAILED test_theirs.py::test_{name} - gristmill.bench.arms.WrongResultError" in done.stdout, (
+            done.stdout
+        )
     found = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]}
-    cold, hot, eager, long = (found[f"test_{name}"]["stats"]["median"] for name in ("cold", "hot", "eager", "long"))
+    cold, hot, eager, long = (
+        found[f"test_{name}"]["stats"]["median"] for name in ("cold", "hot", "eager", "long")
+    )
     # Arguments come from memory where they are to be cold; an eager chain of torch's operations takes longer than one kernel.
     assert hot < 0.98 * cold < eager
     # 2 GiB read and written: a sample that ended before the device had done its work would be shorter than any memory allows.
     moved = 2 * 65536 * 8192 * 2
-    assert moved / 2e13 < long < moved / 5e10 and found["test_long"]["extra_info"]["gbs"] == pytest.approx(moved / long / 1e9, rel=0.01)
+    assert moved / 2e13 < long < moved / 5e10 and found["test_long"]["extra_info"]["gbs"] == pytest.approx(
+        moved / long / 1e9, rel=0.01
+    )
     assert found["test_cold"]["extra_info"]["config"] and found["test_cold"]["extra_info"]["device"]

@@ -60,7 +60,10 @@ def test_bytes_are_read_as_fast_as_a_device_wide_sum_reads_them() -> None:
         views = [*data.view(copies, count)]
         for reader in reading._readers(data, count):
             taken[reader.name] = reading._least(reader, views, DEVICE, True)
-        print(f"{size} bytes:", {name: round(us, 3) for name, us in sorted(taken.items(), key=lambda item: item[1])})
+        print(
+            f"{size} bytes:",
+            {name: round(us, 3) for name, us in sorted(taken.items(), key=lambda item: item[1])},
+        )
         assert min(taken.values()) < taken["sum"] * 1.02
 
 

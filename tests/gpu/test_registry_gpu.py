@@ -28,13 +28,19 @@ BUILD = confirmed_build(REGISTRY, TARGET, Policy(pins={"*": ("*",)})) if TARGET 
 def _kernels() -> list[tuple[Op, Kernel]]:
     if TARGET is None or BUILD is None:
         return []
-    return [(REGISTRY.op(k.op), k) for k in REGISTRY.all_kernels()
-            if not k.requires.check_hardware(TARGET, BUILD) and not k.requires.check_build(TARGET, BUILD)]  # fmt: skip
+    return [
+        (REGISTRY.op(k.op), k)
+        for k in REGISTRY.all_kernels()
+        if not k.requires.check_hardware(TARGET, BUILD) and not k.requires.check_build(TARGET, BUILD)
+    ]
 
 
 def _rows() -> list[object]:
-    return [pytest.param(op, kernel, text, id=f"{kernel.name}-{text}") for op, kernel in _kernels()
-            for text in kernel.proofs(op)]  # fmt: skip
+    return [
+        pytest.param(op, kernel, text, id=f"{kernel.name}-{text}")
+        for op, kernel in _kernels()
+        for text in kernel.proofs(op)
+    ]
 
 
 def _largest(op: Op, kernel: Kernel) -> str | None:
@@ -42,7 +48,11 @@ def _largest(op: Op, kernel: Kernel) -> str | None:
 
 
 def _once() -> list[object]:
-    return [pytest.param(op, kernel, text, id=kernel.name) for op, kernel in _kernels() if (text := _largest(op, kernel))]
+    return [
+        pytest.param(op, kernel, text, id=kernel.name)
+        for op, kernel in _kernels()
+        if (text := _largest(op, kernel))
+    ]
 
 
 @pytest.mark.parametrize(("op", "kernel", "text"), _rows())
@@ -61,10 +71,16 @@ def test_kernel_is_right_in_a_cuda_graph_and_on_a_side_stream(op: Op, kernel: Ke
     arguments = op.inputs(problem, 3, DEVICE)
     reference = run_reference(op, arguments)
     config, launcher = kernel.config(problem, TARGET), load(kernel)
-    packed = [a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
-              for p, a in zip(op.parameters, kernel_arguments(op, kernel, arguments), strict=True)]  # fmt: skip
+    packed = [
+        a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
+        for p, a in zip(op.parameters, kernel_arguments(op, kernel, arguments), strict=True)
+    ]
     pristine = [a.clone() if isinstance(a, torch.Tensor) else a for a in packed]
-    outputs = [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*packed)] if op.outputs else []
+    outputs = (
+        [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*packed)]
+        if op.outputs
+        else []
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -80,8 +96,11 @@ def test_kernel_is_right_in_a_cuda_graph_and_on_a_side_stream(op: Op, kernel: Ke
             out.fill_(float("nan") if out.is_floating_point() else -1)
         graph.replay()
     stream.synchronize()
-    found = outputs + [a for a, p in zip(packed, op.parameters, strict=True)
-                       if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"]  # fmt: skip
+    found = outputs + [
+        a
+        for a, p in zip(packed, op.parameters, strict=True)
+        if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"
+    ]
     assert error_of(op, problem, arguments, found, reference) <= op.tolerance(problem).limit
 
 
@@ -93,8 +112,10 @@ def test_a_kernel_that_says_so_is_deterministic(op: Op, kernel: Kernel, text: st
     arguments = kernel_arguments(op, kernel, op.inputs(problem, 5, DEVICE))
     config, launcher, first = kernel.config(problem, TARGET), load(kernel), None
     for _ in range(20):
-        copies = [a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
-                  for p, a in zip(op.parameters, arguments, strict=True)]  # fmt: skip
+        copies = [
+            a.clone() if p.mutable and isinstance(a, torch.Tensor) else a
+            for p, a in zip(op.parameters, arguments, strict=True)
+        ]
         outputs = [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*copies)]
         launcher(config, *copies, *outputs)
         torch.cuda.synchronize()

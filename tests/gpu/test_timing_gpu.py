@@ -61,8 +61,12 @@ def test_the_clock_is_the_one_that_the_driver_shows() -> None:
     torch.cuda.synchronize()
     known = [mhz for mhz in seen if mhz is not None]
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    shown = subprocess.run(["nvidia-smi", f"--id={uuid}", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"],
-                           capture_output=True, text=True, check=True).stdout  # fmt: skip
+    shown = subprocess.run(
+        ["nvidia-smi", f"--id={uuid}", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert len(known) == 20 and all(100 < mhz <= float(shown) for mhz in known), (seen, shown)
 
 

@@ -52,7 +52,11 @@ def runnables(op: str) -> list[Runnable]:
         levels = [Target.parse(level) for level in CPU.levels] if kernel.language == "cpp" else [CPU]
         for target in levels:
             skip = kernel.language == "triton" and HAS_GPU
-            if not (skip or kernel.requires.check_hardware(target, BUILD) or kernel.requires.check_build(target, BUILD)):
+            if not (
+                skip
+                or kernel.requires.check_hardware(target, BUILD)
+                or kernel.requires.check_build(target, BUILD)
+            ):
                 found.append(Runnable(REGISTRY.op(op), kernel, target))
     return found
 
@@ -60,8 +64,14 @@ def runnables(op: str) -> list[Runnable]:
 def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:
     """The verdict on a wrong kernel: the function `launcher` of the test module `module`."""
     definition = REGISTRY.op(op)
-    kernel = Kernel(op=op, name=launcher, provider="test", language="python", target=f"{module}:{launcher}",
-                    requires=Requirement())  # fmt: skip
+    kernel = Kernel(
+        op=op,
+        name=launcher,
+        provider="test",
+        language="python",
+        target=f"{module}:{launcher}",
+        requires=Requirement(),
+    )
     return verify(definition, kernel, {}, definition.problem(problem), "cpu")
 
 
@@ -73,7 +83,9 @@ def padded_rows(rows: torch.Tensor, extra: int = 5) -> torch.Tensor:
     return view
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, op: str, text: str, make: Callable[..., float] | None = None) -> bool:
+def close(
+    found: torch.Tensor, wanted: torch.Tensor, op: str, text: str, make: Callable[..., float] | None = None
+) -> bool:
     """Whether `found` is within the tolerance of the operation's metric (or of `make(found, wanted)`) for this problem."""
     from gristmill.autotune.metrics import METRICS
 

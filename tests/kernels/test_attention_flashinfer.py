@@ -25,7 +25,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_pages(module: Any) -> None:
-    table = torch.tensor([[5, 2, 9], [7, 1 << 30, 1 << 30], [3, 4, 1 << 30], [1 << 30] * 3], dtype=torch.int32)
+    table = torch.tensor(
+        [[5, 2, 9], [7, 1 << 30, 1 << 30], [3, 4, 1 << 30], [1 << 30] * 3], dtype=torch.int32
+    )
     indptr, indices, last, contexts = module._pages(table, torch.tensor([9, 4, 5, 0], dtype=torch.int32), 4)
     assert indptr.tolist() == [0, 3, 4, 6, 6] and indices.tolist() == [5, 2, 9, 7, 3, 4]
     assert last.tolist() == [1, 4, 1, 0] and contexts.tolist() == [9, 4, 5, 0]
@@ -42,7 +44,9 @@ def test_a_plan_is_kept_only_for_tensors_that_nobody_wrote(module: Any) -> None:
     assert planned.stale((a, b.clone()), (2,)), "equal values in another tensor"
     with torch.inference_mode():
         c = torch.zeros(3)
-        assert planned.stale((a, c), (2,)) and planned.stale((a, c), (2,)), "writes to inference tensors are not counted"
+        assert planned.stale((a, c), (2,)) and planned.stale((a, c), (2,)), (
+            "writes to inference tensors are not counted"
+        )
 
 
 def test_problems_that_flashinfer_has_not_are_refused_with_a_reason() -> None:

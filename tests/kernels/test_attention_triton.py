@@ -23,7 +23,9 @@ REGISTRY = default_registry()
 SMALL = Target.parse("sm_90")
 
 
-def run(op: Op, name: str, text: str, *, workspace: torch.Tensor | None = None, a: list[Any] | None = None) -> tuple[Any, Any]:
+def run(
+    op: Op, name: str, text: str, *, workspace: torch.Tensor | None = None, a: list[Any] | None = None
+) -> tuple[Any, Any]:
     """(arguments, outputs) of a kernel on the problem `text`, or on the arguments `a`."""
     kernel, problem = REGISTRY.kernel(op.name, name), op.problem(text)
     a = list(op.inputs(problem, 0, "cpu") if a is None else a)
@@ -79,16 +81,22 @@ def test_results_do_not_depend_on_the_batch(op: Op, name: str, static: str) -> N
         if rows.start == rows.stop:
             continue
         alone = named | {
-            "q": named["q"][rows], "lse": named["lse"][rows], "block_table": named["block_table"][i : i + 1],
-            "seq_lens": named["seq_lens"][i : i + 1], "max_q": rows.stop - rows.start,
+            "q": named["q"][rows],
+            "lse": named["lse"][rows],
+            "block_table": named["block_table"][i : i + 1],
+            "seq_lens": named["seq_lens"][i : i + 1],
+            "max_q": rows.stop - rows.start,
             "query_start": torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-        }  # fmt: skip
+        }
         _, (one, stated) = run(op, name, text, a=list(alone.values()))
         assert torch.equal(one, out[rows]) and torch.equal(stated, lse[rows])
 
 
 def test_blocks_behind_the_window_are_not_followed() -> None:
-    op, text = paged_attention.OP, "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20"
+    op, text = (
+        paged_attention.OP,
+        "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20",
+    )
     a = op.inputs(op.problem(text), 0, "cpu")
     want = run_reference(op, a)
     for i, context in enumerate(a[5].tolist()):

@@ -26,13 +26,27 @@ from gristmill.kernel_registry.registry import default_registry
 
 REGISTRY = default_registry()
 CPU = device_target("cpu", Policy())
-OTHER_DTYPES = (torch.float64, torch.float16, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)
+OTHER_DTYPES = (
+    torch.float64,
+    torch.float16,
+    torch.float32,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def kernel_for(op: Op, problem: Problem) -> Kernel:
     """Our C++ kernel where it takes the problem, else the torch one."""
-    able = [k for k in REGISTRY.kernels_of(op.name) if k.language in ("cpp", "python") and k.accepts(problem) is None
-            and not k.requires.check_hardware(CPU) and k.provider in ("gristmill", "torch")]  # fmt: skip
+    able = [
+        k
+        for k in REGISTRY.kernels_of(op.name)
+        if k.language in ("cpp", "python")
+        and k.accepts(problem) is None
+        and not k.requires.check_hardware(CPU)
+        and k.provider in ("gristmill", "torch")
+    ]
     return sorted(able, key=lambda k: k.language != "cpp")[0]
 
 
@@ -42,7 +56,10 @@ def planned(op_name: str, static: Problem | str, *_: Any) -> BoundPlan:
     problem = op.at_bucket(op.problem(static) if isinstance(static, str) else static, 4)
     kernel = kernel_for(op, problem)
     layout = kernel.layouts[0] if kernel.layouts else None
-    entries = tuple(PlanEntry(size, kernel.name, layout, dict(kernel.config(problem, CPU)), "priority", None) for size in (*BUCKETS, None))
+    entries = tuple(
+        PlanEntry(size, kernel.name, layout, dict(kernel.config(problem, CPU)), "priority", None)
+        for size in (*BUCKETS, None)
+    )
     plan = BoundPlan(op, problem, ops.resolver("cpu"), None)
     plan.adopt(Plan(op.name, op.static(problem), entries, ()))
     plan.handle = len(ops._PLANS)
@@ -118,13 +135,17 @@ def fresh(arguments: list[Any]) -> list[Any]:
             return argument
         made = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype)
         if 0 in argument.stride():
-            return argument.clone(memory_format=torch.preserve_format) if argument.is_contiguous() else argument
+            return (
+                argument.clone(memory_format=torch.preserve_format) if argument.is_contiguous() else argument
+            )
         return made.copy_(argument)
 
     return [copy(argument) for argument in arguments]
 
 
-def verdict(op: Op, call: Callable[[list[Any]], Any], arguments: list[Any], neutral: list[Any] | None) -> str | None:
+def verdict(
+    op: Op, call: Callable[[list[Any]], Any], arguments: list[Any], neutral: list[Any] | None
+) -> str | None:
     """What is wrong with how a call ended, or None. neutral: what the reference takes instead (packed weights)."""
     given = fresh(arguments)
     try:
@@ -143,14 +164,20 @@ def verdict(op: Op, call: Callable[[list[Any]], Any], arguments: list[Any], neut
     except Exception as error:  # noqa: BLE001
         return f"answered, where the reference raises {type(error).__name__}: {str(error)[:100]}"
     pairs = list(zip(_tuple(found), _tuple(wanted), strict=True))
-    pairs += [(a, b) for a, b, p in zip(given, expected, op.parameters, strict=True) if p.mutable and tensors(a) and p.name != "workspace"]
+    pairs += [
+        (a, b)
+        for a, b, p in zip(given, expected, op.parameters, strict=True)
+        if p.mutable and tensors(a) and p.name != "workspace"
+    ]
     # Tokens that no sequence owns are in nobody's batch: what comes out for them is not defined.
     names = [p.name for p in op.parameters]
     owned = int(expected[names.index("query_start")][-1]) if "query_start" in names else None
     for a, b in pairs:
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"answered {tuple(a.shape)} {a.dtype}, the reference {tuple(b.shape)} {b.dtype}"
-        if op.name != "sample" and not torch.allclose(a[:owned].double(), b[:owned].double(), rtol=0.05, atol=0.05, equal_nan=True):
+        if op.name != "sample" and not torch.allclose(
+            a[:owned].double(), b[:owned].double(), rtol=0.05, atol=0.05, equal_nan=True
+        ):
             return "answered with other values than the reference"
     return None
 
@@ -216,7 +243,9 @@ def test_calls_with_a_plan(op: Op) -> None:
     for what, mutated in mutations(op, arguments):
         expected = None
         if packed:  # the reference gets the neutral weight, and the mutated rest
-            expected = [n if isinstance(a, list) else m for n, m, a in zip(neutral, mutated, arguments, strict=True)]
+            expected = [
+                n if isinstance(a, list) else m for n, m, a in zip(neutral, mutated, arguments, strict=True)
+            ]
         wrong = verdict(op, lambda a: function(*a, plan=plan), mutated, expected)
         if wrong:
             found.append(f"  {what}: {wrong}")
@@ -225,7 +254,12 @@ def test_calls_with_a_plan(op: Op) -> None:
         for what, bad in bad_tensors(outputs[place]):
             made = [*outputs[:place], bad, *outputs[place + 1 :]]
             out = made[0] if len(made) == 1 else tuple(made)
-            wrong = verdict(op, lambda a, out=out: function(*a, plan=plan, out=out), arguments, neutral if packed else None)
+            wrong = verdict(
+                op,
+                lambda a, out=out: function(*a, plan=plan, out=out),
+                arguments,
+                neutral if packed else None,
+            )
             if wrong:
                 found.append(f"  out {name}: {what}: {wrong}")
     report(op, found)
@@ -241,8 +275,11 @@ def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch
     def faults(guard: Callable[..., int]) -> str:
         monkeypatch.setattr(plan, "_guard", partial(guard, plan.static))
         # Wider elements only: without a guard narrower ones would be read past their end.
-        found = [verdict(op, lambda a: ops.rms_norm(*a, plan=plan), bad, None) for what, bad in mutations(op, arguments)
-                 if what.endswith(("float64", "int64"))]  # fmt: skip
+        found = [
+            verdict(op, lambda a: ops.rms_norm(*a, plan=plan), bad, None)
+            for what, bad in mutations(op, arguments)
+            if what.endswith(("float64", "int64"))
+        ]
         return "\n".join(filter(None, found))
 
     assert faults(op.guard) == ""

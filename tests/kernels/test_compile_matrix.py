@@ -32,7 +32,7 @@ KERNELS = tuple(
     for name in ("good", "liar", "broken")
 )
 '''
-CODE = '''
+CODE = """
 import triton
 import triton.language as tl
 
@@ -57,7 +57,7 @@ def case(function, promises=()):
 def good(target): return case(double)
 def liar(target): return case(double, ("wgmma",))
 def broken(target): return case(shapes)
-'''
+"""
 
 
 @pytest.fixture
@@ -72,14 +72,40 @@ def matrix(tmp_path: Path, policy_file):
     (tmp_path / "planted_code.py").write_text(CODE)
     path = tmp_path / "baseline.json"
 
-    def run(kernel: str, baseline: dict[str, object] | None = None, *options: str) -> tuple[int, str, dict[str, object]]:
+    def run(
+        kernel: str, baseline: dict[str, object] | None = None, *options: str
+    ) -> tuple[int, str, dict[str, object]]:
         if baseline is not None:
             path.write_text(json.dumps(baseline))
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT / 'src')}"}
-        done = subprocess.run([sys.executable, ROOT / "ci" / "compile_matrix.py", "--only", kernel, "--target", "sm_90",
-                               "--jobs", "1", "--baseline", path, *options], env=environment, capture_output=True,
-                              text=True, timeout=300, check=False)  # fmt: skip
-        return done.returncode, done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else {}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT / 'src')}",
+        }
+        done = subprocess.run(
+            [
+                sys.executable,
+                ROOT / "ci" / "compile_matrix.py",
+                "--only",
+                kernel,
+                "--target",
+                "sm_90",
+                "--jobs",
+                "1",
+                "--baseline",
+                path,
+                *options,
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return (
+            done.returncode,
+            done.stdout + done.stderr,
+            json.loads(path.read_text()) if path.exists() else {},
+        )
 
     return run
 
@@ -126,7 +152,9 @@ def _sources(kernel: Kernel) -> list[str]:
     """The text of what a Triton kernel is compiled from, as its record's hash reads it."""
     folder = Path(str(importlib.import_module(kernel.module).__file__)).parent
     launcher = folder / (kernel.target.partition(":")[0].rpartition(".")[2] + ".py")
-    return [path.read_text(encoding="utf-8") for path in (launcher, *(folder / name for name in kernel.sources))]
+    return [
+        path.read_text(encoding="utf-8") for path in (launcher, *(folder / name for name in kernel.sources))
+    ]
 
 
 def test_products_promise_matrix_instructions() -> None:

@@ -27,8 +27,17 @@ def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
     return weights.gather(-1, order), ids.gather(-1, order)
 
 
-def _run(implementation: Runnable, logits: torch.Tensor, top_k: int, bias: Any = None, n_group: int = 1, topk_group: int = 1,
-         scoring: str = "softmax", renormalize: bool = True, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _run(
+    implementation: Runnable,
+    logits: torch.Tensor,
+    top_k: int,
+    bias: Any = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.full((*logits.shape[:-1], top_k), float("nan"))
     ids = torch.full((*logits.shape[:-1], top_k), -7, dtype=torch.int32)
     implementation(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids)
@@ -38,8 +47,15 @@ def _run(implementation: Runnable, logits: torch.Tensor, top_k: int, bias: Any =
 @pytest.mark.parametrize("tokens", [0, 1, 33, 64])
 @pytest.mark.parametrize(("experts", "top_k", "n_group", "topk_group"), SHAPES)
 def test_deepseek_v3(experts: int, top_k: int, n_group: int, topk_group: int, tokens: int) -> None:
-    config = DeepseekV3Config(hidden_size=32, n_routed_experts=experts, num_local_experts=experts, n_group=n_group,
-                              topk_group=topk_group, num_experts_per_tok=top_k, routed_scaling_factor=2.5)  # fmt: skip
+    config = DeepseekV3Config(
+        hidden_size=32,
+        n_routed_experts=experts,
+        num_local_experts=experts,
+        n_group=n_group,
+        topk_group=topk_group,
+        num_experts_per_tok=top_k,
+        routed_scaling_factor=2.5,
+    )
     router = DeepseekV3TopkRouter(config)
     torch.manual_seed(experts + tokens)
     with torch.no_grad():
@@ -47,7 +63,14 @@ def test_deepseek_v3(experts: int, top_k: int, n_group: int, topk_group: int, to
         router.e_score_correction_bias.normal_(0, 0.1)
         logits, weights, ids = router(torch.randn(tokens, 32) / 4)
     found, found_ids = grouped_topk.reference(
-        logits, top_k, router.e_score_correction_bias, n_group, topk_group, "sigmoid", config.norm_topk_prob, 2.5
+        logits,
+        top_k,
+        router.e_score_correction_bias,
+        n_group,
+        topk_group,
+        "sigmoid",
+        config.norm_topk_prob,
+        2.5,
     )
     found, found_ids = _by_id(found, found_ids.long())
     weights, ids = _by_id(weights, ids)
@@ -57,8 +80,15 @@ def test_deepseek_v3(experts: int, top_k: int, n_group: int, topk_group: int, to
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_softmax_routers(renormalize: bool) -> None:
-    qwen = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=32, num_experts=128, num_local_experts=128, num_experts_per_tok=8,
-                                             norm_topk_prob=renormalize))  # fmt: skip
+    qwen = Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(
+            hidden_size=32,
+            num_experts=128,
+            num_local_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=renormalize,
+        )
+    )
     mixtral = MixtralTopKRouter(MixtralConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=2))
     torch.manual_seed(1)
     for router, top_k in ((qwen, 8), (mixtral, 2)):
@@ -75,7 +105,9 @@ def test_softmax_routers(renormalize: bool) -> None:
 @pytest.mark.parametrize("implementation", HERE, ids=str)
 def test_order_and_ties(implementation: Runnable) -> None:
     """Descending choice, the lower index first among equals; equal groups too; -0 equals 0."""
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, 2.0, -1.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0, 0.0]])
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0, 2.0, 3.0, 2.0, -1.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0, 0.0]]
+    )
     _, ids = _run(implementation, logits, 5)
     assert ids.tolist() == [[1, 2, 4, 3, 5], [0, 1, 2, 3, 4]]
     bias = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 1.0])
@@ -86,7 +118,9 @@ def test_order_and_ties(implementation: Runnable) -> None:
 @pytest.mark.parametrize("implementation", HERE, ids=str)
 def test_ids_stay_valid_with_nan_and_infinity(implementation: Runnable) -> None:
     nan, inf = float("nan"), float("inf")
-    logits = torch.tensor([[nan] * 8, [nan, 1, nan, 0, nan, nan, nan, nan], [-inf] * 8, [0, inf, 0, -inf, 0, 0, 0, inf]])
+    logits = torch.tensor(
+        [[nan] * 8, [nan, 1, nan, 0, nan, nan, nan, nan], [-inf] * 8, [0, inf, 0, -inf, 0, 0, 0, inf]]
+    )
     bias = torch.zeros(8)
     weights, ids = _run(implementation, logits, 3, bias, 4, 2, "sigmoid", False)
     wanted, wanted_ids = grouped_topk.reference(logits, 3, bias, 4, 2, "sigmoid", False)
@@ -95,7 +129,9 @@ def test_ids_stay_valid_with_nan_and_infinity(implementation: Runnable) -> None:
     for row in ids.tolist():
         assert len(set(row)) == 3 and all(0 <= e < 8 for e in row)
     weights, ids = _run(implementation, logits[:2], 2)
-    assert ids.tolist() == [[0, 1], [0, 1]] and weights.isnan().all(), "a softmax with a NaN is all NaN, and shows it"
+    assert ids.tolist() == [[0, 1], [0, 1]] and weights.isnan().all(), (
+        "a softmax with a NaN is all NaN, and shows it"
+    )
     _, ids = _run(implementation, torch.zeros(1, 8), 4, torch.full((8,), -inf), 4, 2, "sigmoid")
     assert ids.tolist() == [[0, 1, 2, 3]], "experts outside the kept groups never come, whatever the bias"
 
@@ -139,7 +175,9 @@ def test_through_the_operator(policy_file: Any) -> None:
 FAULT = "m=33,e=64,top_k=4,n_group=8,topk_group=3,scoring=sigmoid,bias=true"
 
 
-def biased_weights(config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids) -> None:
+def biased_weights(
+    config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
+) -> None:
     scores = logits.float().sigmoid()
     _, found = grouped_topk.choose(scores, top_k, bias, n_group, topk_group)
     chosen = (scores + bias).gather(-1, found)
@@ -147,7 +185,9 @@ def biased_weights(config, logits, top_k, bias, n_group, topk_group, scoring, re
     ids.copy_(found)
 
 
-def best_of_group(config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids) -> None:
+def best_of_group(
+    config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
+) -> None:
     scores = logits.float().sigmoid()
     _, found = grouped_topk.choose(scores + bias, top_k, None, n_group, topk_group)
     chosen = scores.gather(-1, found)
@@ -155,20 +195,28 @@ def best_of_group(config, logits, top_k, bias, n_group, topk_group, scoring, ren
     ids.copy_(found)
 
 
-def not_renormalized(config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids) -> None:
+def not_renormalized(
+    config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
+) -> None:
     found = grouped_topk.reference(logits, top_k, bias, n_group, topk_group, scoring, False, scale)
     weights.copy_(found[0])
     ids.copy_(found[1])
 
 
-def higher_index_first(config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids) -> None:
+def higher_index_first(
+    config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
+) -> None:
     flipped = None if bias is None else bias.flip(0)
-    found = grouped_topk.reference(logits.flip(-1), top_k, flipped, n_group, topk_group, scoring, renormalize, scale)
+    found = grouped_topk.reference(
+        logits.flip(-1), top_k, flipped, n_group, topk_group, scoring, renormalize, scale
+    )
     weights.copy_(found[0])
     ids.copy_(logits.shape[-1] - 1 - found[1])
 
 
-@pytest.mark.parametrize("launcher", ["biased_weights", "best_of_group", "not_renormalized", "higher_index_first"])
+@pytest.mark.parametrize(
+    "launcher", ["biased_weights", "best_of_group", "not_renormalized", "higher_index_first"]
+)
 def test_planted_faults(launcher: str) -> None:
     outcome = verify_fault("grouped_topk", __name__, launcher, FAULT)
     assert not outcome.ok and "tolerance" in outcome.reason

@@ -35,8 +35,18 @@ def named(name: str) -> Kernel:
     return REGISTRY.kernel("linear", name)
 
 
-def run(kernel: Kernel, problem: str, x: torch.Tensor, weight: Any, *, layout: str | None = None, level: str = "",
-        bias: Any = None, residual: Any = None, silu_mul: bool = False) -> torch.Tensor:  # fmt: skip
+def run(
+    kernel: Kernel,
+    problem: str,
+    x: torch.Tensor,
+    weight: Any,
+    *,
+    layout: str | None = None,
+    level: str = "",
+    bias: Any = None,
+    residual: Any = None,
+    silu_mul: bool = False,
+) -> torch.Tensor:
     """One launch with the output poisoned."""
     found = OP.problem(problem)
     config = kernel.config(found, Target.parse(f"cpu:{level or LEVELS[-1]}"))
@@ -91,14 +101,23 @@ def identity_rows(kernel: Kernel, scheme: str, name: str, level: str = "", layou
     n, k, dtype = 35, k_for(scheme), DTYPES[name]
     act_order = scheme.startswith("int4_g32")
     g_idx = (
-        (torch.arange(k) // 32)[torch.randperm(k, generator=torch.Generator().manual_seed(1))] if act_order else None
+        (torch.arange(k) // 32)[torch.randperm(k, generator=torch.Generator().manual_seed(1))]
+        if act_order
+        else None
     )
     weight = weight_of(scheme, n, k, g_idx=g_idx)
     out = run(
-        kernel, f"m={k},n={n},k={k},x={name},w={scheme}", torch.eye(k, dtype=dtype), weight, level=level, layout=layout
+        kernel,
+        f"m={k},n={n},k={k},x={name},w={scheme}",
+        torch.eye(k, dtype=dtype),
+        weight,
+        level=level,
+        layout=layout,
     )
     want = weight.dequantize().T.to(dtype)
-    assert torch.equal(out, want), f"{(out != want).sum()} of {want.numel()} differ, max {(out - want).abs().max()}"
+    assert torch.equal(out, want), (
+        f"{(out != want).sum()} of {want.numel()} differ, max {(out - want).abs().max()}"
+    )
     few = torch.eye(k, dtype=dtype)[[0, k - 1]]
     out = run(kernel, f"m=2,n={n},k={k},x={name},w={scheme}", few, weight, level=level, layout=layout)
     assert torch.equal(out, want[[0, k - 1]])
@@ -152,7 +171,8 @@ def test_float_zeros_half_scales_segments_and_cut_blocks(kernel: str) -> None:
             reference = OP.reference(x, weight)
             problem = OP.problem(text)
             assert (
-                error_of(OP, problem, [x, weight, None, None, False], [out], [reference]) <= OP.tolerance(problem).limit
+                error_of(OP, problem, [x, weight, None, None, False], [out], [reference])
+                <= OP.tolerance(problem).limit
             )
 
 
@@ -164,8 +184,12 @@ def test_cpu_rows_do_not_depend_on_the_batch_or_threads(level: str, scheme: str,
     n, k = 70, 544
     weight = weight_of(scheme, n, k)
     x = torch.randn(300, k, generator=torch.Generator().manual_seed(2)).to(DTYPES[name])
-    one = torch.cat([run(named("linear_cpu"), f"m=1,n={n},k={k},x={name},w={scheme}", row[None], weight, level=level)
-                     for row in x[:20]])  # fmt: skip
+    one = torch.cat(
+        [
+            run(named("linear_cpu"), f"m=1,n={n},k={k},x={name},w={scheme}", row[None], weight, level=level)
+            for row in x[:20]
+        ]
+    )
     before = torch.get_num_threads()
     try:
         for m, threads in ((2, 1), (3, 2), (5, 1), (8, 2), (9, 1), (12, 2), (20, 1), (300, 2)):
@@ -188,7 +212,14 @@ def test_strided_rows_are_read_in_place(kernel: str) -> None:
     torch.testing.assert_close(out, OP.reference(wide[:, :77].contiguous(), weight), rtol=1e-4, atol=1e-5)
 
 
-FAULTS = ["scale doubled", "nibbles swapped", "zero off by one", "K tail skipped", "row unwritten", "row off by one"]
+FAULTS = [
+    "scale doubled",
+    "nibbles swapped",
+    "zero off by one",
+    "K tail skipped",
+    "row unwritten",
+    "row off by one",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -244,9 +275,20 @@ def test_an_unwritten_or_overrun_output_fails_verification() -> None:
     assert not bad.ok
 
 
-def skips_last_row(config: Any, x: Any, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, workspace: Any,
-                   out: Any) -> None:  # fmt: skip
-    named("linear_dequant_torch").load()(config, x[:-1], weight, bias, residual, silu_mul, n, workspace, out[:-1])
+def skips_last_row(
+    config: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Any,
+) -> None:
+    named("linear_dequant_torch").load()(
+        config, x[:-1], weight, bias, residual, silu_mul, n, workspace, out[:-1]
+    )
 
 
 def test_bad_arguments_say_what_is_wrong() -> None:
@@ -298,8 +340,15 @@ def test_planned_calls(policy_file: Any) -> None:
     with pytest.raises(ValueError, match="bias=False"):
         ops.linear(x, held.tensors(), None, None, True, n, plan=bound)
     with pytest.raises(ValueError, match="is not such a weight"):
-        ops.linear(x, LinearWeight.pack(weight_of("int4_g128", 32, k), plan.layouts).tensors(), bias, None, True, n,
-                   plan=bound)  # fmt: skip
+        ops.linear(
+            x,
+            LinearWeight.pack(weight_of("int4_g128", 32, k), plan.layouts).tensors(),
+            bias,
+            None,
+            True,
+            n,
+            plan=bound,
+        )
     with pytest.raises(ValueError, match="not as plain_v1"):
         held.tensors("plain_v1")
 
@@ -307,7 +356,9 @@ def test_planned_calls(policy_file: Any) -> None:
 def test_automatic_call_takes_a_dense_weight(policy_file: Any) -> None:
     policy_file()
     x, w, bias = torch.randn(2, 3, 40), torch.randn(12, 40), torch.randn(12)
-    torch.testing.assert_close(ops.linear(x, [w], bias), torch.nn.functional.linear(x, w, bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ops.linear(x, [w], bias), torch.nn.functional.linear(x, w, bias), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(
         ops.linear(x, [w], silu_mul=True), OP.reference(x, w, None, None, True), rtol=1e-5, atol=1e-5
     )

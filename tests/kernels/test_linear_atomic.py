@@ -19,7 +19,9 @@ OP = default_registry().op("linear")
 TARGET, HOPPER = Target.parse("cpu:base"), Target.parse("sm_90")
 
 
-def run(m: int, n: int, k: int, scheme: str, split: int, workspace: torch.Tensor | None = None, silu: bool = False):
+def run(
+    m: int, n: int, k: int, scheme: str, split: int, workspace: torch.Tensor | None = None, silu: bool = False
+):
     generator = torch.Generator().manual_seed(n + k)
     q = quantize(torch.randn(n, k, generator=generator), scheme)
     x = torch.randn(m, k, generator=generator)
@@ -63,5 +65,13 @@ def test_it_is_asked_for_by_name_alone_and_says_why() -> None:
     build = Build.of({"torch": "2.11.0", "triton": "3.6.0"}, cuda_archs=(), triton_backends=("cuda",))
     problem = OP.problem("m=4,n=64,k=256,w=int4_g128")
     assert select(OP, problem, [spec.KERNEL], HOPPER, build, Store(), Policy()).best is None
-    best = select(OP, problem, [spec.KERNEL], HOPPER, build, Store(), Policy(pins={"linear": ("linear_w_triton_atomic",)})).best
+    best = select(
+        OP,
+        problem,
+        [spec.KERNEL],
+        HOPPER,
+        build,
+        Store(),
+        Policy(pins={"linear": ("linear_w_triton_atomic",)}),
+    ).best
     assert best is not None and best.kernel is spec.KERNEL

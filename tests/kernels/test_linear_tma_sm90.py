@@ -24,7 +24,8 @@ SCHEMES = tuple(
 )
 FORMATS = tuple(dict.fromkeys(format_of(QuantScheme.parse(scheme)) for scheme in SCHEMES))
 needs_library = pytest.mark.skipif(
-    not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(), reason="the CUDA library is not built: needs nvcc"
+    not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(),
+    reason="the CUDA library is not built: needs nvcc",
 )
 
 
@@ -62,7 +63,9 @@ def test_hardware_is_hopper_alone() -> None:
 
 
 @pytest.mark.parametrize("m", [0, 1, 17, 64, 65, 128, 257, 1000, 4096, 20000])
-@pytest.mark.parametrize(("n", "k"), [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096)]
+)
 @pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4", "int4_g32_zp"])
 def test_the_default_is_the_first_to_try_and_says_its_workspace(scheme: str, m: int, n: int, k: int) -> None:
     problem = OP.problem(f"m={m},n={n},k={k},w={scheme}")
@@ -80,7 +83,10 @@ def test_the_instances_are_those_of_the_source() -> None:
     for name, expected in (("GM_FEW", shapes.FEW), ("GM_ALL", shapes.ALL[len(shapes.FEW) :])):
         listed = re.search(rf"#define {name}\(S, \.\.\.\)(.*?)\n(?:#define|\n)", text, re.S)
         assert listed is not None
-        found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])]
+        found = [
+            tuple(int(v) for v in row.split(","))
+            for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])
+        ]
         assert found == [tuple(shape) for shape in expected]
     keys = [shape[:4] for shape in shapes.ALL]
     assert len(set(keys)) == len(keys), "an instance is found by these four"
@@ -89,12 +95,45 @@ def test_the_instances_are_those_of_the_source() -> None:
 def _call(form: str = "int4_g128", **changed: int) -> int:
     from gristmill.kernels.linear._frag16_launch import TMA_ARGUMENTS
 
-    given = {"m": 64, "n": 64, "k": 256, "ldx": 256, "dtype": 2, "scales": 2, "mt": 64, "c": 2, "slices": 1, "ctas": 2,
-             "split": 1, "grid": 132, "raster": 1, "even": 0, "lag": 0, "device": -1} | changed  # fmt: skip
+    given = {
+        "m": 64,
+        "n": 64,
+        "k": 256,
+        "ldx": 256,
+        "dtype": 2,
+        "scales": 2,
+        "mt": 64,
+        "c": 2,
+        "slices": 1,
+        "ctas": 2,
+        "split": 1,
+        "grid": 132,
+        "raster": 1,
+        "even": 0,
+        "lag": 0,
+        "device": -1,
+    } | changed
     entry = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)
-    return int(entry(None, None, given["ldx"], *[None] * 5, given["m"], given["n"], given["k"], given["dtype"], given["scales"],
-                     *(given[name] for name in ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")),
-                     1, given["device"], None))  # fmt: skip
+    return int(
+        entry(
+            None,
+            None,
+            given["ldx"],
+            *[None] * 5,
+            given["m"],
+            given["n"],
+            given["k"],
+            given["dtype"],
+            given["scales"],
+            *(
+                given[name]
+                for name in ("mt", "c", "slices", "ctas", "split", "grid", "raster", "even", "lag")
+            ),
+            1,
+            given["device"],
+            None,
+        )
+    )
 
 
 @needs_library
@@ -107,8 +146,13 @@ def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
                 size = _call(form.name, k=2048, ldx=2048, dtype=dtype, scales=scales, **key)
                 slots = shape.ws4 if form.tile_bytes < 2000 else shape.ws8
                 rings = shape.xs * shape.mt * 128 + slots * shape.c * 4 * form.tile_bytes
-                sums = shape.mt * shape.c * 256  # of a cluster's CTAs, in the place of the rings; of slices, in their own
-                assert sums <= rings < size - (shape.slices - 1) * sums and (size + 1024) * shape.ctas <= 228 * 1024, shape
+                sums = (
+                    shape.mt * shape.c * 256
+                )  # of a cluster's CTAs, in the place of the rings; of slices, in their own
+                assert (
+                    sums <= rings < size - (shape.slices - 1) * sums
+                    and (size + 1024) * shape.ctas <= 228 * 1024
+                ), shape
 
 
 @needs_library
@@ -118,7 +162,12 @@ def test_the_library_takes_every_candidate(form: shapes.Format) -> None:
     for m in (1, 33, 64, 100, 128, 256, 1000, 4096):
         for n, k in ((64, 128), (7168, 2048), (4096, 4096), (200, 640), (24576, 1536)):
             for _, config in shapes.ranked(form, m, n, k, 132):
-                assert _call(form.name, m=m, n=n, k=k, ldx=k, **{name: config[name] for name in names}) > 0, (m, n, k, config)
+                assert _call(form.name, m=m, n=n, k=k, ldx=k, **{name: config[name] for name in names}) > 0, (
+                    m,
+                    n,
+                    k,
+                    config,
+                )
 
 
 @needs_library
@@ -128,7 +177,9 @@ def test_the_library_takes_what_is_shipped() -> None:
     shipped = [t for t in shipped_times() if t.kernel == spec.KERNEL.name]
     assert len(shipped) > 50
     for timing in shipped:
-        given = {name: int(value) for name, value in timing.config.items() if name not in ("format", "tile_bytes")}
+        given = {
+            name: int(value) for name, value in timing.config.items() if name not in ("format", "tile_bytes")
+        }
         problem = OP.problem(timing.problem)
         m, n, k = (problem.integer(axis) for axis in "mnk")
         assert _call(str(timing.config["format"]), m=m, n=n, k=k, ldx=k, **given) > 0, timing
@@ -149,7 +200,10 @@ def test_the_library_takes_what_is_shipped() -> None:
         ({"raster": 0}, -5),
         ({"lag": 1}, -5),  # two CTAs on a multiprocessor need not take turns
         ({"mt": 128, "c": 4, "ctas": 1, "lag": -1}, -5),
-        ({"mt": 128, "c": 4, "ctas": 1, "lag": 4}, -5),  # x has 7 slots: the first half would wait for one that the second has
+        (
+            {"mt": 128, "c": 4, "ctas": 1, "lag": 4},
+            -5,
+        ),  # x has 7 slots: the first half would wait for one that the second has
         ({"mt": 128, "c": 4, "ctas": 1, "lag": 2, "split": 2}, -5),
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "even": 1}, -5),
         ({"even": 3}, -5),
@@ -174,7 +228,9 @@ def _best(m: int, n: int, k: int) -> dict[str, int]:
     return shapes.ranked(form, m, n, k, 132)[0][1]
 
 
-@pytest.mark.parametrize(("m", "n", "k", "even"), [(1024, 5120, 27648, 2), (1024, 7168, 16384, 2), (32, 5120, 27648, 1)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "even"), [(1024, 5120, 27648, 2), (1024, 7168, 16384, 2), (32, 5120, 27648, 1)]
+)
 def test_ctas_keep_together_along_k_where_l2_does_not_hold_x_and_w(m: int, n: int, k: int, even: int) -> None:
     """160 and 224 tiles: were they all dealt out, no two CTAs would be at the same k. 40 tiles leave no choice."""
     assert _best(m, n, k)["even"] == even

@@ -66,7 +66,9 @@ def test_every_scheme_that_is_accepted_has_a_layout_and_the_bytes_agree() -> Non
         for scheme in SCHEMES:
             taken = kernel.accepts(OP.problem(f"m=1,n=64,k=256,w={scheme}")) is None
             assert taken == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
-            assert shapes.format_of(QuantScheme.parse(scheme)).tile_bytes == tile_bytes(QuantScheme.parse(scheme))
+            assert shapes.format_of(QuantScheme.parse(scheme)).tile_bytes == tile_bytes(
+                QuantScheme.parse(scheme)
+            )
 
 
 def test_hardware_is_hopper_alone() -> None:
@@ -79,7 +81,8 @@ def test_hardware_is_hopper_alone() -> None:
 
 @pytest.mark.parametrize("m", [0, 1, 8, 9, 16])
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096), (7168, 65536)]
+    ("n", "k"),
+    [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096), (7168, 65536)],
 )
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "nvfp4", "fp8"])
 def test_the_default_fits_and_is_among_those_to_try(scheme: str, m: int, n: int, k: int) -> None:
@@ -88,13 +91,23 @@ def test_the_default_fits_and_is_among_those_to_try(scheme: str, m: int, n: int,
         config = kernel.config(problem, TARGET)
         assert config == next(iter(kernel.space(problem, TARGET)))
         if kernel is fed.KERNEL:
-            one = next(s for s in fed_shapes.shapes_of(form) if all(config[name] == value for name, value in s._asdict().items()))
+            one = next(
+                s
+                for s in fed_shapes.shapes_of(form)
+                if all(config[name] == value for name, value in s._asdict().items())
+            )
             assert one.nt * 8 >= m and config["depth"] % one.wk == 0
             size = fed_shapes.shared_bytes(one, form.tile_bytes, int(config["split"]), int(config["depth"]))
         else:
-            shape = next(s for s in shapes.shapes_of(form) if (s.nt, s.rt, s.wk) == tuple(config[name] for name in ("nt", "rt", "wk")))
+            shape = next(
+                s
+                for s in shapes.shapes_of(form)
+                if (s.nt, s.rt, s.wk) == tuple(config[name] for name in ("nt", "rt", "wk"))
+            )
             assert shape.nt * 8 >= m
-            size = shapes.shared_bytes(shape, form.tile_bytes, max(m, 1), k, int(config["split"]), int(config["depth"]))
+            size = shapes.shared_bytes(
+                shape, form.tile_bytes, max(m, 1), k, int(config["split"]), int(config["depth"])
+            )
         assert size < shapes.SHARED_BYTES
         estimate = kernel.estimate(problem, TARGET)
         assert estimate is not None and 0 < estimate < 1e4
@@ -114,15 +127,31 @@ def test_the_instances_are_those_of_the_source(
     for name, expected in (("GM_FEW", few), ("GM_ALL", every[len(few) :])):
         listed = re.search(rf"#define {name}\(S, \.\.\.\)(.*?)\n(?:#define|\n)", text, re.S)
         assert listed is not None
-        found = [tuple(int(v) for v in row.split(",")) for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])]
+        found = [
+            tuple(int(v) for v in row.split(","))
+            for row in re.findall(r"S\(__VA_ARGS__, ([\d, ]+)\)", listed[1])
+        ]
         assert found == [tuple(shape) for shape in expected]
     keys = [tuple(getattr(shape, name) for name in key) for shape in every]
     assert len(set(keys)) == len(keys), "an instance is found by these"
 
 
 @pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
-@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_g64_zp", "int4_g32_zp",
-                                    "mxfp4", "nvfp4", "int8_ch", "fp8_block"])  # fmt: skip
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "int4_g128",
+        "int4_g64",
+        "int4_g32",
+        "int4_g128_zp",
+        "int4_g64_zp",
+        "int4_g32_zp",
+        "mxfp4",
+        "nvfp4",
+        "int8_ch",
+        "fp8_block",
+    ],
+)
 def test_the_library_counts_the_same_shared_memory(scheme: str) -> None:
     from gristmill.kernels.linear._frag16_launch import ARGUMENTS, FED_ARGUMENTS
 
@@ -132,39 +161,138 @@ def test_the_library_counts_the_same_shared_memory(scheme: str) -> None:
     for dtype in (2, 1):
         for m, n, k in ((1, 4096, 4096), (9, 100, 1536), (16, 7168, 16384)):
             for shape, split, depth, size in shapes.candidates(form, m, n, k):
-                said = entry(None, None, k, None, None, None, m, n, k, dtype, 2, shape.nt, shape.rt, shape.wk, split,
-                             depth, 1, -1, None, None)  # fmt: skip
+                said = entry(
+                    None,
+                    None,
+                    k,
+                    None,
+                    None,
+                    None,
+                    m,
+                    n,
+                    k,
+                    dtype,
+                    2,
+                    shape.nt,
+                    shape.rt,
+                    shape.wk,
+                    split,
+                    depth,
+                    1,
+                    -1,
+                    None,
+                    None,
+                )
                 assert said == size, (shape, split, depth)
             for one, split, depth, size in fed_shapes.candidates(form, m, n, k):
-                said = fed_entry(None, None, k, None, None, None, m, n, k, dtype, 2, *one, split, depth, 1, -1, None, None)
+                said = fed_entry(
+                    None, None, k, None, None, None, m, n, k, dtype, 2, *one, split, depth, 1, -1, None, None
+                )
                 assert said == size, (one, split, depth)
 
 
 @pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
 @pytest.mark.parametrize(
     ("changed", "code"),
-    [({"m": 9}, -2), ({"k": 0}, -2), ({"n": 0}, -2), ({"dtype": 0}, -1), ({"rt": 5}, -5), ({"split": 3}, -5), ({"depth": 0}, -5)],
+    [
+        ({"m": 9}, -2),
+        ({"k": 0}, -2),
+        ({"n": 0}, -2),
+        ({"dtype": 0}, -1),
+        ({"rt": 5}, -5),
+        ({"split": 3}, -5),
+        ({"depth": 0}, -5),
+    ],
 )
 def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
     from gristmill.kernels.linear._frag16_launch import ARGUMENTS
 
     given = {"m": 1, "n": 64, "k": 256, "dtype": 2, "rt": 2, "split": 1, "depth": 1} | changed
     entry = cuda_function("gm_linear_int4_g128_sm90", "sm_90a", ARGUMENTS)
-    assert entry(None, None, 256, None, None, None, given["m"], given["n"], given["k"], given["dtype"], 2, 1, given["rt"], 8,
-                 given["split"], given["depth"], 1, -1, None, None) == code  # fmt: skip
+    assert (
+        entry(
+            None,
+            None,
+            256,
+            None,
+            None,
+            None,
+            given["m"],
+            given["n"],
+            given["k"],
+            given["dtype"],
+            2,
+            1,
+            given["rt"],
+            8,
+            given["split"],
+            given["depth"],
+            1,
+            -1,
+            None,
+            None,
+        )
+        == code
+    )
 
 
 @pytest.mark.skipif(not BUILT, reason="the CUDA library is not built: needs nvcc")
 @pytest.mark.parametrize(
     ("changed", "code"),
-    [({"m": 9}, -2), ({"k": 0}, -2), ({"n": 0}, -2), ({"dtype": 0}, -1), ({"rt": 5}, -5), ({"split": 3}, -5), ({"depth": 0}, -5),
-     ({"depth": 6}, -5), ({"depth": 20}, -5), ({"x": 8}, -2), ({"ldx": 252}, -2), ({"ldx": 248}, -2)],
-)  # fmt: skip
+    [
+        ({"m": 9}, -2),
+        ({"k": 0}, -2),
+        ({"n": 0}, -2),
+        ({"dtype": 0}, -1),
+        ({"rt": 5}, -5),
+        ({"split": 3}, -5),
+        ({"depth": 0}, -5),
+        ({"depth": 6}, -5),
+        ({"depth": 20}, -5),
+        ({"x": 8}, -2),
+        ({"ldx": 252}, -2),
+        ({"ldx": 248}, -2),
+    ],
+)
 def test_the_warp_specialised_one_refuses(changed: dict[str, int], code: int) -> None:
     """Depths that are no multiple of the slices along K among it: a slice that shared a slot with another would take it a pass too early."""
     from gristmill.kernels.linear._frag16_launch import FED_ARGUMENTS
 
-    given = {"m": 1, "n": 64, "k": 256, "dtype": 2, "rt": 7, "split": 1, "depth": 4, "x": 0, "ldx": 256} | changed
+    given = {
+        "m": 1,
+        "n": 64,
+        "k": 256,
+        "dtype": 2,
+        "rt": 7,
+        "split": 1,
+        "depth": 4,
+        "x": 0,
+        "ldx": 256,
+    } | changed
     entry = cuda_function("gm_linear_int4_g128_fed_sm90", "sm_90a", FED_ARGUMENTS)
-    assert entry(None, given["x"], given["ldx"], None, None, None, given["m"], given["n"], given["k"], given["dtype"], 2, 1, given["rt"],
-                 2, 4, given["split"], given["depth"], 1, -1, None, None) == code  # fmt: skip
+    assert (
+        entry(
+            None,
+            given["x"],
+            given["ldx"],
+            None,
+            None,
+            None,
+            given["m"],
+            given["n"],
+            given["k"],
+            given["dtype"],
+            2,
+            1,
+            given["rt"],
+            2,
+            4,
+            given["split"],
+            given["depth"],
+            1,
+            -1,
+            None,
+            None,
+        )
+        == code
+    )

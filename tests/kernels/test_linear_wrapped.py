@@ -33,7 +33,10 @@ def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatc
         seen.append((av.dtype, sa.dtype, bv.dtype, sb.dtype))
         assert sa.shape == (av.shape[0], -(-av.shape[1] // 128)) and d.dtype == torch.bfloat16
         left = av.float() * sa.repeat_interleave(128, 1)[:, : av.shape[1]]
-        right = bv.float() * sb.repeat_interleave(128, 0)[: bv.shape[0]].repeat_interleave(128, 1)[:, : bv.shape[1]]
+        right = (
+            bv.float()
+            * sb.repeat_interleave(128, 0)[: bv.shape[0]].repeat_interleave(128, 1)[:, : bv.shape[1]]
+        )
         d.copy_(left @ right.T)
 
     stub(monkeypatch, "deep_gemm", fp8_gemm_nt=fp8_gemm_nt)
@@ -47,13 +50,19 @@ def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatc
     assert seen == [(fp8, fp32, fp8, fp32)] * 2
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
-def test_aiter_is_given_the_fp8_of_its_device(monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)]
+)
+def test_aiter_is_given_the_fp8_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype
+) -> None:
     def gemm_a8w8(
         xq: Any, wq: Any, x_scale: Any, w_scale: Any, bias: Any = None, dtype_: Any = None, *, dtype: Any
     ) -> Any:
         assert (
-            xq.dtype == wq.dtype == expected and x_scale.shape == (xq.shape[0], 1) and w_scale.shape == (1, wq.shape[0])
+            xq.dtype == wq.dtype == expected
+            and x_scale.shape == (xq.shape[0], 1)
+            and w_scale.shape == (1, wq.shape[0])
         )
         return ((xq.float() * x_scale) @ (wq.float() * w_scale.T).T).to(dtype)
 
@@ -70,9 +79,13 @@ def test_wrapped_kernels_refuse_what_they_cannot(monkeypatch: pytest.MonkeyPatch
     refusals = {
         "linear_deepgemm": ("m=1,n=64,k=128,w=fp8_block", "m=1,n=64,k=100,w=fp8_block.fp8_g128"),
         "linear_aiter": ("m=1,n=64,k=64,w=fp8_ch", "m=1,n=64,k=64,x=fp32,w=fp8_ch.fp8_token"),
-        "linear_humming": ("m=1,n=64,k=128,w=fp8_ch", "m=1,n=64,k=128,x=fp16,w=int4_g128", "m=1,n=60,k=128,w=int4_g128",
-                           "m=1,n=64,k=128,w=int4_g128,act_order=true"),
-    }  # fmt: skip
+        "linear_humming": (
+            "m=1,n=64,k=128,w=fp8_ch",
+            "m=1,n=64,k=128,x=fp16,w=int4_g128",
+            "m=1,n=60,k=128,w=int4_g128",
+            "m=1,n=64,k=128,w=int4_g128,act_order=true",
+        ),
+    }
     for name, texts in refusals.items():
         kernel = REGISTRY.kernel("linear", name)
         assert kernel.requires.offers

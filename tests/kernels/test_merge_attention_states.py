@@ -46,13 +46,18 @@ def test_empty_partials_add_nothing(implementation: Runnable, garbage: float) ->
 @pytest.mark.parametrize("implementation", runnables("merge_attention_states"), ids=str)
 def test_far_apart_and_huge_log_sum_exps(implementation: Runnable) -> None:
     a, b = torch.full((4, 1, 3), 1.0), torch.full((4, 1, 3), -1.0)
-    a_lse, b_lse = torch.tensor([[300.0], [-300.0], [1e30], [-1e30]]), torch.tensor([[-300.0], [-290.0], [1e30], [-1e30]])
+    a_lse, b_lse = (
+        torch.tensor([[300.0], [-300.0], [1e30], [-1e30]]),
+        torch.tensor([[-300.0], [-290.0], [1e30], [-1e30]]),
+    )
     out, lse = torch.empty_like(a), torch.empty_like(a_lse)
     implementation(a, a_lse, b, b_lse, out, lse)
     far = math.exp(-10)
     wanted = torch.tensor([1.0, (far - 1) / (far + 1), 0.0, 0.0])
     torch.testing.assert_close(out[:, 0, 0], wanted, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(lse[:, 0], torch.tensor([300.0, -290.0 + math.log1p(far), 1e30, -1e30]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        lse[:, 0], torch.tensor([300.0, -290.0 + math.log1p(far), 1e30, -1e30]), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("implementation", runnables("merge_attention_states"), ids=str)
@@ -84,10 +89,14 @@ def test_refusals_and_guards() -> None:
     static, out, lse = OP.static(OP.problem("h=2,d=8,x=fp32")), torch.empty_like(a), torch.empty_like(a_lse)
     assert guard(static, a, a_lse, b, b_lse, out, lse) == 4
     for wrong in (
-        (a, a_lse, b, b_lse, out[:3], lse), (a, a_lse, b, b_lse, out, lse[:3]), (a, a_lse.half(), b, b_lse, out, lse),
-        (a, a_lse, b.half(), b_lse, out, lse), (a, a_lse, b, b_lse, torch.empty(2, 4, 8).transpose(0, 1), lse),
-        (a[:, :1], a_lse, b, b_lse, out, lse), (a, a_lse, b, torch.empty(2, 4).t(), out, lse),
-    ):  # fmt: skip
+        (a, a_lse, b, b_lse, out[:3], lse),
+        (a, a_lse, b, b_lse, out, lse[:3]),
+        (a, a_lse.half(), b, b_lse, out, lse),
+        (a, a_lse, b.half(), b_lse, out, lse),
+        (a, a_lse, b, b_lse, torch.empty(2, 4, 8).transpose(0, 1), lse),
+        (a[:, :1], a_lse, b, b_lse, out, lse),
+        (a, a_lse, b, torch.empty(2, 4).t(), out, lse),
+    ):
         with pytest.raises(ValueError, match="planned for|contiguous"):
             guard(static, *wrong)
 
@@ -123,7 +132,9 @@ def tail_unweighted(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: An
     lse.copy_(total)
 
 
-@pytest.mark.parametrize("fault", ["base_two", "heads_rolled", "empty_rows_kept", "larger_lse_only", "tail_unweighted"])
+@pytest.mark.parametrize(
+    "fault", ["base_two", "heads_rolled", "empty_rows_kept", "larger_lse_only", "tail_unweighted"]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_verification_catches_wrong_kernels(fault: str, dtype: str) -> None:
     assert not verify_fault("merge_attention_states", __name__, fault, f"t=33,h=5,d=33,x={dtype}").ok

@@ -26,7 +26,9 @@ LEVELS = [level for level in runnable_levels() if level in ("base", "avx2", "avx
 class Latents:
     """Stands where transformers' cache is: keeps what would be cached."""
 
-    def update(self, latent: torch.Tensor, rope: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, latent: torch.Tensor, rope: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.rows = torch.cat((latent, rope), -1)[0, 0]
         return latent, rope
 
@@ -41,15 +43,29 @@ def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
 
     def keep(module: Any, q: Any, k: Any, v: Any, mask: Any, **rest: Any) -> Any:
         found = model.eager_attention_forward(module, q, k, v, mask, **rest)
-        seen.update(q=q[0].transpose(0, 1), k=k[0].transpose(0, 1), v=v[0].transpose(0, 1), out=found[0][0], scale=rest["scaling"])
+        seen.update(
+            q=q[0].transpose(0, 1),
+            k=k[0].transpose(0, 1),
+            v=v[0].transpose(0, 1),
+            out=found[0][0],
+            scale=rest["scaling"],
+        )
         return found
 
     AttentionInterface.register("keep", keep)
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        hidden_size=96, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=64, qk_rope_head_dim=16,
-        qk_nope_head_dim=24, v_head_dim=40, num_hidden_layers=1, max_position_embeddings=128,
-    )  # fmt: skip
+        hidden_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=24,
+        v_head_dim=40,
+        num_hidden_layers=1,
+        max_position_embeddings=128,
+    )
     config._attn_implementation = "keep"
     attention = model.DeepseekV3Attention(config, 0).eval()
     for parameter in attention.parameters():
@@ -68,7 +84,9 @@ def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
     module, latents, seen = deepseek(21)
     want, q = seen["out"][-new:], seen["q"][-new:].contiguous()
     starts, contexts = torch.tensor([0, new], dtype=torch.int32), torch.tensor([0, 21], dtype=torch.int32)
-    plain = varlen_attention.reference(q, seen["k"].contiguous(), seen["v"].contiguous(), starts, contexts, new, 21, seen["scale"])
+    plain = varlen_attention.reference(
+        q, seen["k"].contiguous(), seen["v"].contiguous(), starts, contexts, new, 21, seen["scale"]
+    )
     torch.testing.assert_close(plain, want, rtol=1e-4, atol=1e-5)
 
     up = module.kv_b_proj.weight.detach().view(4, 24 + 40, 64)
@@ -80,7 +98,9 @@ def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
         cache[block, : len(rows)] = rows
     table = order[None].to(torch.int32)
     for run in (mla_attention.reference, _cpp_mla):
-        got = run(absorbed, cache, table, starts, torch.tensor([21], dtype=torch.int32), new, 21, seen["scale"], 64)
+        got = run(
+            absorbed, cache, table, starts, torch.tensor([21], dtype=torch.int32), new, 21, seen["scale"], 64
+        )
         torch.testing.assert_close(torch.einsum("thl,hvl->thv", got, up[:, 24:]), want, rtol=1e-4, atol=2e-5)
 
 
@@ -135,10 +155,12 @@ def wrong_key_head(a: dict[str, Any]) -> None:
 
 
 FAULTS: list[tuple[Op, Kernel, Callable[[dict[str, Any]], None]]] = [
-    *((mla_attention.OP, MLA_TORCH, fault) for fault in
-      (rope_ignored, latent_slot_off_by_one, own_key_missed, values_shifted, heads_swapped)),
+    *(
+        (mla_attention.OP, MLA_TORCH, fault)
+        for fault in (rope_ignored, latent_slot_off_by_one, own_key_missed, values_shifted, heads_swapped)
+    ),
     *((varlen_attention.OP, VARLEN_TORCH, fault) for fault in (context_late, wrong_key_head)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("op", "kernel", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
@@ -154,7 +176,9 @@ def test_planted_fault_is_caught(op: Op, kernel: Kernel, fault: Callable[[dict[s
         wrong = dict(right)
         fault(wrong)
         got = [x.nan_to_num() for x in run(op, kernel, {}, wrong)]
-        assert not error_of(op, problem, list(right.values()), got, want) <= 4 * limit, f"{fault.__name__} passes {text}"
+        assert not error_of(op, problem, list(right.values()), got, want) <= 4 * limit, (
+            f"{fault.__name__} passes {text}"
+        )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -170,14 +194,23 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str) -> None:
         begin = a["query_start"].tolist()
         for i in range(len(begin) - 1):
             rows = slice(begin[i], begin[i + 1])
-            alone = dict(a, q=a["q"][rows], block_table=a["block_table"][i : i + 1], seq_lens=a["seq_lens"][i : i + 1],
-                         query_start=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32), lse=a["lse"][rows])  # fmt: skip
+            alone = dict(
+                a,
+                q=a["q"][rows],
+                block_table=a["block_table"][i : i + 1],
+                seq_lens=a["seq_lens"][i : i + 1],
+                query_start=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+                lse=a["lse"][rows],
+            )
             for x, y in zip(runs[0], run(mla_attention.OP, MLA_CPP, {"level": level}, alone), strict=True):
                 assert torch.equal(x[rows], y)
     finally:
         torch.set_num_threads(before)
     want = run_reference(mla_attention.OP, list(a.values()))
-    assert error_of(mla_attention.OP, problem, list(a.values()), runs[0], want) <= mla_attention.OP.tolerance(problem).limit
+    assert (
+        error_of(mla_attention.OP, problem, list(a.values()), runs[0], want)
+        <= mla_attention.OP.tolerance(problem).limit
+    )
 
 
 def test_describe_refuses() -> None:

@@ -25,9 +25,17 @@ def _i32(*values: Any) -> torch.Tensor:
 
 
 def _deepseek(experts: int = 16, hidden: int = 64, inner: int = 48) -> DeepseekV3MoE:
-    config = DeepseekV3Config(hidden_size=hidden, moe_intermediate_size=inner, n_routed_experts=experts,
-                              num_local_experts=experts, n_group=4, topk_group=2, num_experts_per_tok=4, n_shared_experts=1,
-                              routed_scaling_factor=2.5)  # fmt: skip
+    config = DeepseekV3Config(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        n_routed_experts=experts,
+        num_local_experts=experts,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+    )
     torch.manual_seed(3)
     layer = DeepseekV3MoE(config)
     with torch.no_grad():
@@ -42,15 +50,18 @@ def test_routing_and_experts_are_those_of_deepseek_v3() -> None:
     with torch.no_grad():
         wanted = layer(x[None])[0] - layer.shared_experts(x)
         logits = x @ layer.gate.weight.T
-        weights, ids = grouped_topk.reference(logits, 4, layer.gate.e_score_correction_bias, 4, 2, "sigmoid",
-                                              layer.gate.norm_topk_prob, 2.5)  # fmt: skip
+        weights, ids = grouped_topk.reference(
+            logits, 4, layer.gate.e_score_correction_bias, 4, 2, "sigmoid", layer.gate.norm_topk_prob, 2.5
+        )
         found = moe.reference(x, weights, ids, layer.experts.gate_up_proj.data, layer.experts.down_proj.data)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
 
 
 def test_reference_against_a_float64_loop() -> None:
     op = runnables("moe")[0].op
-    x, weights, ids, w13, w2, inner, _ = op.inputs(op.problem("m=11,top_k=3,e=4,h=37,i=21,x=fp32,w=fp32"), 5, "cpu")
+    x, weights, ids, w13, w2, inner, _ = op.inputs(
+        op.problem("m=11,top_k=3,e=4,h=37,i=21,x=fp32,w=fp32"), 5, "cpu"
+    )
     first, second = w13.dequantize().double(), w2.dequantize().double()
     wanted = torch.zeros(11, 37, dtype=torch.float64)
     for t in range(11):
@@ -72,8 +83,14 @@ def test_permute_places() -> None:
 
 @pytest.mark.parametrize("implementation", runnables("permute"), ids=str)
 def test_permute_extremes(implementation: Runnable) -> None:
-    for ids in (_i32([-1, -1]), _i32([7, 7], [7, 7]), _i32([0, 0]), _i32([2**31 - 1, -(2**31)]), torch.empty(0, 2).int(),
-                torch.arange(1030, dtype=torch.int32).view(-1, 2) % 8):  # fmt: skip
+    for ids in (
+        _i32([-1, -1]),
+        _i32([7, 7], [7, 7]),
+        _i32([0, 0]),
+        _i32([2**31 - 1, -(2**31)]),
+        torch.empty(0, 2).int(),
+        torch.arange(1030, dtype=torch.int32).view(-1, 2) % 8,
+    ):
         found = [torch.full(shape, -9, dtype=dtype) for shape, dtype in permute.like(ids, 8)]
         implementation(ids, 8, *found)
         for out, wanted in zip(found, permute.reference(ids, 8), strict=True):
@@ -98,8 +115,9 @@ def test_moe_routings(implementation: Runnable, case: str) -> None:
     arguments = op.inputs(problem, 6, "cpu")
     arguments[2] = ids
     kernel = implementation.kernel
-    outputs, trespass = run_guarded(op, kernel, kernel.config(problem, implementation.target),
-                                    kernel_arguments(op, kernel, arguments))  # fmt: skip
+    outputs, trespass = run_guarded(
+        op, kernel, kernel.config(problem, implementation.target), kernel_arguments(op, kernel, arguments)
+    )
     assert not trespass
     assert moe.error(problem, arguments, outputs, run_reference(op, arguments)) <= op.tolerance(problem).limit
     if case == "every id of another rank":
@@ -165,8 +183,13 @@ def test_cpu_refuses_offsets_and_permutations_that_leave_their_tensors() -> None
     op = GROUPED[0].op
     config = kernel.config(op.problem("m=3,e=2,n=16,k=32,x=fp32,w=fp32"), CPU)
     x, out = torch.randn(3, 32), torch.empty(3, 16)
-    for offsets, permutation in ((_i32(0, 2, 4), None), (_i32(0, 2, 1), None), (_i32(1, 2, 3), None),
-                                 (_i32(0, 1, 3), _i32(0, 3, 1)), (_i32(0, 1, 3), _i32(0, -1, 1))):  # fmt: skip
+    for offsets, permutation in (
+        (_i32(0, 2, 4), None),
+        (_i32(0, 2, 1), None),
+        (_i32(1, 2, 3), None),
+        (_i32(0, 1, 3), _i32(0, 3, 1)),
+        (_i32(0, 1, 3), _i32(0, -1, 1)),
+    ):
         with pytest.raises(ValueError, match="out of its range"):
             kernel.load()(config, x, weight, offsets, permutation, 1, False, 16, out)
 
@@ -174,9 +197,16 @@ def test_cpu_refuses_offsets_and_permutations_that_leave_their_tensors() -> None
 def test_expert_parallel_halves_add_up() -> None:
     """Two ranks with half of the experts each, ids shifted to their own: the sum of both is the whole."""
     op = MOE[0].op
-    x, weights, ids, w13, w2, *_ = op.inputs(op.problem("m=10,top_k=3,e=6,h=40,i=24,x=fp32,w=fp32"), 10, "cpu")
-    parts = [moe.reference(x, weights, ids - first, w13.narrow(0, first, 3), w2.narrow(0, first, 3)) for first in (0, 3)]
-    torch.testing.assert_close(parts[0] + parts[1], moe.reference(x, weights, ids, w13, w2), rtol=1e-5, atol=1e-6)
+    x, weights, ids, w13, w2, *_ = op.inputs(
+        op.problem("m=10,top_k=3,e=6,h=40,i=24,x=fp32,w=fp32"), 10, "cpu"
+    )
+    parts = [
+        moe.reference(x, weights, ids - first, w13.narrow(0, first, 3), w2.narrow(0, first, 3))
+        for first in (0, 3)
+    ]
+    torch.testing.assert_close(
+        parts[0] + parts[1], moe.reference(x, weights, ids, w13, w2), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_refusals() -> None:
@@ -251,10 +281,15 @@ def forgotten_last_k(config, y, inverse, weights, out) -> None:
     out.copy_(combine.reference(y, inverse, weights))
 
 
-@pytest.mark.parametrize(("op", "launcher", "problem"), [
-    ("permute", "late_offset", "m=33,top_k=2,e=8"), ("permute", "unstable", "m=33,top_k=2,e=8"),
-    ("combine", "dropped_token", "m=64,top_k=4,h=128"), ("combine", "forgotten_last_k", "m=257,top_k=8,h=256"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "launcher", "problem"),
+    [
+        ("permute", "late_offset", "m=33,top_k=2,e=8"),
+        ("permute", "unstable", "m=33,top_k=2,e=8"),
+        ("combine", "dropped_token", "m=64,top_k=4,h=128"),
+        ("combine", "forgotten_last_k", "m=257,top_k=8,h=256"),
+    ],
+)
 def test_planted_faults_of_the_index_ops(op: str, launcher: str, problem: str) -> None:
     _fault(op, launcher, problem)
 
@@ -284,7 +319,9 @@ def test_planted_faults_of_grouped_linear(fault: str) -> None:
     assert error > 2 * op.tolerance(problem).limit
 
 
-@pytest.mark.parametrize("fault", ["w13 scale", "w2 scale", "dropped token", "up before gate", "weight of another k"])
+@pytest.mark.parametrize(
+    "fault", ["w13 scale", "w2 scale", "dropped token", "up before gate", "weight of another k"]
+)
 def test_planted_faults_of_moe(fault: str) -> None:
     op = MOE[0].op
     problem = op.problem("m=65,top_k=4,e=5,h=256,i=128,w=int4_g32")
@@ -335,7 +372,9 @@ def test_chain_takes_other_parts_in_the_middle() -> None:
             out.copy_(found)
 
     out = torch.empty_like(x)
-    parts = _chain.Parts(placed, middle, middle, lambda y, inverse, w, to: to.copy_(combine.reference(y, inverse, w)))
+    parts = _chain.Parts(
+        placed, middle, middle, lambda y, inverse, w, to: to.copy_(combine.reference(y, inverse, w))
+    )
     _chain.run(parts, x, weights, ids, w13, w2, inner, 4, None, out)
     assert called == [2 * inner, 32]
     torch.testing.assert_close(out, moe.reference(x, weights, ids, w13, w2), rtol=1e-5, atol=1e-6)

@@ -18,7 +18,9 @@ EPS = 1e-6
 
 def _rows(m: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(m, n, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator))).to(dtype)
+    return (torch.randn(m, n, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator))).to(
+        dtype
+    )
 
 
 def _theirs(weight: torch.Tensor) -> LlamaRMSNorm:
@@ -30,7 +32,9 @@ def _theirs(weight: torch.Tensor) -> LlamaRMSNorm:
 def test_rms_norm_means_what_transformers_means() -> None:
     x, weight = _rows(9, 257, torch.float32), 1 + 0.3 * torch.randn(257)
     with torch.no_grad():
-        torch.testing.assert_close(rms_norm.reference(x, weight, EPS), _theirs(weight)(x), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            rms_norm.reference(x, weight, EPS), _theirs(weight)(x), rtol=1e-6, atol=1e-7
+        )
 
 
 def test_rms_norm_reference_against_float64_in_every_dtype() -> None:
@@ -45,7 +49,11 @@ def test_rms_norm_reference_against_float64_in_every_dtype() -> None:
 def test_fused_add_means_what_the_decoder_layer_means() -> None:
     """hidden = residual + block; residual = hidden; hidden = norm(hidden): the lines between a layer's two blocks."""
     for dtype in (torch.float32, torch.bfloat16):
-        x, residual, weight = _rows(5, 300, dtype), _rows(5, 300, dtype, 1), (1 + 0.3 * torch.randn(300)).to(dtype)
+        x, residual, weight = (
+            _rows(5, 300, dtype),
+            _rows(5, 300, dtype, 1),
+            (1 + 0.3 * torch.randn(300)).to(dtype),
+        )
         stored = residual.clone()
         found = fused_add_rms_norm.reference(x, stored, weight, EPS)
         assert torch.equal(stored, residual + x), "the stored sum is the model's own, bit for bit"
@@ -63,14 +71,19 @@ def test_rms_norm_takes_row_strides(implementation: Runnable, dtype: str) -> Non
     out = padded_rows(torch.zeros_like(x))
     implementation(x, weight, EPS, out)
     assert close(out, rms_norm.reference(x, weight, EPS), "rms_norm", f"m=6,n=131,x={dtype}")
-    assert out._base is not None and out._base.isnan().sum() == out._base.numel() - out.numel(), "wrote between rows"
+    assert out._base is not None and out._base.isnan().sum() == out._base.numel() - out.numel(), (
+        "wrote between rows"
+    )
 
 
 @pytest.mark.parametrize("implementation", runnables("fused_add_rms_norm"), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_add_takes_row_strides_and_out_may_be_x(implementation: Runnable, dtype: str) -> None:
     text = f"m=6,n=131,x={dtype}"
-    x, residual = padded_rows(_rows(6, 131, DTYPES[dtype])), padded_rows(_rows(6, 131, DTYPES[dtype], 1), extra=9)
+    x, residual = (
+        padded_rows(_rows(6, 131, DTYPES[dtype])),
+        padded_rows(_rows(6, 131, DTYPES[dtype], 1), extra=9),
+    )
     weight = (1 + 0.3 * torch.randn(131)).to(DTYPES[dtype])
     stored = residual.clone()
     wanted = fused_add_rms_norm.reference(x, stored, weight, EPS)
@@ -93,7 +106,9 @@ def test_fused_add_normalises_what_it_stored(implementation: Runnable) -> None:
     assert torch.equal(out[0], exact.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("implementation", [*runnables("rms_norm"), *runnables("fused_add_rms_norm")], ids=str)
+@pytest.mark.parametrize(
+    "implementation", [*runnables("rms_norm"), *runnables("fused_add_rms_norm")], ids=str
+)
 def test_a_row_does_not_depend_on_the_others(implementation: Runnable) -> None:
     if not implementation.kernel.batch_invariant:
         pytest.skip("does not promise it")
@@ -122,15 +137,34 @@ def test_refusals_say_what_was_expected() -> None:
     cases: list[tuple[type[Exception], str, Any]] = [
         (ValueError, r"weight must be \[8\]", lambda: ops.rms_norm(x, torch.randn(7), EPS)),
         (TypeError, "weight must have x's dtype", lambda: ops.rms_norm(x, weight.bfloat16(), EPS)),
-        (ValueError, "last dimension must be contiguous", lambda: ops.rms_norm(x.t().contiguous().t(), weight, EPS)),
+        (
+            ValueError,
+            "last dimension must be contiguous",
+            lambda: ops.rms_norm(x.t().contiguous().t(), weight, EPS),
+        ),
         (ValueError, "eps must not be negative", lambda: ops.rms_norm(x, weight, -1.0)),
         (ValueError, "int8", lambda: ops.rms_norm(x.to(torch.int8), weight.to(torch.int8), EPS)),
-        (ValueError, "last dimension of x is empty", lambda: ops.rms_norm(torch.empty(4, 0), torch.empty(0), EPS)),
-        (ValueError, "residual must have x's shape", lambda: ops.fused_add_rms_norm(x, x[:3].clone(), weight, EPS)),
-        (TypeError, "residual must have x's dtype", lambda: ops.fused_add_rms_norm(x, x.bfloat16(), weight, EPS)),
-        (ValueError, "rows must not overlap",
-         lambda: ops.fused_add_rms_norm(x, torch.randn(1, 8).expand(4, 8), weight, EPS)),
-    ]  # fmt: skip
+        (
+            ValueError,
+            "last dimension of x is empty",
+            lambda: ops.rms_norm(torch.empty(4, 0), torch.empty(0), EPS),
+        ),
+        (
+            ValueError,
+            "residual must have x's shape",
+            lambda: ops.fused_add_rms_norm(x, x[:3].clone(), weight, EPS),
+        ),
+        (
+            TypeError,
+            "residual must have x's dtype",
+            lambda: ops.fused_add_rms_norm(x, x.bfloat16(), weight, EPS),
+        ),
+        (
+            ValueError,
+            "rows must not overlap",
+            lambda: ops.fused_add_rms_norm(x, torch.randn(1, 8).expand(4, 8), weight, EPS),
+        ),
+    ]
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):
             call()
@@ -191,7 +225,9 @@ def past_the_end(config: Any, x: Any, weight: Any, eps: float, out: Any) -> None
     torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).fill_(0)
 
 
-@pytest.mark.parametrize("fault", ["skipped_tail", "mean_over_padding", "unwritten_row", "row_off_by_one", "past_the_end"])
+@pytest.mark.parametrize(
+    "fault", ["skipped_tail", "mean_over_padding", "unwritten_row", "row_off_by_one", "past_the_end"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verification_catches_wrong_norms(fault: str, dtype: str) -> None:
     assert not verify_fault("rms_norm", __name__, fault, f"m=7,n=257,x={dtype}").ok
@@ -236,4 +272,6 @@ def test_opcheck_of_the_operators(policy_file: Any) -> None:
     policy_file()
     x, weight = torch.randn(3, 40), torch.randn(40)
     torch.library.opcheck(torch.ops.gristmill.rms_norm.default, (x, weight, EPS))
-    torch.library.opcheck(torch.ops.gristmill.fused_add_rms_norm.default, (x, torch.randn(3, 40), weight, EPS))
+    torch.library.opcheck(
+        torch.ops.gristmill.fused_add_rms_norm.default, (x, torch.randn(3, 40), weight, EPS)
+    )

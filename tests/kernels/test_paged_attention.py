@@ -37,7 +37,11 @@ def run(launcher: Callable[..., None], config: dict[str, Any], a: dict[str, Any]
 
 
 def cpp(a: dict[str, Any], level: str | None = None) -> list[torch.Tensor]:
-    return run(CPP.load(), {"level": level or [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")][-1]}, a)
+    return run(
+        CPP.load(),
+        {"level": level or [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")][-1]},
+        a,
+    )
 
 
 def by_hand(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +100,9 @@ def test_reference_matches_transformers(sinks: bool, window: int) -> None:
         module = torch.nn.Module()
         module.num_key_value_groups, module.sinks, module.training = 3, a["sinks"], False
         q = a["q"][begin[i] : begin[i + 1]].transpose(0, 1)[None]
-        want, _ = (gpt_oss if sinks else llama)(module, q, keys, values, mask, scaling=a["scale"], dropout=0.0)
+        want, _ = (gpt_oss if sinks else llama)(
+            module, q, keys, values, mask, scaling=a["scale"], dropout=0.0
+        )
         torch.testing.assert_close(got[begin[i] : begin[i + 1]], want[0], rtol=2e-5, atol=2e-6)
 
 
@@ -177,7 +183,9 @@ def figure(problem: Problem, right: dict[str, Any], got: list[torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize(("fault", "applies"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
-def test_planted_fault_is_caught(fault: Callable[[dict[str, Any]], None], applies: Callable[[Problem], bool]) -> None:
+def test_planted_fault_is_caught(
+    fault: Callable[[dict[str, Any]], None], applies: Callable[[Problem], bool]
+) -> None:
     """Every example that the fault concerns, and the problem that verifies a plan, are far over the tolerance with it."""
     texts = [t for t in OP.examples if OP.problem(t).integer("q_tokens") and applies(OP.problem(t))]
     assert texts
@@ -188,7 +196,9 @@ def test_planted_fault_is_caught(fault: Callable[[dict[str, Any]], None], applie
         wrong = dict(right)
         fault(wrong)
         got = run(TORCH.load(), {}, wrong)
-        assert not figure(problem, right, [x.nan_to_num() for x in got]) <= 4 * limit, f"{fault.__name__} passes {text}"
+        assert not figure(problem, right, [x.nan_to_num() for x in got]) <= 4 * limit, (
+            f"{fault.__name__} passes {text}"
+        )
 
 
 @pytest.mark.parametrize("head", [0, 3])
@@ -217,7 +227,9 @@ def test_lengths_keep_their_bounds(seed: int) -> None:
     max_ctx = max_q + int(torch.randint(0, 30, (), generator=g))
     tokens = int(torch.randint(0, seqs * max_q + 1, (), generator=g))
     total = int(torch.randint(tokens, seqs * max_ctx + 1, (), generator=g))
-    problem = OP.problem(f"q_tokens={tokens},seqs={seqs},max_q={max_q},max_ctx={max_ctx},total_ctx={total},heads=1,kv_heads=1")
+    problem = OP.problem(
+        f"q_tokens={tokens},seqs={seqs},max_q={max_q},max_ctx={max_ctx},total_ctx={total},heads=1,kv_heads=1"
+    )
     queries, contexts = lengths(problem, seed)
     assert sum(queries) == tokens and sum(contexts) == total and len(queries) == len(contexts) == seqs
     assert all(0 <= q <= min(c, max_q) and c <= max_ctx for q, c in zip(queries, contexts, strict=True))
@@ -246,10 +258,17 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int) 
         assert figure(problem, a, runs[0]) <= OP.tolerance(problem).limit
         begin = a["query_start"].tolist()
         for i in range(len(begin) - 1):
-            for t in range(begin[i], begin[i + 1]):  # each token as a decode of its own, the context cut behind it
-                alone = dict(a, q=a["q"][t : t + 1], block_table=a["block_table"][i : i + 1], lse=a["lse"][t : t + 1],
-                             query_start=torch.tensor([0, 1], dtype=torch.int32),
-                             seq_lens=a["seq_lens"][i : i + 1] - (begin[i + 1] - 1 - t))  # fmt: skip
+            for t in range(
+                begin[i], begin[i + 1]
+            ):  # each token as a decode of its own, the context cut behind it
+                alone = dict(
+                    a,
+                    q=a["q"][t : t + 1],
+                    block_table=a["block_table"][i : i + 1],
+                    lse=a["lse"][t : t + 1],
+                    query_start=torch.tensor([0, 1], dtype=torch.int32),
+                    seq_lens=a["seq_lens"][i : i + 1] - (begin[i + 1] - 1 - t),
+                )
                 for x, y in zip(runs[0], cpp(alone, level), strict=True):
                     assert torch.equal(x[t], y[0])
     finally:
@@ -259,7 +278,9 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int) 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"])
 def test_blocks_behind_the_window_are_not_followed(kernel: str) -> None:
     """With a window a runtime may free old blocks: their table entries and contents are garbage then."""
-    problem, a = arguments_of("q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20")
+    problem, a = arguments_of(
+        "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20"
+    )
     want = run_reference(OP, list(a.values()))
     a["block_table"] = a["block_table"].clone()
     for i, context in enumerate(a["seq_lens"].tolist()):
@@ -272,11 +293,19 @@ def test_blocks_behind_the_window_are_not_followed(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("block_table", [[99, 0]]), ("block_table", [[-1, 0]]), ("seq_lens", [33]), ("seq_lens", [-1]), ("query_start", [0, 9]),
-     ("query_start", [2, 1])],
-)  # fmt: skip
+    [
+        ("block_table", [[99, 0]]),
+        ("block_table", [[-1, 0]]),
+        ("seq_lens", [33]),
+        ("seq_lens", [-1]),
+        ("query_start", [0, 9]),
+        ("query_start", [2, 1]),
+    ],
+)
 def test_cpu_kernel_refuses_indices_that_do_not_exist(name: str, value: list[Any]) -> None:
-    _, a = arguments_of("q_tokens=2,seqs=1,max_q=2,max_ctx=32,total_ctx=32,heads=2,kv_heads=1,head_dim=16,x=fp32")
+    _, a = arguments_of(
+        "q_tokens=2,seqs=1,max_q=2,max_ctx=32,total_ctx=32,heads=2,kv_heads=1,head_dim=16,x=fp32"
+    )
     cpp(a)
     a[name] = torch.tensor(value, dtype=torch.int32)
     with pytest.raises(ValueError, match="paged_attention_cpu"):
@@ -301,9 +330,15 @@ BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "kind", "message"), BAD, ids=lambda x: x if isinstance(x, str) else "")
-def test_describe_refuses(name: str, change: Callable[[Any], Any], kind: type[Exception], message: str) -> None:
-    _, a = arguments_of("q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32")
+@pytest.mark.parametrize(
+    ("name", "change", "kind", "message"), BAD, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_describe_refuses(
+    name: str, change: Callable[[Any], Any], kind: type[Exception], message: str
+) -> None:
+    _, a = arguments_of(
+        "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32"
+    )
     OP.describe(**a)
     a[name] = change(a[name])
     with pytest.raises(kind, match=message):
@@ -311,15 +346,25 @@ def test_describe_refuses(name: str, change: Callable[[Any], Any], kind: type[Ex
 
 
 GUARDED: list[tuple[str, Callable[[Any], Any]]] = [
-    ("q", lambda q: q[:, :2]), ("q", lambda q: q.half()), ("k_cache", lambda k: k[:, :3]), ("v_cache", lambda v: v[:-1]),
-    ("block_table", lambda t: t[:, :1]), ("block_table", lambda t: t[:1]), ("query_start", lambda t: t[:-1]),
-    ("window", lambda w: 5), ("sinks", lambda s: torch.zeros(4)), ("lse", lambda s: torch.zeros(5, 4)), ("max_q", lambda n: 1),
-]  # fmt: skip
+    ("q", lambda q: q[:, :2]),
+    ("q", lambda q: q.half()),
+    ("k_cache", lambda k: k[:, :3]),
+    ("v_cache", lambda v: v[:-1]),
+    ("block_table", lambda t: t[:, :1]),
+    ("block_table", lambda t: t[:1]),
+    ("query_start", lambda t: t[:-1]),
+    ("window", lambda w: 5),
+    ("sinks", lambda s: torch.zeros(4)),
+    ("lse", lambda s: torch.zeros(5, 4)),
+    ("max_q", lambda n: 1),
+]
 
 
 @pytest.mark.parametrize(("name", "change"), GUARDED)
 def test_guard_refuses(name: str, change: Callable[[Any], Any]) -> None:
-    problem, a = arguments_of("q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32")
+    problem, a = arguments_of(
+        "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32"
+    )
     static, out = OP.static(problem), torch.empty(5, 4, 64)
     assert OP.guard is not None and OP.guard(static, *a.values(), out) == 5
     a[name] = change(a[name])

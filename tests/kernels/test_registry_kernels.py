@@ -35,7 +35,10 @@ def _rows() -> list[object]:
         for target in _targets(kernel):
             if kernel.requires.check_hardware(target, BUILD) or kernel.requires.check_build(target, BUILD):
                 continue
-            rows += [pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}") for text in kernel.proofs(op)]
+            rows += [
+                pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}")
+                for text in kernel.proofs(op)
+            ]
     return rows
 
 
@@ -53,18 +56,30 @@ def _cut_rows() -> list[object]:
     rows = []
     for kernel in REGISTRY.all_kernels():
         op = REGISTRY.op(kernel.op)
-        if op.shrink is None or kernel.requires.check_hardware(CPU, BUILD) or kernel.requires.check_build(CPU, BUILD):
+        if (
+            op.shrink is None
+            or kernel.requires.check_hardware(CPU, BUILD)
+            or kernel.requires.check_build(CPU, BUILD)
+        ):
             continue
-        cut = [text for text in op.bench if op.verification(op.problem(text)) != op.problem(text)
-               and kernel.accepts(op.problem(text)) is None]  # fmt: skip
+        cut = [
+            text
+            for text in op.bench
+            if op.verification(op.problem(text)) != op.problem(text)
+            and kernel.accepts(op.problem(text)) is None
+        ]
         if kernel.language == "triton":
-            cut = sorted(cut, key=lambda text: op.cost(op.verification(op.problem(text))).flops)[: 0 if HAS_GPU else 1]
+            cut = sorted(cut, key=lambda text: op.cost(op.verification(op.problem(text))).flops)[
+                : 0 if HAS_GPU else 1
+            ]
         rows += [pytest.param(op, kernel, text, id=f"{kernel.name}-{text}") for text in cut]
     return rows
 
 
 @pytest.mark.parametrize(("op", "kernel", "text"), _cut_rows())
-def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(op: Op, kernel: Kernel, text: str) -> None:
+def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(
+    op: Op, kernel: Kernel, text: str
+) -> None:
     """What resolution does. A configuration must not hold sizes that `shrink` changes."""
     problem = op.problem(text)
     outcome = verify(op, kernel, kernel.config(problem, CPU), op.verification(problem), "cpu")
@@ -100,6 +115,9 @@ def test_operation_can_run_on_any_cpu(op: Op) -> None:
     """Some kernel of every operation accepts every example on a CPU without a compiler: the torch one."""
     for text in op.examples:
         problem = op.problem(text)
-        able = [k for k in REGISTRY.kernels_of(op.name) if k.language == "python" and not k.requires.vendors
-                and k.accepts(problem) is None]  # fmt: skip
+        able = [
+            k
+            for k in REGISTRY.kernels_of(op.name)
+            if k.language == "python" and not k.requires.vendors and k.accepts(problem) is None
+        ]
         assert able, f"{op.name} {text}: no kernel without requirements"

@@ -25,7 +25,11 @@ def _loop(tokens: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> tor
 
 def _caches(order: str, heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The NHD views of keys and values in one allocation, for four blocks of four."""
-    shape = {"two halves": (2, 4, 4, heads, d), "block by block": (4, 2, 4, heads, d), "heads outside": (2, 4, heads, 4, d)}
+    shape = {
+        "two halves": (2, 4, 4, heads, d),
+        "block by block": (4, 2, 4, heads, d),
+        "heads outside": (2, 4, heads, 4, d),
+    }
     whole = torch.randn(shape[order])
     if order == "block by block":
         return whole[:, 0], whole[:, 1]
@@ -101,20 +105,34 @@ def test_refusals_and_guards() -> None:
     key, value = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
     key_cache, value_cache = torch.randn(4, 4, 2, 8), torch.randn(4, 4, 2, 8)
     cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (ValueError, r"key must be \[tokens, heads, head size\]", (key[0], value, key_cache, value_cache, SLOTS)),
+        (
+            ValueError,
+            r"key must be \[tokens, heads, head size\]",
+            (key[0], value, key_cache, value_cache, SLOTS),
+        ),
         (ValueError, r"key_cache must be \[blocks", (key, value, key_cache[:, :, :1], value_cache, SLOTS)),
         (ValueError, r"value_cache must be \[blocks", (key, value, key_cache, value_cache[..., :7], SLOTS)),
         (ValueError, "value is", (key, value[:5], key_cache, value_cache, SLOTS)),
         (ValueError, "value_cache is", (key, value, key_cache, value_cache[:3], SLOTS)),
-        (TypeError, "key_cache must have the tokens' dtype", (key, value, key_cache.half(), value_cache, SLOTS)),
+        (
+            TypeError,
+            "key_cache must have the tokens' dtype",
+            (key, value, key_cache.half(), value_cache, SLOTS),
+        ),
         (TypeError, "slot_mapping must be int64", (key, value, key_cache, value_cache, SLOTS.int())),
         (ValueError, r"slot_mapping must be \[6\]", (key, value, key_cache, value_cache, SLOTS[:5])),
-        (ValueError, "slot_mapping must be contiguous",
-         (key, value, key_cache, value_cache, torch.arange(12)[::2])),
+        (
+            ValueError,
+            "slot_mapping must be contiguous",
+            (key, value, key_cache, value_cache, torch.arange(12)[::2]),
+        ),
         (ValueError, "rows overlap", (key, value, key_cache[:, :1].expand(4, 4, 2, 8), value_cache, SLOTS)),
-        (ValueError, "last dimension of key_cache must be contiguous",
-         (key, value, torch.randn(4, 4, 8, 2).transpose(2, 3), value_cache, SLOTS)),
-    ]  # fmt: skip
+        (
+            ValueError,
+            "last dimension of key_cache must be contiguous",
+            (key, value, torch.randn(4, 4, 8, 2).transpose(2, 3), value_cache, SLOTS),
+        ),
+    ]
     static = reshape_and_cache.OP.static(reshape_and_cache.OP.problem("h=2,d=8,dv=8,block_size=4,x=fp32"))
     for kind, message, arguments in cases:
         with pytest.raises(kind, match=message):
@@ -127,7 +145,11 @@ def test_refusals_and_guards() -> None:
     latent, cache = torch.randn(6, 8), torch.randn(4, 4, 8)
     static = reshape_and_cache_mla.OP.static(reshape_and_cache_mla.OP.problem("d=8,block_size=4,x=fp32"))
     assert reshape_and_cache_mla.guard(static, latent, cache, SLOTS) == 6
-    for wrong in ((latent[:, :7], cache, SLOTS), (latent.half(), cache, SLOTS), (latent, cache[:, :2], SLOTS)):
+    for wrong in (
+        (latent[:, :7], cache, SLOTS),
+        (latent.half(), cache, SLOTS),
+        (latent, cache[:, :2], SLOTS),
+    ):
         with pytest.raises((ValueError, TypeError)):
             reshape_and_cache_mla.guard(static, *wrong)
 
@@ -154,18 +176,29 @@ def values_forgotten(config: Any, key: Any, value: Any, key_cache: Any, value_ca
     reshape_and_cache.reference(key, value, key_cache, value_cache.clone(), slots)
 
 
-def block_and_place_swapped(config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+def block_and_place_swapped(
+    config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any
+) -> None:
     size, blocks = key_cache.shape[1], key_cache.shape[0]
     other = torch.where(slots >= 0, slots % blocks * size + slots // blocks % size, slots)
     reshape_and_cache.reference(key, value, key_cache, value_cache, other)
 
 
-FAULTS = ["off_by_one", "padding_written", "swapped", "last_token_forgotten", "values_forgotten", "block_and_place_swapped"]
+FAULTS = [
+    "off_by_one",
+    "padding_written",
+    "swapped",
+    "last_token_forgotten",
+    "values_forgotten",
+    "block_and_place_swapped",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_verification_catches_wrong_kernels(fault: str) -> None:
-    assert not verify_fault("reshape_and_cache", __name__, fault, "t=33,h=2,d=16,dv=16,block_size=5,x=bf16").ok
+    assert not verify_fault(
+        "reshape_and_cache", __name__, fault, "t=33,h=2,d=16,dv=16,block_size=5,x=bf16"
+    ).ok
 
 
 def last_element_forgotten(config: Any, latent: Any, cache: Any, slots: Any) -> None:
@@ -175,7 +208,9 @@ def last_element_forgotten(config: Any, latent: Any, cache: Any, slots: Any) -> 
 
 
 def test_verification_catches_a_short_copy() -> None:
-    assert not verify_fault("reshape_and_cache_mla", __name__, "last_element_forgotten", "t=9,d=33,block_size=3,x=bf16").ok
+    assert not verify_fault(
+        "reshape_and_cache_mla", __name__, "last_element_forgotten", "t=9,d=33,block_size=3,x=bf16"
+    ).ok
 
 
 def test_operators(policy_file: Any) -> None:
@@ -185,5 +220,9 @@ def test_operators(policy_file: Any) -> None:
     wanted = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
     ops.reshape_and_cache(key, value, key_cache, value_cache, SLOTS)
     assert torch.equal(key_cache, wanted[0]) and torch.equal(value_cache, wanted[1])
-    torch.library.opcheck(torch.ops.gristmill.reshape_and_cache.default, (key, value, key_cache, value_cache, SLOTS))
-    torch.library.opcheck(torch.ops.gristmill.reshape_and_cache_mla.default, (key[:, 0], key_cache[:, :, 0].contiguous(), SLOTS))
+    torch.library.opcheck(
+        torch.ops.gristmill.reshape_and_cache.default, (key, value, key_cache, value_cache, SLOTS)
+    )
+    torch.library.opcheck(
+        torch.ops.gristmill.reshape_and_cache_mla.default, (key[:, 0], key_cache[:, :, 0].contiguous(), SLOTS)
+    )

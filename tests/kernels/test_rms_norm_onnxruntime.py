@@ -31,7 +31,9 @@ def test_what_it_requires() -> None:
     assert not KERNEL.auto
 
 
-@pytest.mark.parametrize("problem", ["m=7,n=257,x=fp32", "m=33,n=768,x=fp16", "m=1,n=1,x=fp32", "m=0,n=16,x=fp16"])
+@pytest.mark.parametrize(
+    "problem", ["m=7,n=257,x=fp32", "m=33,n=768,x=fp16", "m=1,n=1,x=fp32", "m=0,n=16,x=fp16"]
+)
 def test_it_keeps_the_contract(host: None, problem: str) -> None:
     parsed = rms_norm.OP.problem(problem)
     outcome = verify(rms_norm.OP, KERNEL, {}, parsed, "cpu")
@@ -51,8 +53,22 @@ def test_strides_leading_dimensions_and_eps(host: None) -> None:
 def test_it_is_timed_and_audited_like_any_other(host: None, policy_file) -> None:
     """Content that changes in place is followed: nothing of the weights is packed inside the session."""
     policy_file()
-    done = CliRunner().invoke(cli, ["bench", "rms_norm", "--problem", "m=64,n=1024,x=fp32", "--kernels", "*_onnxruntime", "--target", "cpu",
-                                    "--seconds", "0.1", "--json"])  # fmt: skip
+    done = CliRunner().invoke(
+        cli,
+        [
+            "bench",
+            "rms_norm",
+            "--problem",
+            "m=64,n=1024,x=fp32",
+            "--kernels",
+            "*_onnxruntime",
+            "--target",
+            "cpu",
+            "--seconds",
+            "0.1",
+            "--json",
+        ],
+    )
     assert done.exit_code == 0, done.output
-    row, = json.loads(done.stdout)
+    (row,) = json.loads(done.stdout)
     assert row["us"] > 0 and row["error"] <= row["tolerance"] and row["reason"] == ""

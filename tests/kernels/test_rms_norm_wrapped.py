@@ -24,9 +24,12 @@ def _checked(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def flashinfer_rmsnorm(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: torch.Tensor | None = None,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The signature of flashinfer.norm.rmsnorm, refusing what its kernel refuses."""
     _checked(input, weight)
     assert out is not None and out.shape == input.shape and out.dtype == input.dtype and out.stride(1) == 1
@@ -47,8 +50,10 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stub modules in the places of the two libraries, holding these functions."""
 
     def place(flashinfer: Any = flashinfer_rmsnorm, aiter: Any = aiter_rmsnorm2d_fwd) -> None:
-        for path, name, function in (("flashinfer.norm", "rmsnorm", flashinfer),
-                                     ("aiter.ops.rmsnorm", "rmsnorm2d_fwd", aiter)):  # fmt: skip
+        for path, name, function in (
+            ("flashinfer.norm", "rmsnorm", flashinfer),
+            ("aiter.ops.rmsnorm", "rmsnorm2d_fwd", aiter),
+        ):
             parts = path.split(".")
             for length in range(1, len(parts) + 1):
                 module = ModuleType(".".join(parts[:length]))
@@ -70,7 +75,9 @@ def test_wrappers_keep_the_contract(hosts: Any, spec: Any, problem: str) -> None
     hosts()
     parsed = rms_norm.OP.problem(problem)
     assert spec.KERNEL.accepts(parsed) is None
-    outcome = verify(rms_norm.OP, spec.KERNEL, spec.KERNEL.config(parsed, Target.parse("sm_90")), parsed, "cpu")
+    outcome = verify(
+        rms_norm.OP, spec.KERNEL, spec.KERNEL.config(parsed, Target.parse("sm_90")), parsed, "cpu"
+    )
     assert outcome.ok, outcome.reason
 
 
@@ -113,7 +120,11 @@ def test_what_they_require() -> None:
 
 @pytest.mark.parametrize(
     ("source", "offered"),
-    [("def rmsnorm2d_fwd(input, weight, epsilon):\n    pass\n", True), ("def other():\n    pass\n", False), (None, False)],
+    [
+        ("def rmsnorm2d_fwd(input, weight, epsilon):\n    pass\n", True),
+        ("def other():\n    pass\n", False),
+        (None, False),
+    ],
 )
 def test_the_unrelated_aiter_is_not_taken_for_amds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, offered: bool

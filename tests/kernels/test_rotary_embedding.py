@@ -22,23 +22,65 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    "yarn": {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32768},
-    "yarn given factor": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "attention_factor": 1.25,
-                          "original_max_position_embeddings": 4096, "beta_fast": 64, "beta_slow": 2},
-    "yarn of gpt-oss": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False,
-                        "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
-    "yarn of deepseek v2": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 0.707,
-                            "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096},
-    "yarn with mscale": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0,
-                         "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
-}  # fmt: skip
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+    "yarn given factor": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 64,
+        "beta_slow": 2,
+    },
+    "yarn of gpt-oss": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "yarn of deepseek v2": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": 4096,
+    },
+}
 
 
 def _config(scaling: dict[str, Any], head: int = 128) -> LlamaConfig:
-    return LlamaConfig(hidden_size=head * 2, num_attention_heads=2, head_dim=head, max_position_embeddings=131072,
-                       rope_parameters=dict(scaling))  # fmt: skip
+    return LlamaConfig(
+        hidden_size=head * 2,
+        num_attention_heads=2,
+        head_dim=head,
+        max_position_embeddings=131072,
+        rope_parameters=dict(scaling),
+    )
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -50,7 +92,9 @@ def test_tables_are_those_of_transformers(name: str, head: int) -> None:
     torch.testing.assert_close(inverse_frequencies(head, parameters), theirs.inv_freq, rtol=3e-7, atol=0)
     assert parameters.table_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     if name != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[str(SCALINGS[name]["rope_type"])](config, torch.device("cpu"))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[str(SCALINGS[name]["rope_type"])](
+            config, torch.device("cpu")
+        )
         wide = inverse_frequencies(head, parameters, "float64")
         torch.testing.assert_close(wide, frequencies.double(), rtol=2e-6, atol=0)
         assert parameters.table_factor == pytest.approx(factor, rel=1e-12)
@@ -73,8 +117,11 @@ def test_default_table_against_float64_mathematics() -> None:
 
 
 def test_a_wrong_scaling_would_be_seen() -> None:
-    for name, change in (("llama3", {"high_freq_factor": 3.9}), ("yarn", {"beta_fast": 31.0, "truncate": False}),
-                         ("linear", {"factor": 4.001})):  # fmt: skip
+    for name, change in (
+        ("llama3", {"high_freq_factor": 3.9}),
+        ("yarn", {"beta_fast": 31.0, "truncate": False}),
+        ("linear", {"factor": 4.001}),
+    ):
         frequencies, _ = ROPE_INIT_FUNCTIONS[name](_config(SCALINGS[name]), torch.device("cpu"))
         wrong = inverse_frequencies(128, RopeParameters.parse(SCALINGS[name] | change))
         assert ((wrong - frequencies).abs() / frequencies).max() > 1e-4
@@ -91,14 +138,21 @@ def test_tables_of_configurations_old_and_broken() -> None:
     old = {"type": "linear", "factor": 2.0}
     assert RopeParameters.parse(old, theta=5000.0) == RopeParameters(theta=5000.0, kind="linear", factor=2.0)
     inferred = RopeParameters.parse(
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "original_max_position_embeddings": 4096}, max_positions=16384
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "original_max_position_embeddings": 4096},
+        max_positions=16384,
     )
     assert inferred.factor == 4.0
     for table, message in (
-        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}, "longrope.*not supported; supported: default, linear"),
+        (
+            {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0},
+            "longrope.*not supported; supported: default, linear",
+        ),
         ({"rope_type": "linear", "rope_theta": 1e4}, "linear needs factor"),
         ({"rope_type": "linear", "factor": 2.0}, "needs rope_theta"),
-        ({"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}, "needs high_freq_factor"),
+        (
+            {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0},
+            "needs high_freq_factor",
+        ),
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}, "needs original_max_position_embeddings"),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}, "factor must be positive"),
         ({"rope_type": "default", "rope_theta": 1.0}, "theta must be over 1"),
@@ -149,7 +203,9 @@ def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor], problem: str) 
 @pytest.mark.parametrize("implementation", runnables("rotary_embedding"), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("style", ["neox", "gptj"])
-def test_a_slice_of_the_heads_turns_and_nothing_else(implementation: Runnable, dtype: str, style: str) -> None:
+def test_a_slice_of_the_heads_turns_and_nothing_else(
+    implementation: Runnable, dtype: str, style: str
+) -> None:
     """DeepSeek: the last 22 of 40 elements of each head of q, and a slice of the latent row as the one head of k."""
     whole_q, latent = torch.randn(5, 3, 40).to(DTYPES[dtype]), torch.randn(5, 60).to(DTYPES[dtype])
     before_q, before_latent = whole_q.clone(), latent.clone()
@@ -159,7 +215,9 @@ def test_a_slice_of_the_heads_turns_and_nothing_else(implementation: Runnable, d
     reference(*wanted, positions, table, style == "gptj")
     implementation(q, k, positions, table, style == "gptj")
     assert _worst([q, k], wanted, f"t=5,hq=3,hk=1,d=22,rot=22,style={style},x={dtype}")
-    assert torch.equal(whole_q[..., :18], before_q[..., :18]) and torch.equal(latent[:, :38], before_latent[:, :38])
+    assert torch.equal(whole_q[..., :18], before_q[..., :18]) and torch.equal(
+        latent[:, :38], before_latent[:, :38]
+    )
     assert not torch.equal(q, before_q[..., 18:])
 
 
@@ -183,7 +241,9 @@ def test_views_of_one_qkv_buffer_and_heads_outside_tokens(implementation: Runnab
 
 @pytest.mark.parametrize("implementation", runnables("rotary_embedding"), ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_positions_outside_the_table_become_nan_and_read_nothing(implementation: Runnable, interleaved: bool) -> None:
+def test_positions_outside_the_table_become_nan_and_read_nothing(
+    implementation: Runnable, interleaved: bool
+) -> None:
     q, k, _, table = _arguments(6, 2, 1, 16, 12, torch.float32)
     positions = torch.tensor([0, -1, 500, 499, 2**62, -(2**62)])
     before = q.clone()
@@ -203,10 +263,22 @@ def test_refusals() -> None:
         (ValueError, r"positions must be \[4\]", (q, k, positions[:3], table)),
         (TypeError, "positions must be int64", (q, k, positions.int(), table)),
         (TypeError, "cos_sin must be fp32", (q, k, positions, table.bfloat16())),
-        (ValueError, "even and at most the head size", (q, k, positions, rope_cache(18, 8, RopeParameters()))),
-        (ValueError, "head of q must be contiguous", (torch.randn(4, 16, 2).transpose(1, 2), k, positions, table)),
+        (
+            ValueError,
+            "even and at most the head size",
+            (q, k, positions, rope_cache(18, 8, RopeParameters())),
+        ),
+        (
+            ValueError,
+            "head of q must be contiguous",
+            (torch.randn(4, 16, 2).transpose(1, 2), k, positions, table),
+        ),
         (ValueError, "heads overlap", (q[:, :1].expand(4, 2, 16), k, positions, table)),
-        (ValueError, "heads overlap", (torch.randn(100).as_strided((4, 2, 16), (16, 8, 1)), k, positions, table)),
+        (
+            ValueError,
+            "heads overlap",
+            (torch.randn(100).as_strided((4, 2, 16), (16, 8, 1)), k, positions, table),
+        ),
         (ValueError, "cos_sin must be contiguous", (q, k, positions, torch.randn(500, 32)[:, :16])),
     ]
     for kind, message, arguments in cases:
@@ -216,7 +288,11 @@ def test_refusals() -> None:
         with pytest.raises((ValueError, TypeError)):
             guard(static, *arguments)
     assert guard(static, q, k, positions, table) == 4
-    for arguments in ((q, None, positions, table), (q, k, positions, table, True), (q, q.clone(), positions, table)):
+    for arguments in (
+        (q, None, positions, table),
+        (q, k, positions, table, True),
+        (q, q.clone(), positions, table),
+    ):
         with pytest.raises(ValueError, match="planned for"):
             guard(static, *arguments)
 
@@ -254,8 +330,15 @@ def past_the_rotated_part(config: Any, q: Any, k: Any, positions: Any, table: An
     q[..., -1] = 0
 
 
-FAULTS = ["swapped_halves", "other_style", "other_direction", "position_off_by_one", "k_forgotten", "last_pair_skipped",
-          "past_the_rotated_part"]  # fmt: skip
+FAULTS = [
+    "swapped_halves",
+    "other_style",
+    "other_direction",
+    "position_off_by_one",
+    "k_forgotten",
+    "last_pair_skipped",
+    "past_the_rotated_part",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -23,10 +23,23 @@ from tests.kernels.running import Runnable, runnables, verify_fault
 HERE = runnables("sample")
 
 
-def _parameters(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-                seed: int = 0, index: int = 0) -> list[torch.Tensor]:  # fmt: skip
-    return [torch.full((rows,), temperature), torch.full((rows,), top_k, dtype=torch.int32), torch.full((rows,), top_p),
-            torch.full((rows,), min_p), torch.full((rows,), seed), torch.full((rows,), index)]  # fmt: skip
+def _parameters(
+    rows: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    index: int = 0,
+) -> list[torch.Tensor]:
+    return [
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
+        torch.full((rows,), seed),
+        torch.full((rows,), index),
+    ]
 
 
 def _run(implementation: Runnable, logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -40,11 +53,16 @@ def _run(implementation: Runnable, logits: torch.Tensor, parameters: list[torch.
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
-)  # fmt: skip
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], answer: tuple[int, ...]) -> None:
+)
+def test_philox_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], answer: tuple[int, ...]
+) -> None:
     """Random123's kat_vectors for philox4x32, 10 rounds."""
     found = philox4x32(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
     assert tuple(int(word) for word in found) == answer
@@ -54,13 +72,24 @@ def test_counter_is_index_then_token_and_key_is_seed() -> None:
     seed, index, token = -0x123456789ABCDEF, 0x5_0000_0007, 11
     u = token_uniforms(torch.tensor([seed]), torch.tensor([index]), 12)[0, token]
     unsigned = seed % 2**64
-    words = philox4x32(tuple(torch.tensor([w]) for w in (7, 5, token, 0)),
-                       (torch.tensor([unsigned % 2**32]), torch.tensor([unsigned >> 32])))  # fmt: skip
+    words = philox4x32(
+        tuple(torch.tensor([w]) for w in (7, 5, token, 0)),
+        (torch.tensor([unsigned % 2**32]), torch.tensor([unsigned >> 32])),
+    )
     assert float(u) == ((int(words[0]) * 2**20 + int(words[1]) // 2**12) + 0.5) / 2**52
 
 
-FILTERS = ((0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.875, 0.0), (0, 0.25, 0.0), (0, 1.0, 0.125), (40, 0.75, 0.0625),
-           (300, 0.96875, 0.015625), (1, 0.5, 0.5), (0, 0.001, 0.0))  # fmt: skip
+FILTERS = (
+    (0, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (0, 0.875, 0.0),
+    (0, 0.25, 0.0),
+    (0, 1.0, 0.125),
+    (40, 0.75, 0.0625),
+    (300, 0.96875, 0.015625),
+    (1, 0.5, 0.5),
+    (0, 0.001, 0.0),
+)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -86,7 +115,9 @@ def test_kept_sets_are_those_of_transformers(top_k: int, top_p: float, min_p: fl
     if not ties:
         assert torch.equal(found, scores > -math.inf)
     for row, theirs in zip(range(16), scores, strict=True):
-        assert torch.equal(z[row, found[row]].sort().values.double(), theirs[theirs > -math.inf].sort().values)
+        assert torch.equal(
+            z[row, found[row]].sort().values.double(), theirs[theirs > -math.inf].sort().values
+        )
         for value in z[row].unique():
             of_value = found[row, z[row] == value].tolist()
             assert of_value == sorted(of_value, reverse=True)
@@ -94,7 +125,9 @@ def test_kept_sets_are_those_of_transformers(top_k: int, top_p: float, min_p: fl
 
 @pytest.mark.parametrize("implementation", HERE, ids=str)
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-def test_draws_stay_in_the_kept_set_and_agree(implementation: Runnable, top_k: int, top_p: float, min_p: float) -> None:
+def test_draws_stay_in_the_kept_set_and_agree(
+    implementation: Runnable, top_k: int, top_p: float, min_p: float
+) -> None:
     rows, seeds = (2, 1) if implementation.kernel.language == "triton" else (12, 3)
     logits = (4 * torch.randn(rows, 133, generator=torch.Generator().manual_seed(5))).round() / 2
     for seed in range(seeds):
@@ -113,15 +146,27 @@ def test_uniform_logits_keep_the_exact_share(implementation: Runnable) -> None:
     parameters[4] = torch.arange(rows)
     assert sample.kept(logits, *parameters[1:4])[0].tolist() == [True] * 32 + [False] * 32
     ids = _run(implementation, logits, parameters)
-    assert torch.equal(ids, sample.reference(logits, *parameters)) and (ids < 32).all() and len(set(ids.tolist())) > rows // 3
+    assert (
+        torch.equal(ids, sample.reference(logits, *parameters))
+        and (ids < 32).all()
+        and len(set(ids.tolist())) > rows // 3
+    )
     assert (_run(implementation, logits[:2], _parameters(2, 1.0, 0, 0.0)) == 0).all()
 
 
 @pytest.mark.parametrize("implementation", HERE, ids=str)
 def test_greedy_and_rows_without_an_answer(implementation: Runnable) -> None:
     nan, inf = float("nan"), float("inf")
-    logits = torch.tensor([[1.0, 3, 3, 2, 3], [-inf] * 5, [0, nan, 1, 2, 3], [0, inf, 1, 2, 3], [-inf, -inf, 0, -inf, -inf],
-                           [-0.0, 0.0, -1, -1, -1]])  # fmt: skip
+    logits = torch.tensor(
+        [
+            [1.0, 3, 3, 2, 3],
+            [-inf] * 5,
+            [0, nan, 1, 2, 3],
+            [0, inf, 1, 2, 3],
+            [-inf, -inf, 0, -inf, -inf],
+            [-0.0, 0.0, -1, -1, -1],
+        ]
+    )
     for temperature in (0.0, 1e-6, -1.0, nan):
         ids = _run(implementation, logits, _parameters(6, temperature, 1, 0.1, 0.9))
         assert ids.tolist() == [1, -1, -1, -1, 2, 0]
@@ -141,7 +186,9 @@ def test_batch_invariance(implementation: Runnable) -> None:
     wide = torch.full((rows, 350), float("nan"))
     wide[:, 5:306] = arguments[0]
     for row in range(rows):
-        alone = _run(implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]])
+        alone = _run(
+            implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]]
+        )
         assert alone.item() == together[row].item()
 
 
@@ -150,7 +197,9 @@ TRITON = [implementation for implementation in HERE if implementation.kernel.lan
 
 @pytest.mark.parametrize("listed", [16384, 24])
 @pytest.mark.parametrize("implementation", TRITON, ids=str)
-def test_parts_of_rows_and_long_candidate_lists(implementation: Runnable, listed: int, monkeypatch: Any) -> None:
+def test_parts_of_rows_and_long_candidate_lists(
+    implementation: Runnable, listed: int, monkeypatch: Any
+) -> None:
     """Rows in one part and in three, candidates listed and read from the row: always the reference's tokens."""
     from gristmill.kernels.sampling import _sample_triton, sample_triton
 
@@ -276,7 +325,9 @@ def test_draws_follow_the_distribution(implementation: Runnable) -> None:
         counts = ids.bincount(minlength=23)
         assert not counts[~kept[0]].any()
         assert _chi_square(counts[kept[0]], probabilities[kept[0]]) > 1e-4
-        halves = torch.stack([ids[:10000].bincount(minlength=23), ids[10000:].bincount(minlength=23)])[:, kept[0]]
+        halves = torch.stack([ids[:10000].bincount(minlength=23), ids[10000:].bincount(minlength=23)])[
+            :, kept[0]
+        ]
         assert stats.chi2_contingency(halves.numpy()).pvalue > 1e-4
 
 
@@ -345,7 +396,9 @@ def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, i
     off = torch.zeros_like(top_k)
     both = sample.kept(z, off, top_p, min_p) & sample.kept(z, top_k, torch.ones_like(top_p), min_p)
     left = logits.float().masked_fill(~both & ~greedy[:, None], -math.inf)
-    ids.copy_(sample.reference(left, temperature, off, torch.ones_like(top_p), torch.zeros_like(min_p), seed, index))
+    ids.copy_(
+        sample.reference(left, temperature, off, torch.ones_like(top_p), torch.zeros_like(min_p), seed, index)
+    )
 
 
 def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
@@ -358,7 +411,9 @@ def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, wo
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, seed.roll(1), index))
 
 
-@pytest.mark.parametrize("launcher", ["swapped_counter", "top_p_before_top_k", "ties_to_the_last", "a_row_late"])
+@pytest.mark.parametrize(
+    "launcher", ["swapped_counter", "top_p_before_top_k", "ties_to_the_last", "a_row_late"]
+)
 def test_planted_faults(launcher: str) -> None:
     outcome = verify_fault("sample", __name__, launcher, "m=129,v=257")
     assert not outcome.ok and "tolerance" in outcome.reason

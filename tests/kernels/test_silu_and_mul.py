@@ -29,7 +29,9 @@ def test_means_what_the_model_computes_between_its_projections() -> None:
 
 @pytest.mark.parametrize("implementation", runnables("silu_and_mul"), ids=str)
 def test_both_ends_of_silu_and_special_values(implementation: Runnable) -> None:
-    gates = torch.tensor([-1e30, -200.0, -104.0, -88.0, -20.0, -1.0, -0.0, 0.0, 1.0, 20.0, 88.0, 200.0, 1e30, float("inf")])
+    gates = torch.tensor(
+        [-1e30, -200.0, -104.0, -88.0, -20.0, -1.0, -0.0, 0.0, 1.0, 20.0, 88.0, 200.0, 1e30, float("inf")]
+    )
     x = torch.cat([gates, torch.full_like(gates, 2.0)])[None]
     out = torch.empty(1, gates.numel())
     implementation(x, out)
@@ -49,7 +51,9 @@ def test_takes_row_strides_and_leading_dimensions(implementation: Runnable, dtyp
     out = padded_rows(torch.zeros(6, 131, dtype=DTYPES[dtype]))
     implementation(x, out)
     assert close(out, reference(x), "silu_and_mul", f"m=6,n=131,x={dtype}")
-    assert out._base is not None and out._base.isnan().sum() == out._base.numel() - out.numel(), "wrote between rows"
+    assert out._base is not None and out._base.isnan().sum() == out._base.numel() - out.numel(), (
+        "wrote between rows"
+    )
     deep = x.contiguous().view(2, 3, 262)
     out = torch.empty(2, 3, 131, dtype=deep.dtype)
     implementation(deep, out)
@@ -68,8 +72,13 @@ def test_refusals() -> None:
     static = OP.static(OP.problem("n=4,x=fp32"))
     x = torch.randn(3, 8)
     assert guard(static, x, torch.empty(3, 4)) == 3
-    for wrong in (torch.empty(3, 5), torch.empty(2, 4), torch.empty(3, 4).bfloat16(), torch.empty(4, 3).t(),
-                  torch.empty(1, 4).expand(3, 4)):  # fmt: skip
+    for wrong in (
+        torch.empty(3, 5),
+        torch.empty(2, 4),
+        torch.empty(3, 4).bfloat16(),
+        torch.empty(4, 3).t(),
+        torch.empty(1, 4).expand(3, 4),
+    ):
         with pytest.raises(ValueError, match="planned for|contiguous|overlap"):
             guard(static, x, wrong)
     with pytest.raises(ValueError, match="planned for"):
@@ -99,7 +108,9 @@ def gelu_instead(config: Any, x: Any, out: Any) -> None:
     out.copy_(torch.nn.functional.gelu(gate) * up)
 
 
-@pytest.mark.parametrize("fault", ["up_first", "interleaved", "skipped_tail", "unwritten_row", "gelu_instead"])
+@pytest.mark.parametrize(
+    "fault", ["up_first", "interleaved", "skipped_tail", "unwritten_row", "gelu_instead"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verification_catches_wrong_kernels(fault: str, dtype: str) -> None:
     assert not verify_fault("silu_and_mul", __name__, fault, f"m=7,n=257,x={dtype}").ok

@@ -16,7 +16,11 @@ from gristmill.kernels.linear.frag16_shapes import ALL, FEW
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
-STACK_ON_RECORD = {"linear_tma": 16, "linear_fed_int4_g128_bf16_2x8x2x4": 8, "linear_fed_int4_g128_bf16_half_2x8x2x4": 8}
+STACK_ON_RECORD = {
+    "linear_tma": 16,
+    "linear_fed_int4_g128_bf16_2x8x2x4": 8,
+    "linear_fed_int4_g128_bf16_half_2x8x2x4": 8,
+}
 """Bytes of stack allowed, by the start of a kernel's name; 0 for the others."""
 
 
@@ -40,9 +44,14 @@ def dump(flag: str) -> str:
     """What cuobjdump says of every cubin inside the library."""
     raw, found = LIBRARY.read_bytes(), []
     folder = Path(__import__("tempfile").mkdtemp())
-    for number, match in enumerate(re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", raw)):  # ELF of the CUDA ABI
+    for number, match in enumerate(
+        re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", raw)
+    ):  # ELF of the CUDA ABI
         start = match.start()
-        headers, size, count = struct.unpack_from("<Q", raw, start + 40)[0], *struct.unpack_from("<HH", raw, start + 58)
+        headers, size, count = (
+            struct.unpack_from("<Q", raw, start + 40)[0],
+            *struct.unpack_from("<HH", raw, start + 58),
+        )
         segments = (
             struct.unpack_from("<Q", raw, start + 32)[0]
             + struct.unpack_from("<HH", raw, start + 54)[0] * (struct.unpack_from("<HH", raw, start + 54)[1])
@@ -56,7 +65,9 @@ def dump(flag: str) -> str:
 
 def usage() -> dict[str, tuple[int, int]]:
     """Registers and stack bytes by kernel."""
-    pairs = re.findall(r"Function (linear_\w+|gather_columns):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage"))
+    pairs = re.findall(
+        r"Function (linear_\w+|gather_columns):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage")
+    )
     return {name: (int(registers), int(stack)) for name, registers, stack in pairs}
 
 
@@ -92,9 +103,13 @@ def test_promised_instructions() -> None:
         if "tma" in name:
             assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
             products = text[text.index("HGMMA") : text.rindex("HGMMA")]
-            assert "R2UR" not in products and "LDL" not in products, f"{name}: descriptors or spills between products"
+            assert "R2UR" not in products and "LDL" not in products, (
+                f"{name}: descriptors or spills between products"
+            )
             assert "gsb0, 0x0" not in products, f"{name}: products wait for each other"
-            assert len(re.findall(r"STG\.E desc", text)) == 1, f"{name}: y in pieces of 4 bytes"  # the one store sets a flag back
+            assert len(re.findall(r"STG\.E desc", text)) == 1, (
+                f"{name}: y in pieces of 4 bytes"
+            )  # the one store sets a flag back
         if "tma" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"

@@ -1,8 +1,9 @@
-// For the sanitizer programs. A Buffer is a heap block of exactly the bytes asked for, so that AddressSanitizer traps the first
-// byte on either side; rows of a matrix are separated by poisoned padding when the stride is wider than the row.
+// For the sanitizer programs. A Buffer is a heap block of exactly the bytes asked for, so that
+// AddressSanitizer traps the first byte on either side; rows of a matrix are separated by poisoned padding
+// when the stride is wider than the row.
 //
-//   GM_LEVELS(gm_my_op, (const float*, int64_t))            declares gm_my_op__base ... and the table gm_my_op_levels[]
-//   for (auto& level : gm_my_op_levels) if (runs_here(level.name)) level.call(...);
+//   GM_LEVELS(gm_my_op, (const float*, int64_t))            declares gm_my_op__base ... and the table
+//   gm_my_op_levels[] for (auto& level : gm_my_op_levels) if (runs_here(level.name)) level.call(...);
 #pragma once
 #include <sanitizer/asan_interface.h>
 
@@ -22,7 +23,8 @@ class Buffer {
     const int64_t count = rows > 0 ? (rows - 1) * stride + cols : 0;
     data_ = static_cast<T*>(std::malloc(count * sizeof(T) + (count == 0)));
     std::memset(data_, 0, count * sizeof(T));
-    for (int64_t r = 0; r + 1 < rows; ++r) __asan_poison_memory_region(data_ + r * stride + cols, (stride - cols) * sizeof(T));
+    for (int64_t r = 0; r + 1 < rows; ++r)
+      __asan_poison_memory_region(data_ + r * stride + cols, (stride - cols) * sizeof(T));
   }
   explicit Buffer(int64_t count) : Buffer(1, count, count) {}
   ~Buffer() {
@@ -40,12 +42,14 @@ class Buffer {
   T* data_;
 };
 
-// Whether this processor runs an entry, gm_<op>__<level>. Says so on standard output: ci/sanitize.sh compares with what was built.
+// Whether this processor runs an entry, gm_<op>__<level>. Says so on standard output: ci/sanitize.sh compares
+// with what was built.
 inline bool can_run(const char* level) {
 #if defined(__x86_64__)
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq");
-  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"),
+             bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (!std::strcmp(level, "base")) return __builtin_cpu_supports("sse4.2");
   if (!std::strcmp(level, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (!std::strcmp(level, "avx512")) return avx512;
@@ -70,22 +74,22 @@ inline bool runs_here(const char* entry) {
 
 // Levels are weak: one that was not built is null.
 #define GM_DECLARE(op, isa, args) extern "C" __attribute__((weak)) int op##__##isa args;
-#define GM_EVERY_LEVEL(use, op, args)                                                             \
-  use(op, base, args) use(op, avx2, args) use(op, avx512, args) use(op, avx512_vnni, args)        \
-  use(op, avx512_bf16, args) use(op, neon, args) use(op, neon_dotprod, args)                      \
-  use(op, neon_i8mm, args) use(op, sve, args)
+#define GM_EVERY_LEVEL(use, op, args)                                                                     \
+  use(op, base, args) use(op, avx2, args) use(op, avx512, args) use(op, avx512_vnni, args)                \
+      use(op, avx512_bf16, args) use(op, neon, args) use(op, neon_dotprod, args) use(op, neon_i8mm, args) \
+          use(op, sve, args)
 #define GM_ENTRY(op, isa, args) {#op "__" #isa, op##__##isa},
-#define GM_LEVELS(op, args)                                                                       \
-  GM_EVERY_LEVEL(GM_DECLARE, op, args)                                                            \
-  static const struct {                                                                           \
-    const char* name;                                                                             \
-    int(*call) args;                                                                              \
+#define GM_LEVELS(op, args)            \
+  GM_EVERY_LEVEL(GM_DECLARE, op, args) \
+  static const struct {                \
+    const char* name;                  \
+    int(*call) args;                   \
   } op##_levels[] = {GM_EVERY_LEVEL(GM_ENTRY, op, args)}
 
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
       std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                 \
-    }                                                                               \
+      std::exit(1);                                                                      \
+    }                                                                                    \
   } while (0)

@@ -1,18 +1,22 @@
-// Values for the sanitizer programs: storage types to float and back without the cores' own conversions, and cheap repeatable numbers.
+// Values for the sanitizer programs: storage types to float and back without the cores' own conversions, and
+// cheap repeatable numbers.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 // Dtype codes of kernels/_native/gm_cpu.h.
-template <int Code> struct Dtype;
-template <> struct Dtype<0> {
+template <int Code>
+struct Dtype;
+template <>
+struct Dtype<0> {
   using T = float;
   static constexpr double kEps = 6e-8;
   static T put(float v) { return v; }
   static float get(T v) { return v; }
 };
-template <> struct Dtype<1> {  // float16; put takes normal values that it holds exactly, 0 and NaN
+template <>
+struct Dtype<1> {  // float16; put takes normal values that it holds exactly, 0 and NaN
   using T = uint16_t;
   static constexpr double kEps = 4.9e-4;
   static T put(float v) {
@@ -29,7 +33,8 @@ template <> struct Dtype<1> {  // float16; put takes normal values that it holds
     return v & 0x8000 ? -size : size;
   }
 };
-template <> struct Dtype<2> {  // bfloat16; put takes normal values that it holds exactly, 0 and NaN
+template <>
+struct Dtype<2> {  // bfloat16; put takes normal values that it holds exactly, 0 and NaN
   using T = uint16_t;
   static constexpr double kEps = 3.91e-3;
   static T put(float v) {
@@ -47,7 +52,8 @@ template <> struct Dtype<2> {  // bfloat16; put takes normal values that it hold
 
 inline float e4m3(uint8_t v) {
   const int exponent = v >> 3 & 15, mantissa = v & 7;
-  const float size = exponent ? std::ldexp(float(mantissa | 8), exponent - 10) : std::ldexp(float(mantissa), -9);
+  const float size =
+      exponent ? std::ldexp(float(mantissa | 8), exponent - 10) : std::ldexp(float(mantissa), -9);
   return v & 0x80 ? -size : size;
 }
 

@@ -1,17 +1,19 @@
-// gm_attention under the sanitizers, as paged, latent (MLA) and dense attention, against float64: odd widths, contexts of 0 and over one
-// chunk, queries before their context, windows, sinks, more query heads than a tile, whole and split contexts, every level.
+// gm_attention under the sanitizers, as paged, latent (MLA) and dense attention, against float64: odd widths,
+// contexts of 0 and over one chunk, queries before their context, windows, sinks, more query heads than a
+// tile, whole and split contexts, every level.
 //
-// The whole cache is poisoned but for the slots that some query sees, and block tables hold garbage where nothing may be read.
-// Planted faults that this program was seen to catch: `end` in run_chunk without the bound t.context (read of a poisoned slot), the tail
-// of widen_row read as a whole vector (past q), `skip` in run_tile as 0 (read of a slot behind the window), the last store in
-// finish_head whole (write past out), `inside` not checking blocks (wild read).
+// The whole cache is poisoned but for the slots that some query sees, and block tables hold garbage where
+// nothing may be read. Planted faults that this program was seen to catch: `end` in run_chunk without the
+// bound t.context (read of a poisoned slot), the tail of widen_row read as a whole vector (past q), `skip` in
+// run_tile as 0 (read of a slot behind the window), the last store in finish_head whole (write past out),
+// `inside` not checking blocks (wild read).
 #include "asan.h"
 #include "asan_values.h"
 
 #include <vector>
 
-GM_LEVELS(gm_attention, (const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*,
-                         const int32_t*, const int64_t*, float, int));
+GM_LEVELS(gm_attention, (const void*, const void*, const void*, void*, float*, const float*, const int32_t*,
+                         const int32_t*, const int32_t*, const int64_t*, float, int));
 using Call = decltype(gm_attention_levels[0].call);
 extern "C" int gm_pretended_threads;
 
@@ -33,7 +35,12 @@ class Cache {
 
  public:
   Cache(int64_t slots, int64_t heads, int64_t width)
-      : slots_(slots), heads_(heads), width_(width), head_(width + 8), slot_(heads * head_ + 8), buffer_(slots * slot_ + 1) {
+      : slots_(slots),
+        heads_(heads),
+        width_(width),
+        head_(width + 8),
+        slot_(heads * head_ + 8),
+        buffer_(slots * slot_ + 1) {
     for (int64_t i = 0; i < slots * slot_; ++i) data()[i] = D::put(NAN);
     __asan_poison_memory_region(data(), sizeof(T) * (slots * slot_));
   }
@@ -72,8 +79,10 @@ void run(Call call, int dtype, const Case& c) {
   for (int64_t i = 0, next = blocks - 1; i < count; ++i) {
     const Sequence& s = c.seqs[i];
     query_start.data()[i + 1] = query_start.data()[i] + int32_t(s.queries);
-    if (c.paged) starts.data()[i] = int32_t(s.context);
-    else starts.data()[i + 1] = starts.data()[i] + int32_t(s.context);
+    if (c.paged)
+      starts.data()[i] = int32_t(s.context);
+    else
+      starts.data()[i + 1] = starts.data()[i] + int32_t(s.context);
     const int64_t first = s.context - s.queries, low = c.window > 0 ? first - c.window + 1 : 0;
     if (c.paged)
       for (int64_t b = 0; b < width; ++b) table(i, b) = INT32_MIN;
@@ -95,9 +104,27 @@ void run(Call call, int dtype, const Case& c) {
     for (int64_t d = 0; d < c.dk; ++d) q(r, d) = D::put(numbers.eighths());
   for (int64_t h = 0; h < c.heads; ++h) sinks.data()[h] = numbers.eighths();
   Cache<D>& values = c.latent ? k : v;
-  int64_t sizes[21] = {tokens, c.heads, c.kv_heads, c.dk, c.dv, count, blocks, bs, c.paged ? width : 0, c.window,
-                       c.paged ? width + 2 : 0, c.heads * (c.dk + 3), c.dk + 3, c.heads * (c.dv + 8), c.dv + 8,
-                       bs * k.slot(), k.slot(), k.head(), bs * values.slot(), values.slot(), values.head()};
+  int64_t sizes[21] = {tokens,
+                       c.heads,
+                       c.kv_heads,
+                       c.dk,
+                       c.dv,
+                       count,
+                       blocks,
+                       bs,
+                       c.paged ? width : 0,
+                       c.window,
+                       c.paged ? width + 2 : 0,
+                       c.heads * (c.dk + 3),
+                       c.dk + 3,
+                       c.heads * (c.dv + 8),
+                       c.dv + 8,
+                       bs * k.slot(),
+                       k.slot(),
+                       k.head(),
+                       bs * values.slot(),
+                       values.slot(),
+                       values.head()};
   const float scale = 1 / std::sqrt(float(c.dk));
   const auto attend = [&](const int64_t* shape) {
     return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
@@ -109,13 +136,15 @@ void run(Call call, int dtype, const Case& c) {
     for (int64_t i = 0, token = 0; i < count; ++i)
       for (int64_t n = 0; n < c.seqs[i].queries; ++n, ++token)
         for (int64_t h = 0; h < c.heads; ++h) {
-          const int64_t own = c.seqs[i].context - c.seqs[i].queries + n, head = h / (c.heads / c.kv_heads), r = token * c.heads + h;
+          const int64_t own = c.seqs[i].context - c.seqs[i].queries + n, head = h / (c.heads / c.kv_heads),
+                        r = token * c.heads + h;
           const int64_t low = c.window > 0 && own - c.window + 1 > 0 ? own - c.window + 1 : 0;
           std::vector<double> score, sum(c.dv, 0.0);
           double top = c.sinks ? sinks.data()[h] : -INFINITY;
           for (int64_t at = low; at <= own; ++at) {
             double dot = 0;
-            for (int64_t d = 0; d < c.dk; ++d) dot += double(D::get(q(r, d))) * D::get(k.at(slot_of[i][at], head)[d]);
+            for (int64_t d = 0; d < c.dk; ++d)
+              dot += double(D::get(q(r, d))) * D::get(k.at(slot_of[i][at], head)[d]);
             score.push_back(dot * scale);
             top = std::fmax(top, score.back());
           }
@@ -129,8 +158,10 @@ void run(Call call, int dtype, const Case& c) {
             const double wanted = total > 0 ? sum[d] / total : 0;
             CHECK(std::fabs(D::get(out(r, d)) - wanted) <= 2e-5 + D::kEps * std::fabs(wanted));
           }
-          if (total > 0) CHECK(std::fabs(lse.data()[r] - (top + std::log(total))) <= 1e-4);
-          else CHECK(lse.data()[r] == -INFINITY);
+          if (total > 0)
+            CHECK(std::fabs(lse.data()[r] - (top + std::log(total))) <= 1e-4);
+          else
+            CHECK(lse.data()[r] == -INFINITY);
         }
   }
   gm_pretended_threads = 1;
@@ -174,7 +205,8 @@ void all(Call call, int dtype) {
       run<D>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, sinks});
       run<D>(call, dtype, {decode, 3, 1, 40, 31, 7, window, true, true, sinks});
       run<D>(call, dtype, {decode, 2, 2, 8, 64, 1, window, false, false, sinks});
-      run<D>(call, dtype, {decode, 14, 2, 32, 48, 16, window, true, false, sinks});  // seven rows, read where they lie
+      run<D>(call, dtype,
+             {decode, 14, 2, 32, 48, 16, window, true, false, sinks});  // seven rows, read where they lie
       run<D>(call, dtype, {decode, 6, 1, 48, 32, 7, window, true, true, sinks});
     }
   run<D>(call, dtype, {prefill, 2, 1, 24, 65, 16, 0, true, false, false});
@@ -183,7 +215,8 @@ void all(Call call, int dtype) {
   run<D>(call, dtype, {{{1, 9}}, 40, 1, 36, 32, 5, 0, true, true, false});
   run<D>(call, dtype, {{{0, 0}}, 1, 1, 4, 4, 1, 0, true, false, false});
   int64_t sizes[21] = {1, 3, 2, 4, 4, 1};
-  CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f, dtype) == -2);
+  CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f,
+             dtype) == -2);
 }
 
 }  // namespace
@@ -196,7 +229,8 @@ int main() {
     all<Dtype<1>>(level.call, 1);
     all<Dtype<2>>(level.call, 2);
     int64_t sizes[21] = {0, 1, 1, 1, 1, 1, 1, 1};
-    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f, 99) == -1);
+    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes,
+                     1.0f, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -1,4 +1,5 @@
-// gm_fused_add_rms_norm under the sanitizers against float64: odd and tail-only widths, wide strides, empty input, every dtype and level.
+// gm_fused_add_rms_norm under the sanitizers against float64: odd and tail-only widths, wide strides, empty
+// input, every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
 
@@ -12,7 +13,8 @@ template <class D>
 void run(Call call, int dtype, int64_t rows, int64_t cols, int64_t pad) {
   using T = typename D::T;
   Numbers numbers;
-  Buffer<T> x(rows, cols, cols + pad), residual(rows, cols, cols + 3 * pad), w(cols), out(rows, cols, cols + 2 * pad);
+  Buffer<T> x(rows, cols, cols + pad), residual(rows, cols, cols + 3 * pad), w(cols),
+      out(rows, cols, cols + 2 * pad);
   std::vector<double> sum(rows * cols);  // of eighths up to 4: every storage type holds it
   for (int64_t c = 0; c < cols; ++c) w(0, c) = D::put(numbers.eighths());
   for (int64_t r = 0; r < rows; ++r)
@@ -20,7 +22,8 @@ void run(Call call, int dtype, int64_t rows, int64_t cols, int64_t pad) {
       x(r, c) = D::put(numbers.eighths()), residual(r, c) = D::put(numbers.eighths());
       sum[r * cols + c] = D::get(x(r, c)) + D::get(residual(r, c));
     }
-  CHECK(call(x.data(), cols + pad, residual.data(), cols + 3 * pad, w.data(), out.data(), cols + 2 * pad, rows, cols, 0.25f, dtype) == 0);
+  CHECK(call(x.data(), cols + pad, residual.data(), cols + 3 * pad, w.data(), out.data(), cols + 2 * pad,
+             rows, cols, 0.25f, dtype) == 0);
   for (int64_t r = 0; r < rows; ++r) {
     double squares = 0;
     for (int64_t c = 0; c < cols; ++c) squares += sum[r * cols + c] * sum[r * cols + c];

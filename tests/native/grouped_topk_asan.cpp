@@ -1,18 +1,20 @@
-// gm_grouped_topk under the sanitizers: one expert and many, odd widths, groups, bias, NaN, strides, every dtype and level.
+// gm_grouped_topk under the sanitizers: one expert and many, odd widths, groups, bias, NaN, strides, every
+// dtype and level.
 //
-// Planted faults that this program was seen to catch: the last vector of logits read whole in `scores_of`, the bias read one past its end,
-// ids written at top_k + 1 a row.
+// Planted faults that this program was seen to catch: the last vector of logits read whole in `scores_of`,
+// the bias read one past its end, ids written at top_k + 1 a row.
 #include "asan.h"
 #include "asan_values.h"
 
 #include <vector>
 
-GM_LEVELS(gm_grouped_topk, (const void*, int64_t, const float*, float*, int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, float,
-                            int));
+GM_LEVELS(gm_grouped_topk, (const void*, int64_t, const float*, float*, int32_t*, int64_t, int64_t, int64_t,
+                            int64_t, int64_t, int, int, float, int));
 using Call = decltype(gm_grouped_topk_levels[0].call);
 
 template <class D>
-void run(Call call, int dtype, int64_t rows, int64_t experts, int64_t groups, int64_t kept, int64_t top_k, bool sigmoid, bool biased) {
+void run(Call call, int dtype, int64_t rows, int64_t experts, int64_t groups, int64_t kept, int64_t top_k,
+         bool sigmoid, bool biased) {
   using T = typename D::T;
   Numbers numbers;
   Buffer<T> logits(rows, experts, experts + 5);
@@ -22,8 +24,8 @@ void run(Call call, int dtype, int64_t rows, int64_t experts, int64_t groups, in
     for (int64_t e = 0; e < experts; ++e) logits(r, e) = D::put(numbers.eighths());
   for (int64_t e = 0; biased && e < experts; ++e) bias.data()[e] = numbers.eighths() / 8;
   if (rows > 2) logits(2, experts / 2) = D::put(NAN);
-  CHECK(call(logits.data(), experts + 5, biased ? bias.data() : nullptr, weights.data(), ids.data(), rows, experts, top_k, groups, kept,
-             sigmoid, 1, 2.0f, dtype) == 0);
+  CHECK(call(logits.data(), experts + 5, biased ? bias.data() : nullptr, weights.data(), ids.data(), rows,
+             experts, top_k, groups, kept, sigmoid, 1, 2.0f, dtype) == 0);
   for (int64_t r = 0; r < rows; ++r) {
     std::vector<bool> seen(experts), group(groups);
     double total = 0;
@@ -54,7 +56,8 @@ void all(Call call, int dtype) {
       for (const int64_t experts : {1, 3, 7, 16, 17, 60, 257}) {
         run<D>(call, dtype, 4, experts, 1, 1, 1, sigmoid, biased);
         run<D>(call, dtype, 1, experts, 1, 1, experts, sigmoid, biased);
-        run<D>(call, dtype, 4, experts, experts, (experts + 1) / 2, (experts + 1) / 2, sigmoid, biased);  // groups of one
+        run<D>(call, dtype, 4, experts, experts, (experts + 1) / 2, (experts + 1) / 2, sigmoid,
+               biased);  // groups of one
       }
       run<D>(call, dtype, 5, 256, 8, 4, 8, sigmoid, biased);
       run<D>(call, dtype, 3, 4096, 16, 3, 9, sigmoid, biased);
@@ -63,8 +66,8 @@ void all(Call call, int dtype) {
   const auto refused = [&](int64_t experts, int64_t top_k, int64_t groups, int64_t kept) {
     return call(nullptr, 0, nullptr, nullptr, nullptr, 1, experts, top_k, groups, kept, 0, 0, 1.0f, dtype);
   };
-  for (const int code : {refused(0, 1, 1, 1), refused(4097, 1, 1, 1), refused(8, 9, 1, 1), refused(8, 0, 1, 1), refused(8, 1, 3, 1),
-                         refused(8, 1, 2, 3), refused(8, 5, 2, 1)})
+  for (const int code : {refused(0, 1, 1, 1), refused(4097, 1, 1, 1), refused(8, 9, 1, 1),
+                         refused(8, 0, 1, 1), refused(8, 1, 3, 1), refused(8, 1, 2, 3), refused(8, 5, 2, 1)})
     CHECK(code == -2);
 }
 

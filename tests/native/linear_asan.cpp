@@ -1,19 +1,23 @@
-// gm_linear_rows16 under the sanitizers against float64: every packing, row counts on both sides of each tile, partial blocks of rows,
-// tails of K, act-order, bias, residual, silu_mul, wide and unaligned rows of x, every level.
+// gm_linear_rows16 under the sanitizers against float64: every packing, row counts on both sides of each
+// tile, partial blocks of rows, tails of K, act-order, bias, residual, silu_mul, wide and unaligned rows of
+// x, every level.
 //
-// Planted faults that this program was seen to catch: the tail of `left` lanes in `finish` taken as a whole vector (write past out), the
-// bound of `at` in `prepare` without j.k (read past a row of x), blocks past the last not repeated in `direct` (read past the codes), one
-// group of scales too far in `close_group`, whole_tiles not rounding up (write past the scratch).
+// Planted faults that this program was seen to catch: the tail of `left` lanes in `finish` taken as a whole
+// vector (write past out), the bound of `at` in `prepare` without j.k (read past a row of x), blocks past the
+// last not repeated in `direct` (read past the codes), one group of scales too far in `close_group`,
+// whole_tiles not rounding up (write past the scratch).
 #include "packed_weight.h"
 
-GM_LEVELS(gm_linear_rows16, (const void*, int64_t, const void*, const void*, const void*, const void*, const void*, const void*, const void*,
-                             void*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int, int, int));
+GM_LEVELS(gm_linear_rows16,
+          (const void*, int64_t, const void*, const void*, const void*, const void*, const void*, const void*,
+           const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int, int, int));
 using Call = decltype(gm_linear_rows16_levels[0].call);
 
 namespace {
 
 template <class D>
-void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int64_t k, bool ordered, bool extras, bool silu) {
+void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int64_t k, bool ordered,
+         bool extras, bool silu) {
   using T = typename D::T;
   Numbers numbers;
   PackedWeight w(packing, 1, n, k, ordered, numbers);
@@ -23,9 +27,11 @@ void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int
     for (int64_t c = 0; c < k; ++c) x(r, c) = D::put(numbers.eighths());
   for (int64_t i = 0; extras && i < n; ++i) bias.data()[i] = D::put(numbers.eighths());
   for (int64_t i = 0; extras && i < m * width; ++i) residual.data()[i] = D::put(numbers.eighths());
-  CHECK(call(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(), packing.row_scale ? w.row_scale.data() : nullptr,
-             ordered ? w.perm.data() : nullptr, extras ? bias.data() : nullptr, extras ? residual.data() : nullptr, out.data(), m, n, k,
-             w.columns, w.group, packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero, silu, dtype) == 0);
+  CHECK(call(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(),
+             packing.row_scale ? w.row_scale.data() : nullptr, ordered ? w.perm.data() : nullptr,
+             extras ? bias.data() : nullptr, extras ? residual.data() : nullptr, out.data(), m, n, k,
+             w.columns, w.group, packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero,
+             silu, dtype) == 0);
   std::vector<double> row(k), size(n), y(n);
   std::vector<std::vector<double>> weight(n, std::vector<double>(k, 0.0));
   for (int64_t i = 0; i < n; ++i)
@@ -42,12 +48,15 @@ void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int
     }
     for (int64_t i = 0; i < width; ++i) {
       double wanted = silu ? y[i] / (1 + std::exp(-y[i])) * y[i + width] : y[i];
-      double bound = silu ? size[i] * (std::fabs(y[i + width]) + 1) + size[i + width] * (std::fabs(y[i]) + 1) : size[i];
+      double bound =
+          silu ? size[i] * (std::fabs(y[i + width]) + 1) + size[i + width] * (std::fabs(y[i]) + 1) : size[i];
       if (extras) wanted += D::get(residual.data()[r * width + i]);
       if (dtype == 1 && std::fabs(wanted) > 60000) continue;  // near float16's end
-      // int8 codes less their zero are summed before the zero is taken off: the terms are up to 255 times a scale.
+      // int8 codes less their zero are summed before the zero is taken off: the terms are up to 255 times a
+      // scale.
       const double zeros = packing.zero_type >= 0 ? 32 : 2;
-      CHECK(std::fabs(D::get(out(r, i)) - wanted) <= 1e-5 + zeros * 1e-6 * bound + D::kEps * std::fabs(wanted));
+      CHECK(std::fabs(D::get(out(r, i)) - wanted) <=
+            1e-5 + zeros * 1e-6 * bound + D::kEps * std::fabs(wanted));
     }
   }
 }
@@ -63,8 +72,8 @@ void all(Call call, int dtype) {
   }
   run<D>(call, dtype, packings()[0], 259, 3, 9, false, true, false);  // two chunks of rows of x
   const auto refused = [&](int64_t n, int64_t k, int64_t columns, int64_t group, int format, int silu) {
-    return call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, n, k, columns, group, format, -1, -1, 0,
-                silu, dtype);
+    return call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, n, k,
+                columns, group, format, -1, -1, 0, silu, dtype);
   };
   CHECK(refused(0, 16, 16, 16, 0, 0) == -2);
   CHECK(refused(4, 33, 32, 32, 0, 0) == -2);
@@ -83,8 +92,8 @@ int main() {
     all<Dtype<0>>(level.call, 0);
     all<Dtype<1>>(level.call, 1);
     all<Dtype<2>>(level.call, 2);
-    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1, 16, 16, 16, 0, -1, -1, 0, 0,
-                     99) == -1);
+    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1,
+                     16, 16, 16, 0, -1, -1, 0, 0, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -1,11 +1,14 @@
-// gm_merge_attention_states under the sanitizers: odd and tail-only rows, empty partials that must not be read, every level.
+// gm_merge_attention_states under the sanitizers: odd and tail-only rows, empty partials that must not be
+// read, every level.
 #include <cmath>
 
 #include "asan.h"
 
-GM_LEVELS(gm_merge_attention_states, (const void*, const float*, const void*, const float*, void*, float*, int64_t, int64_t, int));
+GM_LEVELS(gm_merge_attention_states,
+          (const void*, const float*, const void*, const float*, void*, float*, int64_t, int64_t, int));
 
-// Row 0 merges 3 and 1 with equal weights into 2; row 1 has only b; row 2 nothing. The empty partials are NaN.
+// Row 0 merges 3 and 1 with equal weights into 2; row 1 has only b; row 2 nothing. The empty partials are
+// NaN.
 template <class T, class Call>
 void run(Call call, int dtype, T one, T two, T three, T nan) {
   for (int64_t size : {1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 257}) {
@@ -27,7 +30,8 @@ void run(Call call, int dtype, T one, T two, T three, T nan) {
       CHECK(out(1, c) == one);
       CHECK(out(2, c) == T{});
     }
-    CHECK(std::fabs(lse.data()[0] - 1.1931472f) < 1e-6f && lse.data()[1] == -4.0f && lse.data()[2] == -INFINITY);
+    CHECK(std::fabs(lse.data()[0] - 1.1931472f) < 1e-6f && lse.data()[1] == -4.0f &&
+          lse.data()[2] == -INFINITY);
   }
   CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 4, dtype) == 0);
   CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 4, 99) == -1);

@@ -1,8 +1,10 @@
-// gm_moe_permute, gm_moe_combine, gm_grouped_linear and gm_moe under the sanitizers: empty experts, one expert with all rows, ids that are
-// nobody's, act-order, several packings, every level. The composite is checked against float64 and its parts against what they promise.
+// gm_moe_permute, gm_moe_combine, gm_grouped_linear and gm_moe under the sanitizers: empty experts, one
+// expert with all rows, ids that are nobody's, act-order, several packings, every level. The composite is
+// checked against float64 and its parts against what they promise.
 //
-// Planted faults that this program was seen to catch: ids not checked against `experts` in sort_by_expert (wild write), the last lanes of a
-// row stored whole in `combine`, one expert too far in expert_product's codes, scales or zeros, `gather` without the bound of x.
+// Planted faults that this program was seen to catch: ids not checked against `experts` in sort_by_expert
+// (wild write), the last lanes of a row stored whole in `combine`, one expert too far in expert_product's
+// codes, scales or zeros, `gather` without the bound of x.
 #include "packed_weight.h"
 
 struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
@@ -12,18 +14,29 @@ struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
 };
 
 GM_LEVELS(gm_moe_permute, (const int32_t*, int32_t*, int32_t*, int32_t*, int64_t, int64_t));
-GM_LEVELS(gm_moe_combine, (const void*, int64_t, int64_t, const int32_t*, const float*, void*, int64_t, int64_t, int64_t, int));
-GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*, const int32_t*, int64_t, void*, int64_t,
-                              int, int));
-GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, int32_t*, int32_t*, int32_t*, void*, void*, void*,
-                   int64_t, int64_t, int64_t, int));
+GM_LEVELS(gm_moe_combine, (const void*, int64_t, int64_t, const int32_t*, const float*, void*, int64_t,
+                           int64_t, int64_t, int));
+GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*,
+                              const int32_t*, int64_t, void*, int64_t, int, int));
+GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, int32_t*,
+                   int32_t*, int32_t*, void*, void*, void*, int64_t, int64_t, int64_t, int));
 
 namespace {
 
 Weights described(PackedWeight& w) {
-  return {w.codes.data(), w.p.scale_type < 0 ? nullptr : w.scales.data(), w.p.zero_type < 0 ? nullptr : w.zeros.data(),
-          w.p.row_scale ? w.row_scale.data() : nullptr, w.ordered ? w.perm.data() : nullptr, w.n, w.k, w.columns, w.group,
-          w.p.format, w.p.scale_type, w.p.zero_type, w.p.implicit_zero};
+  return {w.codes.data(),
+          w.p.scale_type < 0 ? nullptr : w.scales.data(),
+          w.p.zero_type < 0 ? nullptr : w.zeros.data(),
+          w.p.row_scale ? w.row_scale.data() : nullptr,
+          w.ordered ? w.perm.data() : nullptr,
+          w.n,
+          w.k,
+          w.columns,
+          w.group,
+          w.p.format,
+          w.p.scale_type,
+          w.p.zero_type,
+          w.p.implicit_zero};
 }
 
 // Row i of expert e times x, and the sum of the terms' sizes.
@@ -32,7 +45,8 @@ double product(PackedWeight& w, int64_t e, int64_t i, const Get& x, double& size
   double sum = 0;
   size = 0;
   for (int64_t c = 0; c < w.columns; ++c)
-    if (w.source(c) >= 0) sum += w.at(e, i, c) * x(w.source(c)), size += std::fabs(w.at(e, i, c) * x(w.source(c)));
+    if (w.source(c) >= 0)
+      sum += w.at(e, i, c) * x(w.source(c)), size += std::fabs(w.at(e, i, c) * x(w.source(c)));
   return sum;
 }
 
@@ -61,7 +75,8 @@ void permute(decltype(gm_moe_permute_levels[0].call) call) {
           CHECK(at == offsets.data()[e] || permutation.data()[at - 1] < entry);
           seen[entry] = true;
         }
-      for (int64_t at = offsets.data()[experts]; at < entries; ++at) CHECK(inverse.data()[permutation.data()[at]] == -1);
+      for (int64_t at = offsets.data()[experts]; at < entries; ++at)
+        CHECK(inverse.data()[permutation.data()[at]] == -1);
     }
   CHECK(call(nullptr, nullptr, nullptr, nullptr, -1, 4) == -2);
   CHECK(call(nullptr, nullptr, nullptr, nullptr, 0, 0) == -2);
@@ -81,7 +96,8 @@ void combine(decltype(gm_moe_combine_levels[0].call) call, int dtype) {
         inverse.data()[i] = i % 4 == 3 ? -1 : int32_t(entries - 1 - i), weights.data()[i] = numbers.eighths();
         for (int64_t c = 0; c < width; ++c) y(i, c) = D::put(numbers.eighths());
       }
-      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k, width, dtype) == 0);
+      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k,
+                 width, dtype) == 0);
       for (int64_t t = 0; t < tokens; ++t)
         for (int64_t c = 0; c < width; ++c) {
           double wanted = 0;
@@ -91,14 +107,17 @@ void combine(decltype(gm_moe_combine_levels[0].call) call, int dtype) {
         }
       if (tokens == 0) continue;
       inverse.data()[0] = int32_t(entries);
-      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k, width, dtype) == -5);
+      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k,
+                 width, dtype) == -5);
     }
 }
 
 template <class D>
-void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const Packing& packing, bool ordered) {
+void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const Packing& packing,
+             bool ordered) {
   using T = typename D::T;
-  const int64_t counts[] = {0, 1, 9, 0, 2, 3}, experts = 6, rows = 17, n = 18, k = 70, top_k = 2, x_rows = 9;  // two rows are nobody's
+  const int64_t counts[] = {0, 1, 9, 0, 2, 3}, experts = 6, rows = 17, n = 18, k = 70, top_k = 2,
+                x_rows = 9;  // two rows are nobody's
   Numbers numbers;
   PackedWeight w(packing, experts, n, k, ordered, numbers);
   const Weights weights = described(w);
@@ -111,8 +130,8 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
       Buffer<T> x(from, k, k), out(rows, width, width);
       for (int64_t i = 0; i < from * k; ++i) x.data()[i] = D::put(numbers.eighths());
       const auto run = [&](int64_t of_x) {
-        return call(&weights, experts, x.data(), of_x, k, offsets.data(), gathered ? permutation.data() : nullptr, top_k, out.data(), rows,
-                    silu, dtype);
+        return call(&weights, experts, x.data(), of_x, k, offsets.data(),
+                    gathered ? permutation.data() : nullptr, top_k, out.data(), rows, silu, dtype);
       };
       std::memset(out.data(), 0xff, sizeof(T) * rows * width);
       CHECK(run(from) == 0);
@@ -129,10 +148,12 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
               wanted = wanted / (1 + std::exp(-wanted)) * up;
             }
             if (dtype == 1 && std::fabs(wanted) > 60000) continue;  // near float16's end
-            CHECK(std::fabs(D::get(out(r, i)) - wanted) <= 1e-5 + 32e-6 * bound + D::kEps * std::fabs(wanted));
+            CHECK(std::fabs(D::get(out(r, i)) - wanted) <=
+                  1e-5 + 32e-6 * bound + D::kEps * std::fabs(wanted));
           }
         }
-      for (int64_t i = offsets.data()[experts] * width; i < rows * width; ++i) CHECK(D::get(out.data()[i]) == 0);
+      for (int64_t i = offsets.data()[experts] * width; i < rows * width; ++i)
+        CHECK(D::get(out.data()[i]) == 0);
       if (gathered) CHECK(run(x_rows - 1) == -5);
       offsets.data()[experts] = rows + 1;
       CHECK(run(from) == -5);
@@ -141,20 +162,23 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
 }
 
 template <class D>
-void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& packing, int64_t tokens, int64_t experts) {
+void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& packing, int64_t tokens,
+               int64_t experts) {
   using T = typename D::T;
   const int64_t top_k = 3, entries = tokens * top_k, hidden = 35, inner = 17;
   Numbers numbers;
-  PackedWeight w13(packing, experts, 2 * inner, hidden, false, numbers), w2(packing, experts, hidden, inner, false, numbers);
+  PackedWeight w13(packing, experts, 2 * inner, hidden, false, numbers),
+      w2(packing, experts, hidden, inner, false, numbers);
   const Weights first = described(w13), second = described(w2);
-  Buffer<T> x(tokens, hidden, hidden), acts(entries, inner, inner), rows(entries, hidden, hidden), out(tokens, hidden, hidden);
+  Buffer<T> x(tokens, hidden, hidden), acts(entries, inner, inner), rows(entries, hidden, hidden),
+      out(tokens, hidden, hidden);
   Buffer<float> weights(entries);
   Buffer<int32_t> ids(entries), offsets(experts + 1), permutation(entries), inverse(entries);
   for (int64_t i = 0; i < tokens * hidden; ++i) x.data()[i] = D::put(numbers.eighths() / 4);
   for (int64_t i = 0; i < entries; ++i) weights.data()[i] = numbers.eighths();
   deal(ids, entries, experts, numbers);
-  CHECK(call(&first, &second, x.data(), weights.data(), ids.data(), offsets.data(), permutation.data(), inverse.data(), acts.data(), rows.data(),
-             out.data(), tokens, top_k, experts, dtype) == 0);
+  CHECK(call(&first, &second, x.data(), weights.data(), ids.data(), offsets.data(), permutation.data(),
+             inverse.data(), acts.data(), rows.data(), out.data(), tokens, top_k, experts, dtype) == 0);
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t i = 0; i < hidden; ++i) {
       double wanted = 0, bound = 0;
@@ -184,7 +208,8 @@ int main() {
   for (const auto& level : gm_grouped_linear_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
     for (const Packing& p : packings()) {
-      grouped<Dtype<0>>(level.call, 0, p, true), grouped<Dtype<1>>(level.call, 1, p, false), grouped<Dtype<2>>(level.call, 2, p, false);
+      grouped<Dtype<0>>(level.call, 0, p, true), grouped<Dtype<1>>(level.call, 1, p, false),
+          grouped<Dtype<2>>(level.call, 2, p, false);
     }
     ++ran;
   }

@@ -1,4 +1,5 @@
-// The primitives of gm_cpu.h, exposed to tests/native/test_primitives.py. Compiled by the test, once per level.
+// The primitives of gm_cpu.h, exposed to tests/native/test_primitives.py. Compiled by the test, once per
+// level.
 #include "gm_cpu.h"
 
 GM_KERNEL(t_exp)(const float* x, float* out, int64_t n) {
@@ -27,13 +28,11 @@ int widen(const T* x, float* vector, float* scalar, int64_t n) {
 }  // namespace
 
 // Vector and scalar conversions side by side; n a multiple of 16.
-GM_KERNEL(t_narrow)(const float* x, void* vector, void* scalar, int64_t n, int dtype) {
-  GM_DISPATCH_FLOAT(dtype, T, { return narrow(x, static_cast<T*>(vector), static_cast<T*>(scalar), n); })
-}
+GM_KERNEL(t_narrow)(const float* x, void* vector, void* scalar, int64_t n, int dtype){
+    GM_DISPATCH_FLOAT(dtype, T, { return narrow(x, static_cast<T*>(vector), static_cast<T*>(scalar), n); })}
 
-GM_KERNEL(t_widen)(const void* x, float* vector, float* scalar, int64_t n, int dtype) {
-  GM_DISPATCH_FLOAT(dtype, T, { return widen(static_cast<const T*>(x), vector, scalar, n); })
-}
+GM_KERNEL(t_widen)(const void* x, float* vector, float* scalar, int64_t n, int dtype){
+    GM_DISPATCH_FLOAT(dtype, T, { return widen(static_cast<const T*>(x), vector, scalar, n); })}
 
 // out[0] = sum, out[1] = max, of the first gm::kLanes values; returns the number of lanes.
 GM_KERNEL(t_reduce)(const float* x, float* out) {

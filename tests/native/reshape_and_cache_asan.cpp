@@ -1,8 +1,8 @@
 // gm_cache_store under the sanitizers: the last slot, padded rows, negative slots, slots past the cache.
 #include "asan.h"
 
-GM_LEVELS(gm_cache_store, (const char*, int64_t, int64_t, char*, int64_t, int64_t, int64_t, const int64_t*, int64_t, int64_t, int64_t,
-                           int64_t, int64_t));
+GM_LEVELS(gm_cache_store, (const char*, int64_t, int64_t, char*, int64_t, int64_t, int64_t, const int64_t*,
+                           int64_t, int64_t, int64_t, int64_t, int64_t));
 
 template <class Call>
 void run(Call call) {
@@ -19,8 +19,8 @@ void run(Call call) {
           for (int64_t i = 0; i < row; ++i) source(t * heads + h, i) = static_cast<char>(1 + t * heads + h);
       }
       auto store = [&] {
-        return call(source.data(), heads * wide, wide, cache.data(), block_size * heads * wide, heads * wide, wide, slots.data(), tokens,
-                    heads, row, blocks, block_size);
+        return call(source.data(), heads * wide, wide, cache.data(), block_size * heads * wide, heads * wide,
+                    wide, slots.data(), tokens, heads, row, blocks, block_size);
       };
       slots.data()[3] = 6;
       CHECK(store() == -5);
@@ -29,7 +29,8 @@ void run(Call call) {
       CHECK(store() == 0);
       for (int64_t s = 0; s < blocks * block_size; ++s)
         for (int64_t h = 0; h < heads; ++h)
-          for (int64_t i = 0; i < row; ++i) CHECK(cache(s * heads + h, i) == (s == 5 ? 1 + h : s == 0 ? 5 + h : 0));
+          for (int64_t i = 0; i < row; ++i)
+            CHECK(cache(s * heads + h, i) == (s == 5 ? 1 + h : s == 0 ? 5 + h : 0));
     }
   CHECK(call(nullptr, 0, 0, nullptr, 0, 0, 0, nullptr, 0, 1, 1, 1, 0) == -2);
   CHECK(call(nullptr, 0, 0, nullptr, 0, 0, 0, nullptr, 0, 1, 1, 1, 1) == 0);

@@ -1,7 +1,8 @@
-// gm_rms_norm under the sanitizers against float64: odd and tail-only widths, wide strides, empty input, unaligned rows, every dtype and level.
+// gm_rms_norm under the sanitizers against float64: odd and tail-only widths, wide strides, empty input,
+// unaligned rows, every dtype and level.
 //
-// Planted faults that this program must catch, built by tests/native/test_sanitizers.py: the tail of a row read or written whole, a row
-// too many, a shift past the width of its type, a wrong factor.
+// Planted faults that this program must catch, built by tests/native/test_sanitizers.py: the tail of a row
+// read or written whole, a row too many, a shift past the width of its type, a wrong factor.
 #include "asan.h"
 #include "asan_values.h"
 

@@ -1,12 +1,12 @@
-// gm_rotary_embedding under the sanitizers against float64: odd halves, heads wider than what is turned, one head and several, no k, both
-// pairings, a position outside the table, every dtype and level.
+// gm_rotary_embedding under the sanitizers against float64: odd halves, heads wider than what is turned, one
+// head and several, no k, both pairings, a position outside the table, every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
 
 #include <vector>
 
-GM_LEVELS(gm_rotary_embedding, (void*, int64_t, int64_t, int64_t, void*, int64_t, int64_t, int64_t, const int64_t*, const float*,
-                                int64_t, int64_t, int64_t, int, int));
+GM_LEVELS(gm_rotary_embedding, (void*, int64_t, int64_t, int64_t, void*, int64_t, int64_t, int64_t,
+                                const int64_t*, const float*, int64_t, int64_t, int64_t, int, int));
 using Call = decltype(gm_rotary_embedding_levels[0].call);
 
 template <class D>
@@ -27,20 +27,22 @@ void run(Call call, int dtype, int64_t rot, int64_t heads, bool interleaved, int
       (r < tokens * heads ? q(r, i) : k(r - tokens * heads, i)) = value;
       before.push_back(D::get(value));
     }
-  CHECK(call(q.data(), heads * size, size, heads, with_k ? k.data() : nullptr, size, size, with_k, positions.data(), table.data(), rows,
-             tokens, rot, interleaved, dtype) == 0);
+  CHECK(call(q.data(), heads * size, size, heads, with_k ? k.data() : nullptr, size, size, with_k,
+             positions.data(), table.data(), rows, tokens, rot, interleaved, dtype) == 0);
   for (int64_t r = 0; r < tokens * (heads + with_k); ++r)
     for (int64_t i = 0; i < half; ++i) {
       const int64_t token = r < tokens * heads ? r / heads : r - tokens * heads, p = positions.data()[token];
       const int64_t ia = interleaved ? 2 * i : i, ib = interleaved ? 2 * i + 1 : half + i;
       T* row = r < tokens * heads ? &q(r, 0) : &k(r - tokens * heads, 0);
-      const double a = before[r * rot + ia], b = before[r * rot + ib], found[2] = {D::get(row[ia]), D::get(row[ib])};
+      const double a = before[r * rot + ia], b = before[r * rot + ib],
+                   found[2] = {D::get(row[ia]), D::get(row[ib])};
       if (p >= rows) {
         CHECK(found[0] != found[0] && found[1] != found[1]);
         continue;
       }
       const double c = table(p, i), s = table(p, half + i), wanted[2] = {a * c - b * s, b * c + a * s};
-      for (int j = 0; j < 2; ++j) CHECK(std::fabs(found[j] - wanted[j]) <= 1e-6 + D::kEps * std::fabs(wanted[j]));
+      for (int j = 0; j < 2; ++j)
+        CHECK(std::fabs(found[j] - wanted[j]) <= 1e-6 + D::kEps * std::fabs(wanted[j]));
     }
 }
 

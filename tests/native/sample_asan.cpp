@@ -1,16 +1,16 @@
-// gm_sample under the sanitizers: one token and odd vocabularies, every filter, NaN and infinities, ties, strides, every level; the filters'
-// promises are checked, and that a row does not depend on the others.
+// gm_sample under the sanitizers: one token and odd vocabularies, every filter, NaN and infinities, ties,
+// strides, every level; the filters' promises are checked, and that a row does not depend on the others.
 //
-// Planted faults that this program was seen to catch: the last vector of logits read whole in `row`, `padded` not rounding up, filter_top_p's
-// items one short.
+// Planted faults that this program was seen to catch: the last vector of logits read whole in `row`, `padded`
+// not rounding up, filter_top_p's items one short.
 #include "asan.h"
 #include "asan_values.h"
 
 #include <algorithm>
 #include <vector>
 
-GM_LEVELS(gm_sample, (const void*, int64_t, const float*, const int32_t*, const float*, const float*, const int64_t*, const int64_t*, int64_t*,
-                      int64_t, int64_t, int));
+GM_LEVELS(gm_sample, (const void*, int64_t, const float*, const int32_t*, const float*, const float*,
+                      const int64_t*, const int64_t*, int64_t*, int64_t, int64_t, int));
 using Call = decltype(gm_sample_levels[0].call);
 
 struct Filters {
@@ -29,14 +29,15 @@ void run(Call call, int dtype, int64_t rows, int64_t n, const Filters& f) {
   Buffer<int64_t> seed(rows), index(rows), ids(rows);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < n; ++i) logits(r, i) = D::put(numbers.eighths());
-    temperature.data()[r] = f.temperature, top_k.data()[r] = f.top_k, top_p.data()[r] = f.top_p, min_p.data()[r] = f.min_p;
+    temperature.data()[r] = f.temperature, top_k.data()[r] = f.top_k, top_p.data()[r] = f.top_p,
+    min_p.data()[r] = f.min_p;
     seed.data()[r] = int64_t(numbers.word()) << 32 | numbers.word(), index.data()[r] = numbers.word();
   }
   if (rows > 1) logits(1, n - 1) = D::put(NAN);
   if (rows > 2)
     for (int64_t i = 0; i < n; ++i) logits(2, i) = D::put(-2.0f);  // all equal
-  CHECK(call(logits.data(), n + 3, temperature.data(), top_k.data(), top_p.data(), min_p.data(), seed.data(), index.data(), ids.data(), rows,
-             n, dtype) == 0);
+  CHECK(call(logits.data(), n + 3, temperature.data(), top_k.data(), top_p.data(), min_p.data(), seed.data(),
+             index.data(), ids.data(), rows, n, dtype) == 0);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t id = ids.data()[r];
     if (r == 1) {
@@ -50,11 +51,12 @@ void run(Call call, int dtype, int64_t rows, int64_t n, const Filters& f) {
     std::sort(sorted.rbegin(), sorted.rend());
     if (f.temperature == 0) CHECK(own == sorted[0]);
     if (f.temperature > 0 && f.top_k > 0 && f.top_k <= n) CHECK(own >= sorted[f.top_k - 1]);
-    if (f.temperature > 0 && f.min_p > 0) CHECK(std::exp((own - sorted[0]) / f.temperature) >= f.min_p * 0.9999);
+    if (f.temperature > 0 && f.min_p > 0)
+      CHECK(std::exp((own - sorted[0]) / f.temperature) >= f.min_p * 0.9999);
     if (f.temperature > 0 && f.top_p <= 0.01f) CHECK(n > 2000 || own == sorted[0]);
     int64_t alone = -2;
-    CHECK(call(&logits(r, 0), 0, temperature.data() + r, top_k.data() + r, top_p.data() + r, min_p.data() + r, seed.data() + r,
-               index.data() + r, &alone, 1, n, dtype) == 0);
+    CHECK(call(&logits(r, 0), 0, temperature.data() + r, top_k.data() + r, top_p.data() + r, min_p.data() + r,
+               seed.data() + r, index.data() + r, &alone, 1, n, dtype) == 0);
     CHECK(alone == id);
   }
 }
@@ -62,8 +64,9 @@ void run(Call call, int dtype, int64_t rows, int64_t n, const Filters& f) {
 template <class D>
 void all(Call call, int dtype) {
   for (const int64_t n : {1, 2, 7, 15, 16, 17, 257, 1000})
-    for (const Filters& f : {Filters{0, 0, 1, 0}, Filters{1, 0, 1, 0}, Filters{0.5f, 1, 1, 0}, Filters{2, 5, 0.5f, 0.1f}, Filters{1, 0, 0.001f, 0},
-                             Filters{1, 0, 0, 0}, Filters{1, 1 << 30, 0.999f, 1}, Filters{1e-4f, -3, 0.9f, 0}})
+    for (const Filters& f : {Filters{0, 0, 1, 0}, Filters{1, 0, 1, 0}, Filters{0.5f, 1, 1, 0},
+                             Filters{2, 5, 0.5f, 0.1f}, Filters{1, 0, 0.001f, 0}, Filters{1, 0, 0, 0},
+                             Filters{1, 1 << 30, 0.999f, 1}, Filters{1e-4f, -3, 0.9f, 0}})
       for (const int64_t rows : {0, 1, 4}) run<D>(call, dtype, rows, n, f);
   CHECK(call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 0, dtype) == -2);
   CHECK(call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, -1, 4, dtype) == -2);
@@ -76,7 +79,8 @@ int main() {
     all<Dtype<0>>(level.call, 0);
     all<Dtype<1>>(level.call, 1);
     all<Dtype<2>>(level.call, 2);
-    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 4, 99) == -1);
+    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 4, 99) ==
+          -1);
     ++ran;
   }
   CHECK(ran > 0);

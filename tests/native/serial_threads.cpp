@@ -1,9 +1,11 @@
-// Stands for kernels/_native/threads.cpp in the sanitizer programs. It cuts the range into grains, first to last, so that a body that
-// depends on seeing the whole range shows.
+// Stands for kernels/_native/threads.cpp in the sanitizer programs. It cuts the range into grains, first to
+// last, so that a body that depends on seeing the whole range shows.
 #include <cstdint>
 
-extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-  for (int64_t begin = 0; begin < n; begin += grain) body(begin, begin + grain < n ? begin + grain : n, context);
+extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                               void* context) {
+  for (int64_t begin = 0; begin < n; begin += grain)
+    body(begin, begin + grain < n ? begin + grain : n, context);
   return 0;
 }
 

@@ -1,4 +1,5 @@
-// gm_silu_and_mul under the sanitizers against float64: odd and tail-only widths, wide strides, empty input, every dtype and level.
+// gm_silu_and_mul under the sanitizers against float64: odd and tail-only widths, wide strides, empty input,
+// every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
 

@@ -39,7 +39,16 @@ def lib(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     level = request.param
     out = tmp_path_factory.mktemp("primitives") / f"{level}.so"
     command = ["g++", *flags_of(level), f"-DGM_LEVEL={level}", "-Wno-psabi", "-Wno-maybe-uninitialized"]
-    command += ["-fPIC", "-shared", "-Wl,--allow-shlib-undefined", "-I", str(ROOT / "kernels" / "_native"), str(SOURCE), "-o", str(out)]
+    command += [
+        "-fPIC",
+        "-shared",
+        "-Wl,--allow-shlib-undefined",
+        "-I",
+        str(ROOT / "kernels" / "_native"),
+        str(SOURCE),
+        "-o",
+        str(out),
+    ]
     subprocess.run([word for word in command if word != "-fvisibility=hidden"], check=True)
     library = ctypes.CDLL(str(out))
     signatures = {
@@ -74,10 +83,28 @@ def test_narrow_rounds_to_nearest_even(lib: dict[str, Any], dtype: torch.dtype) 
     if dtype is torch.bfloat16:
         middle = values.view(torch.int32) + 0x8000
     else:
-        successor = (torch.arange(1 << 16, dtype=torch.int32) + 1).clamp(max=0xFFFF).to(torch.uint16).view(dtype)
+        successor = (
+            (torch.arange(1 << 16, dtype=torch.int32) + 1).clamp(max=0xFFFF).to(torch.uint16).view(dtype)
+        )
         middle = ((values.double() + successor.double()) / 2).float().view(torch.int32)
     points = torch.cat([values.view(torch.int32), middle, middle - 1, middle + 1]).view(torch.float32)
-    extra = torch.tensor([0.0, -0.0, 65504.0, 65519.996, 65520.0, 1e30, -1e30, float("inf"), -float("inf"), 1e-45, 2**-25, 2**-24, 6e-8])
+    extra = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            65504.0,
+            65519.996,
+            65520.0,
+            1e30,
+            -1e30,
+            float("inf"),
+            -float("inf"),
+            1e-45,
+            2**-25,
+            2**-24,
+            6e-8,
+        ]
+    )
     x = torch.cat([points, extra, torch.zeros(16 - (points.numel() + extra.numel()) % 16)])
     want = x.to(dtype)
     vector, scalar = (torch.empty(x.numel(), dtype=torch.uint16) for _ in range(2))
@@ -90,7 +117,9 @@ def test_narrow_rounds_to_nearest_even(lib: dict[str, Any], dtype: torch.dtype) 
 
 
 def test_exp_within_two_ulp(lib: dict[str, Any]) -> None:
-    x = np.concatenate([np.linspace(-103.9, 88.72, 400_003), np.linspace(-1e-3, 1e-3, 10_001)]).astype(np.float32)
+    x = np.concatenate([np.linspace(-103.9, 88.72, 400_003), np.linspace(-1e-3, 1e-3, 10_001)]).astype(
+        np.float32
+    )
     out = np.empty_like(x)
     assert lib["t_exp"](x.ctypes.data, out.ctypes.data, x.size) == 0
     want = np.exp(x.astype(np.float64))
@@ -99,7 +128,9 @@ def test_exp_within_two_ulp(lib: dict[str, Any]) -> None:
 
 
 def test_exp_edges(lib: dict[str, Any]) -> None:
-    x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 88.9, 1e30, -104.0, -200.0, -1e30, 1e-40], dtype=np.float32)
+    x = np.array(
+        [0.0, -0.0, np.inf, -np.inf, np.nan, 88.9, 1e30, -104.0, -200.0, -1e30, 1e-40], dtype=np.float32
+    )
     out = np.empty_like(x)
     lib["t_exp"](x.ctypes.data, out.ctypes.data, x.size)
     assert out[0] == out[1] == 1 and out[2] == np.inf and out[3] == 0 and np.isnan(out[4])

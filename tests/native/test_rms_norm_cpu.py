@@ -13,7 +13,11 @@ from .levels import runnable_levels
 
 ARGS = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int)
 EPS = 1e-5
-DTYPES = {torch.float32: 1.2e-7, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # half an ulp of each, relative
+DTYPES = {
+    torch.float32: 1.2e-7,
+    torch.float16: 2**-11,
+    torch.bfloat16: 2**-8,
+}  # half an ulp of each, relative
 
 
 def run(level: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:

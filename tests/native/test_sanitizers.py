@@ -44,9 +44,18 @@ def test_every_core_has_a_program() -> None:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what ci/sanitize.sh reads, with one core at one level."""
     place = tmp_path_factory.mktemp("tree")
-    for name in ("CMakeLists.txt", "cmake", "ci/sanitize.sh", "src/gristmill/__init__.py", "kernels/_native", CORE,
-                 "tests/native/rms_norm_asan.cpp", "tests/native/asan.h", "tests/native/asan_values.h",
-                 "tests/native/serial_threads.cpp"):  # fmt: skip
+    for name in (
+        "CMakeLists.txt",
+        "cmake",
+        "ci/sanitize.sh",
+        "src/gristmill/__init__.py",
+        "kernels/_native",
+        CORE,
+        "tests/native/rms_norm_asan.cpp",
+        "tests/native/asan.h",
+        "tests/native/asan_values.h",
+        "tests/native/serial_threads.cpp",
+    ):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, place / name)
@@ -60,8 +69,15 @@ def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
     text = (ROOT / CORE).read_text()
     assert text.count(old) >= 1, f"{CORE} has no {old!r} any more: plant the fault elsewhere"
     (tree / CORE).write_text("// gm-levels: base neon\n" + (text.replace(old, new) if old else text))
-    done = subprocess.run(["bash", "ci/sanitize.sh"], cwd=tree, capture_output=True, text=True, timeout=300, check=False,
-                          env=os.environ | {"JOBS": "1"})  # fmt: skip
+    done = subprocess.run(
+        ["bash", "ci/sanitize.sh"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"JOBS": "1"},
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -75,15 +91,18 @@ def test_a_clean_core_passes(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("if (c < cols) gm::store(out + c, gm::load(x + c, cols - c)", "if (c < cols) gm::store(out + c, gm::load(x + c)",
-         "AddressSanitizer: heap-buffer-overflow"),
+        (
+            "if (c < cols) gm::store(out + c, gm::load(x + c, cols - c)",
+            "if (c < cols) gm::store(out + c, gm::load(x + c)",
+            "AddressSanitizer: heap-buffer-overflow",
+        ),
         ("gm::load(w + c, cols - c), cols - c);", "gm::load(w + c, cols - c));", "AddressSanitizer:"),
         ("r < end; ++r", "r <= end; ++r", "AddressSanitizer:"),
         ("16384 / cols + 1;", "16384 / cols + (1 << (cols + 31));", "runtime error: shift exponent"),
         ("1.0f / __builtin_sqrtf", "1.001f / __builtin_sqrtf", "does not hold"),
     ],
     ids=["tail read whole", "tail written whole", "a row too many", "undefined shift", "wrong value"],
-)  # fmt: skip
+)
 def test_planted_faults_are_caught(tree: Path, old: str, new: str, complaint: str) -> None:
     status, said = sanitize(tree, old, new)
     assert status != 0 and complaint in said, said
@@ -92,7 +111,9 @@ def test_planted_faults_are_caught(tree: Path, old: str, new: str, complaint: st
 @needs_tools
 def test_a_core_without_a_program_fails(tree: Path) -> None:
     orphan = tree / "kernels" / "norm" / "_orphan_cpu.cpp"
-    orphan.write_text('// gm-levels: base neon\n#include "gm_cpu.h"\nGM_KERNEL(gm_orphan)(int) { return GM_OK; }\n')
+    orphan.write_text(
+        '// gm-levels: base neon\n#include "gm_cpu.h"\nGM_KERNEL(gm_orphan)(int) { return GM_OK; }\n'
+    )
     try:
         status, said = sanitize(tree)
         assert status != 0 and "no sanitizer program calls gm_orphan__" in said, said

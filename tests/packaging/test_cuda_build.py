@@ -14,20 +14,43 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCALE = ROOT / "tests" / "packaging" / "_scale_sm90.cu"
 
-needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("ninja") is None, reason="cmake and ninja")
+needs_cmake = pytest.mark.skipif(
+    shutil.which("cmake") is None or shutil.which("ninja") is None, reason="cmake and ninja"
+)
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 pytestmark = needs_cmake
 
 
 def configure(build: Path, *options: str, nvcc: bool = True) -> subprocess.CompletedProcess[str]:
     """Configure as a wheel build does, so that nothing is written beside the sources."""
-    environment = {key: value for key, value in os.environ.items() if key not in {"GRISTMILL_CUDA", "CUDA_HOME", "NVCC", "CUDACXX"}}
-    if not nvcc:  # neither on PATH nor in CMake's own list of places; the tools that are needed go by full path
-        folders = [folder for folder in environment["PATH"].split(os.pathsep) if not (Path(folder) / "nvcc").exists()]
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"GRISTMILL_CUDA", "CUDA_HOME", "NVCC", "CUDACXX"}
+    }
+    if (
+        not nvcc
+    ):  # neither on PATH nor in CMake's own list of places; the tools that are needed go by full path
+        folders = [
+            folder for folder in environment["PATH"].split(os.pathsep) if not (Path(folder) / "nvcc").exists()
+        ]
         environment["PATH"] = os.pathsep.join(folders)
-        options += (f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}", f"-DCMAKE_CXX_COMPILER={shutil.which('c++')}")
+        options += (
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
+            f"-DCMAKE_CXX_COMPILER={shutil.which('c++')}",
+        )
         options += ("-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF",)
-    command = [str(shutil.which("cmake")), "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DSKBUILD_STATE=wheel", *options]
+    command = [
+        str(shutil.which("cmake")),
+        "-S",
+        str(ROOT),
+        "-B",
+        str(build),
+        "-G",
+        "Ninja",
+        "-DSKBUILD_STATE=wheel",
+        *options,
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -58,7 +81,9 @@ def test_without_nvcc(tmp_path: Path) -> None:
 def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={SCALE}")
     assert "sm_90a by nvcc" in status_line(done)
-    subprocess.run(["cmake", "--build", tmp_path, "--target", "gristmill_cuda_sm90a"], check=True, capture_output=True)
+    subprocess.run(
+        ["cmake", "--build", tmp_path, "--target", "gristmill_cuda_sm90a"], check=True, capture_output=True
+    )
     entry = json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"]["sm_90a"]
     path = tmp_path / "_lib" / entry["file"]
     needed = subprocess.run(["readelf", "-dW", path], check=True, capture_output=True, text=True).stdout

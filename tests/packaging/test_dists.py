@@ -25,8 +25,17 @@ def test_tests_import_this_tree() -> None:
 
 
 def good_wheel_names() -> list[str]:
-    names = [f"gristmill/{name}" for name in check_wheel.tracked() if name.startswith(check_wheel.FOLDERS) and name.endswith(check_wheel.RUN)]
-    names += ["gristmill/__init__.py", "gristmill/py.typed", "gristmill/_lib/manifest.json", "gristmill/_lib/libgristmill_cpu.so"]
+    names = [
+        f"gristmill/{name}"
+        for name in check_wheel.tracked()
+        if name.startswith(check_wheel.FOLDERS) and name.endswith(check_wheel.RUN)
+    ]
+    names += [
+        "gristmill/__init__.py",
+        "gristmill/py.typed",
+        "gristmill/_lib/manifest.json",
+        "gristmill/_lib/libgristmill_cpu.so",
+    ]
     return names
 
 
@@ -50,7 +59,9 @@ def test_good_wheel_passes(tmp_path: Path) -> None:
     ],
 )
 def test_extra_file_is_found(tmp_path: Path, extra: str, complaint: str) -> None:
-    assert any(complaint in line for line in check_wheel.problems(wheel(tmp_path, [*good_wheel_names(), extra])))
+    assert any(
+        complaint in line for line in check_wheel.problems(wheel(tmp_path, [*good_wheel_names(), extra]))
+    )
 
 
 def test_missing_module_and_python_tag_are_found(tmp_path: Path) -> None:
@@ -75,7 +86,16 @@ def project() -> dict[str, object]:
 def test_requirements_follow_extras_of_extras() -> None:
     found = requirements.requirements(project(), ["dev"])
     names = {line.split(">")[0].split("<")[0].split(";")[0] for line in found}
-    assert {"torch", "numpy", "triton", "safetensors", "click", "pytest", "ruff", "scikit-build-core"} <= names
+    assert {
+        "torch",
+        "numpy",
+        "triton",
+        "safetensors",
+        "click",
+        "pytest",
+        "ruff",
+        "scikit-build-core",
+    } <= names
     assert not any(line.startswith("gristmill") for line in found)
     with pytest.raises(SystemExit, match="unknown extra 'gpu'"):
         requirements.requirements(project(), ["gpu"])

@@ -37,13 +37,23 @@ def test_list_has_what_we_use() -> None:
 @pytest.mark.parametrize(
     "text,options,complaint",
     [
-        ('extern "C" int torch_new_in_2_13(); int f() { return torch_new_in_2_13(); }', (), "torch_new_in_2_13 is undefined"),
-        ('extern "C" void* PyList_New(long); void* f() { return PyList_New(0); }', (), "PyList_New is undefined"),
+        (
+            'extern "C" int torch_new_in_2_13(); int f() { return torch_new_in_2_13(); }',
+            (),
+            "torch_new_in_2_13 is undefined",
+        ),
+        (
+            'extern "C" void* PyList_New(long); void* f() { return PyList_New(0); }',
+            (),
+            "PyList_New is undefined",
+        ),
         ("int f() { return 1; }", ("-Wl,-rpath,/opt/torch", "-Wl,--enable-new-dtags"), "RUNPATH"),
         ("#include <string>\nstd::string f() { return std::to_string(1); }", (), "libstdc"),
     ],
 )
-def test_planted_faults_are_found(tmp_path: Path, text: str, options: tuple[str, ...], complaint: str) -> None:
+def test_planted_faults_are_found(
+    tmp_path: Path, text: str, options: tuple[str, ...], complaint: str
+) -> None:
     found = check_symbols.problems(build(tmp_path, text, *options), check_symbols.torch_symbols())
     assert any(complaint in line for line in found), found
 

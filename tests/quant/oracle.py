@@ -96,7 +96,9 @@ def weight(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = ()) -> torch.T
 def act_order(scheme: str | QuantScheme, k: int, seed: int = 0) -> torch.Tensor:
     """A shuffled g_idx with groups of the right size."""
     size = QuantScheme.parse(scheme).group_size or 1
-    return (torch.arange(k) // size)[torch.randperm(k, generator=torch.Generator().manual_seed(seed))].to(torch.int32)
+    return (torch.arange(k) // size)[torch.randperm(k, generator=torch.Generator().manual_seed(seed))].to(
+        torch.int32
+    )
 
 
 def variants(name: str, n: int = 37, k: int = 256) -> list[QuantTensor]:

@@ -15,7 +15,9 @@ F32 = np.float32
 
 def tokens(m: int = 9, k: int = 384, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-8, 8, (m, 1), generator=generator).float())
+    x = torch.randn(m, k, generator=generator) * torch.exp2(
+        torch.randint(-8, 8, (m, 1), generator=generator).float()
+    )
     x[m // 2] = 0
     return x
 

@@ -14,9 +14,24 @@ from gristmill.quant import QuantTensor, concat, pack, quantize, unpack
 from tests.quant.oracle import variants, weight
 
 NAMES = [
-    "int1_g32", "int2_g16_min", "int2_g64_zp", "int3_g16", "int3_g128_zp", "int3_ch", "int4_g16_min", "int4_g256", "int5_g32",
-    "int5_g32_min", "int6_g16", "int6_ch_zp", "int7_g64", "int8_g32", "int8_ch_zp", "int8_g64_min", "int4_ch_min",
-]  # fmt: skip
+    "int1_g32",
+    "int2_g16_min",
+    "int2_g64_zp",
+    "int3_g16",
+    "int3_g128_zp",
+    "int3_ch",
+    "int4_g16_min",
+    "int4_g256",
+    "int5_g32",
+    "int5_g32_min",
+    "int6_g16",
+    "int6_ch_zp",
+    "int7_g64",
+    "int8_g32",
+    "int8_ch_zp",
+    "int8_g64_min",
+    "int4_ch_min",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -27,7 +42,9 @@ def test_names_parse_and_print_back(name: str) -> None:
     assert scheme.symmetric == (not name.endswith(("_zp", "_min")))
 
 
-@pytest.mark.parametrize("bad", ["int9_g32", "int0_ch", "int4_g0", "int4_g32_zp_min", "int4_g032", "int_ch", "int4_g12345678"])
+@pytest.mark.parametrize(
+    "bad", ["int9_g32", "int0_ch", "int4_g0", "int4_g32_zp_min", "int4_g032", "int_ch", "int4_g12345678"]
+)
 def test_names_that_are_none(bad: str) -> None:
     with pytest.raises(ValueError, match="no weight format"):
         QuantScheme.parse(bad)
@@ -52,7 +69,9 @@ def test_dequantize_is_the_definition_and_rounding_is_near(name: str) -> None:
     q = quantize(w, name)
     assert torch.equal(q.dequantize(), by_hand(q))
     if q.scheme.bits > 1:
-        bound = (q.scales.float() * (1.05 if q.scheme.minimums else 0.55)).repeat_interleave(256 // q.scales.shape[1], 1)
+        bound = (q.scales.float() * (1.05 if q.scheme.minimums else 0.55)).repeat_interleave(
+            256 // q.scales.shape[1], 1
+        )
         reach = w.abs() * 2.0**-7 + w.abs().amax(1, keepdim=True) * 2.0**-8  # scales and offsets are bf16
         assert bool(((q.dequantize() - w).abs() <= bound + reach).all())
 

@@ -52,7 +52,9 @@ def codes_of_tile(tile: bytes, scheme: QuantScheme) -> torch.Tensor:
                         at = 512 * (s // 2) + 16 * lane + 4 * (2 * (s % 2) + j)
                         word = int.from_bytes(tile[at : at + 4], "little")
                         for half, places in enumerate(FP8_PLACES):
-                            out[g + 8 * half, 16 * s + 8 * j + 2 * t + odd] = bits(word, *(p + 16 * odd for p in places))
+                            out[g + 8 * half, 16 * s + 8 * j + 2 * t + odd] = bits(
+                                word, *(p + 16 * odd for p in places)
+                            )
                     continue
                 at = 512 * (s // 4) + 16 * lane + 4 * (s % 4)
                 for i in range(4):
@@ -67,7 +69,9 @@ def codes_of_tile(tile: bytes, scheme: QuantScheme) -> torch.Tensor:
     return out.to(torch.uint8)
 
 
-def scales_of_tile(tail: bytes, scheme: QuantScheme, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def scales_of_tile(
+    tail: bytes, scheme: QuantScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Float32 [16, 128], one for each weight; and zero points or None."""
     groups = 128 // scheme.group_size if scheme.group_size else 1
     scale, zero = torch.zeros(16, groups), torch.zeros(16, groups)
@@ -80,11 +84,15 @@ def scales_of_tile(tail: bytes, scheme: QuantScheme, dtype: torch.dtype) -> tupl
                     scale[g + 8 * half, j] = nvfp4 if scheme.scale_dtype == "e4m3" else 2.0 ** (byte - 253)
                     continue
                 at = (2 * groups * g + 2 * j + half) * dtype.itemsize
-                scale[g + 8 * half, j] = torch.frombuffer(bytearray(tail[at : at + dtype.itemsize]), dtype=dtype).float()
+                scale[g + 8 * half, j] = torch.frombuffer(
+                    bytearray(tail[at : at + dtype.itemsize]), dtype=dtype
+                ).float()
                 if scheme.zero_points:
                     zero[g + 8 * half, j] = tail[32 * groups + 2 * groups * g + 2 * j + half]
     spread = 128 // groups
-    return scale.repeat_interleave(spread, 1), zero.repeat_interleave(spread, 1) if scheme.zero_points else None
+    return scale.repeat_interleave(spread, 1), zero.repeat_interleave(
+        spread, 1
+    ) if scheme.zero_points else None
 
 
 def by_the_page(q: QuantTensor, layout: object) -> torch.Tensor:
@@ -120,7 +128,9 @@ def test_documented_order(layout: object, scheme: str, n: int, k: int) -> None:
     assert torch.equal(by_the_page(q, layout), q.dequantize())
 
 
-@pytest.mark.parametrize("layout, scheme", [c for c in CASES if QuantScheme.parse(c[1]).requires_k_multiple == 1])
+@pytest.mark.parametrize(
+    "layout, scheme", [c for c in CASES if QuantScheme.parse(c[1]).requires_k_multiple == 1]
+)
 def test_documented_order_of_any_k(layout: object, scheme: str) -> None:
     q = quantize(weight(33, 137), scheme)
     assert torch.equal(by_the_page(q, layout), q.dequantize())
@@ -211,7 +221,13 @@ def test_a_changed_bit_shows(layout: object, scheme: str) -> None:
             assert "differ" in str(error)
 
 
-KERNEL_CASES = (("int4_ch", 37, 137), ("nvfp4", 70, 144), ("int8_ch", 37, 137), ("fp8", 100, 137), ("int4_g32_zp", 33, 160))
+KERNEL_CASES = (
+    ("int4_ch", 37, 137),
+    ("nvfp4", 70, 144),
+    ("int8_ch", 37, 137),
+    ("fp8", 100, 137),
+    ("int4_g32_zp", 33, 160),
+)
 
 
 def packed_by_the_kernel(scheme: str, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,20 +242,43 @@ def packed_by_the_kernel(scheme: str, n: int, k: int) -> tuple[torch.Tensor, tor
     expected = pack(q, layout).slots["tiles"]
     out, size, order = torch.zeros_like(expected), tile_bytes(q.scheme), code_order(q.scheme)
     tiles, groups = -(-n // 16), -(-k // 128)
-    _pack[(groups, tiles)](q.codes, out.view(torch.int32), n, k, q.codes.shape[1], q.codes.stride(0), tiles, groups,
-                           TILE_WORDS=size // 4, ORDER=ORDERS[order], PAD=q.scheme.implicit_zero)  # fmt: skip
-    both = [torch.cat([view[..., : CODE_BYTES[order]].flatten() for _, view in block_views(t, tiles, groups, size)])
-            for t in (out, expected)]  # fmt: skip
+    _pack[(groups, tiles)](
+        q.codes,
+        out.view(torch.int32),
+        n,
+        k,
+        q.codes.shape[1],
+        q.codes.stride(0),
+        tiles,
+        groups,
+        TILE_WORDS=size // 4,
+        ORDER=ORDERS[order],
+        PAD=q.scheme.implicit_zero,
+    )
+    both = [
+        torch.cat(
+            [view[..., : CODE_BYTES[order]].flatten() for _, view in block_views(t, tiles, groups, size)]
+        )
+        for t in (out, expected)
+    ]
     return both[0], both[1]
 
 
 def test_the_packing_kernel_agrees_with_torch() -> None:
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     pytest.importorskip("triton")
-    code = ("import torch; from tests.quant import test_frag16 as t\n"
-            "for case in t.KERNEL_CASES:\n    a, b = t.packed_by_the_kernel(*case)\n    assert torch.equal(a, b), case\n")  # fmt: skip
+    code = (
+        "import torch; from tests.quant import test_frag16 as t\n"
+        "for case in t.KERNEL_CASES:\n    a, b = t.packed_by_the_kernel(*case)\n    assert torch.equal(a, b), case\n"
+    )
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False,
-                          env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -17,17 +17,25 @@ def inputs(k: int, rows: int = 600) -> torch.Tensor:
     return torch.randn(rows, k, generator=generator) @ mix * torch.exp(torch.randn(k, generator=generator))
 
 
-@pytest.mark.parametrize("scheme", ["int4_g64", "int3_g32_zp", "int4_ch", "int8_ch", "mxfp4", "nvfp4", "fp8_block", "mxfp8", "fp8"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_g64", "int3_g32_zp", "int4_ch", "int8_ch", "mxfp4", "nvfp4", "fp8_block", "mxfp8", "fp8"]
+)
 @pytest.mark.parametrize("act_order", [True, False])
 def test_outputs_are_nearer(scheme: str, act_order: bool) -> None:
     k = 256
     x, w = inputs(k), torch.randn(96, k, generator=torch.Generator().manual_seed(2))
     start = quantize(w, scheme)
     made = gptq(w, x.T @ x, start, act_order=act_order)
-    assert made.scheme == start.scheme and torch.equal(made.global_scale, start.global_scale) if start.global_scale is not None else True
+    assert (
+        made.scheme == start.scheme and torch.equal(made.global_scale, start.global_scale)
+        if start.global_scale is not None
+        else True
+    )
     for name in ("scales", "zero"):
         mine, theirs = getattr(made, name), getattr(start, name)
-        assert (mine is None and theirs is None) or torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        assert (mine is None and theirs is None) or torch.equal(
+            mine.view(torch.uint8), theirs.view(torch.uint8)
+        )
     plain, better = (float(((x @ (q.dequantize() - w).T) ** 2).mean()) for q in (start, made))
     assert better < 0.75 * plain, (better, plain)
     again = gptq(w, x.T @ x, start, act_order=act_order)

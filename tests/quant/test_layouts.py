@@ -37,7 +37,9 @@ def test_bytes_are_counted(layout: Layout, name: str) -> None:
     assert layout.nbytes(name, 4096, 4096) <= 1.05 * QuantScheme.parse(name).weight_bytes(4096, 4096)
 
 
-def finish(q: QuantTensor, values: torch.Tensor, s: dict[str, torch.Tensor], perm: torch.Tensor) -> torch.Tensor:
+def finish(
+    q: QuantTensor, values: torch.Tensor, s: dict[str, torch.Tensor], perm: torch.Tensor
+) -> torch.Tensor:
     """[N, K'] columns as packed -> [N, K] of the weight."""
     assert not bool(values.isnan().any())
     if not perm.numel():

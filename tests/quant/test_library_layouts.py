@@ -28,9 +28,16 @@ def test_tinygemm_is_what_its_page_says(scheme: str) -> None:
     for row, block, lane, pair in ((0, 0, 0, 0), (4, 2, 31, 3), (1, 1, 18, 2), (3, 2, 5, 1)):
         g, t = lane // 4, lane % 4
         first = 128 * block + 32 * pair + 2 * t
-        word = sum(int(codes[8 * row + g, first + 8 * i + odd]) << (4 * i + 16 * odd) for i in range(4) for odd in range(2))
+        word = sum(
+            int(codes[8 * row + g, first + 8 * i + odd]) << (4 * i + 16 * odd)
+            for i in range(4)
+            for odd in range(2)
+        )
         assert int(tiles[row, block, lane, pair]) & 0xFFFFFFFF == word
-    assert torch.equal(packed.slots["scales"][1, :, 0], q.scales[:, 1]) and not packed.slots["scales"][..., 1].any()
+    assert (
+        torch.equal(packed.slots["scales"][1, :, 0], q.scales[:, 1])
+        and not packed.slots["scales"][..., 1].any()
+    )
 
 
 def test_a_wrong_code_shows() -> None:
@@ -59,10 +66,14 @@ class Library:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, faulty: bool = False) -> None:
         self.faulty = faulty
-        layer, config, transform = (ModuleType(f"humming.{name}") for name in ("layer", "config", "transform"))
+        layer, config, transform = (
+            ModuleType(f"humming.{name}") for name in ("layer", "config", "transform")
+        )
         layer.HummingLayer = self._layer()  # type: ignore[attr-defined]
         config.LayerConfig = lambda **values: values  # type: ignore[attr-defined]
-        transform.transform_humming_tensors = lambda _, tensors: {k: self.moved(t) for k, t in tensors.items()}  # type: ignore[attr-defined]
+        transform.transform_humming_tensors = lambda _, tensors: {
+            k: self.moved(t) for k, t in tensors.items()
+        }  # type: ignore[attr-defined]
         for module in (ModuleType("humming"), layer, config, transform):
             monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -88,7 +99,9 @@ class Library:
                 self.tensors = dict(tensors)
 
             def transform(self) -> None:
-                codes = numeric.unpack_bits(self.tensors["weight"].view(torch.uint8), 4, self.tensors["weight"].shape[1] * 8)
+                codes = numeric.unpack_bits(
+                    self.tensors["weight"].view(torch.uint8), 4, self.tensors["weight"].shape[1] * 8
+                )
                 kind = "uint4" if self.integer else "float4e2m1"
                 if self.integer and not self.zeros and bool(codes.all()):
                     value = codes.to(torch.int16) - 8
@@ -105,14 +118,18 @@ class Library:
 
 @pytest.mark.parametrize("scheme", [name for name in _humming.WEIGHTS if QuantScheme.parse(name).bits == 4])
 @pytest.mark.parametrize("least", [False, True], ids=["", "the least code is used"])
-def test_humming_is_unpacked_whatever_it_moves(monkeypatch: pytest.MonkeyPatch, scheme: str, least: bool) -> None:
+def test_humming_is_unpacked_whatever_it_moves(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, least: bool
+) -> None:
     Library(monkeypatch)
     q = quantize(torch.randn(128, 128), scheme)
     if least:
         q.codes[5, 7] = 0
     packed = _humming.by_library(q)
     assert tuple(packed.slots) == default_registry().layout("humming_v1").slots
-    assert ("e0m3" in packed.slots["config"].numpy().tobytes().decode()) == (scheme in ("int4_g32", "int4_g64", "int4_g128") and not least)
+    assert ("e0m3" in packed.slots["config"].numpy().tobytes().decode()) == (
+        scheme in ("int4_g32", "int4_g64", "int4_g128") and not least
+    )
     assert unpack(packed).identical(q)
     packed.slots["weight"][9] ^= 4
     assert not unpack(packed).identical(q)

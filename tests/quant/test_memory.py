@@ -16,7 +16,9 @@ PAGE = memory.HUGE_PAGE
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(start, length) of every advice given."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda start, length, advice: found.append((start, length)) or 0)
+    monkeypatch.setattr(
+        memory, "_madvise", lambda: lambda start, length, advice: found.append((start, length)) or 0
+    )
     return found
 
 

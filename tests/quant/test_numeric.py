@@ -34,8 +34,23 @@ def test_e2m1_ties_go_to_the_even_code() -> None:
 
 def test_e2m1_decode() -> None:
     assert numeric.e2m1_decode(torch.arange(16, dtype=torch.uint8)).tolist() == [
-        0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6,
-    ]  # fmt: skip
+        0,
+        0.5,
+        1,
+        1.5,
+        2,
+        3,
+        4,
+        6,
+        0,
+        -0.5,
+        -1,
+        -1.5,
+        -2,
+        -3,
+        -4,
+        -6,
+    ]
 
 
 def test_e4m3_is_ml_dtypes_and_saturates() -> None:
@@ -88,8 +103,10 @@ def test_a_swapped_nibble_is_seen() -> None:
 
 def test_int3_straddles_bytes() -> None:
     assert numeric.pack_bits(torch.tensor([1, 2, 3, 4, 5, 6, 7, 0], dtype=torch.uint8), 3).tolist() == [
-        0b11010001, 0b01011000, 0b00011111,
-    ]  # fmt: skip
+        0b11010001,
+        0b01011000,
+        0b00011111,
+    ]
 
 
 def test_bit_stream_errors() -> None:
@@ -103,10 +120,21 @@ def test_bit_stream_errors() -> None:
 
 def test_the_largest_e4m3_magnitude() -> None:
     for seed in range(50):
-        codes = torch.randint(0, 256, (3, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        codes = torch.randint(
+            0, 256, (3, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
         values = numeric.e4m3_decode(codes).abs()
         expected = float("nan") if bool(values.isnan().any()) else float(values.max())
         assert str(numeric.e4m3_largest(codes)) == str(expected)
-    for code, value in ((0x00, 0.0), (0x80, 0.0), (0x7E, 448.0), (0xFE, 448.0), (0x01, 2.0**-9), (0x81, 2.0**-9)):
+    for code, value in (
+        (0x00, 0.0),
+        (0x80, 0.0),
+        (0x7E, 448.0),
+        (0xFE, 448.0),
+        (0x01, 2.0**-9),
+        (0x81, 2.0**-9),
+    ):
         assert numeric.e4m3_largest(torch.tensor([0x80, code], dtype=torch.uint8)) == value
-    assert all(str(numeric.e4m3_largest(torch.tensor([0, bad], dtype=torch.uint8))) == "nan" for bad in (0x7F, 0xFF))
+    assert all(
+        str(numeric.e4m3_largest(torch.tensor([0, bad], dtype=torch.uint8))) == "nan" for bad in (0x7F, 0xFF)
+    )

@@ -15,7 +15,9 @@ from tests.quant.oracle import weight
 def test_bit_stream_is_that_of_pack_quantized(bits: int, k: int) -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     half = 1 << (bits - 1)
-    signed = torch.randint(-half, half, (5, k), dtype=torch.int8, generator=torch.Generator().manual_seed(bits))
+    signed = torch.randint(
+        -half, half, (5, k), dtype=torch.int8, generator=torch.Generator().manual_seed(bits)
+    )
     words = helpers.pack_to_int32(signed, bits)
     ours = numeric.pack_bits((signed.to(torch.int16) + half).to(torch.uint8), bits)
     assert torch.equal(words.view(torch.uint8)[:, : ours.shape[1]], ours)
@@ -45,8 +47,10 @@ def test_nvfp4_codes_read_as_compressed_tensors_reads_them() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
     q = quantize(weight(9, 64), "nvfp4")
     values = helpers.unpack_fp4_from_uint8(q.codes, 9, 64, torch.float32)
-    assert torch.equal(helpers.pack_fp4_to_uint8(values)[values.view(-1, 2).ne(0).all(1).view(9, 32)],
-                       q.codes[values.view(-1, 2).ne(0).all(1).view(9, 32)])  # fmt: skip
+    assert torch.equal(
+        helpers.pack_fp4_to_uint8(values)[values.view(-1, 2).ne(0).all(1).view(9, 32)],
+        q.codes[values.view(-1, 2).ne(0).all(1).view(9, 32)],
+    )
     # its global scale is a divisor
     expected = values * q.scales.float().repeat_interleave(16, 1) / (1 / q.global_scale.double()).float()
     assert torch.allclose(q.dequantize(), expected, rtol=3e-7, atol=0)

@@ -39,7 +39,9 @@ def test_any_k(name: str) -> None:
 @pytest.mark.parametrize("power", [-140, -126, -60, 60, 120])
 def test_extreme_magnitudes(name: str, power: int) -> None:
     """Subnormal and huge weights: finite, and off by a rounding at most (or by less than any format's smallest scale)."""
-    w = (torch.randn(33, 128, generator=torch.Generator().manual_seed(3)).clamp(-3, 3) * 2.0**power).clamp(-3e38, 3e38)
+    w = (torch.randn(33, 128, generator=torch.Generator().manual_seed(3)).clamp(-3, 3) * 2.0**power).clamp(
+        -3e38, 3e38
+    )
     d = quantize(w, name).dequantize()
     assert bool(torch.isfinite(d).all())
     assert float((d - w).abs().max()) <= 0.27 * float(w.abs().max()) + 2.0**-124
@@ -59,7 +61,9 @@ def test_planted_faults_are_seen(name: str, fault: str) -> None:
         scales[1, 0] = scales[1, 0].float() * 2
     elif fault == "nibble":
         swapped = (codes << 4) | (codes >> 4)
-        n, byte = (int(i) for i in ((swapped & 7) != (codes & 7)).nonzero()[100])  # more than the sign of a zero
+        n, byte = (
+            int(i) for i in ((swapped & 7) != (codes & 7)).nonzero()[100]
+        )  # more than the sign of a zero
         codes[n, byte] = swapped[n, byte]
     else:
         codes[[2, 3]] = codes[[3, 2]]
@@ -164,7 +168,10 @@ def test_experts_are_done_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_segments_are_done_alone(name: str) -> None:
-    w = weight(300, 128, 6) * torch.cat([torch.ones(130), torch.full((70,), 8.0), torch.full((100,), 0.1)])[:, None]
+    w = (
+        weight(300, 128, 6)
+        * torch.cat([torch.ones(130), torch.full((70,), 8.0), torch.full((100,), 0.1)])[:, None]
+    )
     q = quantize(w, name, segments=(0, 130, 200))
     parts = [quantize(p, name).dequantize() for p in w.split([130, 70, 100])]
     assert torch.equal(q.dequantize(), torch.cat(parts))

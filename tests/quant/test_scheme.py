@@ -18,9 +18,26 @@ from gristmill.quant import quantize
 from tests.quant.oracle import weight
 
 WEIGHTS = [
-    "fp32", "fp16", "bf16", "int4_g32", "int4_g64", "int4_g128", "int4_ch", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp",
-    "int4_ch_zp", "int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block", "mxfp8", "mxfp4", "nvfp4",
-]  # fmt: skip
+    "fp32",
+    "fp16",
+    "bf16",
+    "int4_g32",
+    "int4_g64",
+    "int4_g128",
+    "int4_ch",
+    "int4_g32_zp",
+    "int4_g64_zp",
+    "int4_g128_zp",
+    "int4_ch_zp",
+    "int8_ch",
+    "int8_g128",
+    "fp8",
+    "fp8_ch",
+    "fp8_block",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+]
 
 
 def test_the_names_are_the_contracts() -> None:
@@ -56,8 +73,13 @@ def test_names_print_back(name: str) -> None:
 def test_fields(name, weight_format, bits, group, symmetric, scales, activation) -> None:
     s = QuantScheme.parse(name)
     assert (s.weight, s.bits, s.group_size, s.symmetric, s.scale_dtype, s.activation) == (
-        weight_format, bits, group, symmetric, scales, activation,
-    )  # fmt: skip
+        weight_format,
+        bits,
+        group,
+        symmetric,
+        scales,
+        activation,
+    )
 
 
 @pytest.mark.parametrize(

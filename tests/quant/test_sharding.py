@@ -22,7 +22,9 @@ def check_shards(q: QuantTensor, dim: int, parts: list[QuantTensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_WEIGHT_SCHEMES)
-@pytest.mark.parametrize("dim, world", [(0, 2), (0, 3), (0, 5), (1, 2), (1, 3), (1, 16), (1, 128), (-1, 4), (-2, 10)])
+@pytest.mark.parametrize(
+    "dim, world", [(0, 2), (0, 3), (0, 5), (1, 2), (1, 3), (1, 16), (1, 128), (-1, 4), (-2, 10)]
+)
 def test_shard_is_the_slice_and_concat_the_whole(name: str, dim: int, world: int) -> None:
     q = quantize(weight(210, 384), name)
     parts = [q.shard(dim, rank, world) for rank in range(world)]
@@ -80,7 +82,14 @@ def test_fused_matrices_keep_their_scales(name: str) -> None:
         assert torch.equal(fused.row_scale()[199:201], fused.global_scale[:2])
         assert fused.narrow(0, 210, 100).segments == (0, 60)
     if name == "fp8_block":
-        assert fused.n_idx is not None and fused.n_idx[[0, 127, 128, 199, 200, 270]].tolist() == [0, 0, 1, 1, 2, 3]
+        assert fused.n_idx is not None and fused.n_idx[[0, 127, 128, 199, 200, 270]].tolist() == [
+            0,
+            0,
+            1,
+            1,
+            2,
+            3,
+        ]
     check_shards(fused, 0, [fused.shard(0, r, 11) for r in range(11)])
 
 

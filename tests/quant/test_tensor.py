@@ -108,8 +108,18 @@ FAULTS = [
     ("int4_g32", "g_idx", lambda q: {"g_idx": torch.zeros(127, dtype=torch.int32)}, r"shape \[128\]"),
     ("int4_g32", "g_idx", lambda q: {"g_idx": torch.full((128,), 4, dtype=torch.int32)}, "values 0..3"),
     ("int4_g32", "g_idx", lambda q: {"g_idx": torch.full((128,), -1, dtype=torch.int32)}, "values 0..3"),
-    ("int4_ch", "g_idx", lambda q: {"g_idx": torch.zeros(128, dtype=torch.int32)}, "channel scales have no such"),
-    ("int4_g32", "n_idx", lambda q: {"n_idx": torch.zeros(20, dtype=torch.int32)}, "group scales have no such"),
+    (
+        "int4_ch",
+        "g_idx",
+        lambda q: {"g_idx": torch.zeros(128, dtype=torch.int32)},
+        "channel scales have no such",
+    ),
+    (
+        "int4_g32",
+        "n_idx",
+        lambda q: {"n_idx": torch.zeros(20, dtype=torch.int32)},
+        "group scales have no such",
+    ),
     ("fp8_block", "n_idx", lambda q: {"n_idx": torch.ones(20, dtype=torch.int32)}, "values 0..0"),
     ("mxfp4", "scales", lambda q: {"scales": q.scales.float()}, "expected torch.uint8"),
     ("mxfp4", "scales", lambda q: {"scales": torch.full_like(q.scales, 255)}, "finite"),
@@ -129,7 +139,9 @@ FAULTS = [
 @pytest.mark.parametrize("name, field, change, says", FAULTS)
 def test_contradictions_are_named(name: str, field: str, change, says: str) -> None:
     q = quantize(weight(20, 128), name)
-    with pytest.raises((ValueError, TypeError), match=rf"QuantTensor\({name} \[20, 128\]\)\.{field}: .*{says}"):
+    with pytest.raises(
+        (ValueError, TypeError), match=rf"QuantTensor\({name} \[20, 128\]\)\.{field}: .*{says}"
+    ):
         dataclasses.replace(q, **change(q))
 
 

@@ -30,14 +30,20 @@ OP = Op(
     describe=lambda *arguments: {},
     like=lambda *arguments: (),
     inputs=lambda problem, seed, device: [],
-    cost=lambda p: Cost(bytes=p.integer("n") * p.integer("k") // 2, flops=2 * p.integer("m") * p.integer("n") * p.integer("k")),
+    cost=lambda p: Cost(
+        bytes=p.integer("n") * p.integer("k") // 2, flops=2 * p.integer("m") * p.integer("n") * p.integer("k")
+    ),
     tolerance=lambda p: Tolerance("exact", 0.0),
     examples=("m=1,n=8,k=128",),
     bench=("m=1,n=8,k=128",),
     bucket="m",
 )
 
-BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, triton_backends=("cuda", "hip"), cpu_levels=("base", "avx2", "avx512"))
+BUILD = Build.of(
+    {"torch": "2.13.0", "triton": "3.9.0"},
+    triton_backends=("cuda", "hip"),
+    cpu_levels=("base", "avx2", "avx512"),
+)
 H200 = Target.parse("h200")
 
 
@@ -51,25 +57,58 @@ def kernel(name: str, *, requires: Requirement | None = None, **others: Any) -> 
 
 
 def layout(name: str, factor: float, schemes: tuple[str, ...] = ("int4_g128",)) -> Layout:
-    return Layout(name=name, summary="", slots=("codes",), schemes=schemes, pack="json:dumps", unpack="json:loads",
-                  size=lambda scheme, n, k: int(scheme.weight_bytes(n, k) * factor))  # fmt: skip
+    return Layout(
+        name=name,
+        summary="",
+        slots=("codes",),
+        schemes=schemes,
+        pack="json:dumps",
+        unpack="json:loads",
+        size=lambda scheme, n, k: int(scheme.weight_bytes(n, k) * factor),
+    )
 
 
-def verified(*kernels: Kernel, at: Problem | None = None, target: Target = H200, ok: bool = True, store: Store | None = None) -> Store:
+def verified(
+    *kernels: Kernel,
+    at: Problem | None = None,
+    target: Target = H200,
+    ok: bool = True,
+    store: Store | None = None,
+) -> Store:
     """A store in which these kernels matched the reference (or did not)."""
     store = store or Store()
-    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if at is None else (at.integer("m"),):
+    for size in (
+        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if at is None else (at.integer("m"),)
+    ):
         where = (at or problem()).with_values(m=size)
         for k in kernels:
-            store.add(Verification(
-                op="mix", kernel=k.name, code=k.code_hash(), config=config_key(k.config(where, target)),
-                problem=str(OP.verification(where)), target=target_key(target), toolchain=BUILD.key(), ok=ok,
-                reason="" if ok else "error 0.2 is over the tolerance 0.006",
-            ))  # fmt: skip
+            store.add(
+                Verification(
+                    op="mix",
+                    kernel=k.name,
+                    code=k.code_hash(),
+                    config=config_key(k.config(where, target)),
+                    problem=str(OP.verification(where)),
+                    target=target_key(target),
+                    toolchain=BUILD.key(),
+                    ok=ok,
+                    reason="" if ok else "error 0.2 is over the tolerance 0.006",
+                )
+            )
     return store
 
 
 def timed(store: Store, name: str, us: float, at: Problem | None = None, target: Target = H200) -> Store:
-    store.add(Timing(op="mix", kernel=name, code="", config={}, problem=str(at or problem()), target=target_key(target),
-                     toolchain=BUILD.key(), us=us))  # fmt: skip
+    store.add(
+        Timing(
+            op="mix",
+            kernel=name,
+            code="",
+            config={},
+            problem=str(at or problem()),
+            target=target_key(target),
+            toolchain=BUILD.key(),
+            us=us,
+        )
+    )
     return store

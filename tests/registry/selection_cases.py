@@ -19,7 +19,9 @@ _TRITON = {**_TORCH, "triton": "3.9.0"}
 _X86 = ("base", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 _CUDA = {"triton_backends": ("cuda",)}
 _PAGED = tuple(f"flashinfer:Batch{kind}WithPagedKVCacheWrapper.plan" for kind in ("Prefill", "Decode"))
-_FLASHINFER = frozenset({"flashinfer.norm:rmsnorm", *_PAGED, "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan"})
+_FLASHINFER = frozenset(
+    {"flashinfer.norm:rmsnorm", *_PAGED, "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan"}
+)
 _HUMMING = frozenset({"humming.ops:humming_gemm", "humming.layer:HummingLayer"})
 _AITER = frozenset({"aiter:gemm_a8w8", "aiter.ops.rmsnorm:rmsnorm2d_fwd"})
 _ONNXRUNTIME = frozenset({"onnxruntime:InferenceSession", "onnx.helper:make_model"})
@@ -42,7 +44,8 @@ BUILDS: dict[str, Build] = {
     "flashinfer": Build.of({**_TRITON, "flashinfer-python": "0.7.2"}, offers=_FLASHINFER, **_CUDA),
     "flashinfer-old": Build.of({**_TRITON, "flashinfer-python": "0.2.4"}, offers=_FLASHINFER, **_CUDA),
     "flashinfer-moved": Build.of(
-        {**_TRITON, "flashinfer-python": "0.9.0"}, **_CUDA,
+        {**_TRITON, "flashinfer-python": "0.9.0"},
+        **_CUDA,
         lacks=(("flashinfer.norm:rmsnorm", "flashinfer.norm offers no rmsnorm"),),
     ),
     "humming": Build.of({**_TRITON, "humming-kernels": "0.1.19"}, offers=_HUMMING, **_CUDA),
@@ -50,22 +53,31 @@ BUILDS: dict[str, Build] = {
     "humming-other": Build.of({**_TRITON, "humming": "1.0"}, **_CUDA),
     "deepgemm": Build.of(_TRITON, offers=frozenset({"deep_gemm:fp8_gemm_nt"}), **_CUDA),
     "deepgemm-other": Build.of(
-        {**_TRITON, "deep-gemm": "0.0.1"}, lacks=(("deep_gemm:fp8_gemm_nt", "deep_gemm offers no fp8_gemm_nt"),), **_CUDA
+        {**_TRITON, "deep-gemm": "0.0.1"},
+        lacks=(("deep_gemm:fp8_gemm_nt", "deep_gemm offers no fp8_gemm_nt"),),
+        **_CUDA,
     ),
     "aiter": Build.of(_TRITON, triton_backends=("hip",), offers=_AITER),
     "aiter-other": Build.of(
-        {**_TRITON, "aiter": "0.13.2"}, triton_backends=("hip",),
+        {**_TRITON, "aiter": "0.13.2"},
+        triton_backends=("hip",),
         lacks=tuple((offer, f"aiter is installed, but has no {offer}") for offer in sorted(_AITER)),
     ),
-    "onnxruntime": Build.of({**_TRITON, "onnxruntime": "1.31", "onnx": "1.23"}, cpu_levels=_X86, offers=_ONNXRUNTIME, **_CUDA),
+    "onnxruntime": Build.of(
+        {**_TRITON, "onnxruntime": "1.31", "onnx": "1.23"}, cpu_levels=_X86, offers=_ONNXRUNTIME, **_CUDA
+    ),
     "sm90a": Build.of(_TRITON, cuda_archs=("sm_90a",), **_CUDA),
     "blackwell": Build.of(
-        {**_TRITON, "nvidia-cutlass-dsl": "4.2"}, cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"), **_CUDA
+        {**_TRITON, "nvidia-cutlass-dsl": "4.2"},
+        cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"),
+        **_CUDA,
     ),
     "ampere": Build.of(_TRITON, cuda_archs=("sm_80",), **_CUDA),
     "ptx": Build.of(_TRITON, cuda_archs=("compute_80",), **_CUDA),
-    "rocm": Build.of(_TRITON, triton_backends=("hip",), hip_archs=("gfx942", "gfx950", "gfx11-generic", "gfx12-generic")),
-}  # fmt: skip
+    "rocm": Build.of(
+        _TRITON, triton_backends=("hip",), hip_archs=("gfx942", "gfx950", "gfx11-generic", "gfx12-generic")
+    ),
+}
 
 POLICIES: dict[str, Policy] = {
     "-": Policy(),
@@ -431,27 +443,30 @@ def _fake(name: str, requires: Requirement) -> Kernel:
 
 
 _any = Requirement.any
-FAKES: dict[str, Kernel] = {k.name: k for k in (
-    _fake("sm100a", _any({"tcgen05"}, code="cuda:sm_100a")),
-    _fake("sm100f", Requirement(code="cuda:sm_100f")),
-    _fake("sm120", Requirement(code="cuda:sm_120")),
-    _fake("sm120f", Requirement(code="cuda:sm_120f")),
-    _fake("sm120a", Requirement(code="cuda:sm_120a")),
-    _fake("block-scale", _any({"mma.sync.block_scale"}, code="triton")),
-    _fake("sm90a", _any({"wgmma", "tma"}, code="cuda:sm_90a")),
-    _fake("cute90", Requirement(code="cute:sm_90a")),
-    _fake("any-cuda", Requirement(code="cuda")),
-    _fake("mma-fp8", _any({"mma.fp8"}, code="triton")),
-    _fake("mma-int4", _any({"mma.int4"}, code="triton")),
-    _fake("mxfp4", _any({"mma.mxf4"}, {"mfma.mxf4"}, {"wmma.mxf4"}, code="triton")),
-    _fake("fnuz", _any({"mfma.fp8", "fp8.fnuz"}, vendors=("amd",))),
-    _fake("ocp", _any({"mfma.fp8", "fp8.ocp"}, {"wmma.fp8", "fp8.ocp"}, vendors=("amd",))),
-    _fake("hip942", Requirement(code="hip:gfx942")),
-    _fake("hip11", Requirement(code="hip:gfx11-generic")),
-    _fake("vnni", Requirement(code="cpp:avx512_vnni")),
-    _fake("amx", Requirement(code="cpp:amx")),
-    _fake("i8mm", Requirement(code="cpp:neon_i8mm")),
-)}  # fmt: skip
+FAKES: dict[str, Kernel] = {
+    k.name: k
+    for k in (
+        _fake("sm100a", _any({"tcgen05"}, code="cuda:sm_100a")),
+        _fake("sm100f", Requirement(code="cuda:sm_100f")),
+        _fake("sm120", Requirement(code="cuda:sm_120")),
+        _fake("sm120f", Requirement(code="cuda:sm_120f")),
+        _fake("sm120a", Requirement(code="cuda:sm_120a")),
+        _fake("block-scale", _any({"mma.sync.block_scale"}, code="triton")),
+        _fake("sm90a", _any({"wgmma", "tma"}, code="cuda:sm_90a")),
+        _fake("cute90", Requirement(code="cute:sm_90a")),
+        _fake("any-cuda", Requirement(code="cuda")),
+        _fake("mma-fp8", _any({"mma.fp8"}, code="triton")),
+        _fake("mma-int4", _any({"mma.int4"}, code="triton")),
+        _fake("mxfp4", _any({"mma.mxf4"}, {"mfma.mxf4"}, {"wmma.mxf4"}, code="triton")),
+        _fake("fnuz", _any({"mfma.fp8", "fp8.fnuz"}, vendors=("amd",))),
+        _fake("ocp", _any({"mfma.fp8", "fp8.ocp"}, {"wmma.fp8", "fp8.ocp"}, vendors=("amd",))),
+        _fake("hip942", Requirement(code="hip:gfx942")),
+        _fake("hip11", Requirement(code="hip:gfx11-generic")),
+        _fake("vnni", Requirement(code="cpp:avx512_vnni")),
+        _fake("amx", Requirement(code="cpp:amx")),
+        _fake("i8mm", Requirement(code="cpp:neon_i8mm")),
+    )
+}
 
 
 def rows(table: str) -> list[list[str]]:

@@ -28,18 +28,40 @@ def plan(scheme: str, build: str, us: dict[str, float], policy: Policy | None = 
         problem = OP.at_bucket(static, size)
         for k in KERNELS:
             if not k.requires.check_hardware(H200) and k.accepts(problem) is None:
-                store.add(Timing(op="linear", kernel=k.name, code="", config=dict(k.config(problem, H200)), problem=str(problem),
-                                 target=target_key(H200), toolchain=BUILDS[build].key(), us=us.get(k.name, 100.0), timing="graph,cold"))  # fmt: skip
+                store.add(
+                    Timing(
+                        op="linear",
+                        kernel=k.name,
+                        code="",
+                        config=dict(k.config(problem, H200)),
+                        problem=str(problem),
+                        target=target_key(H200),
+                        toolchain=BUILDS[build].key(),
+                        us=us.get(k.name, 100.0),
+                        timing="graph,cold",
+                    )
+                )
     layouts = readable(KERNELS, REGISTRY.layouts, H200, BUILDS[build])
-    return make_plan(OP, static, layouts, policy, lambda p, chosen: select(
-        OP, p, KERNELS, H200, BUILDS[build], store, policy, layouts=chosen, foreign=True))  # fmt: skip
+    return make_plan(
+        OP,
+        static,
+        layouts,
+        policy,
+        lambda p, chosen: select(
+            OP, p, KERNELS, H200, BUILDS[build], store, policy, layouts=chosen, foreign=True
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     "scheme, build, kernel, layout",
-    [("int4_g128", "humming", "linear_humming", "humming_v1"), ("nvfp4", "humming", "linear_humming", "humming_v1"),
-     ("int4_g128", "cuda", "linear_int4_torch", "tinygemm_v1"), ("nvfp4", "sm90a", "linear_dequant_frag16", "f4_frag16_v1")],
-)  # fmt: skip
+    [
+        ("int4_g128", "humming", "linear_humming", "humming_v1"),
+        ("nvfp4", "humming", "linear_humming", "humming_v1"),
+        ("int4_g128", "cuda", "linear_int4_torch", "tinygemm_v1"),
+        ("nvfp4", "sm90a", "linear_dequant_frag16", "f4_frag16_v1"),
+    ],
+)
 def test_the_fastest_is_chosen_whoever_wrote_it(scheme: str, build: str, kernel: str, layout: str) -> None:
     found = plan(scheme, build, {kernel: 5.0})
     assert found.layouts == (layout,) and {entry.kernel for entry in found.entries} == {kernel}
@@ -54,15 +76,33 @@ def test_a_library_that_is_not_installed_is_no_choice() -> None:
 def test_the_bound_on_memory_holds_for_them_too() -> None:
     """tinygemm keeps 4 bytes a group where others keep 2: 11 % more at groups of 32."""
     assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}).layouts != ("tinygemm_v1",)
-    assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}, Policy(weight_memory=1.12)).layouts == ("tinygemm_v1",)
+    assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}, Policy(weight_memory=1.12)).layouts == (
+        "tinygemm_v1",
+    )
 
 
 @pytest.mark.parametrize("layout", FRAG16)
 def test_dequantize_and_multiply_is_a_candidate_of_every_frag16_scheme(layout: str) -> None:
     kernel = REGISTRY.kernel("linear", "linear_dequant_frag16")
     for scheme in REGISTRY.layout(layout).schemes:
-        for more in ("", ",epilogue=bias+residual+silu_mul", *((",act_order=true",) if QuantScheme.parse(scheme).group_size else ())):
+        for more in (
+            "",
+            ",epilogue=bias+residual+silu_mul",
+            *((",act_order=true",) if QuantScheme.parse(scheme).group_size else ()),
+        ):
             problem = OP.problem(f"m=4096,n=4096,k=4096,w={scheme}{more}")
             assert kernel.accepts(problem) is None
-        chosen = select(OP, problem, KERNELS, H200, BUILDS["sm90a"], Store(), Policy(), layouts=frozenset({layout}), foreign=True)
-        assert "linear_dequant_frag16" in {c.kernel.name for c in chosen.candidates if c.verdict == "unverified"}
+        chosen = select(
+            OP,
+            problem,
+            KERNELS,
+            H200,
+            BUILDS["sm90a"],
+            Store(),
+            Policy(),
+            layouts=frozenset({layout}),
+            foreign=True,
+        )
+        assert "linear_dequant_frag16" in {
+            c.kernel.name for c in chosen.candidates if c.verdict == "unverified"
+        }

@@ -18,8 +18,13 @@ STATIC = OP.static(problem())
 
 def plan(kernels, layouts, store: Store, policy: Policy | None = None) -> Plan:
     policy = policy or Policy()
-    return make_plan(OP, STATIC, {x.name: x for x in layouts}, policy,
-                     lambda p, chosen: select(OP, p, kernels, H200, BUILD, store, policy, layouts=chosen))  # fmt: skip
+    return make_plan(
+        OP,
+        STATIC,
+        {x.name: x for x in layouts},
+        policy,
+        lambda p, chosen: select(OP, p, kernels, H200, BUILD, store, policy, layouts=chosen),
+    )
 
 
 def times(store: Store, name: str, us) -> Store:
@@ -29,7 +34,20 @@ def times(store: Store, name: str, us) -> Store:
 
 
 @pytest.mark.parametrize(
-    ("size", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128), (4095, 4096), (4096, 4096), (4097, None), (10**6, None)]
+    ("size", "bucket"),
+    [
+        (1, 1),
+        (2, 2),
+        (3, 4),
+        (4, 4),
+        (5, 8),
+        (64, 64),
+        (65, 128),
+        (4095, 4096),
+        (4096, 4096),
+        (4097, None),
+        (10**6, None),
+    ],
 )
 def test_a_size_falls_in_the_smallest_bucket_that_holds_it(size, bucket):
     assert (*BUCKETS, None)[bucket_index(size)] == bucket
@@ -49,7 +67,11 @@ def test_two_layouts_are_kept_only_when_memory_allows_and_they_pay():
     both = [layout("one_v1", 1.0), layout("two_v1", 1.0)]
     assert len(plan([a, b], both, store, Policy(weight_memory=1.05)).layouts) == 1
     rich = plan([a, b], both, store, Policy(weight_memory=2.1))
-    assert rich.layouts == ("one_v1", "two_v1") and rich.entries[0].kernel == "a" and rich.entries[-1].kernel == "b"
+    assert (
+        rich.layouts == ("one_v1", "two_v1")
+        and rich.entries[0].kernel == "a"
+        and rich.entries[-1].kernel == "b"
+    )
     useless = times(times(verified(a, b), "a", lambda m: m), "b", lambda m: m + 1.0)
     assert plan([a, b], both, useless, Policy(weight_memory=2.1)).layouts == ("one_v1",)
 
@@ -62,13 +84,21 @@ def test_what_more_memory_buys_is_told_when_it_pays():
         def peek(p, chosen):
             return select(OP, p, [a, b], H200, BUILD, store, policy or Policy(), layouts=chosen)
 
-        return more_memory(OP, STATIC, both, policy or Policy(), peek, plan([a, b], both.values(), store, policy))
+        return more_memory(
+            OP, STATIC, both, policy or Policy(), peek, plan([a, b], both.values(), store, policy)
+        )
 
     faster = times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 50.0 if m > 1 else 200.0)
     found = told(faster)
-    assert found.layouts == ("one_v1", "two_v1") and found.memory == pytest.approx(2.5) and found.faster == pytest.approx(2 ** (13 / 14))
+    assert (
+        found.layouts == ("one_v1", "two_v1")
+        and found.memory == pytest.approx(2.5)
+        and found.faster == pytest.approx(2 ** (13 / 14))
+    )
     assert told(faster, Policy(weight_memory=3.0)) is None, "the bound keeps nothing out"
-    assert told(times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 99.9)) is None, "a thousandth is not worth a word"
+    assert told(times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 99.9)) is None, (
+        "a thousandth is not worth a word"
+    )
     ranked = kernel("b", layouts=("two_v1",), priority=99)
     untimed = verified(a, ranked)
 
@@ -100,12 +130,16 @@ def test_a_layout_past_the_memory_bound_is_no_choice_unless_nothing_else_is_ther
     found = plan([a, b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(a, b))
     assert found.layouts == ("one_v1",)
     assert plan([b], [layout("wide_v1", 4.0)], verified(b)).layouts == ("wide_v1",)
-    with pytest.raises(NoKernelError, match=r"layout wide_v1 takes \d+ bytes; the policy's weight_memory 1.05 allows"):
+    with pytest.raises(
+        NoKernelError, match=r"layout wide_v1 takes \d+ bytes; the policy's weight_memory 1.05 allows"
+    ):
         plan([b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(b))
 
 
 def test_a_plan_that_no_kernel_can_fill_lists_the_reasons():
-    picky = kernel("picky", layouts=("one_v1",), accepts=lambda p: "m at most 8" if p.integer("m") > 8 else None)
+    picky = kernel(
+        "picky", layouts=("one_v1",), accepts=lambda p: "m at most 8" if p.integer("m") > 8 else None
+    )
     with pytest.raises(NoKernelError, match="m at most 8"):
         plan([picky], [layout("one_v1", 1.0)], verified(picky))
 
@@ -144,8 +178,23 @@ def test_every_operation_can_be_planned(op):
     registry = default_registry()
     for text in op.bench:
         static = op.static(op.problem(text))
-        found = make_plan(op, static, registry.layouts, Policy(), lambda p, chosen: select(
-            op, p, registry.kernels_of(op.name), H200, BUILD, Store(), Policy(), layouts=chosen, foreign=True))  # fmt: skip
+        found = make_plan(
+            op,
+            static,
+            registry.layouts,
+            Policy(),
+            lambda p, chosen: select(
+                op,
+                p,
+                registry.kernels_of(op.name),
+                H200,
+                BUILD,
+                Store(),
+                Policy(),
+                layouts=chosen,
+                foreign=True,
+            ),
+        )
         assert len(found.entries) == len(bucket_sizes()) and found.entries[-1].m_max is None
 
 
@@ -157,7 +206,13 @@ def test_padding_of_few_rows_does_not_rule_a_layout_out(scheme: str, n: int):
     cpu, policy = Target.parse("cpu:avx2"), Policy()
     build = Build.of({"torch": "2.13.0"}, cpu_levels=("base", "avx2"))
     op = registry.op("linear")
-    found = make_plan(op, op.problem(f"n={n},k=4096,w={scheme}"), registry.layouts, policy,
-                      lambda p, chosen: select(op, p, registry.kernels_of("linear"), cpu, build, Store(), policy,
-                                               layouts=chosen))  # fmt: skip
+    found = make_plan(
+        op,
+        op.problem(f"n={n},k=4096,w={scheme}"),
+        registry.layouts,
+        policy,
+        lambda p, chosen: select(
+            op, p, registry.kernels_of("linear"), cpu, build, Store(), policy, layouts=chosen
+        ),
+    )
     assert {entry.kernel for entry in found.entries} == {"linear_cpu"}

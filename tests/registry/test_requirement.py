@@ -18,7 +18,9 @@ TRITON = Build.of({"torch": "2.13.0+cpu", "triton": "3.9.0"}, triton_backends=("
 def test_features() -> None:
     need = Requirement.any({"wgmma", "tma"}, {"mfma"})
     assert need.check_hardware(T("sm_90")) == () == need.check_hardware(T("gfx942"))
-    assert need.check_hardware(T("sm_120")) == ("needs one of {tma, wgmma} or {mfma}; sm_120 lacks mfma, wgmma",)
+    assert need.check_hardware(T("sm_120")) == (
+        "needs one of {tma, wgmma} or {mfma}; sm_120 lacks mfma, wgmma",
+    )
     assert Requirement.any({"wgmma"}).check_hardware(T("sm_120")) == ("needs {wgmma}; sm_120 lacks wgmma",)
     assert Requirement(vendors=("cpu",)).check_hardware(T("sm_90")) == ("runs on cpu; sm_90 is nvidia",)
     assert Requirement.any({"tma"}).check_hardware(T("sm_90-tma"))

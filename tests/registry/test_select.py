@@ -38,11 +38,21 @@ def test_measured_time_beats_priority():
     store = verified(low := kernel("low", priority=1), high := kernel("high", priority=9))
     timed(timed(store, "low", 5.0), "high", 7.0)
     found = choose(low, high, store=store)
-    assert found.best is not None and (found.best.kernel.name, found.best.expected_us, found.best.source) == ("low", 5.0, "measured")
+    assert found.best is not None and (found.best.kernel.name, found.best.expected_us, found.best.source) == (
+        "low",
+        5.0,
+        "measured",
+    )
 
 
 def test_a_near_problem_speaks_within_a_factor_of_two_and_no_further():
-    store = timed(timed(verified(a := kernel("a"), b := kernel("b", priority=5), at=problem("m=16,n=4096,k=4096")), "a", 5), "b", 9)
+    store = timed(
+        timed(
+            verified(a := kernel("a"), b := kernel("b", priority=5), at=problem("m=16,n=4096,k=4096")), "a", 5
+        ),
+        "b",
+        9,
+    )
     close, far = problem("m=24,n=4096,k=4096"), problem("m=16,n=8192,k=8192")
     for at, expected, source in ((close, "a", "near"), (far, "b", "priority")):
         verified(a, b, at=at, store=store)
@@ -51,7 +61,12 @@ def test_a_near_problem_speaks_within_a_factor_of_two_and_no_further():
 
 
 def test_near_times_scale_with_the_bytes_of_the_problem():
-    store = timed(verified(a := kernel("a"), at=problem("m=16,n=6000,k=4096")), "a", 10.0, at=problem("m=16,n=4000,k=4096"))
+    store = timed(
+        verified(a := kernel("a"), at=problem("m=16,n=6000,k=4096")),
+        "a",
+        10.0,
+        at=problem("m=16,n=4000,k=4096"),
+    )
     found = choose(a, store=store, at=problem("m=16,n=6000,k=4096"))
     assert found.best is not None and found.best.expected_us == pytest.approx(15.0)
 
@@ -64,7 +79,9 @@ def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
     store = verified(even, unsure, plain := kernel("plain"), at=here)
     for name in ("even", "unsure", "plain"):
         timed(store, name, 10.0, at=near)
-    found = {c.kernel.name: c.expected_us for c in choose(even, unsure, plain, store=store, at=here).candidates}
+    found = {
+        c.kernel.name: c.expected_us for c in choose(even, unsure, plain, store=store, at=here).candidates
+    }
     assert found == {"even": pytest.approx(10.0), "unsure": pytest.approx(15.0), "plain": pytest.approx(15.0)}
 
 
@@ -120,7 +137,11 @@ def test_hardware_build_and_problem_refuse_with_sentences():
     picky = kernel("picky", accepts=lambda p: "only m <= 8" if p.integer("m") > 8 else None)
     found = choose(wgmma, package, picky, target=Target.parse("sm_120"))
     assert found.best is None
-    assert {n: verdict(found, n) for n in ("wgmma", "package", "picky")} == {"wgmma": "hardware", "package": "build", "picky": "problem"}
+    assert {n: verdict(found, n) for n in ("wgmma", "package", "picky")} == {
+        "wgmma": "hardware",
+        "package": "build",
+        "picky": "problem",
+    }
     assert "sm_120 lacks wgmma" in reasons(found, "wgmma")
     assert "no-such-package is not installed" in reasons(found, "package")
     with pytest.raises(NoKernelError, match="only m <= 8"):
@@ -160,15 +181,28 @@ def test_kernels_outside_automatic_choice_run_when_pinned():
 
 
 def test_on_a_foreign_target_everything_that_could_run_is_unverified():
-    found = choose(kernel("a", priority=2), kernel("b"), kernel("c", requires=Requirement(vendors=("amd",))), foreign=True)
+    found = choose(
+        kernel("a", priority=2),
+        kernel("b"),
+        kernel("c", requires=Requirement(vendors=("amd",))),
+        foreign=True,
+    )
     assert found.best is not None and found.best.kernel.name == "a"
-    assert {c.kernel.name: c.verdict for c in found.candidates} == {"a": "unverified", "b": "unverified", "c": "hardware"}
+    assert {c.kernel.name: c.verdict for c in found.candidates} == {
+        "a": "unverified",
+        "b": "unverified",
+        "c": "hardware",
+    }
 
 
 def test_only_kernels_of_the_packed_layouts_are_candidates():
     a, b, c = kernel("a", layouts=("one_v1",), priority=9), kernel("b", layouts=("two_v1",)), kernel("c")
     found = choose(a, b, c, layouts=frozenset({"two_v1"}))
-    assert found.best is not None and verdict(found, "a") == "problem" and "packed as two_v1" in reasons(found, "a")
+    assert (
+        found.best is not None
+        and verdict(found, "a") == "problem"
+        and "packed as two_v1" in reasons(found, "a")
+    )
     assert {x.kernel.name for x in found.candidates if x.verdict in ("selected", "eligible")} == {"b", "c"}
 
 
@@ -212,7 +246,9 @@ def test_a_failed_tuned_configuration_leaves_the_default_one():
     store.add(dataclasses.replace(good, config="tile=64", ok=False, reason="wrong"))
     found = choose(a, b, store=store)
     assert found.best is not None and (found.best.kernel.name, found.best.config) == ("a", {})
-    assert found.best.source == "priority", "a time of the failed configuration says nothing of the default one"
+    assert found.best.source == "priority", (
+        "a time of the failed configuration says nothing of the default one"
+    )
     store.add(dataclasses.replace(good, ok=False, reason="wrong too"))
     found = choose(a, b, store=store)
     assert verdict(found, "a") == "quarantined" and reasons(found, "a") == "wrong; wrong too"
@@ -221,15 +257,23 @@ def test_a_failed_tuned_configuration_leaves_the_default_one():
 def test_a_tuned_configuration_serves_other_sizes_of_the_same_static_problem_only():
     a = kernel("a", config=lambda p, t: {"n": p.integer("n")})
     store = Store()
-    store.add(Timing("mix", "a", "", {"n": 4096, "tile": 64}, str(problem()), target_key(H200), BUILD.key(), 1.0))
+    store.add(
+        Timing("mix", "a", "", {"n": 4096, "tile": 64}, str(problem()), target_key(H200), BUILD.key(), 1.0)
+    )
     same, other = problem("m=24,n=4096,k=4096"), problem("m=16,n=6000,k=4096")
     assert choose(a, store=store, at=same).candidates[0].config == {"n": 4096, "tile": 64}
     found = choose(a, store=store, at=other).candidates[0]
     assert found.config == {"n": 6000} and found.source == "near"
 
 
-@pytest.mark.parametrize(("changed", "source"), [({"code": "old"}, "near"), ({"toolchain": "other"}, "near"),
-                                                 ({"toolchain": "py=3.11,interpreter"}, "priority")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "source"),
+    [
+        ({"code": "old"}, "near"),
+        ({"toolchain": "other"}, "near"),
+        ({"toolchain": "py=3.11,interpreter"}, "priority"),
+    ],
+)
 def test_a_time_of_other_code_or_tools_is_no_measurement(changed, source):
     a = kernel("a")
     store = verified(a)
@@ -246,7 +290,9 @@ def test_a_kernel_timed_nearer_does_not_silence_the_others():
     store = timed(verified(fast, slow, at=at), "fast", 5.0)
     timed(store, "slow", 50.0, at=problem("m=18,n=4096,k=4096"))
     found = choose(fast, slow, store=store, at=at)
-    assert [c.kernel.name for c in found.candidates] == ["fast", "slow"] and {c.source for c in found.candidates} == {"near"}
+    assert [c.kernel.name for c in found.candidates] == ["fast", "slow"] and {
+        c.source for c in found.candidates
+    } == {"near"}
 
 
 def test_records_of_axes_that_an_operation_no_longer_has_speak_for_nothing():
@@ -265,6 +311,11 @@ def test_ragged_problems_are_as_near_as_their_furthest_axis():
 
 
 def test_an_expected_time_follows_the_roofline_where_the_device_is_known():
-    store = timed(verified(a := kernel("a"), at=problem("m=8192,n=4096,k=4096")), "a", 100.0, at=problem("m=4096,n=4096,k=4096"))
+    store = timed(
+        verified(a := kernel("a"), at=problem("m=8192,n=4096,k=4096")),
+        "a",
+        100.0,
+        at=problem("m=4096,n=4096,k=4096"),
+    )
     found = choose(a, store=store, at=problem("m=8192,n=4096,k=4096"))
     assert found.best is not None and found.best.expected_us == pytest.approx(200.0)

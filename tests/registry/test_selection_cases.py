@@ -24,22 +24,38 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gristmill.kernels.native.manifest", dict)
 
 
-def _choose(op: str, problem: str, target: str, build: str, policy: str, store: Store | None = None) -> Selection:
+def _choose(
+    op: str, problem: str, target: str, build: str, policy: str, store: Store | None = None
+) -> Selection:
     definition = REGISTRY.op(op)
     return select(
-        definition, definition.problem(problem), REGISTRY.kernels_of(op), Target.parse(target), BUILDS[build],
-        store or Store(), POLICIES[policy], foreign=store is None,
-    )  # fmt: skip
+        definition,
+        definition.problem(problem),
+        REGISTRY.kernels_of(op),
+        Target.parse(target),
+        BUILDS[build],
+        store or Store(),
+        POLICIES[policy],
+        foreign=store is None,
+    )
 
 
 def _verify(op: Op, at: Problem, target: Target, build: Build, candidates: tuple[Candidate, ...]) -> Store:
     store = Store()
     for c in candidates:
         if c.config is not None:
-            store.add(Verification(
-                op=op.name, kernel=c.kernel.name, code=c.kernel.code_hash(), config=config_key(c.config),
-                problem=str(op.verification(at)), target=target_key(target), toolchain=build.key(), ok=True,
-            ))  # fmt: skip
+            store.add(
+                Verification(
+                    op=op.name,
+                    kernel=c.kernel.name,
+                    code=c.kernel.code_hash(),
+                    config=config_key(c.config),
+                    problem=str(op.verification(at)),
+                    target=target_key(target),
+                    toolchain=build.key(),
+                    ok=True,
+                )
+            )
     return store
 
 
@@ -57,7 +73,9 @@ def test_selected(row: list[str]) -> None:
     if level:
         assert (found.best.config or {})["level"] == level
     definition = REGISTRY.op(op)
-    store = _verify(definition, definition.problem(problem), Target.parse(target), BUILDS[build], found.candidates)
+    store = _verify(
+        definition, definition.problem(problem), Target.parse(target), BUILDS[build], found.candidates
+    )
     here = _choose(op, problem, target, build, policy, store)
     assert here.best is not None and (here.best.kernel.name, here.best.verdict) == (name, "selected")
 
@@ -73,8 +91,16 @@ def test_refused(row: list[str]) -> None:
 def test_walls_between_architectures(row: list[str]) -> None:
     name, target, build, verdict = row[:4]
     fallback = fakes.kernel("fallback")
-    found = select(fakes.OP, fakes.problem(), [FAKES[name], fallback], Target.parse(target), BUILDS[build], Store(),
-                   Policy(), foreign=True)  # fmt: skip
+    found = select(
+        fakes.OP,
+        fakes.problem(),
+        [FAKES[name], fallback],
+        Target.parse(target),
+        BUILDS[build],
+        Store(),
+        Policy(),
+        foreign=True,
+    )
     assert found.best is not None and found.best.kernel.name == (name if verdict == "serves" else "fallback")
     if verdict != "serves":
         candidate = _of(found, name)
@@ -89,9 +115,26 @@ def test_the_table_is_large_and_says_why() -> None:
     assert all(len(row) == (4 if row[3] == "serves" else 5) for row in fake)
     assert len({tuple(row) for row in selected + refused + fake}) == len(selected + refused + fake)
     assert {row[0] for row in selected} == set(REGISTRY.ops), "every operation has rows"
-    schemes = {str(REGISTRY.op("linear").problem(r[1]).text("w")).partition(".")[0] for r in selected if r[0] == "linear"}
-    assert {"bf16", "int4_g32", "int4_g64", "int4_g128", "int4_ch", "int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block",
-            "mxfp8", "mxfp4", "nvfp4"} <= schemes  # fmt: skip
+    schemes = {
+        str(REGISTRY.op("linear").problem(r[1]).text("w")).partition(".")[0]
+        for r in selected
+        if r[0] == "linear"
+    }
+    assert {
+        "bf16",
+        "int4_g32",
+        "int4_g64",
+        "int4_g128",
+        "int4_ch",
+        "int8_ch",
+        "int8_g128",
+        "fp8",
+        "fp8_ch",
+        "fp8_block",
+        "mxfp8",
+        "mxfp4",
+        "nvfp4",
+    } <= schemes
 
 
 _EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100")
@@ -101,16 +144,29 @@ _EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100")
 def test_every_kernel_is_reachable(kernel) -> None:
     """With everything installed and the kernel pinned, some target and some problem run it."""
     build = Build.of(
-        {"torch": "2.13.0", "triton": "3.9.0", "flashinfer-python": "1.0", "humming-kernels": "1.0", "nvidia-cutlass-dsl": "9",
-         "onnxruntime": "9", "onnx": "9"},
-        triton_backends=("cuda", "hip"), cpu_levels=("base", "avx2"), cuda_archs=("sm_90a", "sm_100a"), hip_archs=("gfx942",),
+        {
+            "torch": "2.13.0",
+            "triton": "3.9.0",
+            "flashinfer-python": "1.0",
+            "humming-kernels": "1.0",
+            "nvidia-cutlass-dsl": "9",
+            "onnxruntime": "9",
+            "onnx": "9",
+        },
+        triton_backends=("cuda", "hip"),
+        cpu_levels=("base", "avx2"),
+        cuda_archs=("sm_90a", "sm_100a"),
+        hip_archs=("gfx942",),
         offers=frozenset(kernel.requires.offers),
-    )  # fmt: skip
+    )
     op = REGISTRY.op(kernel.op)
     policy = Policy(pins={op.name: (kernel.name,)}, strict=True)
     texts = [*op.examples, *op.bench] + [row[1] for row in rows(SELECTED) if row[0] == op.name]
     for target in map(Target.parse, _EVERYWHERE):
         for text in texts:
-            if select(op, op.problem(text), [kernel], target, build, Store(), policy, foreign=True).best is not None:
+            if (
+                select(op, op.problem(text), [kernel], target, build, Store(), policy, foreign=True).best
+                is not None
+            ):
                 return
     pytest.fail(f"no target of {_EVERYWHERE} and no example runs {kernel.name}")

@@ -34,10 +34,16 @@ def kernels(draw: Any) -> list[Kernel]:
     made = []
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=7)):
         estimate = draw(st.none() | st.integers(1, 99))
-        made.append(kernel(
-            name, priority=draw(st.integers(-2, 3)), deterministic=draw(st.booleans()), batch_invariant=draw(st.booleans()),
-            auto=draw(st.integers(0, 3)) > 0, estimate=None if estimate is None else lambda p, t, us=estimate: float(us),
-        ))  # fmt: skip
+        made.append(
+            kernel(
+                name,
+                priority=draw(st.integers(-2, 3)),
+                deterministic=draw(st.booleans()),
+                batch_invariant=draw(st.booleans()),
+                auto=draw(st.integers(0, 3)) > 0,
+                estimate=None if estimate is None else lambda p, t, us=estimate: float(us),
+            )
+        )
     return made
 
 
@@ -52,13 +58,30 @@ def worlds(draw: Any) -> tuple[list[Kernel], Store, Policy]:
             verified(k, at=problem(), store=store, ok=outcome)
         for at in draw(st.lists(st.sampled_from((16, 12, 24, 32, 300)), max_size=2)):
             target = draw(st.sampled_from((H200, H200, H100)))
-            store.add(Timing("mix", k.name, "", {}, f"m={at},n=4096,k=4096", target_key(target), BUILD.key(), float(draw(st.integers(1, 60)))))
-    patterns = st.lists(st.sampled_from([*NAMES, "*_cpu", "*_triton", "b*", "nothing"]), max_size=3).map(tuple)
+            store.add(
+                Timing(
+                    "mix",
+                    k.name,
+                    "",
+                    {},
+                    f"m={at},n=4096,k=4096",
+                    target_key(target),
+                    BUILD.key(),
+                    float(draw(st.integers(1, 60))),
+                )
+            )
+    patterns = st.lists(st.sampled_from([*NAMES, "*_cpu", "*_triton", "b*", "nothing"]), max_size=3).map(
+        tuple
+    )
     policy = Policy(
-        pins=draw(st.just({}) | st.fixed_dictionaries({"mix": patterns}) | st.fixed_dictionaries({"*": patterns})),
-        exclude=draw(st.just(()) | patterns), strict=draw(st.booleans()), deterministic=draw(st.booleans()),
+        pins=draw(
+            st.just({}) | st.fixed_dictionaries({"mix": patterns}) | st.fixed_dictionaries({"*": patterns})
+        ),
+        exclude=draw(st.just(()) | patterns),
+        strict=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
-    )  # fmt: skip
+    )
     return these, store, policy
 
 
@@ -72,7 +95,9 @@ def _winner(found: Selection) -> str | None:
 
 @SETTINGS
 @given(worlds(), st.randoms(use_true_random=False), st.booleans())
-def test_ranking_is_a_total_order_that_knows_nothing_of_the_order_given(world, shuffle: random.Random, foreign: bool) -> None:
+def test_ranking_is_a_total_order_that_knows_nothing_of_the_order_given(
+    world, shuffle: random.Random, foreign: bool
+) -> None:
     these, store, policy = world
     found = _choose(these, store, policy, foreign)
     mixed = list(these)
@@ -104,12 +129,16 @@ def test_every_verdict_has_its_reason_and_a_policy_never_lets_an_excluded_kernel
 @given(worlds())
 def test_removing_the_winner_promotes_the_next_and_others_keep_their_order(world) -> None:
     these, store, policy = world
-    alive = [c.kernel.name for c in _choose(these, store, policy).candidates if c.verdict in ("selected", "eligible", "unverified")]
+    alive = [
+        c.kernel.name
+        for c in _choose(these, store, policy).candidates
+        if c.verdict in ("selected", "eligible", "unverified")
+    ]
     for gone in alive:
         rest = _choose([k for k in these if k.name != gone], store, policy)
-        assert [c.kernel.name for c in rest.candidates if c.verdict in ("selected", "eligible", "unverified")] == [
-            n for n in alive if n != gone
-        ]
+        assert [
+            c.kernel.name for c in rest.candidates if c.verdict in ("selected", "eligible", "unverified")
+        ] == [n for n in alive if n != gone]
 
 
 @SETTINGS
@@ -136,10 +165,26 @@ _config = st.dictionaries(_text, st.integers(-5, 500) | st.booleans() | _text, m
 
 @SETTINGS
 @given(
-    st.lists(st.builds(Verification, *[_text] * 7, ok=st.booleans(), error=st.none() | _number, reason=_text), max_size=6),
-    st.lists(st.builds(Timing, op=_text, kernel=_text, code=_text, config=_config, problem=_text, target=_text,
-                       toolchain=_text, us=_number, samples=st.lists(_number, max_size=3).map(tuple)), max_size=6),
-)  # fmt: skip
+    st.lists(
+        st.builds(Verification, *[_text] * 7, ok=st.booleans(), error=st.none() | _number, reason=_text),
+        max_size=6,
+    ),
+    st.lists(
+        st.builds(
+            Timing,
+            op=_text,
+            kernel=_text,
+            code=_text,
+            config=_config,
+            problem=_text,
+            target=_text,
+            toolchain=_text,
+            us=_number,
+            samples=st.lists(_number, max_size=3).map(tuple),
+        ),
+        max_size=6,
+    ),
+)
 def test_a_store_comes_back_from_its_text(verifications: list[Verification], timings: list[Timing]) -> None:
     store = Store()
     for record in (*verifications, *timings):
@@ -163,7 +208,9 @@ def _values(axis: Axis) -> st.SearchStrategy[Any]:
     if axis.kind == "flags":
         return st.lists(st.sampled_from(axis.choices), unique=True).map(lambda f: "+".join(f) or "none")
     if axis.kind == "scheme":
-        return st.sampled_from([*ALL_WEIGHT_SCHEMES, "fp8_block.fp8_g128", "int8_ch.int8_token", "nvfp4.nvfp4"])
+        return st.sampled_from(
+            [*ALL_WEIGHT_SCHEMES, "fp8_block.fp8_g128", "int8_ch.int8_token", "nvfp4.nvfp4"]
+        )
     return st.sampled_from(axis.choices)
 
 

@@ -16,23 +16,52 @@ from gristmill.kernel_registry.target import Target, known_devices, known_target
 from gristmill.kernel_registry.targets.probe import probe_amd, probe_cpu, probe_cuda, probe_intel
 
 HAS = {
-    "sm_75": "mma.int4 ldmatrix", "sm_80": "mma.bf16 cp_async", "sm_89": "mma.fp8 fp8.ocp mma.int4",
-    "sm_90": "wgmma tma setmaxnreg clusters pdl mma.fp8", "sm_100": "tcgen05 mma.nvf4 tma mma.mxf8",
-    "sm_103": "tcgen05 mma.mxf4", "sm_110": "tcgen05 tma", "sm_120": "mma.mxf4 mma.nvf4 tma mma.sync.block_scale",
-    "sm_121": "mma.mxf4 mma.nvf4 mma.block_scale", "gfx906": "sdot4 wave64 dot2", "gfx90a": "mfma mfma.bf16",
-    "gfx942": "fp8.fnuz mfma.fp8", "gfx950": "fp8.ocp mfma.mxf4 mfma.scale", "gfx1030": "wave32 sdot4",
-    "gfx1100": "wmma wave32", "gfx1151": "wmma", "gfx1201": "wmma.fp8 fp8.ocp", "gfx1250": "wmma.mxf4",
-    "xpu:bmg": "dpas block2d", "xpu:pvc": "dpas.tf32", "cpu:amx": "amx_int8 avx512_bf16 avx2",
-    "cpu:neon_i8mm": "neon_dotprod neon", "cpu:vxe": "vx",
-}  # fmt: skip
+    "sm_75": "mma.int4 ldmatrix",
+    "sm_80": "mma.bf16 cp_async",
+    "sm_89": "mma.fp8 fp8.ocp mma.int4",
+    "sm_90": "wgmma tma setmaxnreg clusters pdl mma.fp8",
+    "sm_100": "tcgen05 mma.nvf4 tma mma.mxf8",
+    "sm_103": "tcgen05 mma.mxf4",
+    "sm_110": "tcgen05 tma",
+    "sm_120": "mma.mxf4 mma.nvf4 tma mma.sync.block_scale",
+    "sm_121": "mma.mxf4 mma.nvf4 mma.block_scale",
+    "gfx906": "sdot4 wave64 dot2",
+    "gfx90a": "mfma mfma.bf16",
+    "gfx942": "fp8.fnuz mfma.fp8",
+    "gfx950": "fp8.ocp mfma.mxf4 mfma.scale",
+    "gfx1030": "wave32 sdot4",
+    "gfx1100": "wmma wave32",
+    "gfx1151": "wmma",
+    "gfx1201": "wmma.fp8 fp8.ocp",
+    "gfx1250": "wmma.mxf4",
+    "xpu:bmg": "dpas block2d",
+    "xpu:pvc": "dpas.tf32",
+    "cpu:amx": "amx_int8 avx512_bf16 avx2",
+    "cpu:neon_i8mm": "neon_dotprod neon",
+    "cpu:vxe": "vx",
+}
 LACKS = {
-    "sm_70": "ldmatrix mma.int8 mma.bf16", "sm_75": "mma.bf16 cp_async", "sm_86": "mma.fp8 fp8.ocp tma",
-    "sm_89": "tma wgmma", "sm_90": "tcgen05 mma.nvf4 mma.int4 mma.block_scale", "sm_100": "wgmma mma.sync.block_scale",
-    "sm_103": "wgmma tcgen05.int8", "sm_110": "wgmma", "sm_120": "tcgen05 wgmma tma.multicast",
-    "sm_121": "tcgen05 wgmma", "gfx906": "mfma", "gfx90a": "mfma.fp8 fp8.fnuz fp8.ocp",
-    "gfx942": "fp8.ocp mfma.scale", "gfx950": "fp8.fnuz mfma.xf32", "gfx1030": "wmma", "gfx1100": "wmma.fp8 fp8.ocp",
-    "gfx1201": "mfma fp8.fnuz", "cpu:avx512": "avx512_vnni", "cpu:avx2": "avx512", "cpu:neon": "neon_dotprod",
-}  # fmt: skip
+    "sm_70": "ldmatrix mma.int8 mma.bf16",
+    "sm_75": "mma.bf16 cp_async",
+    "sm_86": "mma.fp8 fp8.ocp tma",
+    "sm_89": "tma wgmma",
+    "sm_90": "tcgen05 mma.nvf4 mma.int4 mma.block_scale",
+    "sm_100": "wgmma mma.sync.block_scale",
+    "sm_103": "wgmma tcgen05.int8",
+    "sm_110": "wgmma",
+    "sm_120": "tcgen05 wgmma tma.multicast",
+    "sm_121": "tcgen05 wgmma",
+    "gfx906": "mfma",
+    "gfx90a": "mfma.fp8 fp8.fnuz fp8.ocp",
+    "gfx942": "fp8.ocp mfma.scale",
+    "gfx950": "fp8.fnuz mfma.xf32",
+    "gfx1030": "wmma",
+    "gfx1100": "wmma.fp8 fp8.ocp",
+    "gfx1201": "mfma fp8.fnuz",
+    "cpu:avx512": "avx512_vnni",
+    "cpu:avx2": "avx512",
+    "cpu:neon": "neon_dotprod",
+}
 
 
 @pytest.mark.parametrize("name", HAS)
@@ -56,8 +85,17 @@ def test_every_name_and_device_round_trips() -> None:
 
 def test_h200_ceilings() -> None:
     h200 = Target.parse("H200")
-    assert (h200.name, h200.multiprocessors, h200.l2_bytes, h200.bandwidth_gbs) == ("sm_90", 132, 60 << 20, 4250.0)
-    assert h200.smem_bytes == 227 * 1024 and h200.triton_target == ("cuda", 90, 32) and h200.nvcc_arch == "sm_90a"
+    assert (h200.name, h200.multiprocessors, h200.l2_bytes, h200.bandwidth_gbs) == (
+        "sm_90",
+        132,
+        60 << 20,
+        4250.0,
+    )
+    assert (
+        h200.smem_bytes == 227 * 1024
+        and h200.triton_target == ("cuda", 90, 32)
+        and h200.nvcc_arch == "sm_90a"
+    )
     assert Target.parse("mi300x").triton_target == ("hip", "gfx942", 64)
     assert Target.parse("gfx1100").triton_target == ("hip", "gfx1100", 32)
     assert Target.parse("gb10").name == "sm_121" and Target.parse("cpu:avx2").triton_target is None
@@ -71,9 +109,17 @@ def test_edits_are_canonical() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("sm_122", "near: .*sm_12"), ("gfx94", "gfx942"), ("h20", "h200"), ("", "known"), ("cpu:avx1024", "near"),
-     ("sm_90-tmaa", "no feature 'tmaa'"), ("sm_90+tma", "already"), ("sm_90++x", "edits")],
-)  # fmt: skip
+    [
+        ("sm_122", "near: .*sm_12"),
+        ("gfx94", "gfx942"),
+        ("h20", "h200"),
+        ("", "known"),
+        ("cpu:avx1024", "near"),
+        ("sm_90-tmaa", "no feature 'tmaa'"),
+        ("sm_90+tma", "already"),
+        ("sm_90++x", "edits"),
+    ],
+)
 def test_parse_errors(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Target.parse(text)
@@ -81,18 +127,45 @@ def test_parse_errors(text: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("target", "code", "runs"),
-    [("sm_86", "sm_80", True), ("sm_89", "sm_80", True), ("sm_80", "sm_86", False), ("sm_90", "sm_80", False),
-     ("sm_87", "sm_80", False), ("sm_87", "sm_87", True), ("sm_87", "compute_80", True), ("sm_89", "sm_87", False),
-     ("sm_90", "sm_90a", True), ("sm_100", "sm_90a", False), ("sm_103", "sm_100a", False), ("sm_103", "sm_100", True),
-     ("sm_103", "sm_100f", True), ("sm_100", "sm_103f", False), ("sm_110", "sm_100f", False),
-     ("sm_110", "sm_100a", False), ("sm_120", "sm_100a", False), ("sm_121", "sm_120a", False),
-     ("sm_121", "sm_120f", True), ("sm_121", "sm_120", True), ("sm_120", "sm_121", False),
-     ("sm_120", "compute_90", True), ("sm_120", "compute_90a", False), ("sm_80", "compute_90", False),
-     ("gfx942", "gfx942", True), ("gfx950", "gfx942", False), ("gfx950", "gfx9-4-generic", True),
-     ("gfx1151", "gfx11-generic", True), ("gfx1201", "gfx11-generic", False), ("gfx942", "sm_90a", False),
-     ("cpu:avx512", "cpu:avx2", True), ("cpu:avx512", "cpu:avx512_vnni", False), ("cpu:avx2", "cpu:neon", False),
-     ("cpu:amx", "avx512_bf16", True), ("cpu:vxe", "cpu:base", True), ("cpu:base", "cpu:avx2", False)],
-)  # fmt: skip
+    [
+        ("sm_86", "sm_80", True),
+        ("sm_89", "sm_80", True),
+        ("sm_80", "sm_86", False),
+        ("sm_90", "sm_80", False),
+        ("sm_87", "sm_80", False),
+        ("sm_87", "sm_87", True),
+        ("sm_87", "compute_80", True),
+        ("sm_89", "sm_87", False),
+        ("sm_90", "sm_90a", True),
+        ("sm_100", "sm_90a", False),
+        ("sm_103", "sm_100a", False),
+        ("sm_103", "sm_100", True),
+        ("sm_103", "sm_100f", True),
+        ("sm_100", "sm_103f", False),
+        ("sm_110", "sm_100f", False),
+        ("sm_110", "sm_100a", False),
+        ("sm_120", "sm_100a", False),
+        ("sm_121", "sm_120a", False),
+        ("sm_121", "sm_120f", True),
+        ("sm_121", "sm_120", True),
+        ("sm_120", "sm_121", False),
+        ("sm_120", "compute_90", True),
+        ("sm_120", "compute_90a", False),
+        ("sm_80", "compute_90", False),
+        ("gfx942", "gfx942", True),
+        ("gfx950", "gfx942", False),
+        ("gfx950", "gfx9-4-generic", True),
+        ("gfx1151", "gfx11-generic", True),
+        ("gfx1201", "gfx11-generic", False),
+        ("gfx942", "sm_90a", False),
+        ("cpu:avx512", "cpu:avx2", True),
+        ("cpu:avx512", "cpu:avx512_vnni", False),
+        ("cpu:avx2", "cpu:neon", False),
+        ("cpu:amx", "avx512_bf16", True),
+        ("cpu:vxe", "cpu:base", True),
+        ("cpu:base", "cpu:avx2", False),
+    ],
+)
 def test_runs_code_of(target: str, code: str, runs: bool) -> None:
     assert runs_code_of(Target.parse(target), code) is runs
 
@@ -113,7 +186,9 @@ def test_import_is_light() -> None:
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     out = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.split()
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+        ).stdout.split()
         for _ in range(5)
     ]
     assert all(line[2] == "[]" for line in out)
@@ -131,12 +206,20 @@ AVX512 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq"
 
 @pytest.mark.parametrize(
     ("machine", "flags", "best"),
-    [("x86_64", AVX512, "cpu:avx512"), ("x86_64", f"{AVX512} avx512_bf16", "cpu:avx512"), ("x86_64", "avx2 fma f16c", "cpu:avx2"),
-     ("x86_64", "avx2 fma", "cpu:base"), ("x86_64", f"{AVX512} avx512_vnni", "cpu:avx512_vnni"),
-     ("x86_64", f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", "cpu:amx"),
-     ("aarch64", "fp asimd asimddp", "cpu:neon_dotprod"), ("aarch64", "fp asimd sve", "cpu:neon"),
-     ("aarch64", "asimd asimddp i8mm sve bf16", "cpu:sve"), ("s390x", "esan3 vx vxe", "cpu:vxe"), ("riscv64", "", "cpu:base")],
-)  # fmt: skip
+    [
+        ("x86_64", AVX512, "cpu:avx512"),
+        ("x86_64", f"{AVX512} avx512_bf16", "cpu:avx512"),
+        ("x86_64", "avx2 fma f16c", "cpu:avx2"),
+        ("x86_64", "avx2 fma", "cpu:base"),
+        ("x86_64", f"{AVX512} avx512_vnni", "cpu:avx512_vnni"),
+        ("x86_64", f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", "cpu:amx"),
+        ("aarch64", "fp asimd asimddp", "cpu:neon_dotprod"),
+        ("aarch64", "fp asimd sve", "cpu:neon"),
+        ("aarch64", "asimd asimddp i8mm sve bf16", "cpu:sve"),
+        ("s390x", "esan3 vx vxe", "cpu:vxe"),
+        ("riscv64", "", "cpu:base"),
+    ],
+)
 def test_probe_cpu(tmp_path: Path, machine: str, flags: str, best: str) -> None:
     key = "Features" if machine == "aarch64" else "flags"
     write(
@@ -151,7 +234,12 @@ def test_probe_cpu(tmp_path: Path, machine: str, flags: str, best: str) -> None:
         for name, text in (("level", level), ("size", size), ("type", kind)):
             write(tmp_path, f"sys/devices/system/cpu/cpu0/cache/index{index}/{name}", text + "\n")
     target = probe_cpu(tmp_path, machine)
-    assert (target.name, target.multiprocessors, target.l2_bytes, target.memory_bytes) == (best, 3, 8 << 20, 1 << 20)
+    assert (target.name, target.multiprocessors, target.l2_bytes, target.memory_bytes) == (
+        best,
+        3,
+        8 << 20,
+        1 << 20,
+    )
     assert target.levels[0] == best and target.levels[-1] == "cpu:base" and target.device == "Fake"
 
 

@@ -64,7 +64,9 @@ def window_logits(name: str, index: int) -> torch.Tensor:
 
 def losses(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """Negative log-likelihood of each id but the first, nats, float64 [len(ids) - 1]."""
-    return torch.nn.functional.cross_entropy(logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none").double()
+    return torch.nn.functional.cross_entropy(
+        logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none"
+    ).double()
 
 
 def loss(model: Any, ids: Sequence[int]) -> float:
@@ -88,7 +90,9 @@ def router_gaps(model: Any) -> Iterator[list[torch.Tensor]]:
         kept = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1).sort(-1, descending=True).values
         found.append(torch.minimum(gap, kept[:, module.top_k - 1] - kept[:, module.top_k]))
 
-    hooks = [m.register_forward_hook(look) for m in model.modules() if type(m).__name__ == "DeepseekV3TopkRouter"]
+    hooks = [
+        m.register_forward_hook(look) for m in model.modules() if type(m).__name__ == "DeepseekV3TopkRouter"
+    ]
     try:
         yield found
     finally:
@@ -122,7 +126,9 @@ def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:
         seen = logits(model, [*prompt, *ids])
     top = seen[len(prompt) - 1 : -1].topk(2, -1).values
     nearest = torch.stack(gaps).amin(0).cummin(0).values if gaps else torch.full((len(seen),), torch.inf)
-    return Answer(prompt, ids, tuple((top[:, 0] - top[:, 1]).tolist()), tuple(nearest[len(prompt) - 1 : -1].tolist()))
+    return Answer(
+        prompt, ids, tuple((top[:, 0] - top[:, 1]).tolist()), tuple(nearest[len(prompt) - 1 : -1].tolist())
+    )
 
 
 @dataclass
@@ -153,4 +159,6 @@ class Comparison:
     def finish(self) -> None:
         """AssertionError if too many differences were excused, or nothing was compared."""
         assert self.positions > 0
-        assert 1000 * len(self.excuses) <= self.positions, f"{len(self.excuses)} excuses in {self.positions} positions"
+        assert 1000 * len(self.excuses) <= self.positions, (
+            f"{len(self.excuses)} excuses in {self.positions} positions"
+        )

@@ -38,7 +38,9 @@ def convert(name: str, folder: Path, config: Mapping[str, Any], produce: Produce
                 if found is None or match is None:
                     tensors[key], values[key] = tensor, tensor.float()
                 else:
-                    tensors.update({f"{match[1]}.{suffix}": t.clone().contiguous() for suffix, t in found[0].items()})
+                    tensors.update(
+                        {f"{match[1]}.{suffix}": t.clone().contiguous() for suffix, t in found[0].items()}
+                    )
                     values[key] = found[1].float().contiguous()
     for out, held, extra in ((made, tensors, {"quantization_config": dict(config)}), (plain, values, {})):
         out.mkdir()
@@ -50,7 +52,9 @@ def convert(name: str, folder: Path, config: Mapping[str, Any], produce: Produce
     return made, plain
 
 
-def compressed_tensors(groups: Mapping[str, tuple[list[str], str, dict[str, Any]]]) -> tuple[dict[str, Any], Producer]:
+def compressed_tensors(
+    groups: Mapping[str, tuple[list[str], str, dict[str, Any]]],
+) -> tuple[dict[str, Any], Producer]:
     """By the package's compressors: group name -> (targets, format, arguments of the weights). Scales are bfloat16."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -62,7 +66,9 @@ def compressed_tensors(groups: Mapping[str, tuple[list[str], str, dict[str, Any]
     }
 
     def produce(module: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        scheme = next((s for s in made.values() for t in s.targets if t == "Linear" or re.match(t[3:], module)), None)
+        scheme = next(
+            (s for s in made.values() for t in s.targets if t == "Linear" or re.match(t[3:], module)), None
+        )
         if scheme is None or scheme.weights is None:
             return None
         args, state = scheme.weights, {"weight": w}
@@ -87,7 +93,11 @@ def compressed_tensors(groups: Mapping[str, tuple[list[str], str, dict[str, Any]
 
             codes = unpack_fp4_from_uint8(stored["weight_packed"], *w.shape, torch.float32)
             values = dequantize(
-                codes, wide["weight_scale"], args=args, global_scale=stored["weight_global_scale"], dtype=torch.float32
+                codes,
+                wide["weight_scale"],
+                args=args,
+                global_scale=stored["weight_global_scale"],
+                dtype=torch.float32,
             )
         else:
             values = compressor.decompress(wide, scheme)["weight"]
@@ -95,10 +105,12 @@ def compressed_tensors(groups: Mapping[str, tuple[list[str], str, dict[str, Any]
 
     forms = {form for _, form, _ in groups.values()}
     config = {
-        "quant_method": "compressed-tensors", "ignore": ["lm_head"], "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "config_groups": {name: scheme.model_dump(mode="json") for name, scheme in made.items()},
-    }  # fmt: skip
+    }
     return config, produce
 
 
@@ -124,7 +136,12 @@ def _integers(w: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor, Ten
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scale = ((high - low) / top).clamp(min=1e-5).half()
     zero = (-low / scale.float()).round().clamp(0, top).to(torch.int64)
-    codes = ((grouped / scale.float()[..., None]).round() + zero[..., None]).clamp(0, top).flatten(1).to(torch.int64)
+    codes = (
+        ((grouped / scale.float()[..., None]).round() + zero[..., None])
+        .clamp(0, top)
+        .flatten(1)
+        .to(torch.int64)
+    )
     return codes, zero, scale
 
 
@@ -146,14 +163,23 @@ def gptq(act_order: bool, v2: bool = False, group: int = 32) -> tuple[dict[str, 
         codes, g_idx = torch.empty_like(sorted_codes), torch.empty(k, dtype=torch.int64)
         codes[:, order], g_idx[order] = sorted_codes, torch.arange(k) // group
         stored = {
-            "qweight": _words(codes).t(), "qzeros": _words((zero.t() - (0 if v2 else 1)) % 16), "scales": scale.t(),
-            "g_idx": g_idx.to(torch.int32), "bias": torch.zeros(w.shape[0], dtype=torch.float16),
-        }  # fmt: skip
+            "qweight": _words(codes).t(),
+            "qzeros": _words((zero.t() - (0 if v2 else 1)) % 16),
+            "scales": scale.t(),
+            "g_idx": g_idx.to(torch.int32),
+            "bias": torch.zeros(w.shape[0], dtype=torch.float16),
+        }
         return stored, (codes - zero[:, g_idx]).float() * scale.float()[:, g_idx]
 
     version = "gptq_v2" if v2 else "gptq"
-    return {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False, "desc_act": act_order,
-            "checkpoint_format": version}, produce  # fmt: skip
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group,
+        "sym": False,
+        "desc_act": act_order,
+        "checkpoint_format": version,
+    }, produce
 
 
 def awq(group: int = 64) -> tuple[dict[str, Any], Producer]:
@@ -162,10 +188,22 @@ def awq(group: int = 64) -> tuple[dict[str, Any], Producer]:
     def produce(module: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, zero, scale = _integers(w, group)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
-        values = (codes - zero.repeat_interleave(group, 1)).float() * scale.float().repeat_interleave(group, 1)
-        return {"qweight": _words(codes.t(), order), "qzeros": _words(zero.t(), order), "scales": scale.t()}, values
+        values = (codes - zero.repeat_interleave(group, 1)).float() * scale.float().repeat_interleave(
+            group, 1
+        )
+        return {
+            "qweight": _words(codes.t(), order),
+            "qzeros": _words(zero.t(), order),
+            "scales": scale.t(),
+        }, values
 
-    return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}, produce
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }, produce
 
 
 def modelopt_nvfp4(pre_scaled: tuple[str, ...] = ()) -> tuple[dict[str, Any], Producer]:
@@ -181,20 +219,29 @@ def modelopt_nvfp4(pre_scaled: tuple[str, ...] = ()) -> tuple[dict[str, Any], Pr
         scale = torch.from_numpy(e4m3((grouped.abs().amax(2) / (6 * top)).clamp(2.0**-9, 448).numpy()))
         rounded = torch.from_numpy(e2m1((grouped / (scale * top)[..., None]).numpy()))
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        codes = torch.searchsorted(table, rounded.abs()).to(torch.uint8) | (rounded.signbit().to(torch.uint8) << 3)
+        codes = torch.searchsorted(table, rounded.abs()).to(torch.uint8) | (
+            rounded.signbit().to(torch.uint8) << 3
+        )
         pairs = codes.flatten(1).unflatten(1, (-1, 2))
         stored = {
-            "weight": pairs[..., 0] | (pairs[..., 1] << 4), "weight_scale": scale.to(torch.float8_e4m3fn),
-            "weight_scale_2": top, "input_scale": torch.tensor(0.01),
-        }  # fmt: skip
+            "weight": pairs[..., 0] | (pairs[..., 1] << 4),
+            "weight_scale": scale.to(torch.float8_e4m3fn),
+            "weight_scale_2": top,
+            "input_scale": torch.tensor(0.01),
+        }
         if module.endswith(("k_proj", "v_proj")):
             stored[f"{module[-6]}_scale"] = torch.tensor(1.0)
         if module.endswith(pre_scaled) and pre_scaled:
             stored["pre_quant_scale"] = before
         return stored, (rounded * scale[..., None] * top).flatten(1) * before
 
-    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8",
-              "exclude_modules": ["lm_head"]}  # fmt: skip
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    }
     return config, produce
 
 

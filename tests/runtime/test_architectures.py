@@ -29,22 +29,50 @@ LENGTH = 96
 PARAMS = SamplingParams(max_tokens=16)
 
 LLAMA = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+}
 DEEPSEEK = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 16, "n_shared_experts": 1,
-    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 64,
-    "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 128, "eos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
 
 THETA = {"rope_theta": 1e4}
 LLAMA3 = {
-    **THETA, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    **THETA,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 YARN = {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 LLAMAS: dict[str, dict[str, Any]] = {
@@ -59,7 +87,9 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "rope_linear": {"rope_parameters": {**THETA, "rope_type": "linear", "factor": 4.0}},
     "rope_llama3": {"rope_parameters": LLAMA3},
     "rope_yarn": {"rope_parameters": YARN},
-    "rope_yarn_factor": {"rope_parameters": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0}},
+    "rope_yarn_factor": {
+        "rope_parameters": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0}
+    },
 }
 DEEPSEEKS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -118,7 +148,10 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
     assert worst(llm, prompt, theirs) <= LIMIT
     # From the cache, one token after another: what one window does not show.
     found = Comparison(f"{family}, {name}")
-    found.add(llm.generate([prompt[:21]], PARAMS)[0].token_ids, oracle.answer_of(model, prompt[:21], PARAMS.max_tokens))
+    found.add(
+        llm.generate([prompt[:21]], PARAMS)[0].token_ids,
+        oracle.answer_of(model, prompt[:21], PARAMS.max_tokens),
+    )
     if name == "plain":
         return
     # Planted fault: the same weights read by a configuration that lacks the entry.
@@ -142,17 +175,25 @@ def test_every_way(
 ) -> None:
     """Each strict policy serves whole models, and serves them right: a prompt at once, then token by token."""
     folder = write(tmp_path / family, family, changes)
-    llm, model, prompt = make_strict(folder, way, num_blocks=8), oracle.load(folder), ids(5 if way == "triton" else 24)
+    llm, model, prompt = (
+        make_strict(folder, way, num_blocks=8),
+        oracle.load(folder),
+        ids(5 if way == "triton" else 24),
+    )
     assert worst(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
     found = Comparison(f"{family}, {way}")
-    found.add(llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2))
+    found.add(
+        llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2)
+    )
     ways.check(llm, way)
 
 
 def test_a_kernel_of_another_way_is_seen(make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
     """Planted fault: a policy that is not strict, and one kernel missing."""
     folder = write(tmp_path / "llama", "llama", {})
-    loose = dataclasses.replace(ways.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch"))
+    loose = dataclasses.replace(
+        ways.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch")
+    )
     llm = make(folder, policy=loose, num_blocks=8)
     llm.generate([ids(4)], SamplingParams(max_tokens=1))
     with pytest.raises(AssertionError, match="torch: fused_add_rms_norm_cpu ran$"):

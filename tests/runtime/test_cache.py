@@ -18,7 +18,9 @@ def resident() -> int:
     return pages * 4096
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(LLAMA, torch.bfloat16), (LLAMA, torch.float32), (DEEPSEEK, torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(LLAMA, torch.bfloat16), (LLAMA, torch.float32), (DEEPSEEK, torch.float16)]
+)
 def test_shapes_and_zeros(name: str, dtype: torch.dtype) -> None:
     config = load_config(MODELS / name)
     cache = PagedCache(config, 5, 16, dtype, torch.device("cpu"))

@@ -79,16 +79,32 @@ def test_generate(gristmill: Command) -> None:
     assert (plain.returncode, as_json.returncode) == (0, 0), plain.stderr + as_json.stderr
     found = json.loads(as_json.stdout)
     assert found.keys() == {
-        "prompt", "text", "token_ids", "finish_reason", "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
-        "explain", "decode_graphs",
-    }  # fmt: skip
-    assert (len(found["token_ids"]), found["finish_reason"], found["explain"], found["decode_graphs"]) == (8, "length", None, None)
+        "prompt",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "prompt_tokens",
+        "seconds",
+        "tokens_per_second",
+        "weight_bytes",
+        "explain",
+        "decode_graphs",
+    }
+    assert (len(found["token_ids"]), found["finish_reason"], found["explain"], found["decode_graphs"]) == (
+        8,
+        "length",
+        None,
+        None,
+    )
     assert plain.stdout.startswith(found["text"]) and "paged_attention" in plain.stdout
     assert "8 tokens in" in plain.stderr
     graphs = gristmill(*options, "--decode-graphs", "--explain", "--json")
     same = json.loads(graphs.stdout)
     assert same["token_ids"] == found["token_ids"]
-    assert [(r["seqs"], r["captured"], r["steps"]) for r in same["decode_graphs"]] == [(1, False, 7), (None, False, 1)]
+    assert [(r["seqs"], r["captured"], r["steps"]) for r in same["decode_graphs"]] == [
+        (1, False, 7),
+        (None, False, 1),
+    ]
 
 
 def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:
@@ -110,7 +126,11 @@ def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [(), ("generate",), ("eval",), ("quantize",)])
 def test_help(gristmill: Command, command: tuple[str, ...]) -> None:
     done = gristmill(*command, "--help")
-    assert done.returncode == 0 and "--help" in done.stdout and "--json" in done.stdout + ("" if command else "--json")
+    assert (
+        done.returncode == 0
+        and "--help" in done.stdout
+        and "--json" in done.stdout + ("" if command else "--json")
+    )
 
 
 def mistake(done: Done, message: str) -> None:
@@ -140,13 +160,18 @@ PROMPT = ("generate", "--model", MODEL, "--prompt", "x")
         (("generat",), "generat"),
         (("eval", "--model", MODEL, "--tokens", "/absent.u16"), "cannot read /absent.u16"),
         (("eval", "--model", MODEL, "--tokens", TOKENS, "--windows", "9999"), "10238976 tokens, got"),
-        (("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "5000", "--windows", "1"), "longer than one request can be"),
+        (
+            ("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "5000", "--windows", "1"),
+            "longer than one request can be",
+        ),
         (("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "1"), "a window of at least 2 tokens"),
         (("quantize", "--model", MODEL, "--quant", "bf16", "--out", "/absent/x"), "not a quantized scheme"),
         (("quantize", "--model", MODEL, "--quant", "nvfp4", "--out", "/proc/x"), "cannot write to /proc"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(gristmill: Command, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_line_and_exit_2(
+    gristmill: Command, arguments: tuple[str, ...], message: str
+) -> None:
     mistake(gristmill(*arguments, "--json"), message)
 
 
@@ -171,9 +196,15 @@ def edit(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot read"),
-        (edit(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported; known: Llama"),
+        (
+            edit(architectures=["MambaForCausalLM"]),
+            "architecture MambaForCausalLM is not supported; known: Llama",
+        ),
         (edit(num_hidden_layers=5), "left unwritten"),
-        (edit(num_hidden_layers=3, num_nextn_predict_layers=0), "no parameter of the model takes: model.layers.3"),
+        (
+            edit(num_hidden_layers=3, num_nextn_predict_layers=0),
+            "no parameter of the model takes: model.layers.3",
+        ),
         (edit(vocab_size=4000), "must have shape [4000, 256], got [4096, 256]"),
     ],
 )
@@ -195,6 +226,8 @@ def test_a_damaged_directory_is_one_line_and_exit_2(
         ('strict = true\npins = {"*" = "no_such_kernel"}', "no kernel for"),
     ],
 )
-def test_a_wrong_policy_is_one_line_and_exit_2(gristmill: Command, tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_policy_is_one_line_and_exit_2(
+    gristmill: Command, tmp_path: Path, text: str, message: str
+) -> None:
     (tmp_path / "policy.toml").write_text(text)
     mistake(gristmill(*PROMPT, "--json", "--policy", str(tmp_path / "policy.toml")), message)

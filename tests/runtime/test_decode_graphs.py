@@ -16,8 +16,12 @@ from gristmill.runtime.workspace import Arenas
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
 
-PARAMS = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=9, temperature=0.8, seed=3),
-          SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5), SamplingParams(max_tokens=30)]  # fmt: skip
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=3),
+    SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5),
+    SamplingParams(max_tokens=30),
+]
 
 
 def both(make: Callable[..., LLM], name: str, **options: Any) -> list[LLM]:
@@ -27,13 +31,21 @@ def both(make: Callable[..., LLM], name: str, **options: Any) -> list[LLM]:
 def wide(options: dict[str, Any]) -> dict[str, Any]:
     """Prompts of the same beginning, so that the prefix cache serves some of them."""
     start = oracle.eval_tokens()[:40]
-    return {"prompts": [start + oracle.eval_tokens()[n : n + 7] for n in (100, 200, 300, 400)] + [start] * 3, **options}
+    return {
+        "prompts": [start + oracle.eval_tokens()[n : n + 7] for n in (100, 200, 300, 400)] + [start] * 3,
+        **options,
+    }
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_blocks": 14, "max_seqs": 4}, {"max_chunk": 8, "max_seqs": 3}, {"enable_prefix_cache": False, "block_size": 5}],
+    [
+        {},
+        {"num_blocks": 14, "max_seqs": 4},
+        {"max_chunk": 8, "max_seqs": 3},
+        {"enable_prefix_cache": False, "block_size": 5},
+    ],
     ids=["plain", "preemption", "chunks", "odd blocks"],
 )
 def test_same_ids(make: Callable[..., LLM], name: str, options: dict[str, Any]) -> None:
@@ -88,7 +100,13 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
     monkeypatch.setattr(DecodeGraphs, "_make", refuse)
     found = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     assert found == make(LLAMA).generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert {"seqs": None, "max_ctx": None, "captured": False, "steps": 4, "reason": "no graph can hold this kernel"} in llm.explain_graphs()
+    assert {
+        "seqs": None,
+        "max_ctx": None,
+        "captured": False,
+        "steps": 4,
+        "reason": "no graph can hold this kernel",
+    } in llm.explain_graphs()
 
 
 def test_arenas_are_shared_but_for_zeros() -> None:

@@ -84,14 +84,20 @@ def test_a_prefix_cache_that_believes_hashes(name: str, make: Callable[..., LLM]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_slots_of_another_block_size(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_another_block_size(
+    name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of 64 are written as if they were of 16."""
     changed_batch(monkeypatch, lambda batch: {"slots": batch.slots // 64 * 16 + batch.slots % 64})
     differs(make(name, block_size=64, num_blocks=64), name, oracle.prompts()[14:15])
 
 
-@pytest.mark.parametrize(("name", "target"), [(LLAMA, "layers.2.gate_up"), (DEEPSEEK, "layers.1.experts.gate_up")])
-def test_swapped_shards(name: str, target: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "target"), [(LLAMA, "layers.2.gate_up"), (DEEPSEEK, "layers.1.experts.gate_up")]
+)
+def test_swapped_shards(
+    name: str, target: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     take = Weights._take
 
     def swapped(self: Weights, wanted: str) -> object:

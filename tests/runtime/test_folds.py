@@ -41,13 +41,19 @@ def build(name: str, folder: Path) -> Any:
         return test_models.build(name, folder)
     import transformers
 
-    family, base = ("Llama", test_architectures.LLAMA) if name.startswith("llama") else ("DeepseekV3", test_architectures.DEEPSEEK)
+    family, base = (
+        ("Llama", test_architectures.LLAMA)
+        if name.startswith("llama")
+        else ("DeepseekV3", test_architectures.DEEPSEEK)
+    )
     torch.manual_seed(5)
     config = getattr(transformers, f"{family}Config")(**{**base, **SMALL[name]})
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.normal_(
+                0, 1.5 / parameter.shape[-1] ** 0.5
+            )
     model.save_pretrained(folder)
     return model
 
@@ -65,7 +71,11 @@ def folded(source: Path, out: Path, spoil: Callable[[rules.Fold], rules.Fold] = 
             rules.apply(spoil(fold), (torch.rand(channels, generator=generator) * 6 - 3).exp2(), tensors)
             count += 1
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return count
 
 
@@ -94,7 +104,9 @@ def test_a_rule_that_forgets_something_is_seen(left: str, make: Callable[..., LL
 
     folded(tmp_path / "plain", tmp_path / "out", spoil)
     theirs = oracle.logits(model, IDS)
-    assert float((window_logits(make(tmp_path / "out").engine, IDS) - theirs).abs().max()) > 1e-2 * float(theirs.abs().max())
+    assert float((window_logits(make(tmp_path / "out").engine, IDS) - theirs).abs().max()) > 1e-2 * float(
+        theirs.abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
@@ -127,8 +139,13 @@ def test_awq_rounds_the_scaled_weights(policy: Policy) -> None:
         if part == "v":  # rows are divided by what o is multiplied by
             exact, scaled = weight, made.weights[module].dequantize() / spread
             rows = ((scaled * exact).sum(1) / (exact * exact).sum(1))[:, None]
-        errors = [((e @ h) * e).sum() for e in (made.weights[module].dequantize() / spread / rows - weight,
-                                                target.quantize(weight).dequantize() - weight)]  # fmt: skip
+        errors = [
+            ((e @ h) * e).sum()
+            for e in (
+                made.weights[module].dequantize() / spread / rows - weight,
+                target.quantize(weight).dequantize() - weight,
+            )
+        ]
         assert float(errors[0]) < (0.9 if part != "v" else 1.2) * float(errors[1])
 
 

@@ -35,14 +35,28 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "gptq v2": (LLAMA, lambda: producers.gptq(False, v2=True)),
     "awq": (LLAMA, producers.awq),
     "modelopt nvfp4": (LLAMA, producers.modelopt_nvfp4),
-    "modelopt nvfp4 pre_quant_scale": (LLAMA, lambda: producers.modelopt_nvfp4(("v_proj", "up_proj", "down_proj"))),
-    "compressed-tensors nvfp4": (LLAMA, lambda: by_compressed_tensors((["Linear"], "nvfp4-pack-quantized", NVFP4))),
-    "compressed-tensors mixed": (LLAMA, lambda: by_compressed_tensors(
-        ([r"re:.*\.(v|up)_proj"], "float-quantized", FP8), ([r"re:.*down_proj"], "pack-quantized", INT3),
-        (["Linear"], "pack-quantized", INT4))),
+    "modelopt nvfp4 pre_quant_scale": (
+        LLAMA,
+        lambda: producers.modelopt_nvfp4(("v_proj", "up_proj", "down_proj")),
+    ),
+    "compressed-tensors nvfp4": (
+        LLAMA,
+        lambda: by_compressed_tensors((["Linear"], "nvfp4-pack-quantized", NVFP4)),
+    ),
+    "compressed-tensors mixed": (
+        LLAMA,
+        lambda: by_compressed_tensors(
+            ([r"re:.*\.(v|up)_proj"], "float-quantized", FP8),
+            ([r"re:.*down_proj"], "pack-quantized", INT3),
+            (["Linear"], "pack-quantized", INT4),
+        ),
+    ),
     "deepseek fp8": (DEEPSEEK, producers.fine_grained_fp8),
-    "compressed-tensors int4 experts": (DEEPSEEK, lambda: by_compressed_tensors((["Linear"], "pack-quantized", INT4))),
-}  # fmt: skip
+    "compressed-tensors int4 experts": (
+        DEEPSEEK,
+        lambda: by_compressed_tensors((["Linear"], "pack-quantized", INT4)),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,7 +88,12 @@ def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LL
     config = load_config(made)
     assert config.quantization is not None
     weights = Weights(
-        Checkpoint(made), model_table(config), torch.float32, torch.device("cpu"), None, open_format(config.quantization)
+        Checkpoint(made),
+        model_table(config),
+        torch.float32,
+        torch.device("cpu"),
+        None,
+        open_format(config.quantization),
     )
     (part,) = weights.parts("layers.2.qkv")
     values = load_file(plain / "model.safetensors")
@@ -89,13 +108,17 @@ def test_dequantized_when_asked(make: Callable[..., LLM], tmp_path: Path) -> Non
     asked, values = make(made, quant="fp32"), make(plain)
     assert torch.equal(window_logits(asked.engine, ids), window_logits(values.engine, ids))
     assert asked.weight_bytes == values.weight_bytes
-    with pytest.raises(UsageError, match=r"quantized to nvfp4 already .*q_proj.*cannot be quantized to int4_g128"):
+    with pytest.raises(
+        UsageError, match=r"quantized to nvfp4 already .*q_proj.*cannot be quantized to int4_g128"
+    ):
         make(made, quant="int4_g128")
 
 
 def test_activations_are_quantized_when_asked(make: Callable[..., LLM], tmp_path: Path) -> None:
     made, _ = producers.convert(
-        LLAMA, tmp_path, *by_compressed_tensors((["Linear"], "float-quantized", FP8 | {"strategy": "channel"}))
+        LLAMA,
+        tmp_path,
+        *by_compressed_tensors((["Linear"], "float-quantized", FP8 | {"strategy": "channel"})),
     )
     ids = oracle.window(0)[:48]
     plain, asked = (window_logits(make(made, **o).engine, ids) for o in ({}, {"quant": "fp8_ch.fp8_token"}))
@@ -126,17 +149,48 @@ Q = "model.layers.1.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "config", "says"),
     [
-        (lambda t: t.pop(f"{Q}.weight_scale_2"), {}, f"{Q} is stored as NVFP4, which needs tensor {Q}.weight_scale_2; found"),
-        (lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, 1:].contiguous()}), {},
-         rf"model.safetensors: tensor {Q}.weight_scale must have shape \[256, 16\], got \[256, 15\]"),
-        (lambda t: t.update({f"{Q}.weight": torch.zeros(256, 128)}), {}, f"{Q}.weight must be uint8, got torch.float32"),
-        (lambda t: t.update({f"{Q}.weight_scale_2": torch.tensor(float("nan"))}), {}, "must be finite and positive, got nan"),
-        (lambda t: t.update({"model.extra.weight_scale": torch.ones(1)}), {}, "no parameter of the model takes: model.extra"),
-        (lambda t: t.update({f"{Q}.bias": torch.zeros(256)}), {}, f"no parameter of the model takes: {Q}.bias"),
-        (lambda t: None, {"exclude_modules": ["lm_head", Q]}, f"{Q}.weight must be float64, float32, .*, got torch.uint8"),
-        (lambda t: None, {"quant_algo": "MXFP4", "group_size": 32}, r"layers.0.self_attn.q_proj.weight_scale must be uint8, got torch.float8_e4m3fn"),
+        (
+            lambda t: t.pop(f"{Q}.weight_scale_2"),
+            {},
+            f"{Q} is stored as NVFP4, which needs tensor {Q}.weight_scale_2; found",
+        ),
+        (
+            lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, 1:].contiguous()}),
+            {},
+            rf"model.safetensors: tensor {Q}.weight_scale must have shape \[256, 16\], got \[256, 15\]",
+        ),
+        (
+            lambda t: t.update({f"{Q}.weight": torch.zeros(256, 128)}),
+            {},
+            f"{Q}.weight must be uint8, got torch.float32",
+        ),
+        (
+            lambda t: t.update({f"{Q}.weight_scale_2": torch.tensor(float("nan"))}),
+            {},
+            "must be finite and positive, got nan",
+        ),
+        (
+            lambda t: t.update({"model.extra.weight_scale": torch.ones(1)}),
+            {},
+            "no parameter of the model takes: model.extra",
+        ),
+        (
+            lambda t: t.update({f"{Q}.bias": torch.zeros(256)}),
+            {},
+            f"no parameter of the model takes: {Q}.bias",
+        ),
+        (
+            lambda t: None,
+            {"exclude_modules": ["lm_head", Q]},
+            f"{Q}.weight must be float64, float32, .*, got torch.uint8",
+        ),
+        (
+            lambda t: None,
+            {"quant_algo": "MXFP4", "group_size": 32},
+            r"layers.0.self_attn.q_proj.weight_scale must be uint8, got torch.float8_e4m3fn",
+        ),
     ],
-)  # fmt: skip
+)
 def test_faults_are_named(
     change: Any, config: dict[str, Any], says: str, nvfp4: Path, make: Callable[..., LLM], tmp_path: Path
 ) -> None:
@@ -145,7 +199,9 @@ def test_faults_are_named(
 
 
 def test_configurations_that_are_not_read(nvfp4: Path, make: Callable[..., LLM], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json: quantization_config: quant_algo NVFP4_SVD is not read; known: NVFP4"):
+    with pytest.raises(
+        ConfigError, match=r"config.json: quantization_config: quant_algo NVFP4_SVD is not read; known: NVFP4"
+    ):
         make(changed(nvfp4, tmp_path / "a", lambda t: None, quant_algo="NVFP4_SVD"))
     with pytest.raises(ConfigError, match="'exl2' is not supported; known: awq, compressed-tensors"):
         make(changed(nvfp4, tmp_path / "b", lambda t: None, quant_method="exl2"))
@@ -177,10 +233,14 @@ def test_experts_that_differ(make: Callable[..., LLM], tmp_path: Path) -> None:
         ([r"re:.*experts\.3\.down_proj"], "float-quantized", FP8), (["Linear"], "pack-quantized", INT4)
     )
     made, plain = producers.convert(DEEPSEEK, tmp_path, config, produce)
-    with pytest.raises(CheckpointError, match=r"the experts of layers\.1\.experts\.down differ: .*schemes differ"):
+    with pytest.raises(
+        CheckpointError, match=r"the experts of layers\.1\.experts\.down differ: .*schemes differ"
+    ):
         make(made)
     ids = oracle.window(0)[:16]
-    assert torch.equal(window_logits(make(made, quant="fp32").engine, ids), window_logits(make(plain).engine, ids))
+    assert torch.equal(
+        window_logits(make(made, quant="fp32").engine, ids), window_logits(make(plain).engine, ids)
+    )
 
 
 def test_a_doubled_scale_is_seen(nvfp4: Path, make: Callable[..., LLM], tmp_path: Path) -> None:
@@ -204,7 +264,13 @@ def test_a_quantized_embedding_is_dequantized(make: Callable[..., LLM], tmp_path
     def change(t: dict[str, torch.Tensor]) -> None:
         del t[f"{name}.weight"]
         zeros = torch.full((1, q.n // 4), 0x7F7F7F7F, dtype=torch.int32)
-        t.update({f"{name}.qweight": signed.contiguous(), f"{name}.qzeros": zeros, f"{name}.scales": q.scales.t().contiguous()})
+        t.update(
+            {
+                f"{name}.qweight": signed.contiguous(),
+                f"{name}.qzeros": zeros,
+                f"{name}.scales": q.scales.t().contiguous(),
+            }
+        )
 
     rule = {f"+:{name}": {"bits": 8, "group_size": -1, "sym": True}}
     out = changed(made, tmp_path / "out", change, dynamic=rule)

@@ -31,7 +31,28 @@ from tests.runtime import producers
 
 SHAPE = (128, 256)
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj")
-JUNK = [None, 0, -1, 1, 3, 1 << 70, 1.5, float("nan"), "", "x", "re:((", [], {}, [[]], True, False, [1, 2], {"a": 1}, "fp8", 1 << 31]
+JUNK = [
+    None,
+    0,
+    -1,
+    1,
+    3,
+    1 << 70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "re:((",
+    [],
+    {},
+    [[]],
+    True,
+    False,
+    [1, 2],
+    {"a": 1},
+    "fp8",
+    1 << 31,
+]
 LIMIT = 5.0
 pytestmark = pytest.mark.timeout(3000)
 
@@ -51,9 +72,17 @@ def awq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
     for name in NAMES:
         for part, rows in (("qweight", k), ("qzeros", k // 64)):
-            tensors[f"{name}.{part}"] = torch.randint(-(1 << 31), 1 << 31, (rows, n // 8), generator=generator).to(torch.int32)
+            tensors[f"{name}.{part}"] = torch.randint(
+                -(1 << 31), 1 << 31, (rows, n // 8), generator=generator
+            ).to(torch.int32)
         tensors[f"{name}.scales"] = torch.rand(k // 64, n, generator=generator).half()
-    return tensors, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+    return tensors, {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 64,
+        "version": "gemm",
+        "zero_point": True,
+    }
 
 
 def mxfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -97,7 +126,9 @@ def read(folder: Path, config: Any) -> list[torch.Tensor]:
     found = []
     for name in NAMES:
         part = form.read(checkpoint, name, SHAPE)
-        found.append(checkpoint.read(f"{name}.weight", SHAPE).float() if part is None else part.weight.dequantize())
+        found.append(
+            checkpoint.read(f"{name}.weight", SHAPE).float() if part is None else part.weight.dequantize()
+        )
     return found
 
 
@@ -116,9 +147,22 @@ def mutate_header(data: bytes, r: random.Random) -> bytes:
     name = r.choice([n for n in header if n != "__metadata__"])
     entry, how = header[name], r.randrange(9)
     if how == 0:
-        entry["dtype"] = r.choice(["F32", "F16", "BF16", "I8", "U8", "I32", "I64", "F8_E4M3", "F8_E8M0", "BOOL", "F4", "x", 3])
+        entry["dtype"] = r.choice(
+            ["F32", "F16", "BF16", "I8", "U8", "I32", "I64", "F8_E4M3", "F8_E8M0", "BOOL", "F4", "x", 3]
+        )
     elif how == 1:
-        entry["shape"] = r.choice([entry["shape"][::-1], [*entry["shape"], 1], entry["shape"][:-1], [-1], [0], [1 << 62, 4], "x", [1.5]])
+        entry["shape"] = r.choice(
+            [
+                entry["shape"][::-1],
+                [*entry["shape"], 1],
+                entry["shape"][:-1],
+                [-1],
+                [0],
+                [1 << 62, 4],
+                "x",
+                [1.5],
+            ]
+        )
     elif how == 2:
         entry["data_offsets"][r.randrange(2)] += r.choice([-8, -1, 1, 4, 1 << 40])
     elif how == 3:
@@ -145,7 +189,10 @@ def mutate_bytes(data: bytes, r: random.Random) -> bytes:
     if how == 1:
         return data + bytes(r.randrange(1, 64))
     if how == 2:
-        return struct.pack("<Q", r.choice([0, 1, len(data), 1 << 40, (1 << 64) - 1, r.randrange(2000)])) + data[8:]
+        return (
+            struct.pack("<Q", r.choice([0, 1, len(data), 1 << 40, (1 << 64) - 1, r.randrange(2000)]))
+            + data[8:]
+        )
     for _ in range(r.randrange(1, 8)):
         changed[r.randrange(header if how == 3 else len(data))] = r.randrange(256)
     return bytes(changed)
@@ -257,8 +304,15 @@ def experts_gguf(path: Path) -> None:
     import numpy as np
 
     writer = gguf.GGUFWriter(path, "qwen3moe")
-    for name, value in {"block_count": 1, "attention.head_count": 2, "attention.head_count_kv": 1, "embedding_length": 32,
-                        "expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32}.items():  # fmt: skip
+    for name, value in {
+        "block_count": 1,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 1,
+        "embedding_length": 32,
+        "expert_count": 2,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": 32,
+    }.items():
         writer.add_uint32(f"qwen3moe.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -268,15 +322,29 @@ def experts_gguf(path: Path) -> None:
     writer.add_bos_token_id(3)
     writer.add_add_bos_token(True)
     shapes = {"token_embd": (4, 32), "output_norm": (32,), "rope_freqs": (8,)}
-    shapes |= {f"blk.0.{name}": shape for name, shape in {
-        "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32), "attn_q_norm": (16,),
-        "attn_k_norm": (16,), "ffn_norm": (32,), "ffn_gate_inp": (2, 32), "ffn_gate_exps": (2, 32, 32), "ffn_up_exps": (2, 32, 32),
-        "ffn_down_exps": (2, 32, 32),
-    }.items()}  # fmt: skip
+    shapes |= {
+        f"blk.0.{name}": shape
+        for name, shape in {
+            "attn_norm": (32,),
+            "attn_q": (32, 32),
+            "attn_k": (16, 32),
+            "attn_v": (16, 32),
+            "attn_output": (32, 32),
+            "attn_q_norm": (16,),
+            "attn_k_norm": (16,),
+            "ffn_norm": (32,),
+            "ffn_gate_inp": (2, 32),
+            "ffn_gate_exps": (2, 32, 32),
+            "ffn_up_exps": (2, 32, 32),
+            "ffn_down_exps": (2, 32, 32),
+        }.items()
+    }
     for name, shape in shapes.items():
         data = np.linspace(0.5, 1.5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
         raw = gguf.GGMLQuantizationType.Q4_0 if len(shape) > 1 else None
-        writer.add_tensor(f"{name}.weight", data if raw is None else gguf.quants.quantize(data, raw), raw_dtype=raw)
+        writer.add_tensor(
+            f"{name}.weight", data if raw is None else gguf.quants.quantize(data, raw), raw_dtype=raw
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

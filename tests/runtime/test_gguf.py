@@ -27,10 +27,18 @@ from tests.runtime.oracle import LLAMA, MODELS
 
 gguf = pytest.importorskip("gguf")
 COMMON = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "bos_token_id": None,
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "bos_token_id": None,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -40,18 +48,27 @@ def random_model(folder: Path, family: str, **changes: Any) -> Any:
 
     name = {"llama": "Llama", "mixtral": "Mixtral", "qwen3moe": "Qwen3Moe"}[family]
     if family != "llama":
-        changes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+        changes |= {
+            "num_local_experts" if family == "mixtral" else "num_experts": 4,
+            "num_experts_per_tok": 2,
+        }
     if family == "qwen3moe":
         changes |= {"moe_intermediate_size": 32, "norm_topk_prob": True}
     torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**COMMON, **changes}))
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**{**COMMON, **changes})
+    )
     for tensor in model.parameters():
-        tensor.data.normal_(0, tensor.shape[-1] ** -0.5) if tensor.ndim > 1 else tensor.data.uniform_(0.5, 1.5)
+        tensor.data.normal_(0, tensor.shape[-1] ** -0.5) if tensor.ndim > 1 else tensor.data.uniform_(
+            0.5, 1.5
+        )
     model.save_pretrained(folder)
     return model.eval()
 
 
-def converted(folder: Path, path: Path, family: str, kind: str = "Q8_0", factors: Any = None, **keys: Any) -> Path:
+def converted(
+    folder: Path, path: Path, family: str, kind: str = "Q8_0", factors: Any = None, **keys: Any
+) -> Path:
     """A GGUF file of a directory as llama.cpp's converter orders and names things; a directory of its values beside it."""
     config = json.loads((folder / "config.json").read_text())
     own = "qwen3moe" if family == "qwen3moe" else "llama"
@@ -95,12 +112,17 @@ def converted(folder: Path, path: Path, family: str, kind: str = "Q8_0", factors
         elif count:
             turned = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
             read = put(f"{table.get_name(module)}.weight", turned)
-            values[key] = torch.tensor(read.reshape(count, -1, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape))
+            values[key] = torch.tensor(
+                read.reshape(count, -1, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+            )
         else:
             values[key] = torch.tensor(put(f"{table.get_name(module)}.weight", data))
     for module, parts in experts.items():
         read = put(f"{table.get_name(module)}.weight", np.stack([parts[i] for i in range(len(parts))]))
-        values |= {f"{module.rpartition('.')[0]}.{i}.{module.rpartition('.')[2]}.weight": torch.tensor(v) for i, v in enumerate(read)}
+        values |= {
+            f"{module.rpartition('.')[0]}.{i}.{module.rpartition('.')[2]}.weight": torch.tensor(v)
+            for i, v in enumerate(read)
+        }
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, dtype=np.float32))
     writer.write_header_to_file()
@@ -133,13 +155,25 @@ def test_experts(family: str, kind: str, make: Callable[..., LLM], tmp_path: Pat
 
 def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> None:
     """What converters make of Llama 3.1's scaling; without it, the planted fault, logits are others."""
-    scaling = {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}  # fmt: skip
+    scaling = {
+        "rope_theta": 1e4,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     model = random_model(tmp_path / "hf", "llama", rope_parameters=scaling)
     plain = 1 / 1e4 ** (np.arange(0, 16, 2) / 16)
     factors = plain / model.model.rotary_emb.inv_freq.numpy()
     assert factors.max() > 7
-    assert error(make(converted(tmp_path / "hf", tmp_path / "m.gguf", "llama", factors=factors), num_blocks=32), tmp_path / "m") < 2e-4
+    assert (
+        error(
+            make(converted(tmp_path / "hf", tmp_path / "m.gguf", "llama", factors=factors), num_blocks=32),
+            tmp_path / "m",
+        )
+        < 2e-4
+    )
     bare = make(converted(tmp_path / "hf", tmp_path / "bare.gguf", "llama"), num_blocks=32)
     assert error(bare, tmp_path / "m") > 1e-2
 
@@ -149,12 +183,20 @@ def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> Non
     [
         ("mixtral", {"llama__expert_shared_count": 2}, "expert_shared_count = 2 is not supported"),
         ("qwen3moe", {"qwen3moe__expert_weights_scale": 2.5}, "expert_weights_scale = 2.5 is not supported"),
-        ("llama", {"llama__rope__dimension_count": 8}, "dimension_count must be 16, the width of a head, got 8"),
+        (
+            "llama",
+            {"llama__rope__dimension_count": 8},
+            "dimension_count must be 16, the width of a head, got 8",
+        ),
         ("llama", {"factors": [1.0] * 7}, "rope_freqs.weight must have 8 numbers, .* got 7"),
         ("llama", {"factors": [1.0] * 7 + [float("inf")]}, "rope_freqs.weight must be positive"),
-        ("llama", {"factors": [1.0] * 8, "llama__rope__scaling__type": "linear"}, "rope_freqs.weight with rope.scaling.type 'linear'"),
+        (
+            "llama",
+            {"factors": [1.0] * 8, "llama__rope__scaling__type": "linear"},
+            "rope_freqs.weight with rope.scaling.type 'linear'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(family: str, more: dict[str, Any], says: str, tmp_path: Path) -> None:
     random_model(tmp_path / "hf", family)
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", family, **more)
@@ -192,14 +234,22 @@ def byte_level() -> dict[str, Any]:
     special = {token["id"] for token in data["added_tokens"]}
     merges = [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
     return {
-        "tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "smollm", "tokenizer__ggml__tokens": [t for t, _ in vocabulary],
-        "tokenizer__ggml__token_type": [3 if i in special else 1 for _, i in vocabulary], "tokenizer__ggml__merges": merges,
-        "tokenizer__ggml__eos_token_id": 1, "tokenizer__ggml__bos_token_id": 0,
-    }  # fmt: skip
+        "tokenizer__ggml__model": "gpt2",
+        "tokenizer__ggml__pre": "smollm",
+        "tokenizer__ggml__tokens": [t for t, _ in vocabulary],
+        "tokenizer__ggml__token_type": [3 if i in special else 1 for _, i in vocabulary],
+        "tokenizer__ggml__merges": merges,
+        "tokenizer__ggml__eos_token_id": 1,
+        "tokenizer__ggml__bos_token_id": 0,
+    }
 
 
 def fields(**changes: Any) -> dict[str, Any]:
-    return {key.replace("__", "."): value for key, value in {**byte_level(), **changes}.items() if value is not None}
+    return {
+        key.replace("__", "."): value
+        for key, value in {**byte_level(), **changes}.items()
+        if value is not None
+    }
 
 
 def test_a_lone_file_generates_text(make: Callable[..., LLM], tmp_path: Path, policy: Any) -> None:
@@ -209,22 +259,43 @@ def test_a_lone_file_generates_text(make: Callable[..., LLM], tmp_path: Path, po
     assert (mine.prompt_ids, mine.token_ids, mine.text) == (answer.prompt_ids, answer.token_ids, answer.text)
     file = tmp_path / "policy.toml"
     file.write_text(f'cache = "{policy.cache}"\n')
-    arguments = ["generate", "--model", str(path), "--prompt", "The index", "--max-tokens", "12", "--dtype", "fp32",
-                 "--policy", str(file)]  # fmt: skip
+    arguments = [
+        "generate",
+        "--model",
+        str(path),
+        "--prompt",
+        "The index",
+        "--max-tokens",
+        "12",
+        "--dtype",
+        "fp32",
+        "--policy",
+        str(file),
+    ]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and answer.text in result.output
 
 
-TEXTS = ("The index of 1234 tables", "  two  spaces\n\n\ttab", "naïve café ☕ 中文", "it's we'll <|eos|> end", "")
+TEXTS = (
+    "The index of 1234 tables",
+    "  two  spaces\n\n\ttab",
+    "naïve café ☕ 中文",
+    "it's we'll <|eos|> end",
+    "",
+)
 
 
 def test_byte_level_ids_are_those_of_tokenizer_json() -> None:
     mine, theirs = gguf_tokenizer(fields(), "m.gguf"), Tokenizer(MODELS / LLAMA)
     for text in TEXTS:
         assert mine.encode(text).ids == theirs.encode(text)
-        assert mine.decode(theirs.encode(text), skip_special_tokens=True) == theirs.decode(theirs.encode(text))
+        assert mine.decode(theirs.encode(text), skip_special_tokens=True) == theirs.decode(
+            theirs.encode(text)
+        )
     merges = byte_level()["tokenizer__ggml__merges"][::-1]
-    other = gguf_tokenizer(fields(tokenizer__ggml__merges=merges), "m.gguf")  # planted fault: last merges first
+    other = gguf_tokenizer(
+        fields(tokenizer__ggml__merges=merges), "m.gguf"
+    )  # planted fault: last merges first
     assert any(other.encode(text).ids != theirs.encode(text) for text in TEXTS)
     bos = gguf_tokenizer(fields(tokenizer__ggml__add_bos_token=True), "m.gguf")
     assert bos.encode("The").ids == [0, *theirs.encode("The")]
@@ -241,7 +312,9 @@ def test_byte_level_ids_are_those_of_tokenizer_json() -> None:
 )
 def test_how_text_is_cut(pre: str, parts: list[str]) -> None:
     """By hand from the models' expressions."""
-    cut = gguf_tokenizer(fields(tokenizer__ggml__pre=pre), "m.gguf").pre_tokenizer.pre_tokenize_str("It's 12345 WE'LL :=\n   x")
+    cut = gguf_tokenizer(fields(tokenizer__ggml__pre=pre), "m.gguf").pre_tokenizer.pre_tokenize_str(
+        "It's 12345 WE'LL :=\n   x"
+    )
     assert [part for part, _ in cut] == parts
 
 
@@ -249,8 +322,26 @@ def pieces() -> tuple[list[str], list[float], list[int]]:
     """A vocabulary as SentencePiece writes it: control tokens, bytes, characters and joins, with scores."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     kinds = [2, 3, 3, *([6] * 256)]
-    words = [SPACE, *"abcdehlort", "he", "ll", "lo", "hel", "llo", "hello", SPACE + "h", SPACE + "t", SPACE + "the", "th", "the", "or", "ld"]
-    scores = [0.0] * len(tokens) + [-100.0] * 11 + [-float(3 * i % 13) - i / 50 for i in range(len(words) - 11)]
+    words = [
+        SPACE,
+        *"abcdehlort",
+        "he",
+        "ll",
+        "lo",
+        "hel",
+        "llo",
+        "hello",
+        SPACE + "h",
+        SPACE + "t",
+        SPACE + "the",
+        "th",
+        "the",
+        "or",
+        "ld",
+    ]
+    scores = (
+        [0.0] * len(tokens) + [-100.0] * 11 + [-float(3 * i % 13) - i / 50 for i in range(len(words) - 11)]
+    )
     return tokens + words, scores, kinds + [1] * len(words)
 
 
@@ -259,7 +350,11 @@ def by_definition(text: str, tokens: list[str], scores: list[float]) -> list[int
     rank = {token: i for i, token in enumerate(tokens)}
     parts = list(SPACE + text.replace(" ", SPACE))
     while True:
-        joins = [(-scores[rank[a + b]], at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in rank]
+        joins = [
+            (-scores[rank[a + b]], at)
+            for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            if a + b in rank
+        ]
         if not joins:
             break
         at = min(joins)[1]
@@ -272,33 +367,56 @@ def by_definition(text: str, tokens: list[str], scores: list[float]) -> list[int
 
 def test_sentence_piece_ids_are_those_of_the_definition() -> None:
     tokens, scores, kinds = pieces()
-    given = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
-             "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 1}  # fmt: skip
+    given = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
     mine = gguf_tokenizer(given, "m.gguf")
     generator = np.random.default_rng(0)
-    for text in ["hello the world", "the hello", "é the", *("".join(generator.choice(list("abcdehlort ☕"), 24)) for _ in range(60))]:
+    for text in [
+        "hello the world",
+        "the hello",
+        "é the",
+        *("".join(generator.choice(list("abcdehlort ☕"), 24)) for _ in range(60)),
+    ]:
         assert mine.encode(text).ids == [1, *by_definition(text, tokens, scores)], text
         assert mine.decode(mine.encode(text).ids, skip_special_tokens=True) == text
-    turned = gguf_tokenizer(given | {"tokenizer.ggml.scores": [-s for s in scores]}, "m.gguf")  # planted fault: lowest first
+    turned = gguf_tokenizer(
+        given | {"tokenizer.ggml.scores": [-s for s in scores]}, "m.gguf"
+    )  # planted fault: lowest first
     assert turned.encode("hello the world").ids != mine.encode("hello the world").ids
-    bare = gguf_tokenizer(given | {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}, "m.gguf")
-    assert tokens[bare.encode("the hello").ids[0]] == "the" and bare.decode(bare.encode("the hello").ids) == "the hello"
+    bare = gguf_tokenizer(
+        given | {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}, "m.gguf"
+    )
+    assert (
+        tokens[bare.encode("the hello").ids[0]] == "the"
+        and bare.decode(bare.encode("the hello").ids) == "the hello"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tokenizer__ggml__model": None}, "m.gguf holds no tokenizer, and there is no tokenizer.json beside it"),
+        (
+            {"tokenizer__ggml__model": None},
+            "m.gguf holds no tokenizer, and there is no tokenizer.json beside it",
+        ),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model 'bert' is not read; known: gpt2, llama"),
         ({"tokenizer__ggml__pre": "deepseek-v3"}, "pre 'deepseek-v3' is not read; known: default, gpt-2"),
         ({"tokenizer__ggml__tokens": [1, 2]}, "tokens must be a list of strings"),
         ({"tokenizer__ggml__token_type": [1]}, "token_type must have 4096 entries"),
         ({"tokenizer__ggml__merges": ["a"]}, "merges must be pairs with a space between"),
         ({"tokenizer__ggml__merges": ["qqq zzz"]}, "its tokenizer contradicts itself"),
-        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 5000}, "bos_token_id must be an id below 4096"),
+        (
+            {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 5000},
+            "bos_token_id must be an id below 4096",
+        ),
         ({"tokenizer__ggml__model": "llama"}, "scores must have 4096 entries"),
     ],
-)  # fmt: skip
+)
 def test_tokenizers_that_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         gguf_tokenizer(fields(**changes), "m.gguf")

@@ -46,7 +46,9 @@ def test_greedy_ids_of_twenty_prompts(name: str, way: str, make_strict: Callable
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_twenty_prompts_in_chunks_and_blocks(name: str, chunk: int, block_size: int, make: Callable[..., LLM]) -> None:
+def test_twenty_prompts_in_chunks_and_blocks(
+    name: str, chunk: int, block_size: int, make: Callable[..., LLM]
+) -> None:
     """From an empty prefix cache, from one that has them all, and without one."""
     options = {"max_chunk": chunk, "block_size": block_size, "num_blocks": 16384 // block_size}
     llm, what = make(name, **options), f"chunks of {chunk}, blocks of {block_size}"

@@ -37,7 +37,11 @@ def test_a_refused_layout_is_left_out_of_the_plan(monkeypatch: pytest.MonkeyPatc
 def test_layouts_of_libraries_that_are_not_here_are_no_choice(policy: Policy) -> None:
     """humming_v1 is the smallest layout of narrow nvfp4 weights: without humming nobody reads it."""
     scheme, n, k = "nvfp4", 4096, 128
-    fits = {name: layout.nbytes(scheme, n, k) for name, layout in default_registry().layouts.items() if layout.accepts(scheme)}
+    fits = {
+        name: layout.nbytes(scheme, n, k)
+        for name, layout in default_registry().layouts.items()
+        if layout.accepts(scheme)
+    }
     assert min(fits, key=lambda name: fits[name]) == "humming_v1"
     layer = Linear(Plans(torch.device("cpu"), torch.float32, policy), quantize(torch.randn(n, k), scheme))
     assert list(layer.weight.packed) == ["cpu_rows16_v1"]

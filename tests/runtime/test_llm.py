@@ -96,7 +96,8 @@ def test_filters_that_leave_one_token_are_greedy(llm: LLM, params: dict[str, flo
 
 def test_a_top_k_past_the_vocabulary_is_no_filter(llm: LLM) -> None:
     everything, huge = (
-        llm.generate(TEXT, SamplingParams(max_tokens=8, temperature=1.0, seed=1, top_k=k)) for k in (0, 10**12)
+        llm.generate(TEXT, SamplingParams(max_tokens=8, temperature=1.0, seed=1, top_k=k))
+        for k in (0, 10**12)
     )
     assert everything == huge
 
@@ -132,7 +133,14 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
         llm.generate([1, 4096])
     with pytest.raises(UsageError, match="text or a list of token ids, got float"):
         llm.generate([1.5])  # type: ignore[list-item]
-    for wrong, came in ((5, "int"), (None, "NoneType"), (b"x", "bytes"), ({1: 2}, "dict"), ([b"x"], "bytes"), ([None], "NoneType")):
+    for wrong, came in (
+        (5, "int"),
+        (None, "NoneType"),
+        (b"x", "bytes"),
+        ({1: 2}, "dict"),
+        ([b"x"], "bytes"),
+        ([None], "NoneType"),
+    ):
         with pytest.raises(UsageError, match=f"text.*list of token ids.*got {came}"):
             llm.generate(wrong)  # type: ignore[arg-type]
     for ids in ([-1], [[True]], [[1, "a"]]):
@@ -186,9 +194,11 @@ def test_engine_step_by_step(llm: LLM) -> None:
     with pytest.raises(ValueError, match="in use"):
         engine.add_request("a", prompt)
     for wrong, message in (
-        ((None, prompt), "a text as its id"), (("c", prompt, None, "high"), "an integer as its priority"),
-        (("c", None), "must be a list of token ids, got NoneType"), (("c", prompt, {}), "must be a SamplingParams, got dict"),
-    ):  # fmt: skip
+        ((None, prompt), "a text as its id"),
+        (("c", prompt, None, "high"), "an integer as its priority"),
+        (("c", None), "must be a list of token ids, got NoneType"),
+        (("c", prompt, {}), "must be a SamplingParams, got dict"),
+    ):
         with pytest.raises(UsageError, match=message):
             engine.add_request(*wrong)  # type: ignore[arg-type]
     got: dict[str, list[int]] = {"a": [], "b": []}
@@ -202,7 +212,9 @@ def test_engine_step_by_step(llm: LLM) -> None:
     assert tuple(got["a"]) == llm.generate(prompt, SamplingParams(max_tokens=3))[0].token_ids
 
 
-def test_nan_logits_end_their_own_request_alone(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_end_their_own_request_alone(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = make(LLAMA)
     logits = llm.model.logits
 

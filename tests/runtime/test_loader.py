@@ -99,7 +99,10 @@ def test_mutated_headers_never_get_through_unseen(llama: Path, tmp_path: Path) -
             refused += 1
             assert str(file) in str(error)
         else:
-            assert sum(e.dtype.itemsize * torch.Size(e.shape).numel() for e in entries.values()) == len(data) - 8 - length
+            assert (
+                sum(e.dtype.itemsize * torch.Size(e.shape).numel() for e in entries.values())
+                == len(data) - 8 - length
+            )
     assert refused > 60
 
 
@@ -108,7 +111,9 @@ def test_wrong_shape_and_dtype(llama: Path, make: Callable[..., LLM]) -> None:
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight must have shape \[256\], got \[255\]"):
         make(llama)
     change(llama, lambda t: t.update({"model.norm.weight": torch.ones(256, dtype=torch.int32)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight must be float64, float32, float16 or bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight must be float64, float32, float16 or bfloat16"
+    ):
         make(llama)
 
 
@@ -121,7 +126,9 @@ def test_unwritten_parameter(llama: Path, make: Callable[..., LLM], name: str) -
 
 def test_tensor_that_nobody_reads(llama: Path, make: Callable[..., LLM]) -> None:
     change(llama, lambda t: t.update({"model.layers.6.mlp.up_proj.weight": torch.ones(3)}))
-    with pytest.raises(CheckpointError, match=r"no parameter of the model takes: model\.layers\.6\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"no parameter of the model takes: model\.layers\.6\.mlp\.up_proj\.weight"
+    ):
         make(llama)
 
 
@@ -142,7 +149,9 @@ def test_a_tied_head_of_other_values(llama: Path, make: Callable[..., LLM]) -> N
     """transformers would take it, whatever the configuration says: it is no copy to be left aside."""
     change(llama, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     change(llama, lambda t: t["lm_head.weight"][299].mul_(2))
-    with pytest.raises(CheckpointError, match=r"ties lm_head.weight to model.embed_tokens.weight, and they differ"):
+    with pytest.raises(
+        CheckpointError, match=r"ties lm_head.weight to model.embed_tokens.weight, and they differ"
+    ):
         make(llama)
 
 
@@ -178,13 +187,19 @@ def edited(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; known: LlamaForCausalLM, DeepseekV3"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; known: LlamaForCausalLM, DeepseekV3",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_size": "256"}, "entry 'hidden_size' must be int, got '256'"),
         ({"vocab_size": None}, "entry 'vocab_size' is missing"),
         ({"num_hidden_layers": 0}, "must be at least 1, got 0"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "'dynamic' is not supported",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3 .*needs"),
         ({"dtype": "int8"}, "dtype must be one of float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an id"),
@@ -205,20 +220,28 @@ def test_rope_of_both_generations_of_files() -> None:
 
 
 def test_a_window_that_cuts_nothing_off() -> None:
-    assert parse_config(edited(sliding_window=4096)) == parse_config(edited(sliding_window=None)) == parse_config(edited())
+    assert (
+        parse_config(edited(sliding_window=4096))
+        == parse_config(edited(sliding_window=None))
+        == parse_config(edited())
+    )
 
 
 def test_end_ids_come_from_generation_config_and_nothing_else() -> None:
     assert parse_config(edited(), {"eos_token_id": [1, 7]}).eos_ids == (1, 7)
     assert parse_config(edited()).eos_ids == (1,)
-    assert parse_config(edited(), {"do_sample": True, "temperature": 0.6, "top_p": 0.9}) == parse_config(edited())
+    assert parse_config(edited(), {"do_sample": True, "temperature": 0.6, "top_p": 0.9}) == parse_config(
+        edited()
+    )
 
 
 def test_recommended_sampling_is_left_to_the_caller(llama: Path, make: Callable[..., LLM]) -> None:
     """generation_config.json may ask for sampling; without SamplingParams the answer stays greedy, as documented."""
     path = llama / "generation_config.json"
     wanted = make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids
-    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, "temperature": 1.5, "top_k": 500}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "do_sample": True, "temperature": 1.5, "top_k": 500})
+    )
     assert make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids == wanted
 
 
@@ -240,9 +263,13 @@ def test_every_rank_reads_in_the_same_order(deepseek: Path, monkeypatch: pytest.
         read: list[str] = []
         real = Checkpoint.read
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoint, "read", lambda self, name, *a, **k: read.append(name) or real(self, name, *a, **k))
+            patch.setattr(
+                Checkpoint, "read", lambda self, name, *a, **k: read.append(name) or real(self, name, *a, **k)
+            )
             weights = Weights(Checkpoint(deepseek), model_table(config), torch.float32, torch.device("cpu"))
-            build_model(config, weights, Plans(torch.device("cpu"), torch.float32, Policy(cache=str(deepseek))))
+            build_model(
+                config, weights, Plans(torch.device("cpu"), torch.float32, Policy(cache=str(deepseek)))
+            )
         return read
 
     first = order()

@@ -23,7 +23,9 @@ PERPLEXITY, WINDOWS = 1e-3, 16
 
 def worst(llm: LLM, name: str, index: int) -> float:
     """Largest difference of a logit from transformers', over one window of 512 ids."""
-    return float((window_logits(llm.engine, oracle.window(index)) - oracle.window_logits(name, index)).abs().max())
+    return float(
+        (window_logits(llm.engine, oracle.window(index)) - oracle.window_logits(name, index)).abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,15 +49,21 @@ def test_logits_and_ids_of_a_short_prompt_by_triton(name: str, make_strict: Call
     llm, ids = make_strict(name, "triton"), oracle.window(0)[:5]
     assert float((window_logits(llm.engine, ids) - oracle.window_logits(name, 0)[:5]).abs().max()) <= LIMIT
     found = oracle.Comparison(f"{name}, triton")
-    found.add(llm.generate([ids], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer(name, tuple(ids), 2))
+    found.add(
+        llm.generate([ids], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer(name, tuple(ids), 2)
+    )
     ways.check(llm, "triton")
 
 
-def test_absorbed_and_unabsorbed_prefill_agree(shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absorbed_and_unabsorbed_prefill_agree(
+    shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, ids = shared(DEEPSEEK), oracle.window(2)
     direct = window_logits(llm.engine, ids)
     make_batch = runner.make_batch
-    monkeypatch.setattr(runner, "make_batch", lambda *a, **k: dataclasses.replace(make_batch(*a, **k), fresh=False))
+    monkeypatch.setattr(
+        runner, "make_batch", lambda *a, **k: dataclasses.replace(make_batch(*a, **k), fresh=False)
+    )
     absorbed = window_logits(llm.engine, ids)
     assert not torch.equal(direct, absorbed), "both took the same way"
     assert float((direct - absorbed).abs().max()) <= LIMIT

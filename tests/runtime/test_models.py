@@ -17,24 +17,66 @@ from gristmill.runtime.loader.config import parse_config
 from tests.runtime import oracle
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
-                               "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "qwen3-moe every second": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-                                            "moe_intermediate_size": 64, "norm_topk_prob": False, "decoder_sparse_step": 2}),
-    "gpt-oss": ("GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
-                           "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
-                                               "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe every second": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-}  # fmt: skip
+}
 
 
 def build(name: str, folder: Path, **more: Any) -> Any:
@@ -67,7 +109,9 @@ def test_logits_and_greedy_ids(name: str, make: Callable[..., LLM], tmp_path: Pa
     from gristmill.runtime.sampling_params import SamplingParams
 
     with torch.no_grad():
-        answer = model.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False, pad_token_id=2)[0, len(IDS) :]
+        answer = model.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False, pad_token_id=2)[
+            0, len(IDS) :
+        ]
     ids = llm.generate([IDS], SamplingParams(max_tokens=8, temperature=0))[0].token_ids
     assert list(ids) == [i for i in answer.tolist() if i != 1][: len(ids)]
 
@@ -81,7 +125,9 @@ def test_a_quantized_directory(name: str, make: Callable[..., LLM], tmp_path: Pa
 
     build(name, tmp_path / "plain")
     table = model_table(load_config(tmp_path / "plain"))
-    write_quantized(tmp_path / "plain", tmp_path / "out", table, QuantScheme.parse("int4_g32"), form="compressed-tensors")
+    write_quantized(
+        tmp_path / "plain", tmp_path / "out", table, QuantScheme.parse("int4_g32"), form="compressed-tensors"
+    )
     stored, rounded = make(tmp_path / "out"), make(tmp_path / "plain", quant="int4_g32")
     assert torch.equal(window_logits(stored.engine, IDS), window_logits(rounded.engine, IDS))
 
@@ -103,9 +149,14 @@ def test_gpt_oss_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
         blocks = q.codes.unflatten(-1, (-1, 16))
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": q.scales}
         state[name].copy_(convert_moe_packed_tensors(blocks, q.scales, dtype=torch.float32))
-    save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors", metadata={"format": "pt"}
+    )
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+    }
     (out / "config.json").write_text(json.dumps(config))
     theirs = oracle.logits(model, IDS)
     for more in ({}, {"quant": "fp32"}):
@@ -129,7 +180,9 @@ def test_a_gguf_file(name: str, make: Callable[..., LLM], tmp_path: Path) -> Non
         writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    table = gguf.get_tensor_name_map({n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers)
+    table = gguf.get_tensor_name_map(
+        {n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers
+    )
     raw = gguf.GGMLQuantizationType.Q8_0
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -150,10 +203,21 @@ def test_a_gguf_file(name: str, make: Callable[..., LLM], tmp_path: Path) -> Non
 
 
 def test_what_a_configuration_says() -> None:
-    base = {**SMALL, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [1]}  # fmt: skip
+    base = {
+        **SMALL,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    }
     assert [parse_config(base).is_moe_layer(i) for i in range(3)] == [False, False, False]
-    assert [parse_config(base | {"mlp_only_layers": []}).is_moe_layer(i) for i in range(3)] == [False, True, False]
+    assert [parse_config(base | {"mlp_only_layers": []}).is_moe_layer(i) for i in range(3)] == [
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(ConfigError, match="num_experts_per_tok = 5 is more than the 4 experts"):
         parse_config(base | {"num_experts_per_tok": 5})
     qwen2 = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}

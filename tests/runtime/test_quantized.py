@@ -72,7 +72,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
     @cache
     def get(name: str, scheme: str) -> Path:
         out = folder / f"{name}-{scheme}"
-        write_quantized(MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme))
+        write_quantized(
+            MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme)
+        )
         return out
 
     yield get
@@ -87,7 +89,9 @@ def loss(llm: LLM, windows: int) -> float:
 def test_loss_is_that_of_the_dequantized_weights(
     name: str, scheme: str, make: Callable[..., LLM], their_losses: Callable[[str, str], torch.Tensor]
 ) -> None:
-    assert loss(make(name, quant=scheme), 1) == pytest.approx(float(their_losses(name, scheme)[0].mean()), abs=1e-4)
+    assert loss(make(name, quant=scheme), 1) == pytest.approx(
+        float(their_losses(name, scheme)[0].mean()), abs=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -107,9 +111,13 @@ def test_loss_of_every_scheme(
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scheme_in_every_way(
-    name: str, scheme: str, way: str, make_strict: Callable[..., LLM], written: Callable[[str, str], Path],
+    name: str,
+    scheme: str,
+    way: str,
+    make_strict: Callable[..., LLM],
+    written: Callable[[str, str], Path],
     their_losses: Callable[[str, str], torch.Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """In float32 each of 127 losses; in bf16 0.003 nats over four windows."""
     theirs = their_losses(name, scheme)
     exact = make_strict(written(name, scheme), way)
@@ -123,7 +131,9 @@ def test_every_scheme_in_every_way(
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_g128", "fp8_block", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_a_short_prompt_by_triton(name: str, scheme: str, make_strict: Callable[..., LLM], tmp_path: Path) -> None:
+def test_logits_of_a_short_prompt_by_triton(
+    name: str, scheme: str, make_strict: Callable[..., LLM], tmp_path: Path
+) -> None:
     """Through the interpreter: three ids."""
     llm, ids = make_strict(name, "triton", quant=scheme), oracle.window(0)[:3]
     theirs = oracle.logits(oracle.load(dequantized(name, scheme, tmp_path)), ids)
@@ -145,20 +155,28 @@ def test_a_doubled_block_scale_is_seen(
     """Planted fault: one scale of one weight is doubled; the tight comparison of losses must notice."""
     llm, theirs = make(LLAMA, quant="int4_g128"), float(their_losses(LLAMA, "int4_g128")[0].mean())
     packed = llm.model.layers[0].mlp.down.weight  # type: ignore[attr-defined]
-    scales = next(t for tensors in packed.packed.values() for t in tensors if t.dtype == torch.bfloat16 and t.numel())
+    scales = next(
+        t for tensors in packed.packed.values() for t in tensors if t.dtype == torch.bfloat16 and t.numel()
+    )
     scales.view(-1)[:16] *= 2
     assert abs(loss(llm, 1) - theirs) > 3e-4
 
 
-@pytest.mark.parametrize(("name", "scheme"), [(LLAMA, "nvfp4"), (DEEPSEEK, "int4_g64_zp"), (DEEPSEEK, "mxfp4")])
+@pytest.mark.parametrize(
+    ("name", "scheme"), [(LLAMA, "nvfp4"), (DEEPSEEK, "int4_g64_zp"), (DEEPSEEK, "mxfp4")]
+)
 def test_a_written_directory_reads_back_the_same(
     name: str, scheme: str, make: Callable[..., LLM], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    report = write_quantized(MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme))
+    report = write_quantized(
+        MODELS / name, out, model_table(load_config(MODELS / name)), QuantScheme.parse(scheme)
+    )
     assert json.loads((out / "config.json").read_text())["quantization_config"] == {
-        "quant_method": "gristmill", "version": 1, "scheme": scheme,
-    }  # fmt: skip
+        "quant_method": "gristmill",
+        "version": 1,
+        "scheme": scheme,
+    }
     assert report["bytes_after"] < 0.7 * report["bytes_before"]
     ids = oracle.window(0)[:65]
     stored, rounded = make(out), make(name, quant=scheme)
@@ -209,7 +227,11 @@ def test_a_directory_that_came_to_be_meanwhile_is_left_alone(tmp_path: Path) -> 
 
     with pytest.raises(UsageError, match="came to be while it was written"):
         write_quantized(
-            MODELS / LLAMA, tmp_path / "out", model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("nvfp4"), intrude
+            MODELS / LLAMA,
+            tmp_path / "out",
+            model_table(load_config(MODELS / LLAMA)),
+            QuantScheme.parse("nvfp4"),
+            intrude,
         )
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
@@ -220,19 +242,32 @@ def test_pickled_weights_are_not_copied(tmp_path: Path) -> None:
         (source / name).write_text("{}")
     write_quantized(source, tmp_path / "out", model_table(load_config(source)), QuantScheme.parse("nvfp4"))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "notes.txt", "tokenizer.json", "training.json",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "notes.txt",
+        "tokenizer.json",
+        "training.json",
+    }
 
 
-def test_shards_of_a_large_model(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_large_model(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gristmill.runtime.loader import quantized
 
     monkeypatch.setattr(quantized, "SHARD_BYTES", 1 << 20)
-    write_quantized(MODELS / LLAMA, tmp_path / "out", model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("fp8_block"))
+    write_quantized(
+        MODELS / LLAMA,
+        tmp_path / "out",
+        model_table(load_config(MODELS / LLAMA)),
+        QuantScheme.parse("fp8_block"),
+    )
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     ids = oracle.window(0)[:9]
     assert torch.equal(
-        window_logits(make(tmp_path / "out").engine, ids), window_logits(make(LLAMA, quant="fp8_block").engine, ids)
+        window_logits(make(tmp_path / "out").engine, ids),
+        window_logits(make(LLAMA, quant="fp8_block").engine, ids),
     )
 
 
@@ -243,7 +278,11 @@ def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) ->
 
     config = load_config(MODELS / LLAMA)
     weights = Weights(
-        Checkpoint(MODELS / LLAMA), model_table(config), torch.float32, torch.device("cpu"), QuantScheme.parse("nvfp4")
+        Checkpoint(MODELS / LLAMA),
+        model_table(config),
+        torch.float32,
+        torch.device("cpu"),
+        QuantScheme.parse("nvfp4"),
     )
     fused = weights.linear("layers.0.qkv")
     assert fused.segments == (0, 256, 384)

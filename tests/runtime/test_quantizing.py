@@ -48,7 +48,11 @@ def moments_by_transformers(model: torch.nn.Module, windows: int, size: int) -> 
 
         return hook
 
-    hooks = [m.register_forward_pre_hook(record(n)) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    hooks = [
+        m.register_forward_pre_hook(record(n))
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear)
+    ]
     try:
         for index in range(windows):
             oracle.logits(model, oracle.window(index, size))
@@ -75,7 +79,11 @@ def test_moments_are_those_of_transformers(name: str, policy: Policy) -> None:
         stream.advance(index, tensors)
     assert max(found.tokens.values()) == 128
     if name == DEEPSEEK:  # experts: the tokens that go to all experts together are top_k times all tokens
-        gates = {n: h for n, h in found.sums.items() if n.endswith("gate_proj") and ".experts." in n and ".shared" not in n}
+        gates = {
+            n: h
+            for n, h in found.sums.items()
+            if n.endswith("gate_proj") and ".experts." in n and ".shared" not in n
+        }
         shared = found.sums["model.layers.3.mlp.shared_experts.gate_proj"]
         total = torch.stack(list(gates.values())).sum(0)
         assert torch.allclose(total, 4 * shared, rtol=1e-3, atol=1e-3 * float(shared.abs().max()))
@@ -105,7 +113,9 @@ def test_a_layer_sees_the_layers_before_it_as_they_were_written(name: str, polic
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "int3_g64", "mxfp4", "nvfp4"])
-def test_calibrated_methods_lose_less(name: str, scheme: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
+def test_calibrated_methods_lose_less(
+    name: str, scheme: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
+) -> None:
     """GPTQ at most 60 % of what round to nearest loses with int4_g128 on docs-llama, and never more than it; nor does AWQ."""
     table, losses = model_table(load_config(MODELS / name)), {}
     for kind in ("rtn", "gptq", "awq"):
@@ -122,7 +132,11 @@ def test_calibrated_methods_lose_less(name: str, scheme: str, make: Callable[...
 
 def test_an_expert_that_few_tokens_reach_is_rounded_to_nearest(policy: Policy) -> None:
     method = Gptq(MODELS / DEEPSEEK, oracle.eval_tokens()[FAR:], 256, 3, policy=policy)
-    target, weights, tensors = open_writer("gristmill", "int4_g64"), method.stream.weights_of(1), tensors_of(method.stream, 1)
+    target, weights, tensors = (
+        open_writer("gristmill", "int4_g64"),
+        method.stream.weights_of(1),
+        tensors_of(method.stream, 1),
+    )
     seen = method.stream.moments(1, tensors).tokens
     made = method.round(1, weights, tensors, target).weights
     named = {re.sub(":.*", "", note) for note in method.notes}
@@ -132,7 +146,10 @@ def test_an_expert_that_few_tokens_reach_is_rounded_to_nearest(policy: Policy) -
         assert (module in named) == few
         assert torch.equal(made[module].codes, start.codes) == few, module
     assert 0 < len(named) < len(made)
-    assert re.search(r"experts\.\d+\.gate_proj: rounded to nearest: \d+ calibration tokens reached it, GPTQ wants 256", method.notes[0])
+    assert re.search(
+        r"experts\.\d+\.gate_proj: rounded to nearest: \d+ calibration tokens reached it, GPTQ wants 256",
+        method.notes[0],
+    )
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
@@ -149,17 +166,40 @@ def ids(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_the_command_is_deterministic(method: str, ids: str, tmp_path: Path, policy_file: Callable[..., Path]) -> None:
+def test_the_command_is_deterministic(
+    method: str, ids: str, tmp_path: Path, policy_file: Callable[..., Path]
+) -> None:
     policy_file()
     for out in ("a", "b"):
-        arguments = ["--model", str(MODELS / LLAMA), "--quant", "int4_g64", "--out", str(tmp_path / out), "--json"]
-        arguments += ["--method", method, "--calibration", ids, "--window", "128", "--windows", "3", "--first", "100"]
+        arguments = [
+            "--model",
+            str(MODELS / LLAMA),
+            "--quant",
+            "int4_g64",
+            "--out",
+            str(tmp_path / out),
+            "--json",
+        ]
+        arguments += [
+            "--method",
+            method,
+            "--calibration",
+            ids,
+            "--window",
+            "128",
+            "--windows",
+            "3",
+            "--first",
+            "100",
+        ]
         code, stdout, output = command(*arguments)
         assert code == 0, output
         said = json.loads(stdout)
         assert (said["method"], said["resumed"]) == (method, 0)
         # 384 tokens are fewer than the inputs of down
-        assert len(said["notes"]) == (6 if method == "gptq" else 0) and all("down_proj" in note for note in said["notes"])
+        assert len(said["notes"]) == (6 if method == "gptq" else 0) and all(
+            "down_proj" in note for note in said["notes"]
+        )
     a, b = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
     assert a == b
     code, _, output = command(*arguments[:6], "--method", method)
@@ -168,7 +208,9 @@ def test_the_command_is_deterministic(method: str, ids: str, tmp_path: Path, pol
 
 @pytest.mark.parametrize(("act_order", "order"), [(True, [1, 2, 0]), (False, [0, 1, 2])])
 def test_act_order_is_an_option(act_order: bool, order: list[int], policy: Policy) -> None:
-    method = make_method("gptq", MODELS / LLAMA, [1, 2] * 100, window=100, windows=2, policy=policy, act_order=act_order)
+    method = make_method(
+        "gptq", MODELS / LLAMA, [1, 2] * 100, window=100, windows=2, policy=policy, act_order=act_order
+    )
     assert isinstance(method, Gptq) and method.identity["act-order"] is act_order
     assert method._factor(torch.diag(torch.tensor([1.0, 9.0, 4.0]))).order.tolist() == order
 
@@ -183,21 +225,31 @@ def test_refusals(policy: Policy, tmp_path: Path) -> None:
     method = make_method("gptq", MODELS / LLAMA, [1, 2] * 100, window=100, windows=2, policy=policy)
     table = model_table(load_config(MODELS / LLAMA))
     with pytest.raises(UsageError, match="GPTQ does not round int4_g32_min: schemes with minimums"):
-        write_quantized(MODELS / LLAMA, tmp_path / "out", table, QuantScheme.parse("int4_g32_min"), method=method)
+        write_quantized(
+            MODELS / LLAMA, tmp_path / "out", table, QuantScheme.parse("int4_g32_min"), method=method
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_windows_of_one_step_are_as_if_alone(shared: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_one_step_are_as_if_alone(
+    shared: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU several windows make a step, of an evaluation and of a calibration; here made to."""
     assert windows_at_once(torch.device("cpu"), 64, 6, 99) == 1
-    assert [windows_at_once(torch.device("cuda"), 1024, n, most) for n, most in ((96, 99), (6, 99), (7, 99), (96, 2))] == [4, 3, 1, 2]
+    assert [
+        windows_at_once(torch.device("cuda"), 1024, n, most)
+        for n, most in ((96, 99), (6, 99), (7, 99), (96, 2))
+    ] == [4, 3, 1, 2]
     llm = shared(DEEPSEEK)
     alone = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
     one = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
     for module in ("evaluate", "quantizing.stream"):
         monkeypatch.setattr(f"gristmill.runtime.{module}.windows_at_once", lambda *_: 3)
     together = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
-    assert together.window_losses == pytest.approx(alone.window_losses, abs=1e-5) and len(alone.window_losses) == 6
+    assert (
+        together.window_losses == pytest.approx(alone.window_losses, abs=1e-5)
+        and len(alone.window_losses) == 6
+    )
     assert together.loss == pytest.approx(alone.loss, abs=1e-6)
     three = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
     assert len(three.states) == 2

@@ -34,11 +34,24 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., su
     started: list[subprocess.Popen[str]] = []
 
     def run(model: str, out: Path, method: str, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "gristmill.runtime.cli", "quantize", "--model", str(MODELS / model), "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "gristmill.runtime.cli",
+            "quantize",
+            "--model",
+            str(MODELS / model),
+            "--out",
+            str(out),
+        ]
         if method != "rtn":
             command += ["--calibration", str(MODELS / "eval_tokens.u16"), "--window", "128", "--windows", "8"]
         command += ["--method", method, "--json", *more]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+        )
         return started[-1]
 
     yield run
@@ -69,7 +82,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("model", "method"), [(LLAMA, "gptq"), (DEEPSEEK, "awq")])
-def test_a_killed_run_goes_on(model: str, method: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_killed_run_goes_on(
+    model: str, method: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     options = ("--quant", "int4_g64", "--format", "compressed-tensors")
     whole = finish(start(model, tmp_path / "whole", method, *options))
     assert whole["resumed"] == 0
@@ -79,7 +94,12 @@ def test_a_killed_run_goes_on(model: str, method: str, start: Callable[..., subp
     other = start(model, out, method, "--quant", "nvfp4", "--format", "modelopt", "--windows", "7")
     _, err = other.communicate(timeout=300)
     assert other.returncode == 2 and "was begun with" in err, err
-    for says in ("format compressed-tensors, not modelopt", "quant int4_g64, not nvfp4", "windows 8, not 7", "go on, or delete"):
+    for says in (
+        "format compressed-tensors, not modelopt",
+        "quant int4_g64, not nvfp4",
+        "windows 8, not 7",
+        "go on, or delete",
+    ):
         assert says in " ".join(err.split()), err
     kill_after(start(model, out, method, *options), unfinished / "part-00002.safetensors")  # and once more
     assert int(str(finish(start(model, out, method, *options))["resumed"])) >= 3
@@ -102,10 +122,15 @@ def test_layers_that_are_there_are_not_done_again(tmp_path: Path) -> None:
     data[-1] ^= 1
     part.write_bytes(data)
     calls: list[int] = []
-    report = write_quantized(MODELS / LLAMA, tmp_path / "out", table, scheme, lambda done, total: calls.append(done))
+    report = write_quantized(
+        MODELS / LLAMA, tmp_path / "out", table, scheme, lambda done, total: calls.append(done)
+    )
     assert report["resumed"] == 4 and calls == sorted(calls) and calls[-1] == 56
     write_quantized(MODELS / LLAMA, tmp_path / "plain", table, scheme)
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as mine, safe_open(tmp_path / "plain" / "model.safetensors", "pt") as other:
+    with (
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as mine,
+        safe_open(tmp_path / "plain" / "model.safetensors", "pt") as other,
+    ):
         differ = [n for n in mine.keys() if mine.get_tensor(n).tolist() != other.get_tensor(n).tolist()]  # noqa: SIM118
     assert len(differ) == 1 and ".layers.1." in differ[0]
 
@@ -132,5 +157,9 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"{tmp_path}/out is being written by another process"):
             Unfinished(tmp_path / "out", {"quant": "nvfp4"})
         assert first.folder.exists()
-    with Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as again, pytest.raises(BlockingIOError), open(again.folder / "lock", "rb") as lock:
+    with (
+        Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as again,
+        pytest.raises(BlockingIOError),
+        open(again.folder / "lock", "rb") as lock,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

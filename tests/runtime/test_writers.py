@@ -27,7 +27,9 @@ from tests.runtime import oracle, test_models
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
-def write(name: str, out: Path, form: str, scheme: str, method: str = "rtn", policy: Policy | None = None) -> Path:
+def write(
+    name: str, out: Path, form: str, scheme: str, method: str = "rtn", policy: Policy | None = None
+) -> Path:
     tokens = None if method == "rtn" else oracle.eval_tokens()[200_000:]
     chosen = make_method(method, MODELS / name, tokens, window=256, windows=4, policy=policy)
     table = model_table(load_config(MODELS / name))
@@ -38,11 +40,15 @@ def write(name: str, out: Path, form: str, scheme: str, method: str = "rtn", pol
 @pytest.mark.parametrize(
     ("name", "form", "scheme"),
     [
-        (LLAMA, "compressed-tensors", "int4_g128_zp"), (LLAMA, "gptq", "int3_g64"), (LLAMA, "modelopt", "nvfp4"),
-        (LLAMA, "fp8", "fp8_block"), (DEEPSEEK, "compressed-tensors", "mxfp4"), (DEEPSEEK, "modelopt", "mxfp8"),
+        (LLAMA, "compressed-tensors", "int4_g128_zp"),
+        (LLAMA, "gptq", "int3_g64"),
+        (LLAMA, "modelopt", "nvfp4"),
+        (LLAMA, "fp8", "fp8_block"),
+        (DEEPSEEK, "compressed-tensors", "mxfp4"),
+        (DEEPSEEK, "modelopt", "mxfp8"),
         (DEEPSEEK, "fp8", "fp8_block"),
     ],
-)  # fmt: skip
+)
 def test_logits_are_those_of_quantizing_at_load(
     name: str, form: str, scheme: str, make: Callable[..., LLM], tmp_path: Path
 ) -> None:
@@ -69,10 +75,21 @@ METHODS = ("rtn", "gptq", "awq")
 
 @pytest.mark.parametrize(
     ("name", "scheme", "method"),
-    [pytest.param(LLAMA, s, m, marks=[] if (s in OFTEN and m == "rtn") or (s, m) == ("int4_g128", "awq") else pytest.mark.slow)
-     for s in (*OFTEN, *SELDOM) for m in METHODS]
-    + [pytest.param(DEEPSEEK, s, "rtn", marks=[] if s == "int4_g128" else pytest.mark.slow) for s in ("int4_g128", "int8_ch", "fp8_ch", "mxfp4")],
-)  # fmt: skip
+    [
+        pytest.param(
+            LLAMA,
+            s,
+            m,
+            marks=[] if (s in OFTEN and m == "rtn") or (s, m) == ("int4_g128", "awq") else pytest.mark.slow,
+        )
+        for s in (*OFTEN, *SELDOM)
+        for m in METHODS
+    ]
+    + [
+        pytest.param(DEEPSEEK, s, "rtn", marks=[] if s == "int4_g128" else pytest.mark.slow)
+        for s in ("int4_g128", "int8_ch", "fp8_ch", "mxfp4")
+    ],
+)
 def test_transformers_with_compressed_tensors(
     name: str, scheme: str, method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
 ) -> None:
@@ -89,13 +106,17 @@ def test_transformers_with_compressed_tensors(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_transformers_with_fine_grained_fp8(method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
+def test_transformers_with_fine_grained_fp8(
+    method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
+) -> None:
     pytest.importorskip("accelerate")
     from transformers import FineGrainedFP8Config
 
     out = write(LLAMA, tmp_path / "out", "fp8", "fp8_block", method, policy)
     ids = oracle.window(1)[:33]
-    theirs = oracle.logits(by_transformers(out, quantization_config=FineGrainedFP8Config(dequantize=True)), ids)
+    theirs = oracle.logits(
+        by_transformers(out, quantization_config=FineGrainedFP8Config(dequantize=True)), ids
+    )
     mine = window_logits(make(out).engine, ids)
     assert float((mine - theirs).abs().max() / theirs.abs().max()) < 2e-3
 
@@ -108,7 +129,11 @@ def by_hand(folder: Path) -> Any:
     model = oracle.load(MODELS / folder.name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in checkpoint and checkpoint.spec(name)[0].is_floating_point and checkpoint.spec(name)[0].itemsize > 1:
+            if (
+                name in checkpoint
+                and checkpoint.spec(name)[0].is_floating_point
+                and checkpoint.spec(name)[0].itemsize > 1
+            ):
                 parameter.copy_(checkpoint.read(name))
             elif parameter.dim() == 2:
                 found = form.read(checkpoint, name.removesuffix(".weight"), tuple(parameter.shape))
@@ -119,15 +144,28 @@ def by_hand(folder: Path) -> Any:
                     base = f"{name.rpartition('.')[0]}.{expert}"
                     parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
                     rows = matrix.shape[0] // len(parts)
-                    read = [form.read(checkpoint, f"{base}.{part}", (rows, matrix.shape[1])) for part in parts]
-                    matrix.copy_(torch.cat([found.weight.dequantize() for found in read if found is not None]))
+                    read = [
+                        form.read(checkpoint, f"{base}.{part}", (rows, matrix.shape[1])) for part in parts
+                    ]
+                    matrix.copy_(
+                        torch.cat([found.weight.dequantize() for found in read if found is not None])
+                    )
     return model
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"), [("gristmill", "int4_g64_zp"), ("gptq", "int4_g128"), ("modelopt", "nvfp4"), ("compressed-tensors", "mxfp4")]
+    ("form", "scheme"),
+    [
+        ("gristmill", "int4_g64_zp"),
+        ("gptq", "int4_g128"),
+        ("modelopt", "nvfp4"),
+        ("compressed-tensors", "mxfp4"),
+    ],
 )
-@pytest.mark.parametrize("method", [pytest.param("rtn", marks=pytest.mark.slow), pytest.param("gptq", marks=pytest.mark.slow), "awq"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("rtn", marks=pytest.mark.slow), pytest.param("gptq", marks=pytest.mark.slow), "awq"],
+)
 @pytest.mark.parametrize("name", [LLAMA, pytest.param(DEEPSEEK, marks=pytest.mark.slow)])
 def test_logits_are_transformers_with_the_same_values(
     name: str, form: str, scheme: str, method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
@@ -137,7 +175,11 @@ def test_logits_are_transformers_with_the_same_values(
     ids = oracle.window(1)[:33]
     theirs, plain = oracle.logits(by_hand(out), ids), oracle.logits(oracle.oracle(name), ids)
     scale = float(theirs.abs().max())
-    assert float((window_logits(make(out).engine, ids) - theirs).abs().max()) < 2e-3 * scale < float((plain - theirs).abs().max())
+    assert (
+        float((window_logits(make(out).engine, ids) - theirs).abs().max())
+        < 2e-3 * scale
+        < float((plain - theirs).abs().max())
+    )
 
 
 def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> None:
@@ -145,15 +187,29 @@ def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> No
     pytest.importorskip("accelerate")
     test_models.build("gpt-oss", tmp_path / "plain")
     out = tmp_path / "out"
-    arguments = ["--model", str(tmp_path / "plain"), "--quant", "mxfp4", "--format", "mxfp4", "--out", str(out)]
+    arguments = [
+        "--model",
+        str(tmp_path / "plain"),
+        "--quant",
+        "mxfp4",
+        "--format",
+        "mxfp4",
+        "--out",
+        str(out),
+    ]
     result = CliRunner().invoke(cli, ["quantize", *arguments])
     assert result.exit_code == 0, result.output
     plain, written = Checkpoint(tmp_path / "plain"), Checkpoint(out)
     same = [name for name in plain if not name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert all(torch.equal(plain.read(name), written.read(name)) for name in same)
-    assert set(written) - set(same) == {f"{n}{suffix}" for n in set(plain) - set(same) for suffix in ("_blocks", "_scales")}
+    assert set(written) - set(same) == {
+        f"{n}{suffix}" for n in set(plain) - set(same) for suffix in ("_blocks", "_scales")
+    }
     ids, mine = test_models.IDS, make(out)
-    theirs, before = oracle.logits(by_transformers(out).float(), ids), window_logits(make(tmp_path / "plain").engine, ids)
+    theirs, before = (
+        oracle.logits(by_transformers(out).float(), ids),
+        window_logits(make(tmp_path / "plain").engine, ids),
+    )
     found = window_logits(mine.engine, ids)
     scale = float(theirs.abs().max())
     assert float((found - theirs).abs().max()) < 2e-3 * scale < float((before - theirs).abs().max())
@@ -163,13 +219,27 @@ def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> No
 
 def test_the_command(tmp_path: Path, make: Callable[..., LLM]) -> None:
     out = tmp_path / "out"
-    arguments = ["--model", str(MODELS / LLAMA), "--quant", "int4_g64", "--format", "gptq", "--out", str(out), "--json"]
+    arguments = [
+        "--model",
+        str(MODELS / LLAMA),
+        "--quant",
+        "int4_g64",
+        "--format",
+        "gptq",
+        "--out",
+        str(out),
+        "--json",
+    ]
     result = CliRunner().invoke(cli, ["quantize", *arguments])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     assert (said["format"], said["scheme"]) == ("gptq", "int4_g64")
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "gptq" and config["checkpoint_format"] == "gptq_v2" and config["group_size"] == 64
+    assert (
+        config["quant_method"] == "gptq"
+        and config["checkpoint_format"] == "gptq_v2"
+        and config["group_size"] == 64
+    )
     assert make(out).generate(["The"])[0].token_ids
 
 
@@ -178,11 +248,18 @@ def test_refusals(tmp_path: Path) -> None:
         write(LLAMA, tmp_path / "out", "gptq", "nvfp4")
     with pytest.raises(UsageError, match="no format 'exl2' to write"):
         write(LLAMA, tmp_path / "out", "exl2", "nvfp4")
-    with pytest.raises(UsageError, match="mxfp4 checkpoints hold experts in one tensor, as gpt-oss has them, and .* has none"):
+    with pytest.raises(
+        UsageError, match="mxfp4 checkpoints hold experts in one tensor, as gpt-oss has them, and .* has none"
+    ):
         write(LLAMA, tmp_path / "out", "mxfp4", "mxfp4")
     test_models.build("gpt-oss", tmp_path / "plain")
-    with pytest.raises(UsageError, match="has its experts in one tensor, which modelopt does not hold: write mxfp4 in the format mxfp4"):
+    with pytest.raises(
+        UsageError,
+        match="has its experts in one tensor, which modelopt does not hold: write mxfp4 in the format mxfp4",
+    ):
         write(str(tmp_path / "plain"), tmp_path / "out", "modelopt", "mxfp4")
-    with pytest.raises(UsageError, match="GptOssForCausalLM has its experts in one tensor, which is not calibrated"):
+    with pytest.raises(
+        UsageError, match="GptOssForCausalLM has its experts in one tensor, which is not calibrated"
+    ):
         make_method("gptq", tmp_path / "plain", [1] * 64, window=32, windows=2)
     assert not (tmp_path / "out").exists()

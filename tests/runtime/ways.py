@@ -23,13 +23,17 @@ def strict(way: str, policy: Policy) -> Policy:
     provider, _, level = way.partition("-")
     # Triton's layout of nvfp4 keeps a float32 a row: 5.6 % of a weight of 128 columns, over the default bound.
     memory = 1.1 if provider == "triton" else policy.weight_memory
-    return replace(policy, pins={"*": (f"*_{provider}",)}, strict=True, cpu_level=level or None, weight_memory=memory)
+    return replace(
+        policy, pins={"*": (f"*_{provider}",)}, strict=True, cpu_level=level or None, weight_memory=memory
+    )
 
 
 def check(llm: LLM, way: str) -> None:
     """AssertionError if a kernel of another way ran, C++ of another level, or nothing at all."""
     provider, _, level = way.partition("-")
-    entries = [entry for bound in llm.model.plans.bound.values() for entry in bound.entries if entry is not None]
+    entries = [
+        entry for bound in llm.model.plans.bound.values() for entry in bound.entries if entry is not None
+    ]
     assert entries
     strangers = {entry.kernel for entry in entries if not entry.kernel.endswith(f"_{provider}")}
     assert not strangers, f"{way}: {', '.join(sorted(strangers))} ran"

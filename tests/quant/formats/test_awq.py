@@ -41,7 +41,10 @@ def outside(n: int, k: int, zero_point: bool) -> dict[str, torch.Tensor]:
     def words(rows: int) -> torch.Tensor:
         return torch.randint(-(1 << 31), 1 << 31, (rows, n // 8), generator=generator).to(torch.int32)
 
-    tensors = {f"{NAME}.qweight": words(k), f"{NAME}.scales": (torch.rand(k // 16, n, generator=generator) + 0.1).half()}
+    tensors = {
+        f"{NAME}.qweight": words(k),
+        f"{NAME}.scales": (torch.rand(k // 16, n, generator=generator) + 0.1).half(),
+    }
     return tensors | ({f"{NAME}.qzeros": words(k // 16)} if zero_point else {})
 
 
@@ -81,7 +84,9 @@ def test_refusals() -> None:
         Awq(CONFIG | {"bits": 8})
     tensors = outside(40, 64, True)
     with pytest.raises(FormatError, match=r"shape \[64, 5\], got \[64, 4\]"):
-        Awq(CONFIG).read(Tensors(tensors | {f"{NAME}.qweight": torch.zeros(64, 4, dtype=torch.int32)}), NAME, (40, 64))
+        Awq(CONFIG).read(
+            Tensors(tensors | {f"{NAME}.qweight": torch.zeros(64, 4, dtype=torch.int32)}), NAME, (40, 64)
+        )
     with pytest.raises(FormatError, match="multiple of 8"):
         Awq(CONFIG).read(Tensors(tensors), NAME, (41, 64))
     del tensors[f"{NAME}.qzeros"]

@@ -28,7 +28,11 @@ def outside(w: torch.Tensor, form: str, args: dict[str, Any], inputs: dict[str, 
     state: dict[str, torch.Tensor] = {"weight": w}
     if weights.strategy == "block":
         n, k = w.shape
-        tiles = torch.nn.functional.pad(w, (0, -k % 128, 0, -n % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        tiles = (
+            torch.nn.functional.pad(w, (0, -k % 128, 0, -n % 128))
+            .unflatten(1, (-1, 128))
+            .unflatten(0, (-1, 128))
+        )
         low, high = tiles.amin((1, 3)), tiles.amax((1, 3))
     elif weights.strategy == "tensor":
         low, high = w.amin().view(1), w.amax().view(1)
@@ -45,12 +49,17 @@ def outside(w: torch.Tensor, form: str, args: dict[str, Any], inputs: dict[str, 
         state["weight_zero_point"] = zero
     compressor = BaseCompressor.get_value_from_registry(form)
     stored = compressor.compress(dict(state), scheme)
-    wide = {k: v.float() if k == "weight_scale" and v.dtype in (torch.float16, torch.bfloat16) else v for k, v in stored.items()}
+    wide = {
+        k: v.float() if k == "weight_scale" and v.dtype in (torch.float16, torch.bfloat16) else v
+        for k, v in stored.items()
+    }
     values = compressor.decompress(wide, scheme)["weight"].float()
     config = {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": scheme.model_dump(mode="json")},
-    }  # fmt: skip
+    }
     return {f"{NAME}.{k}": v for k, v in stored.items()}, config, values
 
 
@@ -62,9 +71,12 @@ def read(tensors: dict[str, torch.Tensor], config: dict[str, Any], shape: tuple[
 
 def integers(bits: int, strategy: str, symmetric: bool) -> dict[str, Any]:
     return {
-        "num_bits": bits, "type": "int", "strategy": strategy, "symmetric": symmetric,
+        "num_bits": bits,
+        "type": "int",
+        "strategy": strategy,
+        "symmetric": symmetric,
         "group_size": 32 if strategy == "group" else None,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -75,7 +87,9 @@ def test_pack_quantized(bits: int, strategy: str, symmetric: bool, dtype: torch.
     w = weight(37, 96 if strategy == "group" else 50).to(dtype)
     tensors, config, values = outside(w, "pack-quantized", integers(bits, strategy, symmetric))
     found = read(tensors, config, tuple(w.shape))
-    assert found.weight.scheme == QuantScheme.integer(bits, 32 if strategy == "group" else None, zero_points=not symmetric)
+    assert found.weight.scheme == QuantScheme.integer(
+        bits, 32 if strategy == "group" else None, zero_points=not symmetric
+    )
     assert torch.equal(found.weight.dequantize(), values)
     assert torch.equal(found.weight.scales, tensors[f"{NAME}.weight_scale"])
 
@@ -93,15 +107,19 @@ def test_pack_quantized_with_padding_before_2026(bits: int, symmetric: bool) -> 
         out = []
         for row in rows.tolist():
             row = row + [0] * (-len(row) % each)
-            packed = [sum(v << (bits * i) for i, v in enumerate(row[j : j + each])) for j in range(0, len(row), each)]
+            packed = [
+                sum(v << (bits * i) for i, v in enumerate(row[j : j + each]))
+                for j in range(0, len(row), each)
+            ]
             out.append([v - (1 << 32) if v >= 1 << 31 else v for v in packed])
         return torch.tensor(out, dtype=torch.int32)
 
     scale = torch.rand(n, 2, generator=generator) + 0.1
     tensors = {
-        f"{NAME}.weight_packed": words(codes), f"{NAME}.weight_scale": scale,
+        f"{NAME}.weight_packed": words(codes),
+        f"{NAME}.weight_scale": scale,
         f"{NAME}.weight_shape": torch.tensor([n, k]),
-    }  # fmt: skip
+    }
     if not symmetric:
         tensors[f"{NAME}.weight_zero_point"] = words(zeros.t()).t().contiguous()
     group = {"targets": ["Linear"], "weights": integers(bits, "group", symmetric)}
@@ -116,11 +134,15 @@ def test_act_order() -> None:
     w = weight(8, 96)
     tensors, config, _ = outside(w, "pack-quantized", integers(4, "group", True))
     plain = read(tensors, config, (8, 96)).weight
-    shuffled = (torch.arange(96) // 32)[torch.randperm(96, generator=torch.Generator().manual_seed(0))].to(torch.int32)
+    shuffled = (torch.arange(96) // 32)[torch.randperm(96, generator=torch.Generator().manual_seed(0))].to(
+        torch.int32
+    )
     for g_idx, same in ((torch.full((96,), -1), True), (torch.arange(96) // 32, True), (shuffled, False)):
         found = read(tensors | {f"{NAME}.weight_g_idx": g_idx.to(torch.int32)}, config, (8, 96)).weight
         assert found.identical(plain) == same
-    assert torch.equal(found.dequantize(), (found.unpacked().float() - 8) * found.scales.float()[:, shuffled.long()])
+    assert torch.equal(
+        found.dequantize(), (found.unpacked().float() - 8) * found.scales.float()[:, shuffled.long()]
+    )
     with pytest.raises(FormatError, match=r"groups 0\.\.2, got 0\.\.7"):
         read(tensors | {f"{NAME}.weight_g_idx": torch.arange(96) // 12}, config, (8, 96))
 
@@ -132,7 +154,12 @@ def test_float_quantized(strategy: str, static: bool) -> None:
     args = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
     if strategy == "block":
         args["block_structure"] = [128, 128]
-    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor" if static else "token", "dynamic": not static}
+    inputs = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor" if static else "token",
+        "dynamic": not static,
+    }
     tensors, config, values = outside(w, "float-quantized", args, inputs)
     if static:
         tensors[f"{NAME}.input_scale"] = torch.tensor([0.25], dtype=torch.bfloat16)
@@ -155,7 +182,10 @@ def test_int_quantized(strategy: str, symmetric: bool) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     tensors, config, values = outside(w, "int-quantized", args, inputs)
     found = read(tensors, config, (20, 96))
-    assert str(found.weight.scheme) == ("int8_ch" if symmetric else "int8_ch_zp") and found.activation == "int8_token"
+    assert (
+        str(found.weight.scheme) == ("int8_ch" if symmetric else "int8_ch_zp")
+        and found.activation == "int8_token"
+    )
     assert torch.equal(found.weight.dequantize(), values)
 
 
@@ -168,9 +198,12 @@ def in_float32(tensors: dict[str, torch.Tensor], args: dict[str, Any]) -> torch.
     packed = tensors[f"{NAME}.weight_packed"]
     codes = unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1], torch.float32)
     return dequantize(
-        codes, tensors[f"{NAME}.weight_scale"].float(), args=QuantizationArgs(**args),
-        global_scale=tensors[f"{NAME}.weight_global_scale"], dtype=torch.float32,
-    )  # fmt: skip
+        codes,
+        tensors[f"{NAME}.weight_scale"].float(),
+        args=QuantizationArgs(**args),
+        global_scale=tensors[f"{NAME}.weight_global_scale"],
+        dtype=torch.float32,
+    )
 
 
 def test_nvfp4_global_is_a_divisor() -> None:
@@ -184,11 +217,17 @@ def test_nvfp4_global_is_a_divisor() -> None:
     # scale / divisor and scale * (1 / divisor) differ in the last bit at most
     assert torch.allclose(found.dequantize(), values, rtol=2.4e-7, atol=0)
     # planted fault: taken for a multiplier, as ModelOpt's is
-    wrong = QuantTensor(found.codes, found.scales, found.shape, "nvfp4", global_scale=tensors[f"{NAME}.weight_global_scale"])
+    wrong = QuantTensor(
+        found.codes, found.scales, found.shape, "nvfp4", global_scale=tensors[f"{NAME}.weight_global_scale"]
+    )
     assert not torch.allclose(wrong.dequantize(), values, rtol=0.5, atol=0)
     config["config_groups"]["group_0"]["input_activations"] = {
-        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local",
-    }  # fmt: skip
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "dynamic": "local",
+    }
     given = read(tensors | {f"{NAME}.input_global_scale": torch.tensor([8.0])}, config, (20, 96))
     assert float(given.input_scale) == 0.125 and given.activation == "nvfp4"
 
@@ -197,8 +236,13 @@ def test_nvfp4_global_is_a_divisor() -> None:
 def test_mx(form: str, bits: int) -> None:
     w = weight(20, 96)
     args = {
-        "num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "scale_dtype": "torch.uint8",
-    }  # fmt: skip
+        "num_bits": bits,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "scale_dtype": "torch.uint8",
+    }
     tensors, config, values = outside(w, form, args)
     found = read(tensors, config, (20, 96)).weight
     assert str(found.scheme) == f"mxfp{bits}"
@@ -212,16 +256,20 @@ def test_experts_are_packed_matrix_by_matrix() -> None:
     q = quantize(weight(16, 64, 0, (3,)), "int4_g32_zp")
     signed, zeros = (t.to(torch.int16).sub(8).to(torch.int8) for t in (q.unpacked(), q.zero))
     tensors = {
-        f"{NAME}.weight_packed": pack_to_int32(signed, 4), f"{NAME}.weight_scale": q.scales,
+        f"{NAME}.weight_packed": pack_to_int32(signed, 4),
+        f"{NAME}.weight_scale": q.scales,
         f"{NAME}.weight_zero_point": pack_to_int32(zeros, 4, packed_dim=0),
-    }  # fmt: skip
+    }
     group = {"targets": ["Linear"], "weights": integers(4, "group", False)}
     found = read(tensors, {"format": "pack-quantized", "config_groups": {"a": group}}, (3, 16, 64))
     assert found.weight.identical(q)
 
 
 def rules(groups: dict[str, Any], ignore: tuple[str, ...] = ()) -> CompressedTensors:
-    made = {name: {"targets": targets, "weights": integers(bits, "channel", True)} for name, (targets, bits) in groups.items()}
+    made = {
+        name: {"targets": targets, "weights": integers(bits, "channel", True)}
+        for name, (targets, bits) in groups.items()
+    }
     return CompressedTensors({"format": "pack-quantized", "config_groups": made, "ignore": list(ignore)})
 
 
@@ -270,17 +318,34 @@ def test_groups_that_disagree() -> None:
         ({"config_groups": {"W4A16": ["Linear"]}}, "preset schemes"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
-        ({"config_groups": {"a": {"targets": ["re:(("], "weights": integers(4, "channel", True)}}}, "regular expression"),
-        ({"config_groups": {"a": {"targets": ["Linear"], "weights": integers(9, "channel", True)}}}, "9-bit int"),
-        ({"config_groups": {"a": {"targets": ["Linear"], "weights": {"type": "float", "strategy": "group",
-                                                                     "group_size": 64}}}}, "8-bit float weights"),
+        (
+            {"config_groups": {"a": {"targets": ["re:(("], "weights": integers(4, "channel", True)}}},
+            "regular expression",
+        ),
+        (
+            {"config_groups": {"a": {"targets": ["Linear"], "weights": integers(9, "channel", True)}}},
+            "9-bit int",
+        ),
+        (
+            {
+                "config_groups": {
+                    "a": {
+                        "targets": ["Linear"],
+                        "weights": {"type": "float", "strategy": "group", "group_size": 64},
+                    }
+                }
+            },
+            "8-bit float weights",
+        ),
         ({"config_groups": None}, "'config_groups' is missing"),
         ({"ignore": [1]}, "list of strings"),
     ],
-)  # fmt: skip
+)
 def test_refusals(change: dict[str, Any], says: str) -> None:
-    config = {"format": "pack-quantized", "config_groups": {
-        "a": {"targets": ["Linear"], "weights": integers(4, "channel", True)}}}  # fmt: skip
+    config = {
+        "format": "pack-quantized",
+        "config_groups": {"a": {"targets": ["Linear"], "weights": integers(4, "channel", True)}},
+    }
     with pytest.raises(FormatError, match=says.replace("(", r"\(")):
         CompressedTensors(config | change)
 
@@ -291,7 +356,11 @@ def test_tensors_that_do_not_fit() -> None:
     cases = [
         (f"{NAME}.weight_packed", None, "needs tensor .*weight_packed; found .*weight_scale"),
         (f"{NAME}.weight_zero_point", None, "weight_zero_point"),
-        (f"{NAME}.weight_packed", torch.zeros(16, 9, dtype=torch.int32), r"must have shape \[16, 8\], got \[16, 9\]"),
+        (
+            f"{NAME}.weight_packed",
+            torch.zeros(16, 9, dtype=torch.int32),
+            r"must have shape \[16, 8\], got \[16, 9\]",
+        ),
         (f"{NAME}.weight_packed", torch.zeros(16, 8), "int32, got torch.float32"),
         (f"{NAME}.weight_scale", torch.zeros(16, 3), r"shape \[16, 2\], got \[16, 3\]"),
         (f"{NAME}.weight_scale", torch.full((16, 2), torch.nan), "finite"),

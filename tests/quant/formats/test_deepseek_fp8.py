@@ -12,7 +12,12 @@ from gristmill.quant.formats import DeepSeekFp8, FormatError, Tensors
 from tests.quant.oracle import weight
 
 NAME = "model.layers.0.self_attn.q_proj"
-CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
 
 
 def stored(n: int, k: int, lead: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -32,14 +37,18 @@ def test_what_transformers_quantizes(scale_fmt: str) -> None:
     assert found is not None and str(found.weight.scheme) == "fp8_block" and found.activation == "fp8_g128"
     assert torch.equal(found.weight.codes, tensors[f"{NAME}.weight"].view(torch.uint8))
     assert torch.equal(found.weight.dequantize(), values)
-    assert tensors[f"{NAME}.weight_scale_inv"].dtype == (torch.float8_e8m0fnu if scale_fmt == "ue8m0" else torch.float32)
+    assert tensors[f"{NAME}.weight_scale_inv"].dtype == (
+        torch.float8_e8m0fnu if scale_fmt == "ue8m0" else torch.float32
+    )
 
 
 @pytest.mark.parametrize("shape", [(576, 7168 // 16), (130, 257), (64, 128), (1, 1)])
 def test_partial_blocks_as_compressed_tensors_reads_them(shape: tuple[int, int]) -> None:
     """kv_a_proj_with_mqa has 576 rows: four blocks and a half."""
     module = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer")
-    theirs = module.FP8BlockDequantizer(targets=[f"re:{NAME}"], weight_block_size=(128, 128), dtype=torch.float32)
+    theirs = module.FP8BlockDequantizer(
+        targets=[f"re:{NAME}"], weight_block_size=(128, 128), dtype=torch.float32
+    )
     tensors = stored(*shape)
     values = theirs._create_dequantized_weight(tensors[f"{NAME}.weight"], tensors[f"{NAME}.weight_scale_inv"])
     found = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, shape)
@@ -79,7 +88,10 @@ def test_refusals() -> None:
     tensors = stored(130, 128)
     cases = [
         ({f"{NAME}.weight_scale_inv": torch.ones(1, 1)}, r"shape \[2, 1\], got \[1, 1\]"),
-        ({f"{NAME}.weight": torch.zeros(130, 128, dtype=torch.float8_e5m2)}, "float8_e4m3fnuz, got torch.float8_e5m2"),
+        (
+            {f"{NAME}.weight": torch.zeros(130, 128, dtype=torch.float8_e5m2)},
+            "float8_e4m3fnuz, got torch.float8_e5m2",
+        ),
         ({f"{NAME}.weight_scale_inv": torch.tensor([[1.0], [torch.inf]])}, "finite"),
     ]
     broken = tensors[f"{NAME}.weight"].clone()
@@ -89,7 +101,9 @@ def test_refusals() -> None:
         with pytest.raises(FormatError, match=says):
             DeepSeekFp8(CONFIG).read(Tensors(tensors | change), NAME, (130, 128))
     with pytest.raises(FormatError, match="listed as not converted"):
-        DeepSeekFp8(CONFIG | {"modules_to_not_convert": ["self_attn.q_proj"]}).read(Tensors(tensors), NAME, (130, 128))
+        DeepSeekFp8(CONFIG | {"modules_to_not_convert": ["self_attn.q_proj"]}).read(
+            Tensors(tensors), NAME, (130, 128)
+        )
     del tensors[f"{NAME}.weight_scale_inv"]
     with pytest.raises(FormatError, match="weight_scale_inv; found .*weight"):
         DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, (130, 128))
@@ -113,7 +127,9 @@ def test_every_fnuz_code_there_and_back() -> None:
     fnuz = numeric.e4m3fn_to_fnuz(finite).view(torch.float8_e4m3fnuz).float()
     assert torch.equal(2 * fnuz, numeric.e4m3_decode(finite))
     back = finite[finite != 0x80]
-    assert torch.equal(numeric.e4m3_decode(numeric.e4m3fnuz_to_fn(back)), 2 * back.view(torch.float8_e4m3fnuz).float())
+    assert torch.equal(
+        numeric.e4m3_decode(numeric.e4m3fnuz_to_fn(back)), 2 * back.view(torch.float8_e4m3fnuz).float()
+    )
     for bad in (0x7F, 0xFF, 0x80):
         with pytest.raises(ValueError, match="no E4M3 code of twice"):
             numeric.e4m3fnuz_to_fn(torch.tensor([bad], dtype=torch.uint8))
@@ -125,7 +141,9 @@ def test_weights_in_fnuz(blocks: bool) -> None:
     values.view(torch.uint8)[values.view(torch.uint8) == 0x80] = 0
     scales = torch.rand(2, 1) + 0.5 if blocks else torch.tensor(0.75)
     tensors = {f"{NAME}.weight": values, f"{NAME}.weight_scale{'_inv' if blocks else ''}": scales}
-    found = DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(Tensors(tensors), NAME, (130, 128))
+    found = DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(
+        Tensors(tensors), NAME, (130, 128)
+    )
     spread = scales.repeat_interleave(128, 0)[:130] if blocks else scales
     assert found is not None and torch.equal(found.weight.dequantize(), values.float() * spread)
     values.view(torch.uint8)[0, 0] = 0x7F

@@ -22,8 +22,14 @@ def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
     size, generator = TYPES[kind].size, np.random.default_rng(len(kind))
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     halves = {
-        "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2),
-    }.get(kind, (0,))  # fmt: skip
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q6_K": (208,),
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+    }.get(kind, (0,))
     if kind == "MXFP4":
         data[..., 0] = generator.integers(0, 254, data.shape[:2])
         return data.reshape(rows, -1)
@@ -49,7 +55,9 @@ def test_random_blocks_have_the_packages_values(kind: str) -> None:
 def test_what_the_package_quantizes(kind: str) -> None:
     data = gguf.quants.quantize(weight(6, 256).numpy(), gguf.GGMLQuantizationType[kind])
     theirs = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
-    assert np.array_equal(read_blocks("w", kind, torch.from_numpy(data), (6, 256)).dequantize().numpy(), theirs)
+    assert np.array_equal(
+        read_blocks("w", kind, torch.from_numpy(data), (6, 256)).dequantize().numpy(), theirs
+    )
 
 
 def test_a_scale_of_zero_with_a_minimum() -> None:
@@ -73,7 +81,9 @@ def test_blocks_that_do_not_fit() -> None:
             read_blocks("w", kind, data, shape)
 
 
-def write(path: Path, kind: str | None = "Q8_0", architecture: str = "llama", **more: Any) -> dict[str, torch.Tensor]:
+def write(
+    path: Path, kind: str | None = "Q8_0", architecture: str = "llama", **more: Any
+) -> dict[str, torch.Tensor]:
     """A file as llama.cpp's converter writes it: 4 heads of 8, 2 of them for k and v. Returns Hugging Face's tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -83,14 +93,23 @@ def write(path: Path, kind: str | None = "Q8_0", architecture: str = "llama", **
         writer.add_uint32(name.replace("__", "."), value)
     layer = "model.layers.0."
     shapes = {
-        "model.embed_tokens.weight": (50, 32), "model.norm.weight": (32,), layer + "input_layernorm.weight": (32,),
-        layer + "self_attn.q_proj.weight": (32, 32), layer + "self_attn.k_proj.weight": (16, 32),
-        layer + "self_attn.v_proj.weight": (16, 32), layer + "self_attn.o_proj.weight": (32, 32),
-        layer + "mlp.gate_proj.weight": (64, 32), layer + "mlp.up_proj.weight": (64, 32), layer + "mlp.down_proj.weight": (32, 64),
+        "model.embed_tokens.weight": (50, 32),
+        "model.norm.weight": (32,),
+        layer + "input_layernorm.weight": (32,),
+        layer + "self_attn.q_proj.weight": (32, 32),
+        layer + "self_attn.k_proj.weight": (16, 32),
+        layer + "self_attn.v_proj.weight": (16, 32),
+        layer + "self_attn.o_proj.weight": (32, 32),
+        layer + "mlp.gate_proj.weight": (64, 32),
+        layer + "mlp.up_proj.weight": (64, 32),
+        layer + "mlp.down_proj.weight": (32, 64),
         layer + "post_attention_layernorm.weight": (32,),
-    }  # fmt: skip
+    }
     table = gguf.get_tensor_name_map({n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[architecture], 1)
-    tensors = {name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, (name, shape) in enumerate(shapes.items())}
+    tensors = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     for name, tensor in tensors.items():
         data = tensor.numpy()
         heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
@@ -102,7 +121,11 @@ def write(path: Path, kind: str | None = "Q8_0", architecture: str = "llama", **
             blocks = gguf.quants.quantize(data, raw)
             values = gguf.quants.dequantize(blocks, raw)
             if heads and architecture == "llama":
-                values = values.reshape(heads, values.shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
+                values = (
+                    values.reshape(heads, values.shape[0] // heads // 2, 2, -1)
+                    .swapaxes(1, 2)
+                    .reshape(values.shape)
+                )
             tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
             writer.add_tensor(own, blocks, raw_dtype=raw)
         else:
@@ -159,11 +182,15 @@ def test_refusals(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(FormatError, match="architecture 'mamba' is not read; known: llama, qwen2, qwen3, qwen3moe"):
+    with pytest.raises(
+        FormatError, match="architecture 'mamba' is not read; known: llama, qwen2, qwen3, qwen3moe"
+    ):
         GgufFile(path)
     write(path)
     file = GgufFile(path)
-    with pytest.raises(FormatError, match=r"blk\.0\.attn_k\.weight must have shape \[32, 32\], got \[16, 32\]"):
+    with pytest.raises(
+        FormatError, match=r"blk\.0\.attn_k\.weight must have shape \[32, 32\], got \[16, 32\]"
+    ):
         Gguf().read(file, "model.layers.0.self_attn.k_proj", (32, 32))
     with pytest.raises(FormatError, match="not from Tensors"):
         Gguf().read(Tensors({}), "a", (1, 1))

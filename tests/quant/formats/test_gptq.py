@@ -19,17 +19,23 @@ def words(values: list[int], bits: int) -> list[int]:
     return [v - (1 << 32) if v >= 1 << 31 else v for v in found]
 
 
-def checkpoint(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int, v2: bool) -> dict[str, torch.Tensor]:
+def checkpoint(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int, v2: bool
+) -> dict[str, torch.Tensor]:
     """codes [N, K], zeros and scales [N, G] -> the tensors on disk."""
     stored = zeros if v2 else (zeros - 1) % (1 << bits)
     return {
-        f"{NAME}.qweight": torch.tensor([words(row, bits) for row in codes.tolist()], dtype=torch.int32).t().contiguous(),
+        f"{NAME}.qweight": torch.tensor([words(row, bits) for row in codes.tolist()], dtype=torch.int32)
+        .t()
+        .contiguous(),
         f"{NAME}.qzeros": torch.tensor([words(row, bits) for row in stored.t().tolist()], dtype=torch.int32),
         f"{NAME}.scales": scales.t().contiguous(),
     }
 
 
-def random(bits: int, n: int = 32, k: int = 64, group: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random(
+    bits: int, n: int = 32, k: int = 64, group: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (n, k), generator=generator)
     zeros = torch.randint(0, 1 << bits, (n, k // group), generator=generator)
@@ -40,7 +46,9 @@ def config(bits: int, group: int = 16, **more: object) -> dict[str, object]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": False, **more}
 
 
-def read(tensors: dict[str, torch.Tensor], settings: dict[str, object], shape: tuple[int, ...] = (32, 64)) -> QuantTensor:
+def read(
+    tensors: dict[str, torch.Tensor], settings: dict[str, object], shape: tuple[int, ...] = (32, 64)
+) -> QuantTensor:
     found = Gptq(settings).read(Tensors(tensors), NAME, shape)
     assert found is not None and set(found.names) == set(tensors)
     return found.weight
@@ -48,7 +56,9 @@ def read(tensors: dict[str, torch.Tensor], settings: dict[str, object], shape: t
 
 def test_bytes_by_hand_4_bits() -> None:
     """One group of eight inputs, eight outputs: a nibble each. 0x77777777 is version 1's symmetric zero."""
-    qweight = torch.tensor([[0x76543210, -1, 0, 0x11111111, 0x0F0F0F0F, 0x89, 0x7FFFFFFF, 0x01234567]], dtype=torch.int32)
+    qweight = torch.tensor(
+        [[0x76543210, -1, 0, 0x11111111, 0x0F0F0F0F, 0x89, 0x7FFFFFFF, 0x01234567]], dtype=torch.int32
+    )
     tensors = {
         f"{NAME}.qweight": qweight,
         f"{NAME}.qzeros": torch.tensor([[0x77777777]], dtype=torch.int32),
@@ -98,7 +108,9 @@ def test_every_width(bits: int, v2: bool, order: str) -> None:
         group = group[torch.randperm(64, generator=torch.Generator().manual_seed(3))]
     if order != "none":
         tensors[f"{NAME}.g_idx"] = group.to(torch.int32)
-    w = read(tensors, config(bits, checkpoint_format="gptq_v2" if v2 else "gptq", desc_act=order == "shuffled"))
+    w = read(
+        tensors, config(bits, checkpoint_format="gptq_v2" if v2 else "gptq", desc_act=order == "shuffled")
+    )
     expected = (codes - zeros[:, group]).float() * scales.float()[:, group]
     assert torch.equal(w.dequantize(), expected)
     assert torch.equal(w.unpacked().long(), codes) and (w.g_idx is None) == (order != "shuffled")
@@ -128,9 +140,18 @@ def test_a_group_that_is_cut_short() -> None:
 
 
 def test_dynamic_rules() -> None:
-    found = Gptq(config(4, 128, sym=True, dynamic={
-        r"-:.*\.o_proj": {}, r"+:model\.layers\.1\..*": {"bits": 8, "group_size": 32, "sym": False}, r".*gate.*": {"bits": 3},
-    }))  # fmt: skip
+    found = Gptq(
+        config(
+            4,
+            128,
+            sym=True,
+            dynamic={
+                r"-:.*\.o_proj": {},
+                r"+:model\.layers\.1\..*": {"bits": 8, "group_size": 32, "sym": False},
+                r".*gate.*": {"bits": 3},
+            },
+        )
+    )
     assert found.rule("model.layers.0.self_attn.o_proj") is None
     assert found.rule("model.layers.1.self_attn.q_proj") == (8, 32, False)
     assert found.rule("model.layers.2.mlp.gate_proj") == (3, 128, True)
@@ -139,7 +160,9 @@ def test_dynamic_rules() -> None:
     tensors = Tensors(checkpoint(codes, zeros, scales, 4, False))
     with pytest.raises(FormatError, match="says it is not quantized, but there is"):
         Gptq(config(4, dynamic={r"-:.*down.*": {}})).read(tensors, NAME, (32, 64))
-    assert Gptq(config(4)).read(tensors, "model.layers.0.mlp.up_proj", (32, 64)) is None  # inferred: no qweight
+    assert (
+        Gptq(config(4)).read(tensors, "model.layers.0.mlp.up_proj", (32, 64)) is None
+    )  # inferred: no qweight
 
 
 @pytest.mark.parametrize(
@@ -181,7 +204,9 @@ def test_tensors_that_do_not_fit() -> None:
 def test_an_order_without_its_index_is_refused() -> None:
     """Without g_idx the columns of a desc_act file would be read with the groups of others."""
     tensors = checkpoint(*random(4), 4, v2=False)
-    with pytest.raises(FormatError, match=rf"desc_act says that columns are in an order, and there is no {NAME}.g_idx"):
+    with pytest.raises(
+        FormatError, match=rf"desc_act says that columns are in an order, and there is no {NAME}.g_idx"
+    ):
         read(tensors, config(4, desc_act=True))
     codes, zeros, scales = random(4, group=64)  # one group has no order
     assert read(checkpoint(codes, zeros, scales, 4, v2=False), config(4, 64, desc_act=True)).g_idx is None

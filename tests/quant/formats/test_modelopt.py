@@ -17,7 +17,9 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def read(tensors: dict[str, torch.Tensor], algorithm: str, shape: tuple[int, ...], **more: Any) -> Any:
-    found = ModelOpt({"quant_method": "modelopt", "quant_algo": algorithm, **more}).read(Tensors(tensors), NAME, shape)
+    found = ModelOpt({"quant_method": "modelopt", "quant_algo": algorithm, **more}).read(
+        Tensors(tensors), NAME, shape
+    )
     assert found is not None and set(found.names) == set(tensors)
     return found
 
@@ -49,9 +51,11 @@ def test_nvfp4_is_what_compressed_tensors_converts() -> None:
 
     q = quantize(weight(24, 64), "nvfp4")
     tensors = {
-        f"{NAME}.weight": q.codes, f"{NAME}.weight_scale": q.scales, f"{NAME}.weight_scale_2": q.global_scale[0],
+        f"{NAME}.weight": q.codes,
+        f"{NAME}.weight_scale": q.scales,
+        f"{NAME}.weight_scale_2": q.global_scale[0],
         f"{NAME}.input_scale": torch.tensor(0.125),
-    }  # fmt: skip
+    }
     converter = module.ModelOptNvfp4Converter(targets=["re:.*down_proj"], ignore=[])
     converted = converter.process(dict(tensors))
     config = converter.update_config(None).model_dump(mode="json")
@@ -87,11 +91,21 @@ def test_mxfp8() -> None:
 
 def test_fp8_of_three_granularities() -> None:
     codes = torch.full((256, 128), 2.0).to(torch.float8_e4m3fn)
-    one = {f"{NAME}.weight": codes, f"{NAME}.weight_scale": torch.tensor(0.5), f"{NAME}.input_scale": torch.tensor(3.0)}
+    one = {
+        f"{NAME}.weight": codes,
+        f"{NAME}.weight_scale": torch.tensor(0.5),
+        f"{NAME}.input_scale": torch.tensor(3.0),
+    }
     found = read(one, "FP8", (256, 128))
-    assert bool((found.weight.dequantize() == 1).all()) and float(found.input_scale) == 3 and found.activation == "fp8"
+    assert (
+        bool((found.weight.dequantize() == 1).all())
+        and float(found.input_scale) == 3
+        and found.activation == "fp8"
+    )
     row = {f"{NAME}.weight": codes, f"{NAME}.weight_scale": torch.arange(256.0) + 1}
-    assert read(row, "FP8_PER_CHANNEL_PER_TOKEN", (256, 128)).weight.dequantize()[:, 5].tolist() == [2.0 * i for i in range(1, 257)]
+    assert read(row, "FP8_PER_CHANNEL_PER_TOKEN", (256, 128)).weight.dequantize()[:, 5].tolist() == [
+        2.0 * i for i in range(1, 257)
+    ]
     block = {f"{NAME}.weight": codes, f"{NAME}.weight_scale": torch.tensor([1.0, 4.0]).view(2, 1, 1, 1)}
     found = read(block, "FP8_PB_WO", (256, 128)).weight
     assert found.dequantize()[::128, 0].tolist() == [2.0, 8.0] and str(found.scheme) == "fp8_block"
@@ -100,16 +114,38 @@ def test_fp8_of_three_granularities() -> None:
 
 
 def test_which_modules() -> None:
-    plain = ModelOpt({"quantization": {
-        "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8",
-        "exclude_modules": ["lm_head", "model.layers.1.*", "*gate", "model.layers.3.self_attn"]}})  # fmt: skip
+    plain = ModelOpt(
+        {
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "group_size": 16,
+                "kv_cache_quant_algo": "FP8",
+                "exclude_modules": ["lm_head", "model.layers.1.*", "*gate", "model.layers.3.self_attn"],
+            }
+        }
+    )
     assert plain.rule("model.layers.0.mlp.up_proj") == "NVFP4"
-    for module in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.gate", "model.layers.3.self_attn.q_proj"):
+    for module in (
+        "lm_head",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.0.mlp.gate",
+        "model.layers.3.self_attn.q_proj",
+    ):
         assert plain.rule(module) is None
     assert plain.rule("model.layers.10.mlp.up_proj") == "NVFP4"
-    mixed = ModelOpt({"quant_algo": "MIXED_PRECISION", "quantized_layers": {
-        "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}, NAME: {"quant_algo": "NVFP4", "group_size": 16}}})  # fmt: skip
-    assert mixed.rule("model.layers.0.mlp.up_proj") == "FP8" and mixed.rule("model.layers.0.mlp.down_proj") is None
+    mixed = ModelOpt(
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"},
+                NAME: {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        }
+    )
+    assert (
+        mixed.rule("model.layers.0.mlp.up_proj") == "FP8"
+        and mixed.rule("model.layers.0.mlp.down_proj") is None
+    )
     assert mixed.read(Tensors(nvfp4()), NAME, (1, 32)) is not None
 
 
@@ -121,7 +157,10 @@ def test_which_modules() -> None:
         ({"quant_algo": "NVFP4", "group_size": 128}, None),
         ({"quant_algo": "NVFP4", "group_size": 32}, "'group_size' must be one of"),
         ({"quant_algo": "MIXED_PRECISION"}, "'quantized_layers' is missing"),
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT3"}}}, "INT3 is not read"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT3"}}},
+            "INT3 is not read",
+        ),
         ({}, "'quant_algo' is missing"),
     ],
 )
@@ -151,10 +190,15 @@ def test_tensors_that_do_not_fit() -> None:
 def test_kv_scales_of_every_naming() -> None:
     one = torch.tensor(0.5)
     names = {
-        "a.k_proj.k_scale": ("a", "k"), "a.v_proj.v_scale": ("a", "v"), "b.k_scale": ("b", "k"), "b.v_scale": ("b", "v"),
-        "c.attn.k_scale": ("c", "k"), "c.attn.v_scale": ("c", "v"), "d.k_proj.output_scale": ("d", "k"),
+        "a.k_proj.k_scale": ("a", "k"),
+        "a.v_proj.v_scale": ("a", "v"),
+        "b.k_scale": ("b", "k"),
+        "b.v_scale": ("b", "v"),
+        "c.attn.k_scale": ("c", "k"),
+        "c.attn.v_scale": ("c", "v"),
+        "d.k_proj.output_scale": ("d", "k"),
         "d.v_proj.output_scale": ("d", "v"),
-    }  # fmt: skip
+    }
     tensors = Tensors(dict.fromkeys([*names, "e.kv_scale", "f.q_proj.output_scale", "g.weight_scale"], one))
     assert set(kv_scales(tensors)) == {*names.values(), ("e", "k"), ("e", "v")}
     with pytest.raises(FormatError, match="are both the k scale of a"):

@@ -38,8 +38,16 @@ def test_refusals() -> None:
     with pytest.raises(FormatError, match="blocks of 32 along K, and K is 50"):
         reader.read(Tensors(tensors), NAME, (2, 4, 50))
     with pytest.raises(FormatError, match="finite"):
-        reader.read(Tensors(tensors | {f"{NAME}_scales": torch.full((2, 4, 2), 255, dtype=torch.uint8)}), NAME, (2, 4, 64))
+        reader.read(
+            Tensors(tensors | {f"{NAME}_scales": torch.full((2, 4, 2), 255, dtype=torch.uint8)}),
+            NAME,
+            (2, 4, 64),
+        )
     with pytest.raises(FormatError, match=r"may pass float32: up to 1e\+39"):
-        reader.read(Tensors(tensors | {f"{NAME}_scales": torch.full((2, 4, 2), 254, dtype=torch.uint8)}), NAME, (2, 4, 64))
+        reader.read(
+            Tensors(tensors | {f"{NAME}_scales": torch.full((2, 4, 2), 254, dtype=torch.uint8)}),
+            NAME,
+            (2, 4, 64),
+        )
     with pytest.raises(FormatError, match="needs tensor .*_scales; found .*_blocks"):
         reader.read(Tensors({f"{NAME}_blocks": tensors[f"{NAME}_blocks"]}), NAME, (2, 4, 64))

@@ -16,9 +16,23 @@ from tests.runtime import producers
 from tests.runtime.test_fuzz import FAMILIES, NAMES, SHAPE
 
 N, K = 192, 256
-WRITTEN = [
-    ("compressed-tensors", s) for s in ("int8_ch.int8_token", "int3_ch", "int4_g128", "fp8", "fp8_ch", "fp8_block", "mxfp4", "mxfp8")
-] + [("modelopt", s) for s in ("mxfp4", "mxfp8", "fp8_ch")] + [("gptq", s) for s in ("int2_g64", "int4_ch", "int8_g32_zp")]
+WRITTEN = (
+    [
+        ("compressed-tensors", s)
+        for s in (
+            "int8_ch.int8_token",
+            "int3_ch",
+            "int4_g128",
+            "fp8",
+            "fp8_ch",
+            "fp8_block",
+            "mxfp4",
+            "mxfp8",
+        )
+    ]
+    + [("modelopt", s) for s in ("mxfp4", "mxfp8", "fp8_ch")]
+    + [("gptq", s) for s in ("int2_g64", "int4_ch", "int8_g32_zp")]
+)
 
 
 def of_family(name: str) -> QuantTensor:
@@ -42,14 +56,23 @@ def act_order() -> QuantTensor:
     config, produce = producers.gptq(True)
     made = produce("m", weight(N, K))
     assert made is not None
-    found = open_format(config).read(Tensors({f"m.{suffix}": t.contiguous() for suffix, t in made[0].items()}), "m", (N, K))
-    assert found is not None and found.weight.g_idx is not None and torch.equal(found.weight.dequantize(), made[1])
+    found = open_format(config).read(
+        Tensors({f"m.{suffix}": t.contiguous() for suffix, t in made[0].items()}), "m", (N, K)
+    )
+    assert (
+        found is not None
+        and found.weight.g_idx is not None
+        and torch.equal(found.weight.dequantize(), made[1])
+    )
     return found.weight
 
 
 READ: dict[str, Callable[[], QuantTensor]] = {
     **{name: lambda name=name: of_family(name) for name in FAMILIES},
-    **{f"{form} {scheme}": lambda form=form, scheme=scheme: of_writer(form, scheme) for form, scheme in WRITTEN},
+    **{
+        f"{form} {scheme}": lambda form=form, scheme=scheme: of_writer(form, scheme)
+        for form, scheme in WRITTEN
+    },
     "gptq act-order": act_order,
 }
 
@@ -81,7 +104,9 @@ def test_a_group_of_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     def wrong(index: torch.Tensor, size: int) -> Any:
         kept, _ = real(index, size)
-        return kept, None if index.numel() % size == 0 and kept.numel() == index.numel() // size else real(index, size)[1].flip(0)
+        return kept, None if index.numel() % size == 0 and kept.numel() == index.numel() // size else real(
+            index, size
+        )[1].flip(0)
 
     monkeypatch.setattr(sharding, "_renumber", wrong)
     with pytest.raises(AssertionError):
@@ -91,11 +116,17 @@ def test_a_group_of_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("scheme", ["int4_g128", "fp8_block", "nvfp4"])
 def test_replicated_heads(scheme: str) -> None:
     """Two heads of k among four ranks: ranks 0 and 1 hold the first, 2 and 3 the second; with q and v they are one matrix."""
-    parts = {name: quantize(weight(rows, K, i), scheme) for i, (name, rows) in enumerate((("q", 256), ("k", 128), ("v", 128)))}
+    parts = {
+        name: quantize(weight(rows, K, i), scheme)
+        for i, (name, rows) in enumerate((("q", 256), ("k", 128), ("v", 128)))
+    }
     for rank in range(4):
         head = rank * 2 // 4
         mine = [parts["q"].shard(0, rank, 4), *(parts[name].narrow(0, head * 64, 64) for name in "kv")]
-        expected = [parts["q"].dequantize().chunk(4)[rank], *(parts[name].dequantize().chunk(2)[head] for name in "kv")]
+        expected = [
+            parts["q"].dequantize().chunk(4)[rank],
+            *(parts[name].dequantize().chunk(2)[head] for name in "kv"),
+        ]
         assert torch.equal(concat(mine, 0).dequantize(), torch.cat(expected))
 
 

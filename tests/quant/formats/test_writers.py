@@ -14,7 +14,17 @@ from gristmill.quant.tensor import same_bits
 from tests.quant.oracle import QUANTIZED, act_order, weight
 
 NAME = "model.layers.0.mlp.down_proj"
-ODD = ("int3_g64", "int2_g32_zp", "int5_ch", "int6_g32_zp", "int7_g128", "int8_g32", "int3_ch_zp", "int8_ch_zp")
+ODD = (
+    "int3_g64",
+    "int2_g32_zp",
+    "int5_ch",
+    "int6_g32_zp",
+    "int7_g128",
+    "int8_g32",
+    "int3_ch_zp",
+    "int8_ch_zp",
+)
+
 
 def holds(form: str, scheme: str) -> bool:
     try:
@@ -24,7 +34,9 @@ def holds(form: str, scheme: str) -> bool:
     return True
 
 
-ALL = [(f, s) for f in WRITERS for s in (*QUANTIZED, *ODD, "int8_ch.int8_token", "int4_g32_min") if holds(f, s)]
+ALL = [
+    (f, s) for f in WRITERS for s in (*QUANTIZED, *ODD, "int8_ch.int8_token", "int4_g32_min") if holds(f, s)
+]
 
 
 @pytest.mark.parametrize(("form", "scheme"), ALL)
@@ -45,12 +57,21 @@ def test_what_is_written_reads_back(form: str, scheme: str) -> None:
     again = {stored_name(NAME, suffix): t for suffix, t in writer.tensors(read).items()}
     assert stored.keys() == again.keys()
     for name, tensor in stored.items():
-        assert same_bits(tensor.reshape(-1), again[name].reshape(-1)) and tensor.shape == again[name].shape, name
+        assert same_bits(tensor.reshape(-1), again[name].reshape(-1)) and tensor.shape == again[name].shape, (
+            name
+        )
 
 
 def test_there_is_something_of_each() -> None:
     counts = {form: sum(f == form for f, _ in ALL) for form in WRITERS}
-    assert counts == {"gristmill": 26, "compressed-tensors": 25, "modelopt": 4, "gptq": 15, "fp8": 1, "mxfp4": 1}
+    assert counts == {
+        "gristmill": 26,
+        "compressed-tensors": 25,
+        "modelopt": 4,
+        "gptq": 15,
+        "fp8": 1,
+        "mxfp4": 1,
+    }
 
 
 @pytest.mark.parametrize("scheme", [s for f, s in ALL if f == "compressed-tensors"])
@@ -98,8 +119,14 @@ def test_a_divisor_that_is_exact(seed: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(FormatError, match="no format 'exl2' to write; known: gristmill, compressed-tensors"):
         open_writer("exl2", "int4_g128")
-    for form, scheme in (("gptq", "nvfp4"), ("gptq", "int5_g32"), ("fp8", "fp8_ch"), ("modelopt", "int4_g128"),
-                         ("compressed-tensors", "int4_g32_min"), ("gristmill", "bf16")):  # fmt: skip
+    for form, scheme in (
+        ("gptq", "nvfp4"),
+        ("gptq", "int5_g32"),
+        ("fp8", "fp8_ch"),
+        ("modelopt", "int4_g128"),
+        ("compressed-tensors", "int4_g32_min"),
+        ("gristmill", "bf16"),
+    ):
         with pytest.raises(FormatError, match=f"{form} checkpoints do not hold {scheme}"):
             open_writer(form, scheme)
     with pytest.raises(FormatError, match="whole int32 words"):

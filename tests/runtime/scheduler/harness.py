@@ -123,9 +123,12 @@ def step(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
 
 
 def run_all(
-    scheduler: Scheduler, requests: Sequence[Request], model: FakeModel | None = None, limit: int = 20_000,
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    model: FakeModel | None = None,
+    limit: int = 20_000,
     drafter: random.Random | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Add everything and run to the end, checking every invariant at every step."""
     model = model or FakeModel(scheduler.config)
     run = Run()

@@ -29,7 +29,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def test_35570_request_larger_than_the_pool_is_refused_and_starves_nobody() -> None:
     scheduler = make(49, block_size=16)
-    with pytest.raises(RequestTooLarge, match=r"'big'.*1002 prompt tokens.*63 blocks of 16.*49 blocks \(784 tokens\)"):
+    with pytest.raises(
+        RequestTooLarge, match=r"'big'.*1002 prompt tokens.*63 blocks of 16.*49 blocks \(784 tokens\)"
+    ):
         scheduler.add(Request("big", prompt(1002), 10))
     run = run_all(scheduler, [Request("a", prompt(20), 5), Request("b", prompt(30, 1), 5)])
     assert {k: len(v) for k, v in run.outputs.items()} == {"a": 5, "b": 5}
@@ -46,8 +48,10 @@ def test_35570_prompt_fits_but_output_does_not_ends_by_length() -> None:
 
 @pytest.mark.parametrize(("length", "fits"), [(15, True), (16, False)])
 def test_capacity_edge(length: int, fits: bool) -> None:
-    for config in (SchedulerConfig(num_blocks=4, block_size=4, max_seqs=1),
-                   SchedulerConfig(num_blocks=99, block_size=4, max_seqs=1, max_model_len=16)):  # fmt: skip
+    for config in (
+        SchedulerConfig(num_blocks=4, block_size=4, max_seqs=1),
+        SchedulerConfig(num_blocks=99, block_size=4, max_seqs=1, max_model_len=16),
+    ):
         scheduler = Scheduler(config)
         if fits:
             run = run_all(scheduler, [Request("a", prompt(length), 50)])
@@ -65,7 +69,9 @@ def test_45387_held_requests_use_no_seat_and_no_block() -> None:
     model, run = FakeModel(scheduler.config), Run()
     scheduler.add(Request("a", prompt(20), 3))
     scheduler.add(Request("b", prompt(6, 5), 3))
-    assert {entry.id for entry in step(scheduler, model, run).entries} == {"a"}  # one token budget, prompt of 20
+    assert {entry.id for entry in step(scheduler, model, run).entries} == {
+        "a"
+    }  # one token budget, prompt of 20
     while "b" not in run.reasons:
         step(scheduler, model, run)
     for i in (2, 0, 1):
@@ -119,7 +125,9 @@ def test_32173_skipped_requests_keep_their_order() -> None:
 
 def test_49206_priority_preemption_skips_nobody() -> None:
     """A is preempted while B is served: C must still be visited in the same step."""
-    scheduler = make(6, block_size=4, max_seqs=3, max_batch_tokens=30, policy="priority", prefix_caching=False)
+    scheduler = make(
+        6, block_size=4, max_seqs=3, max_batch_tokens=30, policy="priority", prefix_caching=False
+    )
     model, run = FakeModel(scheduler.config), Run()
     for name, priority, length in (("A", 9, 5), ("B", 0, 7), ("C", 0, 5)):
         request = Request(name, prompt(length, ord(name)), 6, priority=priority)

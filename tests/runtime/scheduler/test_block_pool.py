@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache, blocks_needed
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (31, 2), (32, 2), (33, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (31, 2), (32, 2), (33, 3)]
+)
 def test_blocks_needed_at_the_edges(tokens: int, blocks: int) -> None:
     assert blocks_needed(tokens, 16) == blocks
 
@@ -126,7 +128,9 @@ def fill(cache: PrefixCache, pool: BlockPool, tokens: list[int], extra: str | No
     hits = cache.match(hashes, tokens, extra)
     for hit in hits:
         pool.share(hit.block)
-    table = [hit.block for hit in hits] + pool.allocate(blocks_needed(len(tokens), pool.block_size) - len(hits))
+    table = [hit.block for hit in hits] + pool.allocate(
+        blocks_needed(len(tokens), pool.block_size) - len(hits)
+    )
     parent = hits[-1] if hits else None
     size = pool.block_size
     for i in range(len(hits), len(tokens) // size):

@@ -8,7 +8,9 @@ from .harness import FakeModel, Run, expected_ids, run_all, step
 
 
 def make(num_blocks: int, **options: object) -> tuple[Scheduler, FakeModel, Run]:
-    scheduler = Scheduler(SchedulerConfig(num_blocks=num_blocks, block_size=4, **{"watermark": 0.0, **options}))
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=num_blocks, block_size=4, **{"watermark": 0.0, **options})
+    )
     return scheduler, FakeModel(scheduler.config), Run()
 
 

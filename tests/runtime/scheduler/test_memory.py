@@ -31,7 +31,9 @@ def serve(scheduler: Scheduler, steps: int, rng: random.Random, number: int) -> 
 
 def test_memory_is_constant_over_100000_steps() -> None:
     """With the cycle collector off: what is not freed by reference counts alone would show."""
-    scheduler = Scheduler(SchedulerConfig(num_blocks=12, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0))
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=12, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0)
+    )
     rng = random.Random(0)
     number, preemptions = serve(scheduler, 2_000, rng, 0)
     gc.collect()
@@ -49,7 +51,9 @@ def test_memory_is_constant_over_100000_steps() -> None:
 
 
 def test_traced_memory_of_a_shorter_run_is_constant() -> None:
-    scheduler = Scheduler(SchedulerConfig(num_blocks=12, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0))
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=12, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0)
+    )
     rng = random.Random(1)
     number, _ = serve(scheduler, 1_000, rng, 0)
     tracemalloc.start()
@@ -83,7 +87,9 @@ def test_a_long_blocked_queue_does_not_slow_a_step() -> None:
     """The scan past blocked requests is bounded: 20,000 waiting cost like 200."""
 
     def step_seconds(queue: int) -> float:
-        scheduler = Scheduler(SchedulerConfig(num_blocks=100, block_size=4, max_batch_tokens=512, max_bypass=10**9))
+        scheduler = Scheduler(
+            SchedulerConfig(num_blocks=100, block_size=4, max_batch_tokens=512, max_bypass=10**9)
+        )
         scheduler.add(Request("old", [1] * 200, 150))
         scheduler.commit(plan := scheduler.plan())
         scheduler.update(plan, [1])

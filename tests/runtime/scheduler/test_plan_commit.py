@@ -30,7 +30,9 @@ def test_what_a_plan_says(scheduler: Scheduler) -> None:
     scheduler.commit(plan)
     assert a.block_ids == a.new_blocks == scheduler.requests["a"].block_ids
     assert a.slots(4) == [block * 4 + offset for block in a.block_ids for offset in range(4)][:10]
-    assert [(o.id, list(o.new_ids), o.finish_reason) for o in scheduler.update(plan, [7])] == [("a", [7], None)]
+    assert [(o.id, list(o.new_ids), o.finish_reason) for o in scheduler.update(plan, [7])] == [
+        ("a", [7], None)
+    ]
     a, b = scheduler.plan().entries
     assert (a.id, a.start, a.count, a.samples, a.tokens, a.new_blocks) == ("a", 10, 1, True, [7], [])
     assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 22, 13, True, list(range(27, 40)))
@@ -143,7 +145,10 @@ def test_one_plan_at_a_time(scheduler: Scheduler) -> None:
         scheduler.discard(StepPlan(0))
     scheduler.discard(plan)
     again = scheduler.plan()
-    assert [(e.id, e.start, e.count, e.new_blocks) for e in again.entries] == [("a", 0, 10, []), ("b", 0, 22, [])]
+    assert [(e.id, e.start, e.count, e.new_blocks) for e in again.entries] == [
+        ("a", 0, 10, []),
+        ("b", 0, 22, []),
+    ]
 
 
 def test_a_plan_is_independent_of_what_happens_to_its_requests(scheduler: Scheduler) -> None:

@@ -32,13 +32,17 @@ def verdict(
         base = [rng.randrange(50) for _ in range(40)]
         prompts = [base[:16], base[:16], base[:16]]
         for _ in range(10):
-            prompts.append(base[: rng.randint(0, 12) * 3] + [rng.randrange(50) for _ in range(rng.randint(1, 6))])
+            prompts.append(
+                base[: rng.randint(0, 12) * 3] + [rng.randrange(50) for _ in range(rng.randint(1, 6))]
+            )
         scheduler = make()
         try:
             run = run_all(
-                scheduler, [Request(str(i), p, 12) for i, p in enumerate(prompts)],
-                FakeModel(scheduler.config, slots_of), limit,
-            )  # fmt: skip
+                scheduler,
+                [Request(str(i), p, 12) for i, p in enumerate(prompts)],
+                FakeModel(scheduler.config, slots_of),
+                limit,
+            )
         except CAUGHT:
             return False
         for i, tokens in enumerate(prompts):

@@ -103,8 +103,11 @@ def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, coun
         first, second = scheduler.plan(), scheduler.plan()
         assert scheduler.snapshot() == before
         assert (first.entries, first.preempted, first.evicted_blocks, first.bypassed) == (
-            second.entries, second.preempted, second.evicted_blocks, second.bypassed,
-        )  # fmt: skip
+            second.entries,
+            second.preempted,
+            second.evicted_blocks,
+            second.bypassed,
+        )
         if rng.random() < 0.3:
             scheduler.commit(first)
             if rng.random() < 0.5:
