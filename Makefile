@@ -33,7 +33,7 @@ unexport PYTHONPATH PYTHONHOME
 KEY := $(shell { cat $(CONSTRAINTS) pyproject.toml; echo "$(TORCH_SPEC)" "$(PYTHON)" "$(VENV_DIR)"; } 2>/dev/null | cksum | cut -d' ' -f1)
 SETUP := $(VENV)/.setup-$(KEY)
 
-.PHONY: help run test test-full build lint setup clean
+.PHONY: help run test test-full build lint format setup clean
 
 help:  ## this list
 	@echo "gristmill: LLM inference kernels, chosen by measurement"
@@ -55,8 +55,12 @@ test-full: build  ## test, with the slow tests, sanitizers everywhere and the wh
 build: $(SETUP)  ## compile what changed; libraries land in src/gristmill/_lib
 	@cmake --build build --parallel $(JOBS)
 
-lint: $(SETUP)  ## ruff, mypy and the import contracts
+lint: $(SETUP)  ## formatters, ruff, mypy and the import contracts
 	@exec bash ci/lint.sh
+
+format: $(SETUP)  ## format Python, C++ and CUDA sources in place
+	@ruff format --quiet .
+	@git ls-files -z '*.cpp' '*.cu' '*.h' '*.cuh' '*.c' | xargs -0 clang-format -i
 
 setup: $(SETUP)
 
