@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
+from gristmill.kernel_registry.requirement import Requirement
 
 ENTRY_POINTS = "gristmill.kernels"
 
@@ -25,11 +27,15 @@ class UnknownError(LookupError):
 
 @dataclass
 class Registry:
-    """Operations, kernels and layouts by name. Filled by `default_registry`, or by hand in tests."""
+    """Operations, kernels and layouts by name. Filled by `default_registry`, or by hand in tests.
+
+    failures: plugins that were left out, each with its reason.
+    """
 
     ops: dict[str, Op] = field(default_factory=dict)
     kernels: dict[str, list[Kernel]] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    failures: list[PluginFailure] = field(default_factory=list)
 
     def add(self, spec: Op | Kernel | Layout) -> None:
         """Register a spec; ValueError if its name is taken."""
@@ -48,6 +54,11 @@ class Registry:
             self.layouts[spec.name] = spec
         else:
             raise TypeError(f"expected an Op, Kernel or Layout, got {type(spec).__name__}")
+
+    def copy(self) -> Registry:
+        """A registry with the same contents, which can grow on its own."""
+        kernels = {op: [*kernels] for op, kernels in self.kernels.items()}
+        return Registry(dict(self.ops), kernels, dict(self.layouts), [*self.failures])
 
     def op(self, name: str) -> Op:
         """The operation called `name`; UnknownError lists near names."""
@@ -116,15 +127,76 @@ def default_registry() -> Registry:
 
     An entry point names a module that declares OP, KERNEL, KERNELS, LAYOUT or LAYOUTS, like our own.
     """
-    from importlib.metadata import (
-        entry_points,
-    )  # brings in email and sockets: half of an import of this package
-
     registry = Registry()
     for package in ("gristmill.kernels", "gristmill.quant.layouts"):
         for spec in discover(package):
             registry.add(spec)
-    for entry in entry_points(group=ENTRY_POINTS):
-        for spec in specs_of(importlib.import_module(entry.value.partition(":")[0])):
-            registry.add(spec)
-    return registry
+    loaded, failures = load_plugins(ENTRY_POINTS)
+    return with_plugins(registry, loaded, failures)
+
+
+def with_plugins(
+    registry: Registry, loaded: Iterable[tuple[Plugin, Any]], failures: Iterable[PluginFailure] = ()
+) -> Registry:
+    """The registry and the specs of plugin modules. A plugin is added whole or not at all.
+
+    One that declares something else than specs, takes a name that is taken, or has kernels of an operation that does not
+    exist, becomes one more of `failures`; so does a plugin whose kernels need an operation of such a one.
+    """
+    failed = [*failures]
+    specs: dict[Plugin, list[Op | Kernel | Layout]] = {}
+    for plugin, module in loaded:
+        try:
+            specs[plugin] = [*specs_of(module)]
+        except Exception as error:  # KERNELS that cannot be iterated over
+            failed.append(plugin.failure(error))
+    while True:
+        full, bad = _all_added(registry, specs)
+        if not bad:
+            full.failures.extend(failed)
+            return full
+        failed += bad
+        for failure in bad:
+            del specs[failure.plugin]
+
+
+def _all_added(
+    registry: Registry, specs: dict[Plugin, list[Op | Kernel | Layout]]
+) -> tuple[Registry, list[PluginFailure]]:
+    """A copy of the registry with the specs of all plugins, and those that it must be built again without."""
+    full = registry.copy()
+    bad: list[PluginFailure] = []
+    for plugin, declared in specs.items():
+        grown = full.copy()
+        try:
+            for spec in declared:
+                _check(spec)
+                grown.add(spec)
+        except Exception as error:  # a check calls functions of the plugin
+            bad.append(plugin.failure(error))
+        else:
+            full = grown
+    if bad:  # what they would have declared may be what others lack
+        return full, bad
+    for plugin, declared in specs.items():
+        unknown = sorted({s.op for s in declared if isinstance(s, Kernel)} - full.ops.keys())
+        if unknown:
+            bad.append(plugin.failure(f"has kernels of {', '.join(unknown)}: no such operation"))
+    return full, bad
+
+
+def _check(spec: Op | Kernel | Layout) -> None:
+    """Raise for a plugin's spec that would fail later, where it is listed or selected. Types are checked for our own only."""
+    if isinstance(spec, Kernel):
+        texts = (spec.op, spec.name, spec.provider, spec.language, spec.target)
+        if not all(isinstance(text, str) and text for text in texts):
+            raise TypeError(
+                f"kernel {spec.name!r}: op, name, provider, language and target must be text, got {texts}"
+            )
+        if spec.target.count(":") != 1:
+            raise ValueError(f"kernel {spec.name}: target must be 'module:attr', got {spec.target!r}")
+        if not isinstance(spec.requires, Requirement) or not isinstance(spec.priority, int):
+            raise TypeError(f"kernel {spec.name}: requires must be a Requirement and priority an int")
+    elif isinstance(spec, Op):
+        for text in (*spec.examples, *spec.bench):
+            spec.problem(text)

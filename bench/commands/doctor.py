@@ -57,6 +57,7 @@ def doctor(measure: bool, as_json: bool) -> None:
         "policy": policy.origin,
         "store": _store(policy),
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
+        "failed_plugins": [failure.as_dict() for failure in registry.failures],
     }
     names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
     for name, device in zip(names, report["devices"], strict=True):
@@ -126,6 +127,10 @@ def _print(report: dict[str, Any]) -> None:
     rows = [
         ["gristmill", report["version"]],
         ["registry", "{operations} operations, {kernels} kernels".format(**report["registry"])],
+    ]
+    rows += [
+        ["failed plugin", "{name} ({module}, from {distribution}): {reason}".format(**failure)]
+        for failure in report["failed_plugins"]
     ]
     for device in report["devices"]:
         memory = f", {device['memory_gib']} GiB" if device["memory_gib"] else ""

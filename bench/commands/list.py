@@ -19,7 +19,8 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
     """Every kernel of every operation, and whether this machine (or a target) can run it.
 
     A kernel is available when the hardware has what it needs and this installation can emit or load its code. Reads
-    specs only: no kernel code is imported and no device is touched.
+    specs only: no kernel code is imported and no device is touched. A plugin that could not be loaded is a row without an
+    operation and a kernel, whatever --op says: which kernels it would have added is not known.
     """
     registry = default_registry()
     here = place(target)
@@ -39,6 +40,17 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
                     "reasons": reasons,
                 }
             )
+    rows += [
+        {
+            "op": None,
+            "kernel": None,
+            "provider": failure.plugin.distribution,
+            "language": None,
+            "available": False,
+            "reasons": [str(failure)],
+        }
+        for failure in registry.failures
+    ]
     if as_json:
         console.emit(rows)
         return
@@ -47,10 +59,10 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
         ["operation", "kernel", "provider", "language", "", "why not"],
         [
             [
-                r["op"],
-                r["kernel"],
+                r["op"] or "-",
+                r["kernel"] or "-",
                 r["provider"],
-                r["language"],
+                r["language"] or "-",
                 "yes" if r["available"] else "no",
                 "; ".join(r["reasons"]),
             ]

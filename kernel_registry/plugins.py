@@ -1,0 +1,87 @@
+"""Plugins: modules that installed distributions name by entry points.
+
+A plugin is code that gristmill does not control. Whatever goes wrong while it is loaded becomes a `PluginFailure`, which
+`kernelbench doctor` and `kernelbench list` print; everything else works as if the plugin were not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One entry point: ``name = module`` in `group`, declared by `distribution` ("acme-kernels 1.0")."""
+
+    group: str
+    name: str
+    module: str
+    distribution: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.module}, from {self.distribution})"
+
+    def failure(self, error: BaseException | str) -> PluginFailure:
+        """The record of why this plugin is not used."""
+        if isinstance(error, str):
+            return PluginFailure(self, error)
+        text = " ".join(str(error).split())
+        return PluginFailure(self, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+@dataclass(frozen=True)
+class PluginFailure:
+    """A plugin that is not used, and why, in one line."""
+
+    plugin: Plugin
+    reason: str
+
+    def __str__(self) -> str:
+        return f"plugin {self.plugin}: {self.reason}"
+
+    def as_dict(self) -> dict[str, str]:
+        """The failure as JSON: group, name, module, distribution, reason."""
+        plugin = self.plugin
+        return {
+            "group": plugin.group,
+            "name": plugin.name,
+            "module": plugin.module,
+            "distribution": plugin.distribution,
+            "reason": self.reason,
+        }
+
+
+def load_plugins(group: str) -> tuple[list[tuple[Plugin, ModuleType]], list[PluginFailure]]:
+    """Import the modules of an entry point group: those that could be imported, and a failure for each of the others.
+
+    The order is that of distribution and entry point names, so that it does not depend on `sys.path`. Raises nothing that a
+    plugin raises, SystemExit included.
+    """
+    from importlib.metadata import (
+        entry_points,
+    )  # imports email and sockets: half of this package's import time
+
+    plugins = sorted(
+        (
+            Plugin(
+                group,
+                entry.name,
+                entry.value.partition(":")[0].strip(),
+                f"{entry.dist.name} {entry.dist.version}"
+                if entry.dist is not None
+                else "unknown distribution",
+            )
+            for entry in entry_points(group=group)
+        ),
+        key=lambda plugin: (plugin.distribution, plugin.name),
+    )
+    loaded: list[tuple[Plugin, ModuleType]] = []
+    failures: list[PluginFailure] = []
+    for plugin in plugins:
+        try:
+            loaded.append((plugin, importlib.import_module(plugin.module)))
+        except (Exception, SystemExit) as error:
+            failures.append(plugin.failure(error))
+    return loaded, failures

@@ -1,0 +1,147 @@
+"""Plugins that cannot be used are reported, and change nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
+from gristmill.kernel_registry.registry import Registry, default_registry, with_plugins
+from tests.registry import fakes
+
+GOOD = """
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.requirement import Requirement
+
+KERNEL = Kernel(op="rms_norm", name="rms_norm_good", provider="good", language="python", target="json:dumps",
+                requires=Requirement())
+"""
+FAULTS = {
+    "missing": ("import gm_no_such_module\n", "ModuleNotFoundError: No module named 'gm_no_such_module'"),
+    "syntax": ("KERNEL = (\n", "SyntaxError"),
+    "raises": ("raise RuntimeError('two\\nlines')\n", "RuntimeError: two lines"),
+    "exits": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
+    "not_a_spec": ("KERNEL = 5\n", "expected an Op, Kernel or Layout, got int"),
+    "not_a_list": ("KERNELS = 5\n", "TypeError: 'int' object is not iterable"),
+    "taken": (
+        GOOD.replace("rms_norm_good", "rms_norm_torch"),
+        "kernel rms_norm_torch of rms_norm is registered twice",
+    ),
+    "no_op": (GOOD.replace('"rms_norm"', '"no_such_op"'), "has kernels of no_such_op: no such operation"),
+    "no_launcher": (GOOD.replace("json:dumps", "json"), "target must be 'module:attr', got 'json'"),
+    "bad_priority": (GOOD.replace("requires=", "priority='high', requires="), "priority an int"),
+    "half": (
+        GOOD + "KERNELS = (KERNEL,)\n",
+        "kernel rms_norm_good of rms_norm is registered twice",
+    ),  # the first of the two is not added either
+}
+
+
+def install(folder: Path, name: str, source: str, group: str = "gristmill.kernels") -> None:
+    """A distribution gm-<name> 1.0 in `folder` with one module and one entry point for it."""
+    (folder / f"gm_{name}.py").write_text(source)
+    about = folder / f"gm_{name}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gm-{name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{group}]\n{name} = gm_{name}\n")
+
+
+def kernelbench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(folder), *filter(None, sys.path))),
+        "XDG_CACHE_HOME": str(folder),
+        "COLUMNS": "240",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "gristmill.bench.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One good plugin and one with each fault."""
+    made = tmp_path_factory.mktemp("plugins")
+    install(made, "good", GOOD)
+    for name, (source, _) in FAULTS.items():
+        install(made, name, source)
+    return made
+
+
+def test_list_gives_the_reason_of_each_fault_and_every_other_kernel(folder: Path) -> None:
+    done = kernelbench(folder, "list", "--target", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    failed = {row["provider"]: row for row in rows if row["op"] is None}
+    assert failed.keys() == {f"gm-{name} 1.0" for name in FAULTS}
+    for name, (_, reason) in FAULTS.items():
+        row = failed[f"gm-{name} 1.0"]
+        (said,) = row["reasons"]
+        assert said.startswith(f"plugin {name} (gm_{name}, from gm-{name} 1.0): ") and reason in said
+        assert "\n" not in said and not row["available"] and row["kernel"] is None
+    listed = [row["kernel"] for row in rows if row["op"] is not None]
+    assert sorted(listed) == sorted([*(k.name for k in default_registry().all_kernels()), "rms_norm_good"])
+
+
+def test_doctor_prints_one_line_for_each(folder: Path) -> None:
+    found = json.loads(kernelbench(folder, "doctor", "--json").stdout)["failed_plugins"]
+    assert {row["name"] for row in found} == FAULTS.keys()
+    assert {tuple(row) for row in found} == {("group", "name", "module", "distribution", "reason")}
+    done = kernelbench(folder, "doctor")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "failed plugin" in line]
+    assert len(lines) == len(FAULTS)
+    assert any("missing (gm_missing, from gm-missing 1.0): ModuleNotFoundError" in line for line in lines)
+
+
+def test_without_plugins_there_is_nothing_to_report(tmp_path: Path) -> None:
+    install(tmp_path, "good", GOOD)
+    rows = json.loads(kernelbench(tmp_path, "list", "--json").stdout)
+    assert all(row["op"] for row in rows) and "rms_norm_good" in {row["kernel"] for row in rows}
+    assert json.loads(kernelbench(tmp_path, "doctor", "--json").stdout)["failed_plugins"] == []
+
+
+def test_another_group_is_loaded_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "fine", "VALUE = 7\n", group="gristmill.test_group")
+    install(tmp_path, "broken", "1 / 0\n", group="gristmill.test_group")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded, failures = load_plugins("gristmill.test_group")
+    assert [(plugin.name, module.VALUE) for plugin, module in loaded] == [("fine", 7)]
+    plugin = Plugin("gristmill.test_group", "broken", "gm_broken", "gm-broken 1.0")
+    assert failures == [PluginFailure(plugin, "ZeroDivisionError: division by zero")]
+
+
+def plugin(name: str) -> Plugin:
+    return Plugin("gristmill.kernels", name, name, f"{name} 1.0")
+
+
+def test_a_plugin_may_use_an_operation_of_another_unless_that_one_failed() -> None:
+    declares = (plugin("declares"), SimpleNamespace(OP=fakes.OP, __name__="declares"))
+    uses = (plugin("uses"), SimpleNamespace(KERNEL=fakes.kernel("mix_one"), __name__="uses"))
+    for order in ((declares, uses), (uses, declares)):
+        made = with_plugins(Registry(), order)
+        assert [k.name for k in made.kernels_of("mix")] == ["mix_one"] and not made.failures
+    broken = (plugin("declares"), SimpleNamespace(OP=fakes.OP, LAYOUTS=(3,), __name__="declares"))
+    made = with_plugins(Registry(), (broken, uses))
+    assert not made.ops and not made.kernels
+    assert [failure.plugin.name for failure in made.failures] == ["declares", "uses"]
+    assert made.failures[1].reason == "has kernels of mix: no such operation"
+
+
+def test_the_registry_that_is_extended_stays_as_it_was() -> None:
+    registry = Registry()
+    registry.add(fakes.OP)
+    extra: Kernel = fakes.kernel("mix_extra")
+    made = with_plugins(registry, [(plugin("extra"), SimpleNamespace(KERNEL=extra, __name__="extra"))])
+    assert made.kernel("mix", "mix_extra").module == "extra" and not registry.kernels
