@@ -29,7 +29,9 @@ CRASHED, INTERRUPTED, READER_GONE = 70, 130, 141
 
 def run(command: click.Command, name: str) -> None:
     """Run a command line and leave the process: the command's status, 2 after a user's mistake, and the three above."""
-    warnings.showwarning = lambda message, *_: print(f"{name}: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(
+        f"{name}: warning: {' '.join(str(message).split())}", file=sys.stderr
+    )
     try:
         status = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -84,12 +86,16 @@ FOLDED = 16
 """A column of text is not folded to less than so many characters; a column of numbers never is."""
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()
+) -> None:
     """A table on stdout; where the terminal is too narrow for it, a paragraph a row. right: the columns of numbers."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     where = out()
     widths = [max(map(len, texts)) for texts in zip(columns, *cells, strict=True)]
-    least = [width if name in right else min(width, FOLDED) for name, width in zip(columns, widths, strict=True)]
+    least = [
+        width if name in right else min(width, FOLDED) for name, width in zip(columns, widths, strict=True)
+    ]
     if sum(least) + 2 * (len(least) - 1) > where.width:
         _paragraphs(where, title, columns, cells)
         return
@@ -97,7 +103,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, 
         where.print(title, style="italic")  # not the table's own, which folds it to the table's width
     shown = Table(header_style="bold", box=None, pad_edge=False)
     for column in columns:
-        shown.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in right)
+        shown.add_column(
+            column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in right
+        )
     for row in cells:
         shown.add_row(*row)
     where.print(shown)
@@ -139,8 +147,14 @@ def progress(items: Sequence[Any], describe: Callable[[Any], str], *, quiet: boo
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   console=err(), transient=True)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err(),
+        transient=True,
+    )
     with bar:
         task = bar.add_task("", total=len(items))
         for item in items:

@@ -92,7 +92,8 @@ def _define(op: Op) -> None:
     defaults = tuple(_default(parameter.default) for parameter in op.parameters)
     typed = [f"{parameter.type} {parameter.name}" for parameter in op.parameters]
     inputs = ", ".join(
-        text if p.default is None else f"{text}={p.default}" for text, p in zip(typed, op.parameters, strict=True)
+        text if p.default is None else f"{text}={p.default}"
+        for text, p in zip(typed, op.parameters, strict=True)
     )
     outputs = [f"Tensor({chr(ord('m') + index)}!) {name}" for index, name in enumerate(op.outputs)]
 
@@ -100,7 +101,9 @@ def _define(op: Op) -> None:
 
     def allocate(*arguments: Any) -> list[torch.Tensor]:
         device = next(t.device for a in arguments for t in tensors(a))
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)]
+        return [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)
+        ]
 
     def run_new(*given: Any) -> Any:
         # The dispatcher leaves out trailing arguments that are at their defaults.
@@ -121,7 +124,9 @@ def _define(op: Op) -> None:
             raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
 
     returned = ", ".join("Tensor" for _ in op.outputs)
-    _LIBRARY.define(f"{op.name}({inputs}, int plan=0) -> {returned if len(op.outputs) == 1 else f'({returned})'}")
+    _LIBRARY.define(
+        f"{op.name}({inputs}, int plan=0) -> {returned if len(op.outputs) == 1 else f'({returned})'}"
+    )
     _LIBRARY.impl(op.name, run_new, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gristmill::{op.name}", fake_new if op.outputs else fake_out, lib=_LIBRARY)
     packet = getattr(torch.ops.gristmill, op.name)
@@ -155,11 +160,16 @@ def _default(text: str | None) -> Any:
 
 
 def _function(op: Op, new: Callable[..., Any], into: Callable[..., Any] | None) -> Callable[..., Any]:
-    signature = inspect.Signature([
-        inspect.Parameter(p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                          default=inspect.Parameter.empty if p.default is None else _default(p.default))
-        for p in op.parameters
-    ])
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(
+                p.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if p.default is None else _default(p.default),
+            )
+            for p in op.parameters
+        ]
+    )
 
     packed = [index for index, p in enumerate(op.parameters) if p.type == "Tensor[]"]
 
