@@ -14,7 +14,7 @@ from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plan import BUCKETS, Plan, PlanEntry, bucket_index, bucket_sizes
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 
 Runner = Callable[..., None]
 

@@ -16,7 +16,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 
 
 @dataclass(frozen=True)

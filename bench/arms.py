@@ -21,7 +21,7 @@ from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed, list_count
 from gristmill.autotune.verify import packing, scratch
 from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 
 LEAD = 3
 """Calls of an audit that are checked but not timed: the refresh left the memory allocator and the caches in another state."""

@@ -31,7 +31,7 @@ from gristmill.autotune.rotation import Rotation
 from gristmill.bench.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 
 DECODE = "heads=32,kv_heads=8"
 CASES = (

@@ -20,7 +20,7 @@ from gristmill.bench.gpu_graphs import DEVICE, column_error
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack, quantize
 
 SCHEMES = "int4_g128,int4_g32_zp,nvfp4,mxfp4,int8_ch,fp8_block"

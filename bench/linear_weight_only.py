@@ -42,7 +42,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, target_key
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 from gristmill.quant import pack, quantize
 from gristmill.quant.packed import LayoutError
 

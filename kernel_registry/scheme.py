@@ -50,7 +50,7 @@ ACTIVATION_FORMATS: Final[tuple[str, ...]] = (
 )
 
 DENSE_BITS: Final[dict[str, int]] = {"fp32": 32, "fp16": 16, "bf16": 16}
-_SCALE_BYTES: Final[dict[str, int]] = {"bf16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1}
+_SCALE_BYTES: Final[dict[str | None, int]] = {"bf16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1, None: 4}
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -209,7 +209,7 @@ class QuantScheme:
         total = n * self.code_bytes(k)
         shape = self.scale_shape(n, k)
         if shape is not None:
-            total += shape[0] * shape[1] * self._bytes_a_scale
+            total += shape[0] * shape[1] * self._bytes_per_group
         return total + (4 if self.has_global else 0)
 
     @property
@@ -218,13 +218,18 @@ class QuantScheme:
         extra = 0.0
         if self.group_size and self.scale_dtype is not None:
             covered = self.group_size * (BLOCK if self.granularity == "block" else 1)
-            extra = 8.0 * self._bytes_a_scale / covered
+            extra = 8.0 * self._bytes_per_group / covered
         return self.bits + extra
 
     @property
-    def _bytes_a_scale(self) -> int:
+    def scale_bytes(self) -> int:
+        """Bytes of one stored scale; 4, a float32 multiplier, where the scheme has none of its own."""
+        return _SCALE_BYTES[self.scale_dtype]
+
+    @property
+    def _bytes_per_group(self) -> int:
         """Bytes of a scale and what is stored beside it, as round to nearest writes them."""
-        own = 0 if self.scale_dtype is None else _SCALE_BYTES[self.scale_dtype]
+        own = 0 if self.scale_dtype is None else self.scale_bytes
         return own + (1 if self.zero_points else own if self.minimums else 0)
 
 

@@ -8,11 +8,8 @@ results are silently wrong. `install` computes them in float32 and rounds to nea
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 from typing import Any
-
-from gristmill.kernel_registry.kernel import Kernel
 
 
 class InterpreterError(RuntimeError):
@@ -22,13 +19,6 @@ class InterpreterError(RuntimeError):
 def interpreting() -> bool:
     """Whether Triton kernels run in the interpreter in this process (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def load(kernel: Kernel) -> Callable[..., None]:
-    """The launcher of `kernel`; repairs the interpreter first when a Triton kernel is to run in it."""
-    if kernel.language == "triton" and interpreting():
-        install()
-    return kernel.load()
 
 
 @cache

@@ -45,9 +45,8 @@ def size(scheme: QuantScheme, n: int, k: int) -> int:
     codes = rows * padded_k(scheme, k) * scheme.bits // 8
     if scheme.is_dense:
         return codes
-    scale_bytes = {"e8m0": 1, "e4m3": 1, "bf16": 2}.get(str(scheme.scale_dtype), 4)
     groups = max(1, scheme.groups(k))
-    total = codes + rows * groups * (scale_bytes + int(scheme.zero_points))
+    total = codes + rows * groups * (scheme.scale_bytes + int(scheme.zero_points))
     return total + (4 * rows if scheme.weight == "nvfp4" else 0)
 
 

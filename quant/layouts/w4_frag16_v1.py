@@ -37,8 +37,7 @@ def groups_per_tile(scheme: QuantScheme) -> int:
 
 def tile_bytes(scheme: QuantScheme) -> int:
     """Bytes of a tile of any frag16 layout: codes, scales, zero points."""
-    scale = {"e4m3": 1, "e8m0": 1, "bf16": 2}.get(str(scheme.scale_dtype), 4)
-    each = scale + int(scheme.zero_points)
+    each = scheme.scale_bytes + int(scheme.zero_points)
     return TILE_ROWS * TILE_K * scheme.bits // 8 + TILE_ROWS * groups_per_tile(scheme) * each
 
 

@@ -10,7 +10,7 @@ from gristmill.autotune.resolve import confirmed_build
 from gristmill.autotune.verify import with_workspace
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 from gristmill.quant import pack, quantize, unpack
 from gristmill.quant.layouts.humming_v1 import LAYOUT as HUMMING
 from gristmill.quant.packed import LayoutError

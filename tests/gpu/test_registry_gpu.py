@@ -14,7 +14,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 from tests.conftest import HAS_GPU
 
 pytestmark = pytest.mark.gpu

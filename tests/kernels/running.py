@@ -17,7 +17,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 from tests.conftest import HAS_GPU
 
 REGISTRY = default_registry()

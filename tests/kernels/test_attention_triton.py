@@ -15,7 +15,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import mla_attention, paged_attention
 from gristmill.kernels.attention.tiles import packing, part_length, split_count, tile_bound
-from gristmill.kernels.interpreter import load
+from gristmill.kernels.load import load
 from tests.conftest import HAS_GPU
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="with a GPU here Triton kernels run on it, in the gpu tests")

@@ -16,8 +16,8 @@ from gristmill.kernel_registry.problem import AxisError
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.interpreter import load
 from gristmill.kernels.linear.weight import LinearWeight, problem_of
+from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, quantize
 from gristmill.quant.packed import pack
 from gristmill.quant.sharding import concat

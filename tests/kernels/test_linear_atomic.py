@@ -11,8 +11,8 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.interpreter import load
 from gristmill.kernels.linear import linear_w_triton_atomic as spec
+from gristmill.kernels.load import load
 from gristmill.quant import pack, quantize
 
 OP = default_registry().op("linear")
