@@ -120,10 +120,14 @@ class Op:
             return problem
         return problem.with_values(**{self.bucket: min(problem.integer(self.bucket), VERIFIED_ROWS)})
 
-    def problem(self, given: str | Mapping[str, AxisValue | None]) -> Problem:
-        """A problem of this operation from its text or its axis values; AxisError says what is wrong with it."""
+    def problem(self, given: str | Problem | Mapping[str, object]) -> Problem:
+        """A problem of this operation from its text, its axis values or another Problem; AxisError says what is wrong with it."""
         if isinstance(given, str):
             made = parse_problem(self.name, self.axes, given)
+        elif isinstance(given, Problem):
+            if given.op != self.name:
+                raise AxisError(f"{self.name}: got a problem of {given.op}: {given}")
+            made = make_problem(self.name, self.axes, given.as_dict())
         else:
             made = make_problem(self.name, self.axes, given)
         wrong = None if self.check is None else self.check(made)

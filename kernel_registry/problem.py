@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-AxisValue = int | float | str | bool
+from gristmill.kernel_registry.dtypes import DTYPES, canonical_dtype
 
-DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int32", "int64", "uint8")
+AxisValue = int | float | str | bool
 
 
 @dataclass(frozen=True)
 class Axis:
     """One named coordinate of an operation's problems.
 
-    kind: ``int``, ``float``, ``bool``, ``dtype``, ``scheme`` (a quantization scheme name), ``choice`` (one of
+    kind: ``int``, ``float``, ``bool``, ``dtype`` (see `canonical_dtype`), ``scheme`` (a quantization scheme), ``choice`` (one of
     ``choices``) or ``flags`` (a ``+``-joined subset of ``choices``, kept in their order; ``none`` = empty).
     dynamic: changes from call to call (M, token counts); everything else is fixed when a layer is built.
     """
@@ -53,8 +53,11 @@ class Axis:
             raise ValueError(text)
         return text
 
-    def check(self, value: AxisValue, op: str) -> AxisValue:
-        """`value`, brought to its canonical form; AxisError if it does not belong on this axis."""
+    def check(self, value: object, op: str) -> AxisValue:
+        """`value`, brought to its canonical form; AxisError if it does not belong on this axis.
+
+        A dtype goes by any of its names or as a torch.dtype, a scheme also as a QuantScheme.
+        """
         wrong = AxisError(f"{op}: axis {self.name} wants {self.wants()}, got {value!r}")
         if self.kind == "int":
             if isinstance(value, bool) or not isinstance(value, int) or value < self.minimum:
@@ -68,19 +71,25 @@ class Axis:
             if not isinstance(value, bool):
                 raise wrong
             return value
-        if not isinstance(value, str):
-            raise wrong
-        if self.kind == "dtype" and value not in (self.choices or DTYPES):
-            raise wrong
-        if self.kind == "choice" and value not in self.choices:
-            raise wrong
+        if self.kind == "dtype":
+            try:
+                short = canonical_dtype(value)
+            except (TypeError, ValueError):
+                raise wrong from None
+            if short not in (self.choices or DTYPES):
+                raise wrong
+            return short
         if self.kind == "scheme":
             from gristmill.kernel_registry.scheme import QuantScheme
 
             try:
                 return str(QuantScheme.parse(value))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise AxisError(f"{op}: axis {self.name}: {error}") from error
+        if not isinstance(value, str):
+            raise wrong
+        if self.kind == "choice" and value not in self.choices:
+            raise wrong
         if self.kind == "flags":
             flags = [] if value in ("", "none") else value.split("+")
             if len(set(flags)) != len(flags) or any(flag not in self.choices for flag in flags):
@@ -180,8 +189,8 @@ class Problem:
         return ",".join(parts)
 
 
-def make_problem(op: str, axes: tuple[Axis, ...], given: Mapping[str, AxisValue | None]) -> Problem:
-    """A problem from axis values: defaults filled in, dynamic axes left open when absent; AxisError otherwise."""
+def make_problem(op: str, axes: tuple[Axis, ...], given: Mapping[str, object]) -> Problem:
+    """A problem from axis values: defaults filled in, dynamic axes left open when absent or None; AxisError otherwise."""
     unknown = given.keys() - {axis.name for axis in axes}
     if unknown:
         raise AxisError(

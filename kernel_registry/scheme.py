@@ -33,6 +33,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal
 
+from gristmill.kernel_registry.dtypes import canonical_dtype
+
 Granularity = Literal["dense", "tensor", "channel", "group", "block"]
 ScaleDtype = Literal["bf16", "fp32", "e8m0", "e4m3"]
 
@@ -91,18 +93,28 @@ class QuantScheme:
     minimums: bool = False
 
     @staticmethod
-    def parse(name: str | QuantScheme) -> QuantScheme:
+    def parse(name: object) -> QuantScheme:
         """The scheme called ``name``; a QuantScheme is returned as it is.
+
+        A dense scheme goes by any name of its dtype (``bfloat16``, ``half``) and by its torch.dtype.
 
         Raises:
             ValueError: for an unknown name, naming the known ones.
-            TypeError: when name is neither a string nor a QuantScheme.
+            TypeError: when name is neither a string, a torch.dtype nor a QuantScheme.
         """
         if isinstance(name, QuantScheme):
             return name
-        if not isinstance(name, str):
-            raise TypeError(f"a scheme is named by a string such as 'int4_g128', got {type(name).__name__}")
-        return _parse(name)
+        if isinstance(name, str):
+            return _parse(name)
+        try:
+            dense = _dense(name)
+        except TypeError:
+            raise TypeError(
+                f"a scheme is a name such as 'int4_g128' or a torch.dtype, got {type(name).__name__}"
+            ) from None
+        if dense is None:
+            raise ValueError(f"{name} is no dense scheme; known: {', '.join(DENSE_BITS)}")
+        return dense
 
     @staticmethod
     def integer(
@@ -281,10 +293,19 @@ PAIRED_SCHEMES: Final[tuple[str, ...]] = (
 _INTEGER: Final = re.compile(r"int([1-8])_(?:g([1-9]\d{0,6})|ch)(_zp|_min)?")
 
 
+def _dense(dtype: object) -> QuantScheme | None:
+    """The dense scheme of a dtype; None for other dtypes, which do not say how they are scaled."""
+    try:
+        dtype = canonical_dtype(dtype)
+    except ValueError:
+        return None
+    return _WEIGHTS[dtype] if dtype in DENSE_BITS else None
+
+
 @lru_cache(maxsize=512)
 def _parse(name: str) -> QuantScheme:
-    weights, dot, activation = name.partition(".")
-    scheme = _WEIGHTS.get(weights)
+    weights, dot, activation = name.removeprefix("torch.").partition(".")
+    scheme = _WEIGHTS.get(weights) or _dense(weights)
     found = _INTEGER.fullmatch(weights)
     if scheme is None and found is not None:
         bits, group, tail = found.groups()

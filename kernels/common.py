@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_TEXT = {
-    "torch.float32": "fp32",
-    "torch.float16": "fp16",
-    "torch.bfloat16": "bf16",
-    "torch.float8_e4m3fn": "fp8",
-    "torch.float8_e5m2": "fp8_e5m2",
-    "torch.int8": "int8",
-    "torch.uint8": "uint8",
-    "torch.int32": "int32",
-    "torch.int64": "int64",
-}
+from gristmill.kernel_registry.dtypes import DTYPES, TORCH_NAMES, canonical_dtype
+
 ITEM_BYTES = {
     "fp32": 4,
     "fp16": 2,
@@ -35,9 +26,12 @@ class _Names(dict[Any, str]):
     """Names of torch dtypes, each found by its text when first asked for."""
 
     def __missing__(self, dtype: Any) -> str:
-        name = _TEXT.get(str(dtype))
-        if name is None:
-            raise TypeError(f"dtype {dtype} is not supported; supported: {', '.join(sorted(_TEXT.values()))}")
+        try:
+            name = canonical_dtype(dtype)
+        except ValueError:
+            raise TypeError(
+                f"dtype {dtype} is not supported; supported: {', '.join(sorted(DTYPES))}"
+            ) from None
         self[dtype] = name
         return name
 
@@ -48,13 +42,10 @@ once or more in every planned call."""
 
 
 def torch_dtype(name: str) -> Any:
-    """The torch dtype that a problem string names."""
+    """The torch dtype of a name (see `canonical_dtype`); ValueError for an unknown one."""
     import torch
 
-    for text, known in _TEXT.items():
-        if known == name:
-            return getattr(torch, text.removeprefix("torch."))
-    raise ValueError(f"no dtype called {name!r}; known: {', '.join(ITEM_BYTES)}")
+    return getattr(torch, TORCH_NAMES[canonical_dtype(name)])
 
 
 def need(condition: bool, message: str) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from gristmill.kernel_registry.dtypes import canonical_dtype
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels.common import FLOATS, torch_dtype
 from gristmill.quant.formats import open_format
 from gristmill.quant.formats.gguf import Gguf
 from gristmill.runtime.errors import UsageError
@@ -18,20 +20,11 @@ from gristmill.runtime.loader.gguf import GgufCheckpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
-
 
 def load_model(
     directory: str | Path,
-    dtype: str = "auto",
-    quant: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    quant: str | QuantScheme | torch.dtype | None = None,
     device: str = "cpu",
     policy: Policy | None = None,
 ) -> Model:
@@ -54,7 +47,7 @@ def load_model(
     return build_model(config, weights, plans)
 
 
-def parse_scheme(name: str | None) -> QuantScheme | None:
+def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | None:
     """The scheme of a name; UsageError lists the known ones. None, and dense names, stay what they are."""
     if name is None:
         return None
@@ -64,14 +57,18 @@ def parse_scheme(name: str | None) -> QuantScheme | None:
         raise UsageError(str(error)) from error
 
 
-def parse_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """The torch dtype of a name; ``auto`` is the checkpoint's."""
-    text = config.dtype if name == "auto" else name
-    if text not in DTYPES:
+def parse_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:
+    """The torch dtype of a name; ``auto`` is the checkpoint's. UsageError unless it is a dtype of activations."""
+    try:
+        name = canonical_dtype(config.dtype if dtype == "auto" else dtype)
+    except (TypeError, ValueError):
+        name = ""
+    if name not in FLOATS:
         raise UsageError(
-            f"unknown dtype {name!r}; known: auto, fp32, fp16, bf16 (or float32, float16, bfloat16)"
+            f"unknown dtype {dtype!r}; known: auto, {', '.join(FLOATS)} (or float32, float16, bfloat16, half, a torch.dtype)"
         )
-    return DTYPES[text]
+    found: torch.dtype = torch_dtype(name)
+    return found
 
 
 def parse_device(name: str) -> torch.device:
