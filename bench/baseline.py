@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gristmill.autotune.place import Place
 from gristmill.bench.compare import GAP, WRONG, Case, Row
-from gristmill.bench.place import Place
 from gristmill.bench.problems import named
 from gristmill.bench.result_file import ResultError, parsed, replace
 from gristmill.bench.statistics.verdict import SLOWER, UNCLEAR, Rule, judge

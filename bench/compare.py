@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from gristmill.autotune.gpu_clock import sm_clock
-from gristmill.bench.place import Place
+from gristmill.autotune.place import Place
 from gristmill.bench.statistics.rounds import ROUNDS, SECONDS, Heat, race
 from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict, judge
 from gristmill.kernel_registry.kernel import Config, Kernel

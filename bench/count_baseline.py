@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gristmill.autotune.place import Place
 from gristmill.bench import baseline, counts
 from gristmill.bench.compare import GAP, WRONG
-from gristmill.bench.place import Place
 from gristmill.bench.problems import named
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER
 from gristmill.kernel_registry.kernel import Kernel

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gristmill.bench.place import Place
+from gristmill.autotune.place import Place
 from gristmill.bench.shapes import Call
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select

@@ -27,8 +27,8 @@ import torch
 
 from gristmill import console
 from gristmill.autotune.environment import environment
+from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
-from gristmill.bench.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.load import load

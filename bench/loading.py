@@ -34,9 +34,9 @@ import torch
 
 from gristmill import console
 from gristmill.autotune.environment import environment
+from gristmill.autotune.place import place
 from gristmill.bench.loading_cases import CASES, Made, synthesize
 from gristmill.bench.loading_turns import CALLS, turn
-from gristmill.bench.place import place
 
 
 def drop(folder: Path) -> None:

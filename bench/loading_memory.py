@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from gristmill import console
 from gristmill.autotune.environment import environment
-from gristmill.bench.place import place
+from gristmill.autotune.place import place
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.loader.checkpoint import INDEX, Checkpoint
 from gristmill.runtime.loader.config import parse_config

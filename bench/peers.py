@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gristmill.bench.place import Place
+from gristmill.autotune.place import Place
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import default_registry
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from gristmill.autotune.place import Place
 from gristmill.bench.compare import why_not
-from gristmill.bench.place import Place
 from gristmill.bench.shapes import Call
 from gristmill.bench.suites import OF_AN_OPERATION, expand, load_suite, suite_names
 from gristmill.kernel_registry.kernel import Config, Kernel

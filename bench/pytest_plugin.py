@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.bench.place import Place, imported, place
+from gristmill.autotune.place import Place, imported, place
 from gristmill.bench.statistics.rounds import ROUNDS
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op

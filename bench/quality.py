@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gristmill.bench.place import place
+from gristmill.autotune.place import place
 from gristmill.bench.quality_table import render
 from gristmill.bench.result_file import SCHEMA, replace
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.autotune.place import Place
 from gristmill.bench.halving import KEEP_WITHIN
 from gristmill.bench.options import Job, Option, options
-from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import Heat
 from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.registry import default_registry

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.autotune.place import Place, imported
 from gristmill.bench.compare import why_not
 from gristmill.bench.history import median_error
-from gristmill.bench.place import Place, imported
 from gristmill.bench.result_file import samples
 from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, judge, merge

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gristmill.bench.place import Place
+from gristmill.autotune.place import Place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import config_key
 

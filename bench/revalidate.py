@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gristmill.autotune.place import Place
 from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench.compare import why_not
-from gristmill.bench.place import Place
 from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op

@@ -9,9 +9,9 @@ from typing import Any
 
 from gristmill.autotune.clock import now
 from gristmill.autotune.gpu_clock import sm_clock
+from gristmill.autotune.place import Place
 from gristmill.bench.halving import halve
 from gristmill.bench.options import Job, options
-from gristmill.bench.place import Place
 from gristmill.bench.shapes import Call
 from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.kernel import Config

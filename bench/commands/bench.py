@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import Place, imported, place
 from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.peers import unwrapped
-from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import (
     Asked,
     asked,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gristmill import console
+from gristmill.autotune.place import Place, imported, place
 from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile, unwritable
-from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import concrete, here_or_refuse, named
 from gristmill.bench.result_file import replace
 from gristmill.kernel_registry.registry import default_registry

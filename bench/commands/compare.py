@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import Place, imported, place
 from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.peers import unwrapped
-from gristmill.bench.place import Place, imported, place
 from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, named, problem_options
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op

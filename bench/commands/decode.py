@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import place
 from gristmill.bench.out_file import OutFile
-from gristmill.bench.place import place
 from gristmill.bench.result_file import write
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gristmill import console
-from gristmill.bench.place import place
+from gristmill.autotune.place import place
 from gristmill.kernel_registry.registry import default_registry
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from gristmill import console
+from gristmill.autotune.place import imported, place
 from gristmill.bench.finite import Finite
-from gristmill.bench.place import imported, place
 from gristmill.bench.problems import concrete, here_or_refuse
 from gristmill.kernel_registry.registry import default_registry
 

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import place
 from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile
-from gristmill.bench.place import place
 from gristmill.bench.problems import asked, here_or_refuse, problem_options
 
 

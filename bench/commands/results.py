@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 
 from gristmill import console
+from gristmill.autotune.place import place
 from gristmill.bench import result_file
 from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile
-from gristmill.bench.place import place
 from gristmill.bench.problems import here_or_refuse
 
 _FILE = click.Path(path_type=Path, dir_okay=False)

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from gristmill import console
+from gristmill.autotune.place import place
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile
-from gristmill.bench.place import place
 from gristmill.bench.shapes import load_config, model_names
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import place
 from gristmill.bench.out_file import OutFile
-from gristmill.bench.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
 

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import place
 from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
-from gristmill.bench.place import place
 from gristmill.bench.problems import concrete, here_or_refuse
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gristmill import console
-from gristmill.bench.place import Place, imported, place
+from gristmill.autotune.place import Place, imported, place
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gristmill.autotune.place import place
 from gristmill.autotune.properties import properties
-from gristmill.bench.place import place
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement

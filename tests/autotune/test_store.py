@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.autotune.place import place
 from gristmill.autotune.store import save
 from gristmill.autotune.store_tools import diff, lint, merge, records
-from gristmill.bench.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, StoreError, Timing, Verification, config_key, target_key
 

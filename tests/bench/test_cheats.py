@@ -69,7 +69,7 @@ def test_every_operation_can_be_audited(op_name: str) -> None:
     op = default_registry().op(op_name)
     kernel = default_registry().kernel(op_name, f"{op_name}_cpu")
     problem = next(p for p in map(op.problem, op.examples[1:]) if kernel.accepts(p) is None)
-    from gristmill.bench.place import place
+    from gristmill.autotune.place import place
 
     arm = KernelArm(kernel, kernel.config(problem, place("cpu").target), Rotation(op, kernel, problem, "cpu"))
     for _ in range(3):

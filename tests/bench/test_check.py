@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
+from gristmill.autotune.place import place
 from gristmill.bench import baseline
 from gristmill.bench.cli import cli
 from gristmill.bench.compare import GAP, WRONG, Case, compare
-from gristmill.bench.place import place
 from gristmill.bench.result_file import ResultError
 from gristmill.bench.statistics.rounds import ROUNDS, Heat, race
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, Rule

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from gristmill.autotune.place import place
 from gristmill.bench import baseline, count_baseline, counts
 from gristmill.bench.cli import cli
-from gristmill.bench.place import place
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.targets.probe import probe_cpu

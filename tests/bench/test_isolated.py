@@ -12,10 +12,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench.arms import KernelArm, Way, WrongResultError, timing_name
 from gristmill.bench.cli import cli
-from gristmill.bench.place import place
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.autotune.place import imported, place
 from gristmill.bench.peers import PEERS, unwrapped
-from gristmill.bench.place import imported, place
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement

@@ -21,7 +21,7 @@ SUITE = """
 from dataclasses import replace
 import pytest
 from gristmill.bench.arms import WrongResultError
-from gristmill.bench.place import place
+from gristmill.autotune.place import place
 from tests.bench import cheats, slowed
 
 def test_named(kernel_benchmark):

@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.autotune import floor
+from gristmill.autotune.place import place
 from gristmill.bench import rerun as again
 from gristmill.bench.cli import cli
 from gristmill.bench.history import history
-from gristmill.bench.place import place
 from gristmill.bench.result_file import ResultError, read
 from gristmill.bench.statistics.verdict import Rule
 from gristmill.kernel_registry.policy import Policy

@@ -7,12 +7,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune.place import Place, place
 from gristmill.autotune.store import dump, save
 from gristmill.autotune.store_tools import lint
 from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench import revalidate as again
 from gristmill.bench.cli import cli
-from gristmill.bench.place import Place, place
 from gristmill.bench.revalidate import DIFFERS, HOLDS, WRONG, Again
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, config_key, target_key

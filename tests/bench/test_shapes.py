@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune.place import place
 from gristmill.bench.cli import cli
 from gristmill.bench.coverage import coverage, shares
-from gristmill.bench.place import place
 from gristmill.bench.shapes import MIX, ShapeError, Step, calls, load_config, model_names
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, target_key

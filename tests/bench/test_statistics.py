@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gristmill.autotune.gpu_clock import sm_clock
+from gristmill.autotune.place import place
 from gristmill.bench.arms import KernelArm, shared_rotations
-from gristmill.bench.place import place
 from gristmill.bench.statistics.noise import Noise, NoiseError, self_test, summarize
 from gristmill.bench.statistics.rounds import Heat, race
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, UNCLEAR, Rule, judge, merge

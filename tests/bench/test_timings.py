@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.autotune import worker
+from gristmill.autotune.place import place
 from gristmill.bench import compare, timings
 from gristmill.bench.arms import timing_name
 from gristmill.bench.cli import cli
-from gristmill.bench.place import place
 from gristmill.bench.problems import asked, baseline_of, chosen, missing_peers
 from gristmill.bench.shapes import MIXES, calls, load_config
 from gristmill.bench.suites import SuiteError, expand, load_suite, suite_names

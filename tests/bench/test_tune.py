@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune.place import place
 from gristmill.bench import tune as tuning
 from gristmill.bench.cli import cli
 from gristmill.bench.halving import halve
 from gristmill.bench.options import MOST, Job, Option, options
-from gristmill.bench.place import place
 from gristmill.bench.shapes import Step, calls, load_config
 from gristmill.bench.tune import jobs_of
 from gristmill.bench.verifying import verify_all

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gristmill.autotune.place import place
 from gristmill.bench.options import Job, Option, options
-from gristmill.bench.place import place
 from gristmill.bench.suites import load_suite
 from gristmill.bench.verifying import CHUNK, chunks, verify_all
 

@@ -9,11 +9,11 @@ import torch
 
 from gristmill.autotune.disturbance import GPU_REASONS
 from gristmill.autotune.floor import remeasure
+from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench.arms import KernelArm, WrongResultError
 from gristmill.bench.compare import Case, compare
 from gristmill.bench.options import Job
-from gristmill.bench.place import place
 from gristmill.bench.statistics.noise import self_test
 from gristmill.bench.statistics.verdict import FASTER, SLOWER, Rule
 from gristmill.bench.timings import TIMINGS, kernel_rows

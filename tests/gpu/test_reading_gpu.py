@@ -9,10 +9,10 @@ import torch
 
 from gristmill.autotune import reading
 from gristmill.autotune.floor import ceilings
+from gristmill.autotune.place import place
 from gristmill.autotune.reading import ReadError
 from gristmill.autotune.timing import list_count
 from gristmill.bench.compare import Case, add_floors, compare
-from gristmill.bench.place import place
 from gristmill.bench.statistics.verdict import Rule
 from gristmill.bench.timings import kernel_rows
 from gristmill.kernel_registry.registry import default_registry

@@ -10,9 +10,9 @@ import torch
 
 from gristmill.autotune import timing
 from gristmill.autotune.gpu_clock import sm_clock
+from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
 from gristmill.bench.arms import KernelArm
-from gristmill.bench.place import place
 from gristmill.bench.statistics.rounds import Heat
 from gristmill.kernel_registry.registry import default_registry
 

@@ -1,10 +1,12 @@
-"""Where a command looks: a device of this machine, or a target that is only a description."""
+"""Where selection looks: a device of this machine, or a target that is only a description."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build, imported_build
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
@@ -12,6 +14,9 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -24,20 +29,28 @@ class Place:
     policy: Policy
 
 
-def place(text: str | None) -> Place:
-    """The place that ``--target`` names; None = the first GPU of this machine, else its CPU.
+def place(target: str | Target | torch.device | None, policy: Policy | None = None) -> Place:
+    """The place that a target's name, a Target or a torch device stands for; None = the first GPU of this machine, else its CPU.
 
-    A CPU level that this CPU runs is here (held to that level). ValueError for an unknown target.
+    A CPU level that this CPU runs is here (held to that level). policy: None = the one that GRISTMILL_POLICY names.
+
+    Raises:
+        ValueError: an unknown target, or a torch device that is not here.
     """
-    policy = Policy.current()
+    policy = policy or Policy.current()
     devices = tuple(probe_devices().targets)
-    if text is None:
+    if target is None:
         if devices:
             return Place(devices[0], _torch_name(devices, 0), _build(devices[0], policy), policy)
         return _cpu(policy, policy.cpu_level)
-    if text.lower() == "cpu":
-        return _cpu(policy, policy.cpu_level)
-    target = Target.parse(text)
+    if not isinstance(target, Target):
+        name = str(target).lower()
+        if name == "cpu":
+            return _cpu(policy, policy.cpu_level)
+        if name.partition(":")[0] == "cuda":
+            found = device_target(name, policy)
+            return Place(found, name, _build(found, policy), policy)
+        target = Target.parse(str(target))
     for index, device in enumerate(devices):
         if device.name == target.name and (not target.device or target.device == device.device):
             return Place(device, _torch_name(devices, index), _build(device, policy), policy)

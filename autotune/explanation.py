@@ -1,0 +1,251 @@
+"""Why a problem gets the kernel that it gets: every candidate with its verdict, and the plan of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from gristmill.autotune.place import Place, place
+from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plan import MoreMemory, Plan, bucket_sizes, make_plan, more_memory, readable
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.select import Candidate, NoKernelError, Selection, select
+from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.target import Target
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, columns and rows of text to print. right: the columns of numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+
+        def line(cells: tuple[str, ...]) -> str:
+            placed = zip(self.columns, cells, widths, strict=True)
+            return "  ".join(
+                cell.rjust(width) if name in self.right else cell.ljust(width) for name, cell, width in placed
+            ).rstrip()
+
+        return "\n".join([self.title, line(self.columns), *map(line, self.rows)])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`. ``print(explanation)`` shows it as tables.
+
+    op, problem: what was asked. target: where. device: the torch device that the target is on this machine, None if it is not
+    here (then nothing is verified). candidates: every kernel of the operation, best first, with its verdict and reasons.
+    plan: kernel and configuration by size, of a problem whose bucket axis was left open; else None. layouts: the weight
+    layouts of the plan. more_memory: what the policy's bound on memory keeps from the plan, None if nothing.
+    """
+
+    op: str
+    problem: Problem
+    target: Target
+    device: str | None
+    policy: Policy
+    selection: Selection
+    bucket: str | None
+    plan: Plan | None = None
+    more_memory: MoreMemory | None = None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every kernel of the operation, best first."""
+        return self.selection.candidates
+
+    @property
+    def selected(self) -> str | None:
+        """Name of the kernel that runs the problem (on a target that is not here: would run it, once verified); None = none can."""
+        return self.selection.best.kernel.name if self.selection.best is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``kernelbench explain --json`` prints."""
+        found: dict[str, Any] = {
+            "op": self.op,
+            "problem": str(self.problem),
+            "target": self.target.name,
+            "selected": self.selected,
+            "candidates": [candidate.as_dict() for candidate in self.candidates],
+        }
+        if self.plan is not None:
+            found["plan"] = [entry.as_dict() for entry in self.plan.entries]
+            found["layouts"] = list(self.plan.layouts)
+            found["more_memory"] = None if self.more_memory is None else asdict(self.more_memory)
+        return found
+
+    def parts(self) -> Iterator[Table | str]:
+        """Tables and sentences, in the order in which they are printed."""
+        where = self.target.name
+        if self.device is None:
+            where += " (not a device of this machine: nothing is verified)"
+        rows = [
+            (c.kernel.name, c.verdict, _number(c.expected_us), c.source or "", "; ".join(c.reasons))
+            for c in self.candidates
+        ]
+        columns = ("kernel", "verdict", "expected µs", "source", "reasons")
+        yield Table(f"{self.op} {self.selection.problem} on {where}", columns, tuple(rows), ("expected µs",))
+        if self.selected is None:
+            yield "Nothing can run this problem here."
+        elif self.device is None:
+            yield f"Would run, once verified: {self.selected}"
+        if self.plan is not None:
+            yield self._plan_table(self.plan)
+        if self.more_memory is not None:
+            yield self._memory_sentence(self.more_memory)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.parts()))
+
+    def _plan_table(self, plan: Plan) -> Table:
+        size = f"{self.bucket} up to"
+        rows = [
+            (
+                str(entry.m_max or "any"),
+                entry.kernel,
+                entry.layout or "",
+                _number(entry.expected_us),
+                entry.source,
+                ", ".join(f"{name}={value}" for name, value in entry.config.items()),
+            )
+            for entry in plan.entries
+        ]
+        columns = (size, "kernel", "layout", "expected µs", "source", "configuration")
+        title = "Plan" + (f" over {', '.join(plan.layouts)}" if plan.layouts else "")
+        return Table(title, columns, tuple(rows), (size, "expected µs"))
+
+    def _memory_sentence(self, more: MoreMemory) -> str:
+        gain = (
+            f"expected {more.faster:.2f}x faster over the sizes"
+            if more.faster
+            else "preferred by priority, not timed"
+        )
+        return (
+            f"More memory: {' + '.join(more.layouts)} takes {more.memory:.2f}x the weight's bytes and is {gain}; "
+            f"the policy's weight_memory allows {self.policy.weight_memory}."
+        )
+
+
+def explain(
+    op: str | Op,
+    problem: str | Problem | Mapping[str, object],
+    target: str | Target | torch.device | None = None,
+    *,
+    policy: Policy | None = None,
+) -> Explanation:
+    """Which kernel an operation gets for a problem, and why not the others.
+
+    op: an operation or its name. problem: text such as ``m=16,n=4096,k=4096,w=int4_g128``, a Problem, or a dict of axis
+    values. Without its bucket axis (m, q_tokens ...) it is a layer, and the plan by size is made too. target: the name of a
+    target (``sm_120``, ``h200``, ``cpu:avx2``), a Target, or a torch device of this machine (``cpu``, ``cuda:1``); None = the
+    first GPU of this machine, else its CPU. policy: None = the one that GRISTMILL_POLICY names.
+
+    On a device of this machine the winner is verified if it was not yet, which runs it; on any other target nothing is, and
+    candidates that could run stay ``unverified``. Nothing is timed: expected times are microseconds from the store or a cost
+    model.
+
+    Raises:
+        UnknownError: no operation of that name. AxisError: a problem that the operation does not have.
+        ValueError: an unknown target. TypeError: an argument of another type.
+    """
+    definition = default_registry().op(op) if isinstance(op, str) else op
+    if not isinstance(definition, Op):
+        raise TypeError(f"op is the name of an operation or an Op, got {type(op).__name__}")
+    if not isinstance(problem, str | Problem | Mapping):
+        raise TypeError(f"problem is text, a Problem or a dict of axis values, got {type(problem).__name__}")
+    asked = definition.problem(problem)
+    here = place(target, policy)
+    layer = definition.bucket is not None and definition.bucket in asked.open_axes
+    closed = definition.at_bucket(asked, 1) if layer else _closed(definition, asked)
+    asker = _Asker(definition, here)
+    plan = asker.plan(asked) if layer else None
+    return Explanation(
+        op=definition.name,
+        problem=asked if layer else closed,
+        target=here.target,
+        device=here.device,
+        policy=here.policy,
+        selection=asker.selection(closed),
+        bucket=definition.bucket,
+        plan=plan,
+        more_memory=asker.more_memory(asked, plan) if plan is not None else None,
+    )
+
+
+def _number(value: float | None) -> str:
+    """Microseconds with three significant digits, "-" when unknown."""
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _closed(op: Op, problem: Problem) -> Problem:
+    """Dynamic axes that were left out take the size of the bucket axis, as a plan's buckets do."""
+    if not problem.open_axes or op.bucket is None:
+        return problem
+    given = {name: value for name, value in problem.values if value is not None}
+    return op.problem({**dict(op.at_bucket(op.static(problem), problem.integer(op.bucket)).values), **given})
+
+
+class _Asker:
+    """Selections and plans of one operation in one place; store and installation are read once for all of them."""
+
+    def __init__(self, op: Op, here: Place) -> None:
+        self.op, self.here, self.registry = op, here, default_registry()
+        self.resolver: Resolver | None = None
+        self.build = here.build
+        if here.device is not None:
+            self.resolver = Resolver(here.device, here.policy)
+            self.build = self.resolver.build
+        else:
+            self.store = Store.read_over_shipped(here.policy.store_path)
+        self.layouts = readable(
+            self.registry.kernels_of(op.name), self.registry.layouts, here.target, self.build
+        )
+
+    def selection(self, problem: Problem) -> Selection:
+        """What runs `problem`; on a device of this machine it is verified."""
+        return self.peek(problem, None) if self.resolver is None else self.resolver.resolve(self.op, problem)
+
+    def peek(self, problem: Problem, layouts: frozenset[str] | None) -> Selection:
+        """Selection by the records as they are."""
+        if self.resolver is not None:
+            return self.resolver.select(self.op, problem, layouts)
+        kernels, here = self.registry.kernels_of(self.op.name), self.here
+        return select(
+            self.op,
+            problem,
+            kernels,
+            here.target,
+            self.build,
+            self.store,
+            here.policy,
+            layouts=layouts,
+            foreign=True,
+        )
+
+    def plan(self, static: Problem) -> Plan | None:
+        """The plan of a layer; None where nothing runs it."""
+        try:
+            if self.resolver is not None:
+                return self.resolver.plan(self.op, static)
+            return make_plan(self.op, static, self.layouts, self.here.policy, self.peek, sizes=bucket_sizes())
+        except NoKernelError:
+            return None
+
+    def more_memory(self, static: Problem, plan: Plan) -> MoreMemory | None:
+        """What the policy's bound on memory keeps from the plan."""
+        return more_memory(self.op, static, self.layouts, self.here.policy, self.peek, plan)
