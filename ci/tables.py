@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
+BASELINE = ROOT / "ci" / "compile_baseline.json"
 BEGIN, END = "<!-- ops-table -->", "<!-- /ops-table -->"
 
 COLUMNS = (
-    ("sm_75", "sm_75"),
     ("sm_80", "sm_80"),
     ("sm_90", "sm_90"),
     ("sm_100", "sm_100"),
@@ -35,39 +37,38 @@ COLUMNS = (
     ("gfx90a", "gfx90a"),
     ("gfx942", "gfx942"),
     ("gfx950", "gfx950"),
-    ("gfx1030", "gfx1030"),
     ("gfx1100", "gfx1100"),
     ("gfx1201", "gfx1201"),
-    ("xpu", "xpu:bmg"),
     ("x86-64", "cpu:avx2"),
-    ("arm64", "cpu:neon"),
 )
-"""Heading and target of each column. sm_86, sm_87 and sm_89 are as sm_80; sm_103 as sm_100; sm_121 as sm_120."""
+"""Heading and target of each column: the targets of the compile matrix, and the CPU that the tests run on."""
 
 LETTERS = {
-    "cuda": "H",
-    "triton": "T",
-    "cpp": "C",
-    "torch": "t",
-    "flashinfer": "F",
-    "humming": "U",
-    "deepgemm": "D",
-    "aiter": "A",
-    "onnxruntime": "O",
+    "cuda": ("H", "CUDA C++"),
+    "triton": ("T", "Triton"),
+    "cpp": ("C", "C++ for CPUs"),
+    "torch": ("t", "torch"),
+    "flashinfer": ("F", "FlashInfer"),
+    "humming": ("U", "humming"),
+    "deepgemm": ("D", "DeepGEMM"),
+    "aiter": ("A", "AITER"),
+    "onnxruntime": ("O", "ONNX Runtime"),
 }
-LEGEND = (
-    "`H` CUDA C++, `T` Triton, `C` C++ for CPUs, `t` torch; wrapped libraries, when installed: `F` FlashInfer, "
-    "`U` humming, `D` DeepGEMM, `A` AITER, `O` ONNX Runtime. In brackets: only when a policy pins it. sm_86, sm_87 and sm_89 are as sm_80, "
-    "sm_103 as sm_100, sm_121 as sm_120. What a letter needs, promises, and where it has run: `docs/kernels.md`."
-)
+"""What stands for a language of our own kernels, and for the provider of others, and its name in the legend."""
+
+CHAINS = {
+    "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
+    "moe_chain_w_triton": ("permute_triton", "grouped_linear_w_triton", "combine_triton"),
+}
+"""Kernels that launch other kernels and have no code of their own to compile."""
 
 
 def letter(kernel: Kernel) -> str:
     """What stands for a kernel in the table."""
     if kernel.provider == "gristmill":
-        mark = LETTERS.get(kernel.language, "p")
+        mark, _ = LETTERS[kernel.language]
     else:
-        mark = LETTERS.get(kernel.provider, kernel.provider)
+        mark, _ = LETTERS[kernel.provider]
     return mark if kernel.auto else f"({mark})"
 
 
@@ -99,22 +100,89 @@ EVERYTHING = Build.of(
 """All that this repository's build can make, for every processor at once."""
 
 
+@cache
+def compiled() -> frozenset[tuple[str, str]]:
+    """(kernel, target) of the compile matrix's baseline: all cases of the kernel compile for the target."""
+    good: set[tuple[str, str]] = set()
+    bad: set[tuple[str, str]] = set()
+    for key, entry in json.loads(BASELINE.read_text(encoding="utf-8")).items():
+        case, _, target = key.partition("@")
+        (bad if "cannot" in entry else good).add((case.partition("/")[0], target))
+    return frozenset(good - bad)
+
+
+@cache
+def reported() -> dict[str, frozenset[str]]:
+    """Kernel -> "target: device" of the reports (`kernelbench bench --results`) in which it matched the reference and was timed."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(RESULTS.glob("*/operations/*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        where = f"{report['environment']['target']}: {report['environment']['device']}"
+        for row in report["rows"]:
+            if row["us"] is not None:
+                found.setdefault(row["kernel"], set()).add(where)
+    return {kernel: frozenset(devices) for kernel, devices in found.items()}
+
+
+def runs(kernel: Kernel) -> list[str]:
+    """Where the kernel has run and matched the reference, each as "target: what says so".
+
+    Reports under bench/results; `Kernel.proven` (device tests) where there is none; for C++ and torch kernels the tests, which
+    run all of them on an x86-64 CPU (tests/kernels/test_registry_kernels.py).
+    """
+    places = sorted(reported().get(kernel.name, ())) or ([kernel.proven] if kernel.proven else [])
+    if (kernel.language == "cpp" or kernel.provider == "torch") and serves(kernel, Target.parse("cpu:avx2")):
+        places.append("x86-64: tests")
+    return places
+
+
+def evidence(kernel: Kernel, heading: str) -> str:
+    """ "run", "compiled", or "" for a column: what shows that the kernel works on that target."""
+    if any(place.partition(":")[0] == heading for place in runs(kernel)):
+        return "run"
+    parts = CHAINS.get(kernel.name, (kernel.name,))
+    return "compiled" if all((part, heading) in compiled() for part in parts) else ""
+
+
+def cell(kernels: Iterable[Kernel], heading: str, target: Target) -> str:
+    """The letters of the kernels that claim a target and have evidence for it; bold those that ran there."""
+    marks: dict[str, str] = {}
+    for kernel in kernels:
+        shown = evidence(kernel, heading) if serves(kernel, target) else ""
+        if shown and marks.get(letter(kernel)) != "run":
+            marks[letter(kernel)] = shown
+    order = [mark for mark, _ in LETTERS.values()]
+    printed = [
+        f"**{mark}**" if shown == "run" else mark
+        for mark, shown in sorted(marks.items(), key=lambda item: (order.index(item[0].strip("()")), item[0]))
+        if mark.strip("()") == mark or mark.strip("()") not in marks
+    ]
+    return " ".join(printed) or "-"
+
+
 def ops_table(registry: Registry) -> str:
-    """Operations by targets, as Markdown."""
+    """Operations by targets, as Markdown, with its legend."""
     lines = [
         "| operation | " + " | ".join(title for title, _ in COLUMNS) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
-    order = [*LETTERS.values()]
     for name in sorted(registry.ops):
-        cells = []
-        for _, text in COLUMNS:
-            target = Target.parse(text)
-            marks = {letter(k) for k in registry.kernels_of(name) if serves(k, target)}
-            marks -= {f"({mark})" for mark in marks}
-            cells.append(" ".join(sorted(marks, key=lambda m: (order.index(m.strip("()")), m))) or "-")
+        kernels = registry.kernels_of(name)
+        cells = [cell(kernels, heading, Target.parse(target)) for heading, target in COLUMNS]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + f"\n\n{LEGEND}\n"
+    return "\n".join(lines) + f"\n\n{legend(lines[2:])}\n"
+
+
+def legend(rows: Iterable[str]) -> str:
+    """What the letters in the rows of the table mean."""
+    used = {mark for row in rows for mark in re.findall(r"[A-Za-z]", row.partition("` |")[2])}
+    names = [f"`{mark}` {name}" for mark, name in LETTERS.values() if mark in used]
+    return (
+        f"{', '.join(names)}. **Bold**: ran on a device of that target and matched the reference (on x86-64: in the tests). "
+        "Not bold: compiled for the target by the compile matrix, not run there. In brackets: only when a policy pins it. "
+        "Kernels of libraries (FlashInfer, humming) need the library installed. No letter, no evidence; targets without a column "
+        "have none. What each kernel needs, promises, and where it has run: `docs/kernels.md`."
+    )
 
 
 def needs(requires: Requirement) -> str:
@@ -152,19 +220,6 @@ def promises(kernel: Kernel) -> str:
     return ", ".join([*found, *([] if kernel.auto else ["runs only when pinned"])]) or "-"
 
 
-@cache
-def proven() -> dict[str, set[str]]:
-    """Kernel -> devices on which it matched the reference and was timed: from the reports of `kernelbench bench --results`."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(RESULTS.glob("*/operations/*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        where = f"{report['environment']['target']}: {report['environment']['device']}"
-        for row in report["rows"]:
-            if row["us"] is not None:
-                found.setdefault(row["kernel"], set()).add(where)
-    return found
-
-
 def op_section(registry: Registry, op: Op) -> str:
     """One operation: what it is, and its kernels."""
     axes = ", ".join(f"`{a.name}`" + (" (changes per call)" if a.dynamic else "") for a in op.axes)
@@ -185,7 +240,7 @@ def op_section(registry: Registry, op: Op) -> str:
             ", ".join(k.layouts) or "-",
             promises(k),
             str(k.priority),
-            ", ".join(sorted(proven().get(k.name, ()))) or k.proven or "-",
+            ", ".join(runs(k)) or "-",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -195,10 +250,11 @@ def page(registry: Registry) -> str:
     """docs/kernels.md."""
     head = (
         "# Operations and kernels\n\n"
-        "Written by `python ci/tables.py` from the registry; do not edit. *Rank* counts before anything was measured:\n"
-        "then measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names\n"
-        "devices whose reports are under `bench/results/`; every Triton kernel is compiled for the targets of the compile\n"
-        "matrix (`ci/compile_baseline.json`) and run in the interpreter, every C++ kernel at each level, by the tests.\n"
+        "Written by `python ci/tables.py` from the registry; do not edit. *Rank* counts before anything was measured: then\n"
+        "measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names devices\n"
+        "with reports under `bench/results/`, or whose device tests passed. The tests run every C++ kernel at each level of an\n"
+        "x86-64 CPU, every torch kernel there, and every Triton kernel in the interpreter; the compile matrix\n"
+        "(`ci/compile_baseline.json`) compiles every Triton kernel for nine targets.\n"
     )
     return "\n".join(
         [head, ops_table(registry), *(op_section(registry, registry.op(n)) for n in sorted(registry.ops))]
