@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from gristmill.autotune.device import device_target
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.mark import mark
 from gristmill.autotune.store import save
-from gristmill.autotune.worker import UnverifiableError, Worker, shared_worker
+from gristmill.autotune.worker import Worker, shared_worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op

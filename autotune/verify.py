@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from gristmill.autotune.device import on_device
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.guard import Guarded, same_bits, tensors, written
 from gristmill.autotune.metrics import error_of
-from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem

@@ -14,6 +14,7 @@ import threading
 from functools import cache
 from typing import IO, Any
 
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -21,10 +22,6 @@ from gristmill.kernel_registry.registry import default_registry
 
 TIMEOUT = 600.0
 """Seconds one verification may take, compilation included."""
-
-
-class UnverifiableError(RuntimeError):
-    """Nothing can be said of a kernel here and now: its arguments could not be made, or memory ran out."""
 
 
 class Worker:
@@ -111,9 +108,6 @@ def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
-    from gristmill.autotune import (
-        worker,  # this module is __main__ here, and its classes others than those that are imported
-    )
     from gristmill.autotune.verify import Verifier
 
     # Kernels and libraries may print; only answers belong on the parent's pipe.
@@ -134,7 +128,7 @@ def main() -> None:
                 "reason": outcome.reason,
                 "judged": True,
             }
-        except worker.UnverifiableError as fault:
+        except UnverifiableError as fault:
             answer = _failure(str(fault), judged=False)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

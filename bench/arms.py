@@ -16,10 +16,10 @@ import torch
 
 from gristmill.autotune import clock
 from gristmill.autotune.device import free_bytes, on_device
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.rotation import Contents, Finding, Rotation
 from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed, list_count
 from gristmill.autotune.verify import packing, scratch
-from gristmill.autotune.worker import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernels.load import load
 

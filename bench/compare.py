@@ -176,7 +176,7 @@ def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
 
 def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
     """The arms that can run, the baseline and its twin first; and rows for those that cannot or must not."""
-    from gristmill.autotune.worker import UnverifiableError
+    from gristmill.autotune.errors import UnverifiableError
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     device = here.device or "cpu"
@@ -222,7 +222,8 @@ def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
     """Verify in a child process, where a fault harms nobody; "" or what was wrong. UnverifiableError where nothing can be said."""
-    from gristmill.autotune.worker import UnverifiableError, shared_worker
+    from gristmill.autotune.errors import UnverifiableError
+    from gristmill.autotune.worker import shared_worker
     from gristmill.kernel_registry.registry import default_registry
 
     if kernel not in default_registry().kernels_of(op.name):

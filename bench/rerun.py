@@ -128,7 +128,7 @@ class _Gap(Exception):
 
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
-    from gristmill.autotune.worker import UnverifiableError
+    from gristmill.autotune.errors import UnverifiableError
     from gristmill.bench.arms import KernelArm, Way, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.place import Place
-from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench.compare import why_not
 from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.kernel_registry.kernel import Kernel

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.place import Place
-from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench.compare import WRONG, Watched, auditor, verified, why_not
 from gristmill.bench.statistics.rounds import Heat
 from gristmill.kernel_registry.kernel import Config, Kernel

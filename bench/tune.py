@@ -152,7 +152,7 @@ def tune(
 
 
 def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[Tuned, list[Any]]:
-    from gristmill.autotune.worker import UnverifiableError
+    from gristmill.autotune.errors import UnverifiableError
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     begin, device = now(), here.device or "cpu"

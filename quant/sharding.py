@@ -7,22 +7,59 @@ columns or rows to the scales it kept. An index that says no more than "consecut
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import BLOCK
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
 from gristmill.quant import memory, numeric
 
-if TYPE_CHECKING:
-    from gristmill.quant.tensor import QuantTensor
+
+class Quantized(Protocol):
+    """What is cut and joined: a `QuantTensor`, whose methods call these functions."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor | None: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def scheme(self) -> QuantScheme: ...
+    @property
+    def zero(self) -> Tensor | None: ...
+    @property
+    def global_scale(self) -> Tensor | None: ...
+    @property
+    def segments(self) -> tuple[int, ...]: ...
+    @property
+    def g_idx(self) -> Tensor | None: ...
+    @property
+    def n_idx(self) -> Tensor | None: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def tensors(self) -> dict[str, Tensor]: ...
+    def unpacked(self) -> Tensor: ...
+    def column_groups(self) -> Tensor: ...
+    def row_blocks(self) -> Tensor: ...
+    def row_scale(self) -> Tensor | None: ...
+    def with_tensors(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], segments: tuple[int, ...] | None = None
+    ) -> Self: ...
+
+
+Q = TypeVar("Q", bound=Quantized)
 
 _SHARED = ("g_idx", "n_idx")
 """Fields that experts have in common."""
 
 
-def shard(q: QuantTensor, dim: int, rank: int, world: int) -> QuantTensor:
+def shard(q: Q, dim: int, rank: int, world: int) -> Q:
     """Part ``rank`` of ``world`` equal parts of ``q.shape[dim]``.
 
     Raises:
@@ -39,7 +76,7 @@ def shard(q: QuantTensor, dim: int, rank: int, world: int) -> QuantTensor:
     return narrow(q, dim, rank * (size // world), size // world)
 
 
-def narrow(q: QuantTensor, dim: int, start: int, length: int) -> QuantTensor:
+def narrow(q: Q, dim: int, start: int, length: int) -> Q:
     """Entries [start, start + length) along ``dim`` of the logical shape, copied out.
 
     Raises:
@@ -56,7 +93,7 @@ def narrow(q: QuantTensor, dim: int, start: int, length: int) -> QuantTensor:
     return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), cut)
 
 
-def take_rows(q: QuantTensor, index: Tensor) -> QuantTensor:
+def take_rows(q: Q, index: Tensor) -> Q:
     """The rows named by ``index``, integer [N'], in that order, as an own copy.
 
     Raises:
@@ -75,7 +112,7 @@ def take_rows(q: QuantTensor, index: Tensor) -> QuantTensor:
     return _rebuild(q, (*q.shape[:-2], rows.numel(), q.k), new)
 
 
-def concat(tensors: Sequence[QuantTensor], dim: int, codes: Tensor | None = None) -> QuantTensor:
+def concat(tensors: Sequence[Q], dim: int, codes: Tensor | None = None) -> Q:
     """Joins QuantTensors of one scheme along ``dim`` of the logical shape.
 
     Along N (fused q/k/v, gate/up) each part keeps its own global multiplier as a segment and its own partial blocks. codes:
@@ -109,7 +146,7 @@ def concat(tensors: Sequence[QuantTensor], dim: int, codes: Tensor | None = None
     return _rebuild(first, tuple(shape), joined)
 
 
-def stack(tensors: Iterable[QuantTensor], count: int | None = None) -> QuantTensor:
+def stack(tensors: Iterable[Q], count: int | None = None) -> Q:
     """[N, K] matrices of one scheme and shape -> one tensor [their number, N, K]; same conditions as concat.
 
     Given their `count`, matrices may be made one by one: each is copied to its place and need not outlive that.
@@ -142,7 +179,7 @@ def stack(tensors: Iterable[QuantTensor], count: int | None = None) -> QuantTens
     return _rebuild(first, (count, *first.shape), out)
 
 
-def _narrow_k(q: QuantTensor, start: int, length: int) -> QuantTensor:
+def _narrow_k(q: Q, start: int, length: int) -> Q:
     bits = q.scheme.bits
     if start * bits % 8 == 0 and length * bits % 8 == 0:
         codes = _copy(q.codes, -1, start * bits // 8, length * bits // 8)
@@ -157,7 +194,7 @@ def _narrow_k(q: QuantTensor, start: int, length: int) -> QuantTensor:
     return _rebuild(q, (*q.shape[:-1], length), new)
 
 
-def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
+def _narrow_n(q: Q, start: int, length: int) -> Q:
     new: dict[str, Tensor | None] = {"codes": _copy(q.codes, -2, start, length)}
     if q.scheme.granularity == "block":
         kept, new["n_idx"] = _renumber(q.row_blocks()[start : start + length], BLOCK)
@@ -177,7 +214,7 @@ def _narrow_n(q: QuantTensor, start: int, length: int) -> QuantTensor:
     return _rebuild(q, (*q.shape[:-2], length, q.k), new, segments)
 
 
-def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...], codes: Tensor | None) -> QuantTensor:
+def _concat_n(tensors: Sequence[Q], shape: tuple[int, ...], codes: Tensor | None) -> Q:
     first = tensors[0]
     for other in tensors[1:]:
         _need(
@@ -203,7 +240,7 @@ def _concat_n(tensors: Sequence[QuantTensor], shape: tuple[int, ...], codes: Ten
     return _rebuild(first, shape, new, tuple(segments) if first.scheme.has_global else (0,))
 
 
-def _concat_k(tensors: Sequence[QuantTensor], shape: tuple[int, ...]) -> QuantTensor:
+def _concat_k(tensors: Sequence[Q], shape: tuple[int, ...]) -> Q:
     first, bits = tensors[0], tensors[0].scheme.bits
     if all(t.k * bits % 8 == 0 for t in tensors):
         codes = torch.cat([t.codes for t in tensors], -1)
@@ -277,27 +314,17 @@ def _cat(parts: list[Tensor | None], dim: int) -> Tensor | None:
 
 
 def _rebuild(
-    q: QuantTensor,
+    q: Q,
     shape: tuple[int, ...],
     new: Mapping[str, Tensor | None],
     segments: tuple[int, ...] | None = None,
-) -> QuantTensor:
+) -> Q:
     """q with another shape and the given tensors; those not given stay."""
-    held: dict[str, Tensor | None] = {**q.tensors(), **new}
-    return type(q)(
-        held["codes"] if held["codes"] is not None else q.codes,
-        held.get("scales"),
-        shape,
-        q.scheme,
-        held.get("zero"),
-        held.get("global_scale"),
-        q.segments if segments is None else segments,
-        held.get("g_idx"),
-        held.get("n_idx"),
-    )
+    held = {name: t for name, t in {**q.tensors(), **new}.items() if t is not None}
+    return q.with_tensors(held, shape, segments)
 
 
-def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int, whole: bool = False) -> None:
+def _check_joinable(first: Quantized, other: Quantized, dim: int, whole: bool = False) -> None:
     """Same scheme, device, dtypes, and dimensions but `dim`; those too if `whole`."""
     _need(first.scheme == other.scheme, first, other, dim, "schemes differ")
     a, b = list(first.shape), list(other.shape)
@@ -310,7 +337,7 @@ def _check_joinable(first: QuantTensor, other: QuantTensor, dim: int, whole: boo
         _need(same, first, other, dim, f"dtypes of {name} differ")
 
 
-def _check_experts(first: QuantTensor, other: QuantTensor, dim: int) -> None:
+def _check_experts(first: Quantized, other: Quantized, dim: int) -> None:
     _need(_same_columns(first, other), first, other, dim, "g_idx differs, and experts share one")
     _need(_same_rows(first, other), first, other, dim, "n_idx differs, and experts share one")
     _need(
@@ -318,16 +345,16 @@ def _check_experts(first: QuantTensor, other: QuantTensor, dim: int) -> None:
     )
 
 
-def _need(condition: bool, first: QuantTensor, other: QuantTensor, dim: int, why: str) -> None:
+def _need(condition: bool, first: Quantized, other: Quantized, dim: int, why: str) -> None:
     if not condition:
         raise ValueError(f"cannot concatenate {first} and {other} along dimension {dim}: {why}")
 
 
-def _same_columns(a: QuantTensor, b: QuantTensor) -> bool:
+def _same_columns(a: Quantized, b: Quantized) -> bool:
     return (a.g_idx is None and b.g_idx is None) or torch.equal(a.column_groups(), b.column_groups())
 
 
-def _same_rows(a: QuantTensor, b: QuantTensor) -> bool:
+def _same_rows(a: Quantized, b: Quantized) -> bool:
     return (a.n_idx is None and b.n_idx is None) or torch.equal(a.row_blocks(), b.row_blocks())
 
 
@@ -335,7 +362,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _dim(q: QuantTensor, dim: int) -> int:
+def _dim(q: Quantized, dim: int) -> int:
     rank = len(q.shape)
     if not -rank <= dim < rank:
         raise ValueError(f"dimension {dim} is outside the shape of {q}")

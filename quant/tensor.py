@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on another device."""
-        return self._with({name: t.to(device) for name, t in self.tensors().items()}, self.shape)
+        return self.with_tensors({name: t.to(device) for name, t in self.tensors().items()}, self.shape)
 
     def identical(self, other: QuantTensor) -> bool:
         """Whether every field is the same, bit for bit (float8 compared as bytes)."""
@@ -196,7 +196,7 @@ class QuantTensor:
         }
         for i in range(count):
             part = {**shared, **{name: t[i] for name, t in own.items()}}
-            yield self._with(part, self.shape[-2:])
+            yield self.with_tensors(part, self.shape[-2:])
 
     def narrow(self, dim: int, start: int, length: int) -> QuantTensor:
         """Rows, columns or experts [start, start + length) of ``shape[dim]``, exactly, as an own copy.
@@ -219,15 +219,18 @@ class QuantTensor:
         """
         return sharding.take_rows(self, index)
 
-    def _with(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantTensor:
-        return QuantTensor(
+    def with_tensors(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], segments: tuple[int, ...] | None = None
+    ) -> Self:
+        """A QuantTensor of this scheme with other tensors, by field name, and the segments of this one unless given."""
+        return type(self)(
             tensors["codes"],
             tensors.get("scales"),
             shape,
             self.scheme,
             tensors.get("zero"),
             tensors.get("global_scale"),
-            self.segments,
+            self.segments if segments is None else segments,
             tensors.get("g_idx"),
             tensors.get("n_idx"),
         )

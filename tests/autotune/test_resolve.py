@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from gristmill.autotune.device import device_target
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.resolve import Resolver, _Writer, confirmed_build
-from gristmill.autotune.worker import UnverifiableError, Worker
+from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy

@@ -7,9 +7,9 @@ import torch
 
 from gristmill.autotune import metrics
 from gristmill.autotune import verify as verifying
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.guard import same_bits
 from gristmill.autotune.verify import Verifier, verify
-from gristmill.autotune.worker import UnverifiableError
 from tests.autotune import zoo
 
 PROBLEM = zoo.OP.problem("m=7,n=257,x=bf16")

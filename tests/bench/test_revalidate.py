@@ -7,10 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.place import Place, place
 from gristmill.autotune.store import dump, save
 from gristmill.autotune.store_tools import lint
-from gristmill.autotune.worker import UnverifiableError
 from gristmill.bench import revalidate as again
 from gristmill.bench.cli import cli
 from gristmill.bench.revalidate import DIFFERS, HOLDS, WRONG, Again
