@@ -1,1 +1,20 @@
-"""Timing, verification, and the writing side of the store."""
+"""Verification, timing, resolution, bound plans, and the writing side of the store.
+
+Names are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gristmill.autotune.bound import BoundPlan as BoundPlan
+    from gristmill.autotune.bound import UnpreparedError as UnpreparedError
+    from gristmill.autotune.explanation import Explanation as Explanation
+    from gristmill.autotune.explanation import explain as explain
+    from gristmill.autotune.place import Place as Place
+    from gristmill.autotune.resolve import Resolver as Resolver
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,1 +1,22 @@
-"""Operations and their implementations, one folder per family. Specs are found by walking this package."""
+"""Operations and their implementations, one folder per family. Specs are found by walking this package.
+
+What specs and launchers share is offered here; names are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gristmill.kernels.aot import AotCase as AotCase
+    from gristmill.kernels.common import FLOATS as FLOATS
+    from gristmill.kernels.common import ITEM_BYTES as ITEM_BYTES
+    from gristmill.kernels.common import dtype_name as dtype_name
+    from gristmill.kernels.common import need as need
+    from gristmill.kernels.common import rows_of as rows_of
+    from gristmill.kernels.common import torch_dtype as torch_dtype
+    from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,1 +1,29 @@
-"""Scheduler, paged KV cache, layers, models, sampler and engine."""
+"""Scheduler, paged KV cache, layers, models, sampler and engine. Names are imported when they are first asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gristmill.runtime.engine import Engine as Engine
+    from gristmill.runtime.errors import CheckpointError as CheckpointError
+    from gristmill.runtime.errors import ConfigError as ConfigError
+    from gristmill.runtime.errors import UsageError as UsageError
+    from gristmill.runtime.evaluate import Evaluation as Evaluation
+    from gristmill.runtime.evaluate import read_tokens as read_tokens
+    from gristmill.runtime.explain import summarize as summarize
+    from gristmill.runtime.llm import LLM as LLM
+    from gristmill.runtime.llm import Chunk as Chunk
+    from gristmill.runtime.llm import Completion as Completion
+    from gristmill.runtime.loader.load import load_model as load_model
+    from gristmill.runtime.runner import Runner as Runner
+    from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
+    from gristmill.runtime.scheduler import FinishReason as FinishReason
+    from gristmill.runtime.scheduler import QueueFull as QueueFull
+    from gristmill.runtime.scheduler import RequestOutput as RequestOutput
+    from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
+    from gristmill.runtime.scheduler import SchedulerConfig as SchedulerConfig
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(
-    package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`.
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`, whose source is `file`.
 
-    names: module, relative to `package` -> the names offered from it. modules: submodules that are offered themselves.
-    The package repeats the names in an ``if TYPE_CHECKING`` block, which type checkers and editors read.
+    The names are those that the package imports under ``if TYPE_CHECKING``: type checkers, editors and the running program
+    read the same lines. A name imported from the package itself is a submodule.
     """
-    homes = {name: f"{package}.{module}" for module, offered in names.items() for name in offered}
-    public = sorted({*homes, *modules})
+    with open(file, encoding="utf-8") as source:
+        homes = offered(source.read())
 
     def get(name: str) -> Any:
-        if name in modules:
-            return import_module(f"{package}.{name}")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, value)  # found without this function from now on
+        module = homes[name]
+        if module == package:
+            return import_module(f"{package}.{name}")
+        value = getattr(import_module(module), name)
+        setattr(sys.modules[package], name, value)  # from now on found without this function
         return value
 
-    return get, lambda: sorted({*public, *vars(sys.modules[package])}), public
+    return get, lambda: sorted({*homes, *vars(sys.modules[package])}), sorted(homes)
+
+
+def offered(source: str) -> dict[str, str]:
+    """Name -> the module that it is imported from, of the ``if TYPE_CHECKING`` blocks at the top level of a module."""
+    return {
+        name.name: str(statement.module)
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for name in statement.names
+    }
