@@ -28,7 +28,8 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         setattr(sys.modules[package], name, value)  # from now on found without this function
         return value
 
-    return get, lambda: sorted({*homes, *vars(sys.modules[package])}), sorted(homes)
+    public = sorted(homes)
+    return get, lambda: public, public
 
 
 def offered(source: str) -> dict[str, str]:
