@@ -21,6 +21,7 @@ class Requirement:
     vendors: `nvidia amd intel cpu`, () = any.
     packages: (distribution name, minimal version or "") pairs.
     offers: `"module:attr"` names that the installed modules must really have: a name on an index proves nothing.
+    origin: where to get the module of `offers`, for libraries that no package index has under their name; part of the reason.
     brings: names of device code (`sm_90a`, `sm_100f`) that a wrapped library makes for itself; one of them must run on
         the target. () = any.
     code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
@@ -34,6 +35,7 @@ class Requirement:
     offers: tuple[str, ...] = ()
     code: str = "python"
     brings: tuple[str, ...] = ()
+    origin: str = ""
     _kind: str = field(init=False, repr=False, compare=False, default="")
     _arch: str = field(init=False, repr=False, compare=False, default="")
 
@@ -70,12 +72,13 @@ class Requirement:
         offers: tuple[str, ...] = (),
         code: str = "python",
         brings: tuple[str, ...] = (),
+        origin: str = "",
     ) -> Requirement:
         """A Requirement met by any of the feature sets: `Requirement.any({"wgmma", "tma"}, {"mfma"})`."""
         for one in sets:
             if isinstance(one, str):
                 raise TypeError(f"{one!r} is a string; expected a set of feature names for each alternative")
-        return cls(tuple(frozenset(s) for s in sets), vendors, packages, offers, code, brings)
+        return cls(tuple(frozenset(s) for s in sets), vendors, packages, offers, code, brings, origin)
 
     def check_hardware(self, target: Target, build: Build | None = None) -> tuple[str, ...]:
         """Why this device cannot run the kernel, whatever is installed; () = it can.
@@ -115,7 +118,8 @@ class Requirement:
             if why := build.why_not_package(name, minimum):
                 reasons.append(why)
         if not reasons:
-            reasons += [why for offer in self.offers if (why := build.why_not_offer(offer))]
+            whys = [why for offer in self.offers if (why := build.why_not_offer(offer))]
+            reasons += [f"{why}; it comes from {self.origin}" if self.origin else why for why in whys]
         if (
             self._kind == "torch"
             and (why := build.why_not_package("torch", ""))

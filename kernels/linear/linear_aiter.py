@@ -1,6 +1,6 @@
 """fp8 weights per row with fp8 activations per token by AITER (AMD, MIT), probed by what the module offers.
 
-On PyPI `aiter` is an unrelated package: only a module with ``gemm_a8w8`` is taken for AMD's. CDNA3 multiplies e4m3fnuz:
+No extra of gristmill installs it: `aiter` on PyPI is an unrelated project, so only a module with ``gemm_a8w8`` is used. CDNA3 multiplies e4m3fnuz:
 the same bits mean half there, so bytes are reinterpreted, -0 (NaN in fnuz) becomes 0, and both scales are doubled.
 """
 
@@ -73,7 +73,12 @@ KERNEL = Kernel(
     provider="aiter",
     language="hip",
     target=f"{__name__}:launch",
-    requires=Requirement.any({"mfma.fp8"}, vendors=("amd",), offers=("aiter:gemm_a8w8",)),
+    requires=Requirement.any(
+        {"mfma.fp8"},
+        vendors=("amd",),
+        offers=("aiter:gemm_a8w8",),
+        origin="https://github.com/ROCm/aiter (not PyPI's aiter)",
+    ),
     summary="AITER gemm_a8w8",
     accepts=accepts,
     config=config,

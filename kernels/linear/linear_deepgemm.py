@@ -1,6 +1,6 @@
 """fp8_block weights with fp8 activations by DeepGEMM (DeepSeek, MIT), probed by what the module offers.
 
-On package indexes `deep-gemm` is another project: only a module with ``fp8_gemm_nt`` is taken for it.
+No extra of gristmill installs it: `deep-gemm` on PyPI has no ``fp8_gemm_nt``. Only a module with that function is used.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ KERNEL = Kernel(
         vendors=("nvidia",),
         offers=("deep_gemm:fp8_gemm_nt",),
         brings=("sm_90a", "sm_100f"),
+        origin="https://github.com/deepseek-ai/DeepGEMM (not PyPI's deep-gemm)",
     ),
     summary="DeepGEMM fp8_gemm_nt",
     accepts=accepts,

@@ -41,7 +41,12 @@ KERNEL = Kernel(
     provider="aiter",
     language="hip",
     target=f"{__name__}:launch",
-    requires=Requirement.any({"mfma"}, vendors=("amd",), offers=("aiter.ops.rmsnorm:rmsnorm2d_fwd",)),
+    requires=Requirement.any(
+        {"mfma"},
+        vendors=("amd",),
+        offers=("aiter.ops.rmsnorm:rmsnorm2d_fwd",),
+        origin="https://github.com/ROCm/aiter (not PyPI's aiter)",
+    ),
     summary="aiter.rmsnorm2d_fwd, unproven",
     accepts=accepts,
     priority=40,

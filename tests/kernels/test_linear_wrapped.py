@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 
@@ -73,6 +75,24 @@ def test_aiter_is_given_the_fp8_of_its_device(
         problem = OP.problem(text)
         outcome = verify(OP, kernel, kernel.config(problem, Target.parse(arch)), problem, "cpu")
         assert outcome.ok, outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "target", "repository"),
+    [
+        ("linear", "linear_deepgemm", "sm_90", "https://github.com/deepseek-ai/DeepGEMM"),
+        ("linear", "linear_aiter", "gfx942", "https://github.com/ROCm/aiter"),
+        ("rms_norm", "rms_norm_aiter", "gfx942", "https://github.com/ROCm/aiter"),
+    ],
+)
+def test_a_library_without_an_extra_is_refused_with_its_repository(
+    op: str, name: str, target: str, repository: str
+) -> None:
+    requires = REGISTRY.kernel(op, name).requires
+    (reason,) = requires.check_build(Target.parse(target), Build.none().confirm(requires.offers))
+    assert "is not installed; it comes from " in reason and repository in reason
+    there = replace(Build.none(), offers=frozenset(requires.offers))
+    assert requires.check_build(Target.parse(target), there) == ()
 
 
 def test_wrapped_kernels_refuse_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

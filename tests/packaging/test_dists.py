@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import gristmill
+from gristmill.kernel_registry.build import normal_name
+from gristmill.kernel_registry.registry import default_registry
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
@@ -78,8 +81,8 @@ def test_sdist_without_native_sources_is_found(tmp_path: Path) -> None:
     assert "lacks kernels/norm/_rms_norm_cpu.cpp" in check_wheel.problems(path)
 
 
-def project() -> dict[str, object]:
-    loaded: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def project() -> dict:
+    loaded: dict = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return loaded
 
 
@@ -108,8 +111,50 @@ def test_every_requirement_of_ci_is_pinned() -> None:
         if "==" in line and not line.startswith("#")
     }
     for line in requirements.requirements(project(), ["dev"]):
-        name = line.split(">")[0].split("<")[0].split(";")[0].strip().lower().replace("_", "-")
+        name = normal_name(re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0])
         assert name in pinned, f"{name} has no line in ci/constraints.txt"
+
+
+NOT_OURS = {"deep-gemm", "deepgemm", "aiter", "nvidia-cutlass-dsl"}
+"""Never installed: projects on the index that are not the libraries which our wrappers call, or that no kernel uses."""
+
+
+def distributions(extra: str | None) -> set[str]:
+    """Normalized names of what gristmill, or gristmill with an extra, installs."""
+    lines = requirements.requirements(project(), [extra] if extra else [])
+    names = (re.match(r"[A-Za-z0-9._-]+", line) for line in lines)
+    return {normal_name(name.group()) for name in names if name}
+
+
+def impostors(loaded: dict) -> dict[str, set[str]]:
+    """Extra -> names of NOT_OURS among its requirements, as written; empty when all is well."""
+    written = {"": loaded["dependencies"], **loaded["optional-dependencies"]}
+    found = {
+        extra: {normal_name(re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0]) for line in lines} & NOT_OURS
+        for extra, lines in written.items()
+    }
+    return {extra: names for extra, names in found.items() if names}
+
+
+def test_no_extra_installs_another_project_of_a_librarys_name() -> None:
+    assert impostors(project()) == {}
+    for extra in project()["optional-dependencies"]:  # through extras of extras, too
+        assert not distributions(extra) & NOT_OURS
+    planted = {
+        "dependencies": [],
+        "optional-dependencies": {"a": ["Deep_GEMM>=1"], "b": ["numpy"], "c": ["aiter[x]"]},
+    }
+    assert impostors(planted) == {"a": {"deep-gemm"}, "c": {"aiter"}}
+
+
+def test_an_extra_of_a_kernel_library_is_called_by_a_kernel() -> None:
+    """What `all` adds to the product's own extras are providers of kernels."""
+    ours = distributions("runtime") | distributions("gguf") | distributions("bench")
+    own = {"runtime", "gguf", "bench", "pytest", "test", "browser", "dev", "all"}
+    libraries = project()["optional-dependencies"].keys() - own
+    providers = {kernel.provider for kernel in default_registry().all_kernels()}
+    assert libraries == {"flashinfer", "humming"} and libraries <= providers
+    assert distributions("all") == ours.union(*(distributions(extra) for extra in libraries))
 
 
 def test_kernels_alone_need_three_packages() -> None:
