@@ -46,10 +46,15 @@ class Table:
 class Explanation:
     """The answer of `explain`. ``print(explanation)`` shows it as tables.
 
-    op, problem: what was asked. target: where. device: the torch device that the target is on this machine, None if it is not
-    here (then nothing is verified). candidates: every kernel of the operation, best first, with its verdict and reasons.
-    plan: kernel and configuration by size, of a problem whose bucket axis was left open; else None. layouts: the weight
-    layouts of the plan. more_memory: what the policy's bound on memory keeps from the plan, None if nothing.
+    Attributes:
+        op, problem: what was asked; dynamic axes that were left open have the size of the bucket axis.
+        target: where.
+        device: the torch device that the target is on this machine; None if it is not here, then nothing is verified.
+        policy: under which policy.
+        selection: the outcome for one problem: of a layer, for one row.
+        bucket: the axis that plans have buckets for, None for an operation without one.
+        plan: kernel and configuration by size, of a layer; else None.
+        more_memory: what the policy's bound on memory keeps from the plan; None if nothing.
     """
 
     op: str
@@ -148,18 +153,23 @@ def explain(
 ) -> Explanation:
     """Which kernel an operation gets for a problem, and why not the others.
 
-    op: an operation or its name. problem: text such as ``m=16,n=4096,k=4096,w=int4_g128``, a Problem, or a dict of axis
-    values. Without its bucket axis (m, q_tokens ...) it is a layer, and the plan by size is made too. target: the name of a
-    target (``sm_120``, ``h200``, ``cpu:avx2``), a Target, or a torch device of this machine (``cpu``, ``cuda:1``); None = the
-    first GPU of this machine, else its CPU. policy: None = the one that GRISTMILL_POLICY names.
+    Args:
+        op: an operation or its name.
+        problem: text such as ``m=16,n=4096,k=4096,w=int4_g128``, a dict of axis values, or a Problem. Without its bucket axis
+            (m, q_tokens ...) it is a layer, and the plan by size is made too.
+        target: the name of a target (``sm_120``, ``h200``, ``cpu:avx2``), a Target, or a torch device of this machine
+            (``cpu``, ``cuda:1``); None = the first GPU of this machine, else its CPU.
+        policy: None = the one that GRISTMILL_POLICY names.
 
     On a device of this machine the winner is verified if it was not yet, which runs it; on any other target nothing is, and
     candidates that could run stay ``unverified``. Nothing is timed: expected times are microseconds from the store or a cost
     model.
 
     Raises:
-        UnknownError: no operation of that name. AxisError: a problem that the operation does not have.
-        ValueError: an unknown target. TypeError: an argument of another type.
+        UnknownError: no operation of that name.
+        AxisError: a problem that the operation does not have.
+        ValueError: an unknown target.
+        TypeError: an argument of another type.
     """
     definition = default_registry().op(op) if isinstance(op, str) else op
     if not isinstance(definition, Op):

@@ -89,7 +89,7 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     runner = Runner(
         model, PagedCache(model.config, blocks, 16, plans.dtype, plans.device), decode_graphs=True
     )
-    engine = Engine(
+    engine = Engine.from_parts(
         runner,
         SchedulerConfig(num_blocks=blocks, max_batch_tokens=chunk, max_seqs=batch, prefix_caching=False),
     )

@@ -47,7 +47,13 @@ def problems(dist: Path) -> list[str]:
             f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(RUN)
         }
         wanted |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
-        wanted |= {"gristmill/__init__.py", "gristmill/py.typed"}
+        wanted |= {
+            "gristmill/__init__.py",
+            "gristmill/_lazy.py",
+            "gristmill/ops.py",
+            "gristmill/ops.pyi",
+            "gristmill/py.typed",
+        }
         found += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
         found += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
         if "-py3-none-" not in dist.name:

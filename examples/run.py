@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gristmill import console
-from gristmill.runtime.evaluate import evaluate, read_tokens
-from gristmill.runtime.explain import summarize
-from gristmill.runtime.llm import LLM
-from gristmill.runtime.sampling_params import SamplingParams
+from rich.text import Text
+
+from gristmill import LLM, SamplingParams, console, evaluate, read_tokens
+from gristmill.runtime import summarize
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("docs-llama", "docs-deepseek")
@@ -27,7 +26,7 @@ WINDOW = 1024
 
 def answer(name: str) -> None:
     """Stream one answer of a model as it is stored, bf16."""
-    console.out().print(f"[bold]{name}[/bold] (bf16): {PROMPT}", end="")
+    console.out().print(Text.assemble((name, "bold"), f" (bf16): {PROMPT}"), end="")
     llm = LLM(MODELS / name)
     start, count = time.perf_counter(), 0
     for chunk in llm.stream(PROMPT, SamplingParams(temperature=0.7, seed=7, max_tokens=80)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from importlib import import_module
+from typing import Any, Final
 
 TORCH_NAMES: Final[dict[str, str]] = {
     "fp32": "float32",
@@ -19,7 +20,7 @@ TORCH_NAMES: Final[dict[str, str]] = {
 
 DTYPES: Final[tuple[str, ...]] = tuple(TORCH_NAMES)
 
-_ALIASES: Final[dict[str, str]] = {
+ALIASES: Final[dict[str, str]] = {
     **{name: short for short, name in TORCH_NAMES.items()},
     **{name: name for name in TORCH_NAMES},
     "float": "fp32",
@@ -41,8 +42,32 @@ def canonical_dtype(dtype: object) -> str:
     # A torch.dtype is recognized by its text: this package does not import torch.
     if not isinstance(dtype, str) and not str(dtype).startswith("torch."):
         raise TypeError(f"a dtype is a name such as 'bfloat16' or a torch.dtype, got {type(dtype).__name__}")
-    short = _ALIASES.get(str(dtype).lower().removeprefix("torch."))
+    short = ALIASES.get(str(dtype).lower().removeprefix("torch."))
     if short is None:
-        known = ", ".join(sorted(_ALIASES))
+        known = ", ".join(sorted(ALIASES))
         raise ValueError(f"unknown dtype {str(dtype)!r}; known: {known}, and the torch.dtype of each")
     return short
+
+
+class _Names(dict[Any, str]):
+    """Short names of torch dtypes, each found by its text when first asked for."""
+
+    def __missing__(self, dtype: Any) -> str:
+        try:
+            name = canonical_dtype(dtype)
+        except ValueError:
+            raise TypeError(
+                f"dtype {dtype} is not supported; supported: {', '.join(sorted(DTYPES))}"
+            ) from None
+        self[dtype] = name
+        return name
+
+
+dtype_name = _Names().__getitem__
+"""The short name of a torch dtype; TypeError if gristmill has none for it. A dictionary's own method: it is asked once or more
+in every planned call."""
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype of a name (see `canonical_dtype`); ValueError for an unknown one."""
+    return getattr(import_module("torch"), TORCH_NAMES[canonical_dtype(name)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gristmill.kernel_registry.dtypes import DTYPES, TORCH_NAMES, canonical_dtype
+from gristmill.kernel_registry.dtypes import dtype_name as dtype_name
+from gristmill.kernel_registry.dtypes import torch_dtype as torch_dtype
 
 ITEM_BYTES = {
     "fp32": 4,
@@ -20,32 +21,6 @@ ITEM_BYTES = {
 FLOATS = ("fp32", "fp16", "bf16")
 CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
 """Dtype codes of the C++ entry points."""
-
-
-class _Names(dict[Any, str]):
-    """Names of torch dtypes, each found by its text when first asked for."""
-
-    def __missing__(self, dtype: Any) -> str:
-        try:
-            name = canonical_dtype(dtype)
-        except ValueError:
-            raise TypeError(
-                f"dtype {dtype} is not supported; supported: {', '.join(sorted(DTYPES))}"
-            ) from None
-        self[dtype] = name
-        return name
-
-
-dtype_name = _Names().__getitem__
-"""The problem-string name of a torch dtype; TypeError if gristmill has no name for it. A dictionary's own method: it is asked
-once or more in every planned call."""
-
-
-def torch_dtype(name: str) -> Any:
-    """The torch dtype of a name (see `canonical_dtype`); ValueError for an unknown one."""
-    import torch
-
-    return getattr(torch, TORCH_NAMES[canonical_dtype(name)])
 
 
 def need(condition: bool, message: str) -> None:

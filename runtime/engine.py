@@ -12,8 +12,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.runtime.cache_size import cache_blocks, make_cache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -30,13 +37,88 @@ class _Active:
 
 
 class Engine:
-    """A scheduler and a runner: requests come in, tokens come out, one step at a time. Not thread-safe.
+    """A model with its scheduler and paged cache: requests come in, tokens come out, one step at a time. Not thread-safe.
 
-    runner: the model and its cache. config: budgets of the scheduler; its blocks must be those of the runner's cache.
-    seed: where the seeds of requests come from that have none of their own.
+    Args:
+        model: a Hugging Face directory, or a GGUF file.
+        dtype: of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
+            ``bfloat16``, or a torch.dtype.
+        quant: a scheme to round linear weights to at load, such as ``int4_g128``; None = as stored.
+        device: ``cpu``, ``cuda`` or ``cuda:<index>``.
+        policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
+        block_size: tokens per block of the cache.
+        num_blocks: blocks of the cache; None = what `memory` holds.
+        memory: of the cache: bytes (an int), or a part of the device's free memory (a float up to 1). None = 85 % of a GPU's
+            free memory; on a CPU what max_seqs full sequences need, but 1 GiB at most.
+        max_batch_tokens: tokens per step.
+        max_seqs: requests per step.
+        max_model_len: tokens of prompt and output of one request; None = the model's own limit.
+        max_chunk: prompt tokens of one request per step; None = max_batch_tokens.
+        enable_prefix_cache: requests with a common prefix share its blocks.
+        seed: where the seeds of requests come from that have none of their own.
+        decode_graphs: run steps of one new token per request as CUDA graphs; None = on a GPU. On a CPU the same steps run,
+            uncaptured.
+
+    Raises:
+        UsageError: an argument that cannot be; as ConfigError or CheckpointError, a fault of the directory.
+        PolicyError: a policy that cannot be read, or that this machine cannot satisfy.
+        NoKernelError: no kernel runs an operation of the model here under the policy.
     """
 
-    def __init__(self, runner: Runner, config: SchedulerConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        quant: str | QuantScheme | torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        policy: Policy | str | Path | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory: int | float | None = None,
+        max_batch_tokens: int = 2048,
+        max_seqs: int = 64,
+        max_model_len: int | None = None,
+        max_chunk: int | None = None,
+        enable_prefix_cache: bool = True,
+        seed: int = 0,
+        decode_graphs: bool | None = None,
+    ) -> None:
+        policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
+        if policy is not None and not isinstance(policy, Policy):
+            raise UsageError(
+                f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
+            )
+        _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
+        loaded = load_model(model, dtype, quant, device, policy)
+        limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
+        if num_blocks is None:
+            num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit)
+        try:
+            config = SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_batch_tokens=max_batch_tokens,
+                max_seqs=max_seqs,
+                max_model_len=limit,
+                max_chunk=max_chunk,
+                prefix_caching=enable_prefix_cache,
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        self._start(Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs), config, seed)
+
+    @classmethod
+    def from_parts(cls, runner: Runner, config: SchedulerConfig, seed: int = 0) -> Engine:
+        """An engine over a runner that exists: for models that are not loaded from files, or share their weights.
+
+        config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache.
+        """
+        engine = cls.__new__(cls)
+        engine._start(runner, config, seed)
+        return engine
+
+    def _start(self, runner: Runner, config: SchedulerConfig, seed: int) -> None:
         held = (runner.cache.num_blocks, runner.cache.block_size)
         if held != (config.num_blocks, config.block_size):
             raise UsageError(
@@ -60,7 +142,8 @@ class Engine:
 
         Raises:
             UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of another type.
-            RequestTooLarge: the prompt and one more token can never fit; it names need and capacity. QueueFull.
+            RequestTooLarge: the prompt and one more token can never fit; it names need and capacity.
+            QueueFull: as many requests wait as the scheduler takes.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -128,3 +211,10 @@ class Engine:
         active = self._active[request_id]
         request = active.request
         return SamplingRow(active.params, active.seed, len(request.tokens) - request.prompt_len)
+
+
+def _integers(**values: object) -> None:
+    """UsageError unless each is a positive integer or None."""
+    for name, value in values.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -15,23 +15,16 @@ from typing import Any
 import torch
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import ConfigError, UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.loader.gguf import is_gguf
-from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import Model
-from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.tokenizer import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
-CPU_CACHE_BYTES = 1 << 30
-"""Cache on a CPU at most, unless num_blocks or memory say otherwise."""
-CUDA_MEMORY = 0.85
-"""Part of a GPU's free memory, after the weights are loaded, that the cache takes unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +49,23 @@ class Chunk:
 
 
 class LLM:
-    """A model with its scheduler, cache and tokenizer.
+    """A model with its engine and tokenizer: text or token ids in, completions out.
 
-    model: a Hugging Face directory, or a GGUF file. dtype: ``auto``, ``fp32``, ``fp16`` or ``bf16``. quant: a scheme to
-    round linear weights to at load. device: ``cpu`` or ``cuda[:i]``. policy: a Policy or the path of a policy file.
-    num_blocks: blocks of the cache; or memory: its bytes (an int), or a part (a float up to 1) of the device's free
-    memory; the default is 85 % of a GPU's free memory, on a CPU what max_seqs full sequences need but 1 GiB at most.
-    max_batch_tokens, max_seqs: tokens and requests a step. max_model_len: prompt and output of one request at most, None =
-    the model's own limit. max_chunk: prompt tokens of one request a step. seed: for requests without a seed of their own.
-    decode_graphs: run steps of one new token a request as CUDA graphs; None = on a GPU. On a CPU the same steps run, uncaptured.
+    The arguments are those of `Engine`. engine, model and config are attributes.
 
     Raises:
-        UsageError (and its kinds ConfigError, CheckpointError), PolicyError, NoKernelError.
+        UsageError: an argument that cannot be; as ConfigError or CheckpointError, a fault of the directory.
+        PolicyError: a policy that cannot be read, or that this machine cannot satisfy.
+        NoKernelError: no kernel runs an operation of the model here under the policy.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
-        dtype: str = "auto",
-        quant: str | None = None,
-        device: str = "cpu",
+        dtype: str | torch.dtype = "auto",
+        quant: str | QuantScheme | torch.dtype | None = None,
+        device: str | torch.device = "cpu",
         policy: Policy | str | Path | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -89,32 +78,26 @@ class LLM:
         seed: int = 0,
         decode_graphs: bool | None = None,
     ) -> None:
-        policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
-        if policy is not None and not isinstance(policy, Policy):
-            raise UsageError(
-                f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
-            )
-        _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
+        self.engine = Engine(
+            model,
+            dtype=dtype,
+            quant=quant,
+            device=device,
+            policy=policy,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory=memory,
+            max_batch_tokens=max_batch_tokens,
+            max_seqs=max_seqs,
+            max_model_len=max_model_len,
+            max_chunk=max_chunk,
+            enable_prefix_cache=enable_prefix_cache,
+            seed=seed,
+            decode_graphs=decode_graphs,
+        )
         self.path = Path(model)
-        self.model: Model = load_model(model, dtype, quant, device, policy)
+        self.model: Model = self.engine.runner.model
         self.config = self.model.config
-        limit = min(max_model_len or self.config.max_position, self.config.max_position)
-        if num_blocks is None:
-            num_blocks = _blocks(self.model, block_size, memory, max_seqs, limit)
-        try:
-            config = SchedulerConfig(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_batch_tokens=max_batch_tokens,
-                max_seqs=max_seqs,
-                max_model_len=limit,
-                max_chunk=max_chunk,
-                prefix_caching=enable_prefix_cache,
-            )
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        cache = _cache(self.model, num_blocks, block_size)
-        self.engine = Engine(Runner(self.model, cache, decode_graphs), config, seed)
         self._tokenizer: Tokenizer | None = None
         self._requests = 0
 
@@ -240,52 +223,3 @@ class LLM:
                 f"{count} prompts and {len(params)} SamplingParams: give one for all, or one for each"
             )
         return list(params)
-
-
-def _integers(**values: object) -> None:
-    """UsageError unless each is a positive integer or None."""
-    for name, value in values.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def _cache(model: Model, num_blocks: int, block_size: int) -> PagedCache:
-    """The cache; UsageError says how large it would have been."""
-    try:
-        return PagedCache(model.config, num_blocks, block_size, model.plans.dtype, model.plans.device)
-    except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
-        size = num_blocks * block_size * token_bytes(model.config, model.plans.dtype)
-        raise UsageError(
-            f"a cache of {num_blocks} blocks of {block_size} tokens takes {size} bytes, more than {model.plans.device} gives: "
-            f"{error}; lower num_blocks, memory or max_seqs"
-        ) from error
-
-
-def _blocks(model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_len: int) -> int:
-    """How many blocks the cache gets."""
-    device, block_bytes = model.plans.device, block_size * token_bytes(model.config, model.plans.dtype)
-    whole = -(-max_len // block_size)
-    if memory is None and device.type == "cpu":
-        return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
-    share = CUDA_MEMORY if memory is None else memory
-    if (
-        isinstance(share, bool)
-        or not isinstance(share, int | float)
-        or share <= 0
-        or (isinstance(share, float) and share > 1)
-    ):
-        raise UsageError(
-            f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
-        )
-    count = int(share * _free_bytes(device) if isinstance(share, float) else share) // block_bytes
-    if count < 1:
-        raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")
-    return count
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    import os
-
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gristmill.kernel_registry.dtypes import canonical_dtype
 from gristmill.kernel_registry.scheme import QuantScheme
 
 
@@ -50,8 +51,8 @@ class LinearWeight:
         name = layout_for(kernel, weight.scheme).name if kernel.layouts else kernel.name
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, {name: tensors})
 
-    def problem(self, x: str, *, bias: bool = False, residual: bool = False, silu_mul: bool = False) -> str:
-        """The static problem of a layer with this weight, for activations of dtype `x` (``bf16``)."""
+    def problem(self, x: Any, *, bias: bool = False, residual: bool = False, silu_mul: bool = False) -> str:
+        """The static problem of a layer with this weight, for activations of dtype `x` (``bfloat16``, a torch.dtype)."""
         return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)
 
     def tensors(self, layout: str | None = None) -> list[Any]:
@@ -74,7 +75,7 @@ def problem_of(
     scheme: QuantScheme | str,
     n: int,
     k: int,
-    x: str,
+    x: Any,
     bias: bool = False,
     residual: bool = False,
     silu_mul: bool = False,
@@ -82,5 +83,5 @@ def problem_of(
 ) -> str:
     """The static problem text of a linear layer before its weight exists."""
     flags = [name for name, on in (("bias", bias), ("residual", residual), ("silu_mul", silu_mul)) if on]
-    text = f"n={n},k={k},x={x},w={scheme},epilogue={'+'.join(flags) or 'none'}"
+    text = f"n={n},k={k},x={canonical_dtype(x)},w={scheme},epilogue={'+'.join(flags) or 'none'}"
     return text + (",act_order=true" if act_order else "")

@@ -25,7 +25,7 @@ def load_model(
     directory: str | Path,
     dtype: str | torch.dtype = "auto",
     quant: str | QuantScheme | torch.dtype | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     policy: Policy | None = None,
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not; config.ARCHITECTURES are known.
@@ -71,7 +71,7 @@ def parse_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:
     return found
 
 
-def parse_device(name: str) -> torch.device:
+def parse_device(name: str | torch.device) -> torch.device:
     """The device of a name; UsageError if there is no such device here."""
     try:
         device = torch.device(name)

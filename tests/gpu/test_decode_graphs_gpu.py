@@ -88,7 +88,7 @@ def test_two_engines_on_two_streams() -> None:
 
     def serve(index: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            engine = Engine(runners[index], config)
+            engine = Engine.from_parts(runners[index], config)
             for place, prompt in enumerate(prompts()):
                 engine.add_request(str(place), prompt, SamplingParams(max_tokens=40, ignore_eos=True))
             ids: list[list[int]] = [[] for _ in prompts()]

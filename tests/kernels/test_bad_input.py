@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gristmill import ops
+from gristmill.autotune import operators
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.device import device_target
 from gristmill.autotune.verify import kernel_arguments
@@ -62,8 +63,8 @@ def planned(op_name: str, static: Problem | str, *_: Any) -> BoundPlan:
     )
     plan = BoundPlan(op, problem, ops.resolver("cpu"), None)
     plan.adopt(Plan(op.name, op.static(problem), entries, ()))
-    plan.handle = len(ops._PLANS)
-    ops._PLANS.append(plan)
+    plan.handle = len(operators._PLANS)
+    operators._PLANS.append(plan)
     return plan
 
 
@@ -205,8 +206,8 @@ def mutations(op: Op, arguments: list[Any]) -> Iterator[tuple[str, list[Any]]]:
 @pytest.fixture(autouse=True)
 def unverified(monkeypatch: pytest.MonkeyPatch, policy_file) -> None:
     policy_file()
-    monkeypatch.setattr(ops, "bind", planned)
-    monkeypatch.setattr(ops, "_FOUND", {})
+    monkeypatch.setattr(operators, "bind", planned)
+    monkeypatch.setattr(operators, "_FOUND", {})
 
 
 def report(op: Op, found: list[str]) -> None:

@@ -35,6 +35,9 @@ def good_wheel_names() -> list[str]:
     ]
     names += [
         "gristmill/__init__.py",
+        "gristmill/_lazy.py",
+        "gristmill/ops.py",
+        "gristmill/ops.pyi",
         "gristmill/py.typed",
         "gristmill/_lib/manifest.json",
         "gristmill/_lib/libgristmill_cpu.so",
@@ -68,8 +71,10 @@ def test_extra_file_is_found(tmp_path: Path, extra: str, complaint: str) -> None
 
 
 def test_missing_module_and_python_tag_are_found(tmp_path: Path) -> None:
-    names = [name for name in good_wheel_names() if name != "gristmill/kernels/native.py"]
+    left_out = ("gristmill/kernels/native.py", "gristmill/ops.pyi")
+    names = [name for name in good_wheel_names() if name not in left_out]
     found = check_wheel.problems(wheel(tmp_path, names, "gristmill-0.1.0-cp311-cp311-linux_x86_64.whl"))
+    assert "lacks gristmill/ops.pyi" in found
     assert "lacks gristmill/kernels/native.py" in found
     assert any("tied to one Python" in line for line in found)
 

@@ -1,0 +1,326 @@
+"""Write the reference of the public interface, docs/api.md, and the stub of gristmill.ops, src/gristmill/ops.pyi.
+
+python ci/api.py            write both
+python ci/api.py --check    write nothing; exit 1 if one of them is not what the code says
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gristmill
+from gristmill.autotune.operators import EVERY_OPERATION, documentation, meaning, signature
+from gristmill.kernel_registry import DTYPES, Op, canonical_dtype, default_registry
+from gristmill.kernel_registry.dtypes import ALIASES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "api.md"
+STUB = ROOT / "src" / "gristmill" / "ops.pyi"
+WIDTH = 110
+PROSE_WIDTH = 140
+"""Of docstrings in the stub: lines that fit are left as they are written."""
+
+SECTIONS = {
+    "Kernels": (
+        "ops",
+        "explain",
+        "Explanation",
+        "Policy",
+        "Target",
+        "Problem",
+        "BoundPlan",
+    ),
+    "Quantized weights": ("quantize", "QuantTensor", "QuantScheme", "LinearWeight"),
+    "Runtime": (
+        "LLM",
+        "Completion",
+        "Chunk",
+        "SamplingParams",
+        "Engine",
+        "RequestOutput",
+        "FinishReason",
+        "evaluate",
+        "Evaluation",
+        "read_tokens",
+    ),
+    "Errors": (
+        "UsageError",
+        "ConfigError",
+        "CheckpointError",
+        "RequestTooLarge",
+        "QueueFull",
+        "PolicyError",
+        "AxisError",
+        "UnknownError",
+        "NoKernelError",
+        "UnpreparedError",
+    ),
+}
+"""Every public name, in the order of the page."""
+
+OPS_HELPERS = ("bind", "release", "resolver")
+
+HEAD = """# Public interface
+
+Written by `python ci/api.py` from signatures and docstrings; do not edit. `import gristmill` offers every name of this page
+and imports neither torch nor a kernel before one is used. Shapes are in square brackets, `...` stands for any leading
+dimensions; times are microseconds, sizes bytes, unless said otherwise.
+
+## Names of dtypes
+
+A dtype goes by any of these names, in upper or lower case, with or without `torch.`, and as the torch.dtype: in problems, in
+`LLM(dtype=...)`, in `quantize` and on the command lines. The first is what gristmill stores and prints.
+"""
+
+
+class _Text:
+    """An annotation that is printed as it is written in the source."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def signature_text(name: str, found: inspect.Signature) -> str:
+    """``name(...) -> ...``, one parameter per line where a line does not hold it."""
+
+    def bare(annotation: Any) -> Any:
+        return _Text(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values()]
+    found = found.replace(parameters=parameters, return_annotation=bare(found.return_annotation))
+    text = _short(f"{name}{found}")
+    if len(text) <= WIDTH:
+        return text
+    lines = []
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and "    *," not in lines:
+            lines.append("    *,")
+        lines.append(f"    {_short(str(p))},")
+    returned = text[text.rindex(") -> ") :] if ") -> " in text else ")"
+    return "\n".join([f"{name}(", *lines, returned])
+
+
+def _short(text: str) -> str:
+    """Without the modules of the types that are everywhere."""
+    return re.sub(r"\b(torch|collections\.abc|gristmill(\.\w+)*)\.(?=[A-Z])", "", text).replace(
+        "<factory>", "..."
+    )
+
+
+def markdown(text: str | None) -> str:
+    """A docstring as Markdown: paragraphs stay; ``name: meaning`` lines, under ``Args:`` and the like or alone, become lists."""
+    out: list[str] = []
+    indent = 0  # of list items: 4 under a heading
+    for line in inspect.cleandoc(text or "").splitlines():
+        if re.fullmatch(r"[A-Z][\w ]*:", line):
+            indent = 4
+            out += ["", line, ""]
+            continue
+        if line[:1].strip():
+            indent = 0
+        depth, line = len(line) - len(line.lstrip()), line.strip()
+        item = re.match(r"([\w.*]+(?:(?:, | / )[\w.*]+)*): (.*)", line)
+        if depth == indent and item and not item[1][0].isdigit():
+            out.append(f"- `{item[1]}`: {item[2]}")
+        elif depth == indent == 4:
+            out.append(f"- {line}")
+        else:
+            out.append("  " * (depth > indent) + line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).replace("``", "`").strip()
+
+
+def members(cls: type) -> Iterator[tuple[str, str, str | None]]:
+    """(name, signature, docstring) of the public methods and properties that a class defines, in its order."""
+    for name, value in vars(cls).items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        if isinstance(value, property):
+            returned = inspect.signature(value.fget).return_annotation if value.fget else ""
+            yield name, f"{name}: {_short(str(returned))}", value.__doc__
+        elif isinstance(value, staticmethod | classmethod):
+            # Of a class method the signature as it is called, without the class.
+            yield (
+                name,
+                signature_text(f"{cls.__name__}.{name}", inspect.signature(getattr(cls, name))),
+                value.__doc__,
+            )
+        elif inspect.isfunction(value):
+            found = inspect.signature(value)
+            found = found.replace(parameters=[p for p in found.parameters.values() if p.name != "self"])
+            yield name, signature_text(name, found), value.__doc__
+
+
+def fenced(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def class_section(name: str, cls: type) -> list[str]:
+    """A class: how it is made, what it is, its members."""
+    lines = [f"### {name}", ""]
+    if issubclass(cls, enum.Enum):
+        lines += [markdown(cls.__doc__), "", ", ".join(f"`{m.name}` (`{m.value}`)" for m in cls), ""]
+        return lines
+    if issubclass(cls, Exception):
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        return [*lines, f"A kind of {bases}. {markdown(cls.__doc__)}", ""]
+    if "__init__" in vars(cls) and (
+        dataclasses.is_dataclass(cls) is False or name in ("SamplingParams", "Policy")
+    ):
+        lines += [
+            fenced(
+                signature_text(
+                    name, inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+                )
+            ),
+            "",
+        ]
+    lines += [markdown(cls.__doc__), ""]
+    if dataclasses.is_dataclass(cls) and name not in ("SamplingParams", "Policy"):
+        fields = "\n".join(
+            f"{f.name}: {_short(str(f.type))}" for f in dataclasses.fields(cls) if f.name[0] != "_"
+        )
+        lines += ["Fields:", "", fenced(fields), ""]
+    for _, text, doc in members(cls):
+        lines += [fenced(text), "", markdown(doc), ""]
+    return lines
+
+
+def function_section(name: str, function: Callable[..., Any], level: str = "###") -> list[str]:
+    """A function: signature and docstring."""
+    return [
+        f"{level} {name}",
+        "",
+        fenced(signature_text(name, inspect.signature(function))),
+        "",
+        markdown(function.__doc__),
+        "",
+    ]
+
+
+def ops_section() -> list[str]:
+    """gristmill.ops: what it is, its helpers, its operations."""
+    lines = ["### ops", "", markdown(inspect.getmodule(gristmill.ops).__doc__), ""]  # type: ignore[union-attr]
+    for name in OPS_HELPERS:
+        lines += function_section(f"ops.{name}", getattr(gristmill.ops, name), "####")
+    lines += ["#### Operations", "", markdown(EVERY_OPERATION), ""]
+    for name, op in sorted(default_registry().ops.items()):
+        lines += [
+            f"#### ops.{name}",
+            "",
+            fenced(signature_text(f"ops.{name}", signature(op))),
+            "",
+            markdown(meaning(op)),
+            "",
+        ]
+    return lines
+
+
+def page() -> str:
+    """docs/api.md."""
+    listed = [name for names in SECTIONS.values() for name in names]
+    if sorted(listed) != gristmill.__all__:
+        raise ValueError(
+            f"SECTIONS of ci/api.py and gristmill.__all__ differ in {set(listed) ^ set(gristmill.__all__)}"
+        )
+    lines = [HEAD, "| stored and printed | also |", "|---|---|"]
+    for dtype in DTYPES:
+        others = [name for name, short in ALIASES.items() if short == dtype and name != dtype]
+        assert all(canonical_dtype(name) == dtype for name in others)
+        lines.append(f"| `{dtype}` | {', '.join(f'`{name}`' for name in others)} |")
+    for title, names in SECTIONS.items():
+        lines += ["", f"## {title}", ""]
+        for name in names:
+            value = getattr(gristmill, name)
+            if name == "ops":
+                lines += ops_section()
+            elif inspect.isclass(value):
+                lines += class_section(name, value)
+            else:
+                lines += function_section(name, value)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def stub_function(name: str, found: inspect.Signature, doc: str | None) -> str:
+    """One function of the stub, laid out as the formatter does: a parameter per line."""
+    lines = [f"def {name}("]
+    keyword = False
+    for p in found.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not keyword:
+            lines.append("    *,")
+            keyword = True
+        annotation = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
+        default = "" if p.default is p.empty else f" = {p.default!r}".replace("'", '"')
+        lines.append(f"    {p.name}: {_short(annotation)}{default},")
+    returned = found.return_annotation
+    text = returned if isinstance(returned, str) else inspect.formatannotation(returned)
+    lines.append(f") -> {_short(text)}:")
+    body = []
+    for line in inspect.cleandoc(doc or "").splitlines():
+        indent = len(line) - len(line.lstrip())
+        body += textwrap.wrap(line, PROSE_WIDTH, subsequent_indent=" " * (indent + 4 if indent else 0)) or [
+            ""
+        ]
+    quoted = "\n".join(f"    {line}".rstrip() for line in body)
+    lines.append(f'    """{quoted.strip()}' + ('\n    """' if len(body) > 1 else '"""'))
+    return "\n".join(lines)
+
+
+def stub() -> str:
+    """src/gristmill/ops.pyi."""
+    head = (
+        '"""Written by `python ci/api.py` from the registry; do not edit."""\n\n'
+        "from collections.abc import Mapping, Sequence\n\n"
+        "import torch\n"
+        "from torch import Tensor\n\n"
+        "from gristmill.autotune.bound import BoundPlan\n"
+        "from gristmill.autotune.resolve import Resolver\n"
+        "from gristmill.kernel_registry.policy import Policy\n"
+        "from gristmill.kernel_registry.problem import Problem\n"
+    )
+    parts = [
+        stub_function(
+            name, inspect.signature(getattr(gristmill.ops, name)), getattr(gristmill.ops, name).__doc__
+        )
+        for name in OPS_HELPERS
+    ]
+    for name, op in sorted(default_registry().ops.items()):
+        assert isinstance(op, Op)
+        parts.append(stub_function(name, signature(op), documentation(op)))
+    return head + "\n" + "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Write or check; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
+    checking = parser.parse_args().check
+    stale = []
+    for path, text in ((PAGE, page()), (STUB, stub())):
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+            if not checking:
+                path.write_text(text, encoding="utf-8")
+    if stale:
+        print(
+            f"{'out of date' if checking else 'written'}: {', '.join(stale)}"
+            + ("; run python ci/api.py" if checking else "")
+        )
+    return 1 if stale and checking else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""How many blocks the paged cache gets, and its allocation."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.models import Model
+
+CPU_CACHE_BYTES = 1 << 30
+"""Cache on a CPU at most, unless num_blocks or memory say otherwise."""
+CUDA_MEMORY = 0.85
+"""Part of a GPU's free memory, after the weights are loaded, that the cache takes unless told otherwise."""
+
+
+def cache_blocks(
+    model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_model_len: int
+) -> int:
+    """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a part of the free memory (a float up to 1).
+
+    None: `CUDA_MEMORY` of a GPU's free memory; on a CPU what max_seqs sequences of max_model_len tokens need, but
+    `CPU_CACHE_BYTES` at most, and one sequence at least.
+
+    Raises:
+        UsageError: memory is neither, or holds no block.
+    """
+    device, block_bytes = model.plans.device, block_size * token_bytes(model.config, model.plans.dtype)
+    whole = -(-max_model_len // block_size)
+    if memory is None and device.type == "cpu":
+        return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
+    share = CUDA_MEMORY if memory is None else memory
+    if (
+        isinstance(share, bool)
+        or not isinstance(share, int | float)
+        or share <= 0
+        or (isinstance(share, float) and share > 1)
+    ):
+        raise UsageError(
+            f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
+        )
+    count = int(share * _free_bytes(device) if isinstance(share, float) else share) // block_bytes
+    if count < 1:
+        raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")
+    return count
+
+
+def make_cache(model: Model, num_blocks: int, block_size: int) -> PagedCache:
+    """The cache of a model; UsageError says how large it would have been."""
+    try:
+        return PagedCache(model.config, num_blocks, block_size, model.plans.dtype, model.plans.device)
+    except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
+        size = num_blocks * block_size * token_bytes(model.config, model.plans.dtype)
+        raise UsageError(
+            f"a cache of {num_blocks} blocks of {block_size} tokens takes {size} bytes, more than {model.plans.device} gives: "
+            f"{error}; lower num_blocks, memory or max_seqs"
+        ) from error
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,675 @@
+"""Written by `python ci/api.py` from the registry; do not edit."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+
+def bind(
+    op: str,
+    problem: Problem | str | Mapping[str, object],
+    device: str | torch.device,
+    policy: Policy | None = None,
+    layouts: frozenset[str] | None = None,
+) -> BoundPlan:
+    """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
+
+    problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
+    device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
+    packed; None for operations without packed weights.
+
+    Raises:
+        UnknownError: no such operation.
+        AxisError: a problem that it does not have.
+        ValueError: no such device.
+    """
+
+def release(
+    plan: BoundPlan,
+) -> None:
+    """Forget a plan's handle; calls with it fail from now on."""
+
+def resolver(
+    device: str | torch.device,
+    policy: Policy | None = None,
+) -> Resolver:
+    """The resolver of a device under a policy (None: the one GRISTMILL_POLICY names), made once."""
+
+def combine(
+    y: Tensor,
+    inverse: Tensor,
+    weights: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Weighted sum of each token's expert rows.
+
+    y [P, H], inverse int32 [T * K], weights float32 [T, K] -> [T, H] in y's dtype.
+
+    out[t] = sum over k = 0, 1, ... of weights[t, k] * y[inverse[t * K + k]], in float32, rounded once. A negative place
+    (an expert of another rank) adds nothing.
+
+    Axes of its problems:
+        m: tokens; an integer of at least 0
+        top_k: experts a token; an integer of at least 1
+        h: hidden size; an integer of at least 1
+        x: dtype of y and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Residual += x in place, then RMSNorm of the stored sum.
+
+    x [..., N], residual [..., N] (becomes x + residual, rounded to its dtype), weight [N] -> normed [..., N].
+
+    The norm is computed in float32 from the stored sum and rounded once. The output may be x itself.
+
+    Written in place: residual.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: row length (hidden size); an integer of at least 1
+        x: dtype of x, residual, weight and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None = None,
+    top_k: int = 1,
+    silu_mul: bool = False,
+    n: int = 0,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows sorted by expert times their expert's weight, and its epilogue.
+
+    x, a QuantTensor [E, N, K] (or one dense tensor, or a list of it), expert_offsets int32 [E + 1] -> [P, N or N / 2].
+
+    Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
+    x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
+    float32 inside, rounded once to x's dtype. Rows past the last expert's are 0, and their places in permutation are not
+    looked at. Reads the offsets on the host.
+
+    weight: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
+        (`gristmill.LinearWeight`, `gristmill.quant.pack`).
+
+    Axes of its problems:
+        m: sorted rows (tokens times top_k); an integer of at least 0
+        e: experts; an integer of at least 1
+        n: rows of an expert's W (gate and up together for silu_mul); an integer of at least 1
+        k: columns of W; an integer of at least 1
+        x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+        w: how the weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
+        epilogue: what follows the product; none or a +-joined subset of silu_mul
+        gather: top_k when rows of x are taken by permutation, 0 when x is sorted; an integer of at least 0
+        act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def grouped_topk(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    *,
+    plan: BoundPlan | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Expert choice: scores, groups, top-k, weights.
+
+    logits [..., E], bias float32 [E] or None -> weights float32 [..., top_k], ids int32 [..., top_k].
+
+    score = sigmoid(logit), or softmax over all E, in float32. choice = score + bias. A group (E / n_group neighbours)
+    counts as the sum of its two best choices, or its best one without bias; the best topk_group groups are kept, and
+    the best top_k experts among them are chosen. weight = score (without bias), divided by their sum + 1e-20 when
+    renormalize, times scale.
+
+    Order: descending choice; equal choices (and equal groups) go to the lower index. A NaN choice ranks as -inf, so ids are
+    always top_k different experts of the kept groups; its weight stays NaN.
+
+    Axes of its problems:
+        m: tokens; an integer of at least 0
+        e: experts; an integer of at least 1
+        top_k: experts a token; an integer of at least 1
+        n_group: groups of experts; an integer of at least 1
+        topk_group: groups kept; an integer of at least 1
+        x: dtype of the logits; a dtype, one of fp32, fp16, bf16
+        scoring: score of a logit; one of sigmoid, softmax
+        bias: a bias for the choice alone; true or false
+        renormalize: weights of a token sum to scale; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    n: int = 0,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = x W^T with dense or quantized weights, and its epilogue.
+
+    x [..., K] and a QuantTensor [N, K] (or a dense tensor, or a list of one) -> [..., N], [..., N / 2] with silu_mul.
+
+    z = x · Wᵀ + bias; with silu_mul the first N / 2 rows of W are the gate and z = silu(gate) · up; y = z + residual.
+    Everything in float32, with W dequantized in float32, and rounded once to x's dtype. A scheme with an activation
+    part quantizes x first, by that format's rule.
+
+    weight: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
+        (`gristmill.LinearWeight`, `gristmill.quant.pack`).
+
+    Axes of its problems:
+        m: rows of x (tokens); an integer of at least 0
+        n: rows of W (output features; gate and up together for silu_mul); an integer of at least 1
+        k: columns of W (input features); an integer of at least 1
+        x: dtype of x, bias, residual and the output; a dtype, one of fp32, fp16, bf16
+        w: how the weight is stored, and how x is quantized first, if it is; a quantization scheme name such as bf16, int4_g128 or
+            fp8_block.fp8_g128
+        epilogue: what follows the product; none or a +-joined subset of bias, residual, silu_mul
+        act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def merge_attention_states(
+    a: Tensor,
+    a_lse: Tensor,
+    b: Tensor,
+    b_lse: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Two partial attentions into one, by log-sum-exp.
+
+    a, b [T, H, D]; a_lse, b_lse float32 [T, H], natural logarithms -> out [T, H, D] in a's dtype, lse float32 [T, H].
+
+    A partial whose lse is −inf saw no key: it adds nothing, whatever its values are, NaN included. Both −inf: out is
+    zero, lse −inf. float32 inside, rounded once.
+
+    Axes of its problems:
+        t: tokens; an integer of at least 0
+        h: heads; an integer of at least 1
+        d: elements of a head; an integer of at least 1
+        x: dtype of the partials and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def mla_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    latent_dim: int = 512,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multi-head latent attention over a paged latent cache, absorbed; prefill and decode mixed.
+
+    q [tokens, heads, latent_dim + rope], cache [blocks, block_size, latent_dim + rope], block_table int32 [seqs, max_blocks],
+    query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, latent_dim] in q's dtype, float32 inside.
+
+    Sequence i has new tokens query_start[i] .. query_start[i+1], the last of its seq_lens[i] context tokens; causal.
+    scale multiplies the scores. lse float32 [tokens, heads]: written in place, natural logarithm. max_q, max_ctx: host-known
+    bounds. Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+
+    Written in place: lse.
+
+    Axes of its problems:
+        q_tokens: new tokens of all sequences; an integer of at least 0
+        seqs: sequences; an integer of at least 1
+        max_q: bound on the new tokens of one sequence; an integer of at least 1
+        max_ctx: bound on the context of one sequence, its new tokens included; an integer of at least 1
+        total_ctx: contexts of all sequences together; an integer of at least 0
+        heads: query heads; an integer of at least 1
+        latent_dim: elements of the latent: the values, and the first part of the keys; an integer of at least 1
+        rope_dim: rotated elements of the keys; an integer of at least 0
+        block_size: tokens of a cache block; an integer of at least 1
+        x: dtype of q, the cache and the output; a dtype, one of fp32, fp16, bf16
+        lse: the log-sum-exp is asked for; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor | Sequence[Tensor],
+    w2: Tensor | Sequence[Tensor],
+    inter: int = 0,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Routed experts of each token: gate and up, silu, down, weighted sum.
+
+    x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
+
+    out[t] = Σₖ weights[t, k] · W2[e] · (silu(gate) · up), with gate, up the halves of W13[e] · x[t] (gate rows first) and
+    e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. All in float32, summed over k in order,
+    rounded once. Reads the ids on the host.
+
+    w13, w2: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
+        (`gristmill.LinearWeight`, `gristmill.quant.pack`).
+
+    Axes of its problems:
+        m: tokens; an integer of at least 0
+        top_k: experts a token; an integer of at least 1
+        e: experts; an integer of at least 1
+        h: hidden size; an integer of at least 1
+        i: intermediate size of an expert; an integer of at least 1
+        x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+        w: how both weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
+        act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention over a paged KV cache, prefill and decode mixed.
+
+    q [tokens, heads, D], k_cache and v_cache [blocks, block_size, kv_heads, D], block_table int32 [seqs, max_blocks],
+    query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
+
+    scale multiplies the scores. window: keys a query sees, itself included; 0 or less = all. sinks float32 [heads]: one more
+    logit a head in the softmax, with no value (gpt-oss). lse float32 [tokens, heads]: written in place, the natural
+    logarithm of the softmax's denominator, sink included. max_q, max_ctx: host-known bounds. A query that sees no key gives 0.
+    Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+
+    Written in place: lse.
+
+    Axes of its problems:
+        q_tokens: new tokens of all sequences; an integer of at least 0
+        seqs: sequences; an integer of at least 1
+        max_q: bound on the new tokens of one sequence; an integer of at least 1
+        max_ctx: bound on the context of one sequence, its new tokens included; an integer of at least 1
+        total_ctx: contexts of all sequences together; an integer of at least 0
+        heads: query heads; an integer of at least 1
+        kv_heads: KV heads; divides heads; an integer of at least 1
+        head_dim: elements of a head; an integer of at least 1
+        block_size: tokens of a cache block; an integer of at least 1
+        x: dtype of q, the caches and the output; a dtype, one of fp32, fp16, bf16
+        window: keys a query sees, itself included; 0 = all; an integer of at least 0
+        sinks: one more softmax logit a head; true or false
+        lse: the log-sum-exp is asked for; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def permute(
+    ids: Tensor,
+    experts: int,
+    *,
+    plan: BoundPlan | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens sorted by expert: offsets, order and its inverse.
+
+    ids int32 [T, K] -> expert_offsets int32 [experts + 1], permutation int32 [T * K], inverse int32 [T * K].
+
+    Sorted place p holds flat entry permutation[p] = token * K + k; places of expert e are expert_offsets[e] up to
+    expert_offsets[e + 1], in ascending entry. inverse[entry] is the place, or -1 for an id outside 0...experts - 1 (an
+    expert of another rank): such entries lie behind the last expert's, and belong to nobody.
+
+    Axes of its problems:
+        m: tokens; an integer of at least 0
+        top_k: experts a token; an integer of at least 1
+        e: experts; an integer of at least 1
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """Keys and values of new tokens into a paged cache.
+
+    key [T, H, D], value [T, H, Dv]; key_cache [blocks, block_size, H, D] and value_cache [..., H, Dv], written in place.
+
+    Token t goes to slot slot_mapping[t] (int64): place slot % block_size of block slot // block_size; −1 = not written.
+
+    Written in place: key_cache, value_cache.
+
+    Axes of its problems:
+        t: tokens; an integer of at least 0
+        h: key and value heads; an integer of at least 1
+        d: elements of a key head; an integer of at least 1
+        dv: elements of a value head; an integer of at least 1
+        block_size: tokens of a block; an integer of at least 1
+        x: dtype of tokens and cache; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def reshape_and_cache_mla(
+    latent: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """Latents of new tokens into MLA's paged cache.
+
+    latent [T, D] (512 + 64 = 576 in DeepSeek); cache [blocks, block_size, D], written in place.
+
+    Token t goes to slot slot_mapping[t] (int64): place slot % block_size of block slot // block_size; −1 = not written.
+
+    Written in place: cache.
+
+    Axes of its problems:
+        t: tokens; an integer of at least 0
+        d: elements of a latent, rotary part included; an integer of at least 1
+        block_size: tokens of a block; an integer of at least 1
+        x: dtype of latents and cache; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm over the last dimension.
+
+    x [..., N], weight [N] -> [..., N] in x's dtype; computed in float32 and rounded once.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: row length (hidden size); an integer of at least 1
+        x: dtype of x, weight and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def rotary_embedding(
+    q: Tensor,
+    k: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool = False,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """Rotary position embedding of q and k, in place.
+
+    q [T, Hq, D] and k [T, Hk, D] (or None), written in place; positions int64 [T]; cos_sin float32 [P, rot].
+
+    Row p of cos_sin holds the cosines, then the sines, of position p (see `gristmill.kernels.rope.cache`). Computed in
+    float32, rounded once. The rotated part of a token whose position is not in [0, P) becomes NaN.
+
+    Written in place: q, k.
+
+    Axes of its problems:
+        t: tokens; an integer of at least 0
+        hq: heads of q; an integer of at least 1
+        hk: heads of k; 0 = only q is rotated; an integer of at least 0
+        d: elements of a head; an integer of at least 2
+        rot: elements of a head that are rotated, its first ones; an integer of at least 2
+        style: pairs: halves (neox) or neighbours (gptj); one of neox, gptj
+        x: dtype of q and k; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token a request: temperature, top-k, top-p, min-p, seeded Gumbel-max.
+
+    logits [B, V]; for each request temperature, top_p, min_p float32 [B], top_k int32 [B], seed and index (the number of
+    the output token) int64 [B] -> ids int64 [B].
+
+    temperature below 1e-5: the largest logit, the lowest id among equals; the rest does not matter. Otherwise
+    z = logit / temperature (a float32 division), filtered by `kept`, and the id is that of the largest
+    z - log(-log(u)), in float64, u being the request's uniform of the token.
+
+    A row with a NaN or +inf among its z (or logits, when greedy), or with nothing above -inf, gives -1: such logits are a
+    fault upstream, and no token is a fair answer.
+
+    Axes of its problems:
+        m: requests; an integer of at least 0
+        v: vocabulary; an integer of at least 1
+        x: dtype of the logits; a dtype, one of fp32, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def silu_and_mul(
+    x: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Silu(gate) · up of the two halves of each row.
+
+    x [..., 2N], gate first -> silu(x[..., :N]) · x[..., N:], [..., N] in x's dtype.
+
+    silu(g) = g / (1 + e⁻ᵍ). Computed in float32 and rounded once, where a model's own code may round silu too.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: length of gate, of up, and of an output row; an integer of at least 1
+        x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    context_start: Tensor,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    lse: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention over dense sequences of different lengths (un-absorbed MLA prefill).
+
+    q [tokens, heads, Dk], k [ctx, kv_heads, Dk], v [ctx, kv_heads, Dv], query_start and context_start int32 [seqs + 1]
+    -> out [tokens, heads, Dv] in q's dtype, float32 inside.
+
+    scale multiplies the scores. lse float32 [tokens, heads]: written in place, natural logarithm. max_q, max_ctx: host-known
+    bounds. Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+
+    Written in place: lse.
+
+    Axes of its problems:
+        q_tokens: new tokens of all sequences; an integer of at least 0
+        seqs: sequences; an integer of at least 1
+        max_q: bound on the new tokens of one sequence; an integer of at least 1
+        max_ctx: bound on the context of one sequence, its new tokens included; an integer of at least 1
+        total_ctx: contexts of all sequences together; an integer of at least 0
+        heads: query heads; an integer of at least 1
+        kv_heads: KV heads; divides heads; an integer of at least 1
+        qk_dim: elements of a query or key head; an integer of at least 1
+        v_dim: elements of a value head; an integer of at least 1
+        x: dtype of q, k, v and the output; a dtype, one of fp32, fp16, bf16
+        lse: the log-sum-exp is asked for; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
