@@ -56,6 +56,9 @@ def problems(dist: Path) -> list[str]:
         }
         found += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
         found += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
+        found += [
+            f"has {name}: not part of the package" for name in names if name.startswith("gristmill/lab/")
+        ]
         if "-py3-none-" not in dist.name:
             found.append("is tied to one Python, but holds nothing that is")
     else:

@@ -7,12 +7,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from gristmill.bench.quality import Settings, command
-from gristmill.bench.quality_table import into, render
+from lab.quality import Settings, command
+from lab.quality_table import into, render
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "bench" / "results" / "quality.json"
-HOW = f"run python -m gristmill.bench.quality --table {FILE.relative_to(ROOT)} --readme README.md"
+HOW = f"run python -m lab.quality --table {FILE.relative_to(ROOT)} --readme README.md"
 DATA = json.loads(FILE.read_text(encoding="utf-8"))
 ROWS: dict[tuple[str, str, str], dict[str, Any]] = {
     (r["model"], r["scheme"], r["method"]): r for r in DATA["rows"]

@@ -62,6 +62,8 @@ def test_good_wheel_passes(tmp_path: Path) -> None:
         ("gristmill/kernels/norm/_rms_norm_cpu.cpp", "native source"),
         ("gristmill/examples/models/a/model.safetensors", "model data"),
         ("tests/test_x.py", "outside gristmill/"),
+        ("lab/cpu.py", "outside gristmill/"),
+        ("gristmill/lab/cpu.py", "not part of the package"),
     ],
 )
 def test_extra_file_is_found(tmp_path: Path, extra: str, complaint: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from gristmill.bench import loading, loading_cases, loading_memory, loading_turns
 from gristmill.quant import quantize
+from lab import loading, loading_cases, loading_memory, loading_turns
 
 LIMIT = 2.0
 """1.5 is the bar of the measurement of 2 GB (bench/results/cpu); processor time of little files on a busy machine is noisier."""

@@ -1,4 +1,4 @@
-"""The quality table of a result file of `gristmill.bench.quality`, as Markdown, and its place in a document."""
+"""The quality table of a result file of `lab.quality`, as Markdown, and its place in a document."""
 
 from __future__ import annotations
 

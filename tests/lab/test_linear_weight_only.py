@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.bench import gpu_graphs
-from gristmill.bench import linear_weight_only as program
 from gristmill.kernel_registry.store import Store
+from lab import gpu_graphs
+from lab import linear_weight_only as program
 
 
 def samples(**us: float) -> dict[str, list[float]]:

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gristmill.bench import loading_memory
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.loader import weights
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
+from lab import loading_memory
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 MOE = {

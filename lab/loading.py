@@ -1,6 +1,6 @@
 """How long quantized checkpoints take to load, next to reading the same bytes with safetensors.
 
-    python -m gristmill.bench.loading --gigabytes 2 --out bench/results/cpu/loading.json
+    python -m lab.loading --gigabytes 2 --out bench/results/cpu/loading.json
 
 A synthetic model is written in each format (`loading_cases`), as many layers as make the size. The yardstick is safetensors'
 own way to have every tensor in memory: `safe_open`, `get_tensor`, `clone` (a tensor it gives is the file's mapping, which reads
@@ -35,8 +35,8 @@ import torch
 from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
-from gristmill.bench.loading_cases import CASES, Made, synthesize
-from gristmill.bench.loading_turns import CALLS, turn
+from lab.loading_cases import CASES, Made, synthesize
+from lab.loading_turns import CALLS, turn
 
 
 def drop(folder: Path) -> None:
@@ -57,7 +57,7 @@ Turn = Callable[[str, Made], dict[str, float]]
 def processes() -> Iterator[Turn]:
     """A turn in a process of its own, forked from one that has imported everything and done nothing."""
     servers = multiprocessing.get_context("forkserver")
-    servers.set_forkserver_preload(["gristmill.bench.loading_turns"])
+    servers.set_forkserver_preload(["lab.loading_turns"])
     with servers.Pool(1, maxtasksperchild=1) as pool:
         yield lambda who, made: pool.apply(turn, (who, made))
 
@@ -158,7 +158,7 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
             shutil.rmtree(made)
         click.echo(f"{name}: {rows[-1]['loader_wall_median']:.2f}", err=True)
         if out:  # after every case: what was measured is not lost with what was not
-            command = f"python -m gristmill.bench.loading --gigabytes {gigabytes:g} --rounds {rounds}"
+            command = f"python -m lab.loading --gigabytes {gigabytes:g} --rounds {rounds}"
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(
                 json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n"

@@ -1,7 +1,7 @@
 """What quantization costs: perplexity of models in every scheme by every method.
 
-    python -m gristmill.bench.quality --models examples/models/docs-llama --tokens examples/models/eval_tokens.u16 --out quality.json
-    python -m gristmill.bench.quality --table bench/results/quality.json --readme README.md
+    python -m lab.quality --models examples/models/docs-llama --tokens examples/models/eval_tokens.u16 --out quality.json
+    python -m lab.quality --table bench/results/quality.json --readme README.md
 
 Each row is what its own `command` prints: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
 dequantized and multiplied in float32, so that rows differ by their weights alone. The file is written after every row; rows
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.autotune.place import place
-from gristmill.bench.quality_table import render
 from gristmill.bench.result_file import SCHEMA, replace
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+from lab.quality_table import render
 
 METHODS = ("rtn", "gptq", "awq")
 SCHEMES = tuple(name for name in ALL_WEIGHT_SCHEMES if not QuantScheme.parse(name).is_dense)
@@ -202,7 +202,7 @@ def run(
     order = {
         (Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))
     }
-    words = ["python", "-m", "gristmill.bench.quality", *sys.argv[1:]]
+    words = ["python", "-m", "lab.quality", *sys.argv[1:]]
     data["runs"].append(
         environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words))
     )
@@ -253,7 +253,7 @@ def main() -> int:
         if given.readme is None:
             print(text)
         else:
-            from gristmill.bench.quality_table import into
+            from lab.quality_table import into
 
             replace(given.readme, into(given.readme.read_text(encoding="utf-8"), text))
         return 0

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gristmill.bench import quality
-from gristmill.bench.quality import FLOAT, SCHEMES, Settings, cases, command, measure, run
-from gristmill.bench.quality_table import BEGIN, END, into, render
 from gristmill.runtime.cli import cli
+from lab import quality
+from lab.quality import FLOAT, SCHEMES, Settings, cases, command, measure, run
+from lab.quality_table import BEGIN, END, into, render
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = str(MODELS / "docs-llama")

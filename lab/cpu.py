@@ -1,6 +1,6 @@
 """The C++ kernels of every operation next to the read rate of the same machine, interleaved, raw samples kept.
 
-    python -m gristmill.bench.cpu --threads 1 --out bench/results/cpu/NAME.json
+    python -m lab.cpu --threads 1 --out found.json
 
 `kernelbench bench` measures the floor once and a kernel after it: on a machine that others use too, the two then see different loads. Here
 every round times the floor (a float32 sum over more than the last cache: it reads everything once, like STREAM without the writes) and
@@ -132,7 +132,7 @@ def main(only: str, rounds: int, threads: int | None, level: str | None, out: Pa
     ]
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        command = "python -m gristmill.bench.cpu " + " ".join(
+        command = "python -m lab.cpu " + " ".join(
             f"--{name} {value}"
             for name, value in (("threads", torch.get_num_threads()), ("level", level), ("case", only))
             if value

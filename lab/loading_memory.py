@@ -1,6 +1,6 @@
 """Peak memory of quantizing a model while it loads: final size, and what it needs beside that at most.
 
-    python -m gristmill.bench.loading_memory --gigabytes 1 --out bench/results/cpu/loading_memory.json
+    python -m lab.loading_memory --gigabytes 1 --out bench/results/cpu/loading_memory.json
 
 A random bfloat16 model of the asked size is written (``dense``: Llama; ``experts``: Qwen3-MoE, a tensor each expert; ``stacked``:
 gpt-oss, all experts of a layer in one) and loaded quantized, the way `LLM` does it. Counted are the anonymous pages of the
@@ -217,7 +217,7 @@ def main(gigabytes: float, only: str | None, folder: Path | None, out: Path | No
                 if out:
                     about = environment(
                         place("cpu").target,
-                        f"python -m gristmill.bench.loading_memory --gigabytes {gigabytes:g}",
+                        f"python -m lab.loading_memory --gigabytes {gigabytes:g}",
                     )
                     out.parent.mkdir(parents=True, exist_ok=True)
                     out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")

@@ -1,7 +1,7 @@
 """Every configuration of the CUDA kernels of linear once, on small problems: something for compute-sanitizer to watch.
 
-    compute-sanitizer --tool memcheck --kernel-name kernel_substring=linear_ python -m gristmill.bench.linear_sanitized
-    compute-sanitizer --tool racecheck --kernel-name kernel_substring=linear_ python -m gristmill.bench.linear_sanitized
+    compute-sanitizer --tool memcheck --kernel-name kernel_substring=linear_ python -m lab.linear_sanitized
+    compute-sanitizer --tool racecheck --kernel-name kernel_substring=linear_ python -m lab.linear_sanitized
 
 racecheck sees no order in one lane's arrival at a barrier after the reads of its warp. It is given kernels in which every lane arrives:
 ``cmake -DGRISTMILL_NVCC_FLAGS=-DGM_RACECHECK``. Exits with 1 where a result is wrong.
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 import torch
 
 from gristmill.autotune.device import device_target
-from gristmill.bench.gpu_graphs import DEVICE, column_error
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack, quantize
+from lab.gpu_graphs import DEVICE, column_error
 
 SCHEMES = "int4_g128,int4_g32_zp,nvfp4,mxfp4,int8_ch,fp8_block"
 PROBLEMS = "7x200x2304,16x200x2304,33x328x640,70x328x640,300x2120x1280"

@@ -1,6 +1,6 @@
 """Weight-only linear on one GPU: every registered kernel that can run, peers among them, beside cuBLAS in bf16 and the read floor.
 
-    python -m gristmill.bench.linear_weight_only --schemes int4_g128,nvfp4 --shapes table --m 1,16,64,256,1024 --out found.json
+    python -m lab.linear_weight_only --schemes int4_g128,nvfp4 --shapes table --m 1,16,64,256,1024 --out found.json
 
 The same quantized weight for everyone, copied until four times the L2 lies between two uses; activations and outputs warm. A candidate is a
 CUDA graph of calls; those of a problem are replayed in turn, back to back and, with ``--isolated``, with a link between calls that makes
@@ -26,7 +26,15 @@ import torch
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build
 from gristmill.autotune.store import dump
-from gristmill.bench.gpu_graphs import (
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, Timing, target_key
+from gristmill.kernels.load import load
+from gristmill.quant import pack, quantize
+from gristmill.quant.packed import LayoutError
+from lab.gpu_graphs import (
     DEVICE,
     Call,
     Graphs,
@@ -36,15 +44,7 @@ from gristmill.bench.gpu_graphs import (
     floor_us,
     links,
 )
-from gristmill.bench.humming_choices import humming_choices
-from gristmill.kernel_registry.kernel import Kernel
-from gristmill.kernel_registry.policy import Policy
-from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Timing, target_key
-from gristmill.kernels.load import load
-from gristmill.quant import pack, quantize
-from gristmill.quant.packed import LayoutError
+from lab.humming_choices import humming_choices
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
 MORE = (
@@ -349,7 +349,7 @@ def main() -> int:
     options = arguments().parse_args()
     start, before, store = time.monotonic(), environment(), Store()
     rows: list[dict[str, Any]] = []
-    command = " ".join(["python -m gristmill.bench.linear_weight_only", *sys.argv[1:]])
+    command = " ".join(["python -m lab.linear_weight_only", *sys.argv[1:]])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for scheme in options.schemes.split(","):
         for n, k in shapes_of(options.shapes):

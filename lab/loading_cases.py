@@ -1,4 +1,4 @@
-"""The synthetic checkpoints that `gristmill.bench.loading` loads: layers of the shapes of Llama-3-8B, or of gpt-oss-20b's experts."""
+"""The synthetic checkpoints that `lab.loading` loads: layers of the shapes of Llama-3-8B, or of gpt-oss-20b's experts."""
 
 from __future__ import annotations
 

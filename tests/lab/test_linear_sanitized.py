@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gristmill.bench import linear_sanitized as program
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
+from lab import linear_sanitized as program
 
 
 @pytest.mark.parametrize("scheme", program.SCHEMES.split(","))

@@ -1,4 +1,4 @@
-"""What `gristmill.bench.loading` times, each in a process of its own: a checkpoint by safetensors, by a reader, by the loader."""
+"""What `lab.loading` times, each in a process of its own: a checkpoint by safetensors, by a reader, by the loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gristmill.bench.loading_cases import Made
 from gristmill.quant import quantize
 from gristmill.quant.formats import open_format
 from gristmill.quant.formats.contract import owned
@@ -20,6 +19,7 @@ from gristmill.quant.packed import pack
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.gguf import GgufCheckpoint, is_gguf
 from gristmill.runtime.loader.weights import Weights
+from lab.loading_cases import Made
 
 
 def opened(path: Path) -> Checkpoint | GgufCheckpoint:

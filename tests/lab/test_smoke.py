@@ -1,0 +1,131 @@
+"""Every program of lab/ runs in its smallest form. The programs are found in the folder: a new one without a form here fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.target import Target
+from lab import gpu_graphs, linear_sanitized, linear_weight_only, loading_cases, loading_memory
+from tests.lab.test_linear_weight_only import Calls
+from tests.lab.test_loading import SMALL as SMALL_LAYERS
+from tests.lab.test_loading_memory import SMALL as SMALL_MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
+PROGRAMS = [name for name in MODULES if '__name__ == "__main__"' in (ROOT / "lab" / f"{name}.py").read_text()]
+
+
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs for GPUs with the CPU in a GPU's place: calls instead of graphs."""
+    for module in (gpu_graphs, linear_weight_only, linear_sanitized):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
+    monkeypatch.setattr(linear_weight_only, "Graphs", Calls)
+    monkeypatch.setattr(linear_weight_only, "environment", dict)
+    monkeypatch.setattr(linear_sanitized, "device_target", lambda device, policy: Target.parse("h200"))
+    monkeypatch.setattr(linear_sanitized, "run", lambda kernel, config, x, q, tensors: 0.0)
+
+
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a few megabytes."""
+    monkeypatch.setattr(loading_cases, "SHAPES", SMALL_LAYERS)
+    monkeypatch.setattr(loading_memory, "KINDS", SMALL_MODELS)
+    monkeypatch.setattr(loading_memory, "SCHEMES", {"dense": ("int4_g128",)})
+
+
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
+
+
+MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" / "models" / "eval_tokens.u16"
+FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
+    "linear_sanitized": (on_a_cpu, "--schemes nvfp4 --problems 7x200x2304"),
+    "linear_weight_only": (
+        on_a_cpu,
+        "--schemes int4_g128 --shapes 96x256 --m 1 --rounds 2 --kernels linear_cpu --out OUT",
+    ),
+    "loading": (small, "--gigabytes 0.001 --rounds 1 --case gristmill --warm-only --out OUT"),
+    "loading_memory": (small, "--gigabytes 0.001 --kind dense --out OUT"),
+    "quality": (
+        as_it_is,
+        f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",
+    ),
+}
+"""What each program needs in place of what a test cannot have, and its command line; OUT is a file."""
+
+
+def test_every_program_has_a_smallest_form() -> None:
+    assert FORMS.keys() == {*PROGRAMS}
+    helpers = {*MODULES} - {*PROGRAMS}
+    text = "".join((ROOT / "lab" / f"{name}.py").read_text() for name in MODULES)
+    assert all(f"from lab.{name} import" in text for name in helpers), "a module that no program uses"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_file) -> None:
+    """Through `main`, as the command line calls it; a result file has rows, and says how it was made."""
+    policy_file()
+    prepare, line = FORMS[name]
+    prepare(monkeypatch)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [name, *line.replace("OUT", str(out)).split()])
+    threads = torch.get_num_threads()
+    try:
+        status = importlib.import_module(f"lab.{name}").main()
+    except SystemExit as end:
+        status = end.code
+    finally:
+        torch.set_num_threads(threads)
+    assert not status
+    if "OUT" in line:
+        data = json.loads(out.read_text())
+        assert data["rows"]
+        command = (
+            data.get("about", {}).get("command") or data.get("command", "") or data["runs"][0]["command"]
+        )
+        assert f"lab.{name}" in command
+
+
+def test_programs_start_from_the_checkout() -> None:
+    """``python -m lab.NAME --help`` in one process for all."""
+    code = (
+        "import contextlib, runpy, sys\n"
+        f"for name in {PROGRAMS!r}:\n"
+        "    sys.argv = [name, '--help']\n"
+        "    try: runpy.run_module(f'lab.{name}', run_name='__main__')\n"
+        "    except SystemExit as end: assert not end.code, name\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.lower().count("usage: ") == len(PROGRAMS)
+
+
+def test_the_package_imports_nothing_of_the_lab() -> None:
+    """The import contract `layers` says so, too; this one needs no import-linter."""
+    for folder in ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "src/gristmill"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert "from lab" not in text and "import lab" not in text, path
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("source", sorted((ROOT / "lab").glob("*.cu")), ids=lambda path: path.name)
+def test_cuda_programs_compile(source: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["nvcc", "-arch=sm_90a", "-cubin", "-o", tmp_path / "out.cubin", source],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
