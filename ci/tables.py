@@ -252,8 +252,8 @@ def page(registry: Registry) -> str:
         "# Operations and kernels\n\n"
         "Written by `python ci/tables.py` from the registry; do not edit. *Rank* counts before anything was measured: then\n"
         "measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names devices\n"
-        "with reports under `bench/results/`, or whose device tests passed. The tests run every C++ kernel at each level of an\n"
-        "x86-64 CPU, every torch kernel there, and every Triton kernel in the interpreter; the compile matrix\n"
+        "with reports (`bench/results/*/operations/*.json`), or whose device tests passed. The tests run every C++ kernel at\n"
+        "each level of an x86-64 CPU, every torch kernel there, and every Triton kernel in the interpreter; the compile matrix\n"
         "(`ci/compile_baseline.json`) compiles every Triton kernel for nine targets.\n"
     )
     return "\n".join(

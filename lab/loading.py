@@ -1,6 +1,6 @@
 """How long quantized checkpoints take to load, next to reading the same bytes with safetensors.
 
-    python -m lab.loading --gigabytes 2 --out bench/results/cpu/loading.json
+    python -m lab.loading --gigabytes 2 --out bench/results/cpu/loading_2gb.json
 
 A synthetic model is written in each format (`loading_cases`), as many layers as make the size. The yardstick is safetensors'
 own way to have every tensor in memory: `safe_open`, `get_tensor`, `clone` (a tensor it gives is the file's mapping, which reads

@@ -2,7 +2,7 @@
 tiles.
 
 As linear_w4a16_sm90, but one warpgroup copies for the others: ahead of it from 9 rows on, and where N is wide; behind it where the launch
-is most of the time. docs/performance/linear_weight_only.md has the measurements, and what was tried.
+is most of the time. docs/performance/linear_weight_only.md has the measurements.
 """
 
 from __future__ import annotations

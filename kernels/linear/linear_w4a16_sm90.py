@@ -1,7 +1,7 @@
 """Weight-only linear of 4-bit weights in CUDA C++ for Hopper at small M (`_linear_w4a16_sm90.cuh`), over frag16 tiles.
 
 int4 in groups of 32, 64, 128 or a row, with or without zero points, act-order included; mxfp4 and nvfp4. Limited by memory at
-M <= 4 and by decoding above; docs/performance/linear_weight_only.md has the measurements, and what was tried. The sums of a
+M <= 4 and by decoding above; docs/performance/linear_weight_only.md has the measurements. The sums of a
 cluster's CTAs meet in a fixed order: results are bitwise repeatable, and independent of the other rows of the batch within one
 configuration.
 """

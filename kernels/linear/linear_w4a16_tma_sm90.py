@@ -2,7 +2,7 @@
 
 Warp-specialised: two threads copy, the other warpgroups decode weights into wgmma's register operand. Weights are rounded to x's type
 once they are scaled. What does not fill the machine evenly is dealt out along K, its sums added in a fixed order: results are bitwise
-repeatable. docs/performance/linear_weight_only_large_m.md has the measurements, and what was tried.
+repeatable. docs/performance/linear_weight_only.md has the measurements.
 """
 
 from __future__ import annotations
