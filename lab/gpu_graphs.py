@@ -1,4 +1,4 @@
-"""Calls on one GPU as CUDA graphs that are replayed in turn, and the floor of some bytes: what the programs of `bench` share that time
+"""Calls on one GPU as CUDA graphs that are replayed in turn, and the floor of some bytes: what the programs of `lab` share that time
 launchers directly, over many copies of a weight.
 """
 
