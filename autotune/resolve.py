@@ -91,7 +91,7 @@ class Resolver:
             return Verification(
                 op=op.name,
                 kernel=kernel.name,
-                code=kernel.code_hash(),
+                code=kernel.verification_hash(config),
                 config=config_key(config),
                 problem=str(small),
                 target=target_key(self.target),

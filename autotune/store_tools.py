@@ -10,8 +10,9 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import AxisError
 from gristmill.kernel_registry.registry import Registry
-from gristmill.kernel_registry.store import Store, Timing, Verification, config_key
+from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, config_of
 from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.times import of_present_code
 
 Record = Verification | Timing
 
@@ -95,7 +96,7 @@ def lint(store: Store, registry: Registry, target: Target, own: str, build: Buil
             found.append(Finding("never", record, reason))
             continue
         kernel = registry.kernel(record.op, record.kernel)
-        if record.code and record.code != kernel.code_hash():
+        if not _of_present_code(kernel, record):
             found.append(Finding("stale", record, "the kernel's code has changed since"))
         elif record.target == own and record.toolchain != build.key():
             found.append(
@@ -110,6 +111,12 @@ def lint(store: Store, registry: Registry, target: Target, own: str, build: Buil
         ):
             found.append(Finding("slower", record, reason))
     return found
+
+
+def _of_present_code(kernel: Kernel, record: Record) -> bool:
+    if isinstance(record, Timing):
+        return of_present_code(kernel, record)
+    return record.code == kernel.verification_hash(config_of(record.config))
 
 
 def _never(record: Record, registry: Registry) -> str:

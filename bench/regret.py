@@ -292,7 +292,7 @@ def _remembered(one: Studied, here: Place) -> list[Timing]:
         Timing(
             op=op,
             kernel=kernel,
-            code=registry.kernel(op, kernel).code_hash(),
+            code=registry.kernel(op, kernel).code_hash(one.configs[kernel, config], built=True),
             config=one.configs[kernel, config],
             problem=str(one.job.problem),
             target=target_key(here.target),

@@ -22,6 +22,7 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
+from gristmill.kernel_registry.times import of_present_code
 
 HOLDS, DIFFERS, WRONG = "holds", "differs", "wrong"
 
@@ -101,7 +102,7 @@ def groups(store: Store, here: Place) -> list[Group]:
             kernel is None
             or timing.target != own
             or timing.toolchain == tools
-            or timing.code not in ("", kernel.code_hash())
+            or not of_present_code(kernel, timing)
         ):
             continue
         if timing.toolchain.endswith(",interpreter") != here.build.triton_interpreter:
@@ -196,7 +197,7 @@ def _records(one: Again, here: Place) -> list[Verification | Timing]:
     outcome = Verification(
         op=op.name,
         kernel=kernel.name,
-        code=kernel.code_hash(),
+        code=kernel.verification_hash(timing.config),
         config=config_key(timing.config),
         problem=str(op.verification(problem)),
         ok=one.us is not None,
@@ -210,7 +211,7 @@ def _records(one: Again, here: Place) -> list[Verification | Timing]:
         asdict(timing)
         | where
         | {
-            "code": kernel.code_hash(),
+            "code": kernel.code_hash(timing.config, built=True),
             "config": dict(timing.config),
             "us": one.us,
             "samples": one.samples,

@@ -17,6 +17,7 @@ from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
+from gristmill.kernel_registry.times import of_present_code
 
 
 @dataclass
@@ -88,7 +89,7 @@ def known(job: Job, here: Place, store: Store) -> bool:
 def _outdated(timing: Timing) -> bool:
     """Whether it was made with other code than its kernel has; of a kernel that is gone nothing is left to tune."""
     kernel = next((k for k in default_registry().kernels_of(timing.op) if k.name == timing.kernel), None)
-    return kernel is not None and timing.code not in ("", kernel.code_hash())
+    return kernel is not None and not of_present_code(kernel, timing)
 
 
 def with_tuned(store: Store, records: Iterable[Verification | Timing]) -> Store:
@@ -212,7 +213,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
             Timing(
                 op=job.op.name,
                 kernel=option.kernel.name,
-                code=option.kernel.code_hash(),
+                code=option.kernel.code_hash(option.config, built=True),
                 config=dict(option.config),
                 problem=str(job.problem),
                 us=one.us,

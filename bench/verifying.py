@@ -54,7 +54,7 @@ def verify_all(
                     Verification(
                         op=job.op.name,
                         kernel=option.kernel.name,
-                        code=option.kernel.code_hash(),
+                        code=option.kernel.verification_hash(option.config),
                         config=config_key(option.config),
                         problem=str(small),
                         target=target_key(here.target),

@@ -43,13 +43,16 @@ endif()
 
 file(GLOB_RECURSE GM_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" "${CMAKE_SOURCE_DIR}/kernels/*_cpu.cpp")
 list(FILTER GM_CPU_SOURCES INCLUDE REGEX "/_[^/]*_cpu\\.cpp$")
+if(GRISTMILL_CPU_SOURCES)  # for tests of the build itself: these alone
+  set(GM_CPU_SOURCES ${GRISTMILL_CPU_SOURCES})
+endif()
 
 foreach(level IN LISTS GM_CPU_LEVELS)
   set(_sources "")
   foreach(source IN LISTS GM_CPU_SOURCES)
     # A source may name its levels in a comment: "// gm-levels: base avx2 avx512". amx is built only for those that name it.
-    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/${source}")
-    file(STRINGS "${CMAKE_SOURCE_DIR}/${source}" _line REGEX "^// gm-levels:" LIMIT_COUNT 1)
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source}")
+    file(STRINGS "${source}" _line REGEX "^// gm-levels:" LIMIT_COUNT 1)
     string(REGEX MATCHALL "[a-z0-9_]+" _levels "${_line}")
     if((_line STREQUAL "" AND NOT level STREQUAL "amx") OR level IN_LIST _levels)
       list(APPEND _sources "${source}")

@@ -38,6 +38,7 @@ else()
   execute_process(COMMAND "${GRISTMILL_NVCC}" --version OUTPUT_VARIABLE _out RESULT_VARIABLE _rc)
   string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _match "${_out}")
   set(GM_NVCC_VERSION "${CMAKE_MATCH_1}")
+  string(REGEX MATCH "V[0-9.]+" GM_NVCC_BUILD "${_out}")
   if(NOT _rc EQUAL 0 OR GM_NVCC_VERSION VERSION_LESS 12.3)
     if(_mode STREQUAL "on")
       message(FATAL_ERROR "GRISTMILL_CUDA=on, but ${GRISTMILL_NVCC} is release '${GM_NVCC_VERSION}'; sm_90a needs 12.3 or newer")
@@ -55,21 +56,24 @@ endif()
 set(_host_flags -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra)
 set(GRISTMILL_NVCC_FLAGS "" CACHE STRING "further flags of nvcc for the kernels, by semicolons")
 set(_include -I "${CMAKE_SOURCE_DIR}/kernels/_native")
+set(GM_CUBIN_FLAGS -std=c++20 -O3 -cubin -arch=sm_90a ${GRISTMILL_NVCC_FLAGS})
+set(GM_CUDA_HOST_FLAGS -x c++ -std=c++20 -O2 -Xcompiler ${_host_flags})
 set(_dir "${CMAKE_BINARY_DIR}/cuda_sm90a")
 file(MAKE_DIRECTORY "${_dir}")
 set(_objects "")
+set(GM_SM90_OBJECTS "")
 foreach(source IN LISTS GM_SM90_SOURCES)
   get_filename_component(stem "${source}" NAME_WE)
   string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
   add_custom_command(
     OUTPUT "${_dir}/${stem}.cubin"
-    COMMAND "${GRISTMILL_NVCC}" -std=c++20 -O3 -cubin -arch=sm_90a ${GRISTMILL_NVCC_FLAGS} ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
+    COMMAND "${GRISTMILL_NVCC}" ${GM_CUBIN_FLAGS} ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
             -o "${_dir}/${stem}.cubin" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.cubin.d" VERBATIM COMMENT "nvcc sm_90a ${stem}.cu")
   # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.
   add_custom_command(
     OUTPUT "${_dir}/${stem}.o"
-    COMMAND "${GRISTMILL_NVCC}" -x c++ -std=c++20 -O2 -Xcompiler ${_host_flags} ${_include} -DGM_CUBIN_SYMBOL=${symbol}
+    COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} -DGM_CUBIN_SYMBOL=${symbol}
             -MD -MF "${_dir}/${stem}.o.d" -c -o "${_dir}/${stem}.o" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.o.d" VERBATIM COMMENT "host half of ${stem}.cu")
   file(CONFIGURE OUTPUT "${_dir}/${stem}_cubin.cpp" CONTENT
@@ -77,11 +81,12 @@ foreach(source IN LISTS GM_SM90_SOURCES)
 ")
   set_source_files_properties("${_dir}/${stem}_cubin.cpp" PROPERTIES OBJECT_DEPENDS "${_dir}/${stem}.cubin")
   list(APPEND _objects "${_dir}/${stem}.o" "${_dir}/${stem}_cubin.cpp")
+  list(APPEND GM_SM90_OBJECTS "${_dir}/${stem}.o")
 endforeach()
 set(_driver "${CMAKE_SOURCE_DIR}/kernels/_native/cuda_driver.cpp")
 add_custom_command(
   OUTPUT "${_dir}/cuda_driver.o"
-  COMMAND "${GRISTMILL_NVCC}" -x c++ -std=c++20 -O2 -Xcompiler ${_host_flags} ${_include} -DGM_CUBIN_SYMBOL=gm_no_cubin
+  COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} -DGM_CUBIN_SYMBOL=gm_no_cubin
           -MD -MF "${_dir}/cuda_driver.o.d" -c -o "${_dir}/cuda_driver.o" "${_driver}"
   DEPENDS "${_driver}" DEPFILE "${_dir}/cuda_driver.o.d" VERBATIM COMMENT "cuda_driver.cpp")
 

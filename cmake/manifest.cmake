@@ -1,9 +1,11 @@
-# _lib/manifest.json: what this build contains, for readers that must not load a library to know.
+# _lib/manifest.json: what this build contains, for readers that must not load a library to know. It is written when the
+# libraries have been built, not before: it says what each was compiled from (digests.cmake), and the libraries of an earlier
+# build keep the manifest of that build.
 list(JOIN GM_CPU_BUILT "\", \"" _levels)
 if(GM_CPU_BUILT)
   set(_levels "\"${_levels}\"")
 endif()
-file(CONFIGURE OUTPUT "${GM_LIB_DIR}/manifest.json" CONTENT
+file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/manifest_base.json" CONTENT
 "{
   \"version\": \"${PROJECT_VERSION}\",
   \"cpu_levels\": [${_levels}],
@@ -13,4 +15,59 @@ file(CONFIGURE OUTPUT "${GM_LIB_DIR}/manifest.json" CONTENT
   \"torch_target\": \"2.11\"
 }
 ")
+
+# What digests.cmake is told. A build is a code level, an architecture, or what a library is linked with (own_*); for each
+# its sources, their objects in the same order (none for own_*), and flags and compiler as one line.
+set(_told "")
+function(gm_tell name)
+  list(JOIN ARGN ";" joined)
+  set(_told "${_told}set(${name} [==[${joined}]==])\n" PARENT_SCOPE)
+endfunction()
+
+string(TOUPPER "${CMAKE_BUILD_TYPE}" _type)
+set(_cxx "${CMAKE_CXX_FLAGS} ${CMAKE_CXX_FLAGS_${_type}} -std=c++${CMAKE_CXX_STANDARD}")
+set(_compiler "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
+set(_builds "")
+set(_watched "")
+foreach(level IN LISTS GM_CPU_BUILT)
+  gm_tell(GM_SOURCES_${level} "$<TARGET_PROPERTY:gm_cpu_${level},SOURCES>")
+  gm_tell(GM_OBJECTS_${level} "$<TARGET_OBJECTS:gm_cpu_${level}>")
+  gm_tell(GM_COMPILED_${level} "${_compiler} ${_cxx} $<JOIN:$<TARGET_PROPERTY:gm_cpu_${level},COMPILE_OPTIONS>, >")
+  list(APPEND _builds ${level})
+endforeach()
+gm_tell(GM_SOURCES_own_cpu kernels/_native/threads.cpp)
+gm_tell(GM_COMPILED_own_cpu "${_compiler} ${_cxx} $<JOIN:$<TARGET_PROPERTY:gristmill_cpu,COMPILE_OPTIONS>, >")
+list(APPEND _builds own_cpu)
+list(APPEND _watched ${GM_CPU_SOURCES} kernels/_native/threads.cpp gristmill_cpu)
+if(GM_CUDA_MANIFEST)
+  gm_tell(GM_SOURCES_sm_90a ${GM_SM90_SOURCES})
+  gm_tell(GM_OBJECTS_sm_90a ${GM_SM90_OBJECTS})
+  gm_tell(GM_COMPILED_sm_90a "nvcc ${GM_NVCC_BUILD} ${GM_CUBIN_FLAGS} ${_compiler} ${GM_CUDA_HOST_FLAGS}")
+  gm_tell(GM_SOURCES_own_cuda kernels/_native/cuda_driver.cpp)
+  gm_tell(GM_COMPILED_own_cuda "nvcc ${GM_NVCC_BUILD} ${_compiler} ${GM_CUDA_HOST_FLAGS}")
+  list(APPEND _builds sm_90a own_cuda)
+  list(APPEND _watched ${GM_SM90_SOURCES} kernels/_native/cuda_driver.cpp gristmill_cuda_sm90a)
+  foreach(source IN LISTS GM_SM90_SOURCES)  # a generated source stands for the template and the table that it is made of
+    get_source_file_property(_origin "${source}" GM_ORIGIN)
+    if(_origin)
+      gm_tell("GM_ORIGIN_${source}" ${_origin})
+      list(APPEND _watched ${_origin})
+    endif()
+  endforeach()
+endif()
+gm_tell(GM_BUILDS ${_builds})
+gm_tell(GM_ROOT "${CMAKE_SOURCE_DIR}")
+gm_tell(GM_BINARY_DIR "${CMAKE_BINARY_DIR}")
+gm_tell(GM_NM "${CMAKE_NM}")
+gm_tell(GM_BASE "${CMAKE_BINARY_DIR}/manifest_base.json")
+gm_tell(GM_MANIFEST "${GM_LIB_DIR}/manifest.json")
+file(GENERATE OUTPUT "${CMAKE_BINARY_DIR}/compiled.cmake" CONTENT "${_told}")
+
+file(GLOB_RECURSE _headers CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" "${CMAKE_SOURCE_DIR}/kernels/*.h" "${CMAKE_SOURCE_DIR}/kernels/*.cuh")
+add_custom_command(
+  OUTPUT "${GM_LIB_DIR}/manifest.json"
+  COMMAND "${CMAKE_COMMAND}" -DGM_COMPILED=${CMAKE_BINARY_DIR}/compiled.cmake -P "${CMAKE_SOURCE_DIR}/cmake/digests.cmake"
+  DEPENDS ${_watched} ${_headers} cmake/digests.cmake "${CMAKE_BINARY_DIR}/compiled.cmake" "${CMAKE_BINARY_DIR}/manifest_base.json"
+  VERBATIM COMMENT "manifest.json")
+add_custom_target(gm_manifest ALL DEPENDS "${GM_LIB_DIR}/manifest.json")
 gm_install(FILES "${GM_LIB_DIR}/manifest.json")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gristmill.kernel_registry.closure import installed_sources
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
@@ -61,7 +58,6 @@ class Kernel:
         (scheme, code level); space: the configurations worth trying, for tuning.
     layouts: names of the weight layouts it reads, for operations with packed weights.
     examples: problems to prove it on besides the operation's own, for a kernel that takes few of those.
-    sources: files beside the spec whose text is the kernel, hashed into `code_hash` (``_rms_norm_triton.py``).
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
     capturable: False = it reads device memory on the host, so a CUDA graph cannot hold it.
     priority: rank before anything was measured; higher first. auto: False = runs only when a policy pins it.
@@ -82,7 +78,6 @@ class Kernel:
     estimate: Callable[[Problem, Target], float | None] | None = None
     layouts: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
     aot: str | None = None
     priority: int = 0
     deterministic: bool = True
@@ -107,28 +102,25 @@ class Kernel:
         launcher: Callable[..., None] = load_attribute(self.target)
         return launcher
 
-    def code_hash(self) -> str:
-        """A short hash over the text of the spec, the launcher's module and `sources`: what a verification is for."""
-        return _code_hash(self.module, self.target.partition(":")[0], self.sources)
+    def code_hash(self, config: Config | None = None, *, built: bool = False) -> str:
+        """A short hash of everything that a launch runs, as the sources are now (`closure`): what a measured time is of.
+
+        config: narrows it to the native entries of one configuration. built: of the native sources that the loaded
+        libraries were built from, which is what a time measured now is of.
+        """
+        return installed_sources().code_hash(self._modules, config or {}, built)
+
+    def verification_hash(self, config: Config | None = None) -> str:
+        """A short hash of everything that a launch runs, as it was compiled: with the flags and the compiler of the loaded
+        libraries, at the code level of `config`. What a verification is of."""
+        return installed_sources().verification_hash(self._modules, config or {})
+
+    @property
+    def _modules(self) -> tuple[str, str]:
+        return self.module, self.target.partition(":")[0]
 
 
 def load_attribute(path: str) -> Any:
     """The object that ``"package.module:attr"`` names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-@cache
-def _code_hash(spec: str, launcher: str, sources: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    folder: Path | None = None
-    for module in dict.fromkeys((spec, launcher)):
-        found = importlib.util.find_spec(module) if module else None
-        if found is not None and found.origin:
-            folder = folder or Path(found.origin).parent
-            digest.update(Path(found.origin).read_bytes())
-    for source in sources:
-        path = (folder or Path()) / source
-        # C++ and CUDA sources stay out of wheels: there the compiled library's version stands for them.
-        digest.update(path.read_bytes() if path.is_file() else source.encode())
-    return digest.hexdigest()[:16]

@@ -31,6 +31,11 @@ def config_key(config: Config) -> str:
     return ",".join(f"{name}={config[name]}" for name in sorted(config))
 
 
+def config_of(key: str) -> dict[str, str]:
+    """The values of a configuration, as text, from its `config_key`."""
+    return dict(part.split("=", 1) for part in key.split(",") if part)
+
+
 def target_key(target: Target) -> str:
     """The device a record belongs to: its target and its product name."""
     return f"{target.name}|{target.device}" if target.device else target.name

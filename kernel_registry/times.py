@@ -55,8 +55,7 @@ class Times:
         What a launcher must know of the static problem is in its configuration, so one of another static problem is of
         no use however near that is.
         """
-        codes = ("", kernel.code_hash())
-        best = _nearest([n for n in self._of(kernel) if n.same and n.timing.code in codes])
+        best = _nearest([n for n in self._of(kernel) if n.same and of_present_code(kernel, n.timing)])
         return None if best is None else dict(best.timing.config)
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:
@@ -67,9 +66,9 @@ class Times:
         multiprocessors; by what the device's ceilings make of them, where it has none.
         """
         known = [n for n in self._of(kernel) if not failed or config_key(n.timing.config) not in failed]
-        codes, tools = ("", kernel.code_hash()), self.build.key()
+        tools = self.build.key()
         exact = [n.timing for n in known if n.far == 0 and not n.sibling]
-        fresh = [t.us for t in exact if t.code in codes and t.toolchain == tools]
+        fresh = [t.us for t in exact if t.toolchain == tools and of_present_code(kernel, t)]
         if fresh:
             return min(fresh), "measured"
         best = _nearest(known)
@@ -80,10 +79,11 @@ class Times:
     def evidence(self, kernel: Kernel) -> list[tuple[Timing, float, str]]:
         """The records that bear on the problem for `kernel`, the decisive ones first: the record, how far its problem is in
         powers of two, and what it counts as (``measured``, ``near`` or ``sibling``)."""
-        codes, tools = ("", kernel.code_hash()), self.build.key()
+        tools = self.build.key()
         found = []
         for n in self._of(kernel):
-            fresh = n.far == 0 and not n.sibling and n.timing.code in codes and n.timing.toolchain == tools
+            exact = n.far == 0 and not n.sibling and n.timing.toolchain == tools
+            fresh = exact and of_present_code(kernel, n.timing)
             found.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
         order = ("measured", "near", "sibling")
         return sorted(
@@ -115,6 +115,11 @@ class Times:
         if not self.target.bandwidth_gbs or not peak:
             return moved
         return max(moved / (self.target.bandwidth_gbs * 1e3), cost.flops / (peak * 1e6))
+
+
+def of_present_code(kernel: Kernel, timing: Timing) -> bool:
+    """Whether a time was measured with what `kernel` runs now; one without a hash, as in stores that are shipped, always."""
+    return timing.code in ("", kernel.code_hash(timing.config))
 
 
 def deployed(timing: Timing) -> bool:

@@ -231,13 +231,13 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
         if row["us"] is None:
             continue
         op = registry.op(row["op"])
-        code = registry.kernel(op.name, row["kernel"]).code_hash()
+        kernel = registry.kernel(op.name, row["kernel"])
         where = {"target": target_key(here.target), "toolchain": here.build.key()}
         records.append(
             Verification(
                 op=op.name,
                 kernel=row["kernel"],
-                code=code,
+                code=kernel.verification_hash(row["config"]),
                 config=config_key(row["config"]),
                 problem=str(op.verification(op.problem(row["problem"]))),
                 ok=True,
@@ -249,7 +249,7 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
             Timing(
                 op=op.name,
                 kernel=row["kernel"],
-                code=code,
+                code=kernel.code_hash(row["config"], built=True),
                 config=row["config"],
                 problem=row["problem"],
                 us=one["us"],

@@ -37,7 +37,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="vector exp within 2 ulp, float32 inside",
     config=best_config("gm_silu_and_mul"),
-    sources=("_silu_and_mul_cpu.cpp",),
     batch_invariant=True,
     priority=100,
 )

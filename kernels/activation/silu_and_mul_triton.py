@@ -41,7 +41,6 @@ KERNEL = Kernel(
     summary="one program a row and block of columns, float32 inside",
     config=config,
     space=space,
-    sources=("_silu_and_mul_triton.py",),
     batch_invariant=True,
     priority=50,
 )

@@ -8,7 +8,6 @@ from typing import Any
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import check, cpu_function
 
-SOURCES = ("_attention_cpu.cpp", "_flash_cpu.h", "_flash_rows_cpu.h", "cpu_call.py")
 _ARGUMENTS = (c_void_p,) * 10 + (c_float, c_int)
 _Sizes = c_int64 * 21
 

@@ -39,7 +39,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="rows over threads, elements over lanes, float32 inside",
     config=best_config("gm_merge_attention_states"),
-    sources=("_merge_attention_states_cpu.cpp",),
     batch_invariant=True,
     priority=100,
 )

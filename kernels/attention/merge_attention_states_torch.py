@@ -24,6 +24,5 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="elementwise float32",
-    sources=("merge_attention_states.py",),
     batch_invariant=True,
 )

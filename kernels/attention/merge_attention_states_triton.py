@@ -37,7 +37,6 @@ KERNEL = Kernel(
     summary="one program a tile of rows, float32 inside",
     config=config,
     space=space,
-    sources=("_merge_attention_states_triton.py",),
     batch_invariant=True,
     priority=50,
 )

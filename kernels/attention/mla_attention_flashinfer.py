@@ -32,7 +32,6 @@ KERNEL = Kernel(
     summary="FlashInfer's paged MLA wrapper; planning waits for the device once a step",
     accepts=accepts,
     examples=("q_tokens=11,seqs=3,max_q=9,max_ctx=40,total_ctx=77,heads=16,lse=true",),
-    sources=("_flashinfer.py",),
     priority=60,
     auto=False,
     capturable=False,  # `plan` reads lengths on the host

@@ -64,7 +64,6 @@ KERNELS = (
         summary="16 heads or queries at a time, a cache tile being key and value, one pass over the context",
         accepts=accepts,
         config=config,
-        sources=("_flash_triton.py", "_paged_attention_triton.py", "tiles.py"),
         batch_invariant=True,
         priority=50,
     ),
@@ -81,7 +80,6 @@ KERNELS = (
         config=split_config,
         space=split_space,
         workspace=split_workspace,
-        sources=("_flash_triton.py", "_paged_attention_triton.py", "tiles.py"),
         priority=55,
     ),
 )

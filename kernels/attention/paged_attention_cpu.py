@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.attention.cpu_call import SOURCES, attend
+from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
 
@@ -54,7 +54,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="online softmax over tiles of 32 keys, a KV head's queries together, float32 inside",
     config=best_config("gm_attention"),
-    sources=SOURCES,
     batch_invariant=True,
     priority=100,
 )

@@ -37,7 +37,6 @@ KERNEL = Kernel(
         "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=8,kv_heads=2,head_dim=128,lse=true",
         "q_tokens=7,seqs=7,max_q=1,max_ctx=90,total_ctx=300,heads=8,kv_heads=8,head_dim=64,window=33",
     ),
-    sources=("_flashinfer.py",),
     priority=60,
     auto=False,
     capturable=False,  # `plan` reads lengths on the host

@@ -85,7 +85,6 @@ KERNELS = (
         summary="a tile of queries and the heads of a KV head at a time, one pass over the context",
         accepts=accepts,
         config=config,
-        sources=("_flash_triton.py", "tiles.py"),
         batch_invariant=True,
         priority=50,
     ),
@@ -102,7 +101,6 @@ KERNELS = (
         config=split_config,
         space=split_space,
         workspace=split_workspace,
-        sources=("_flash_triton.py", "tiles.py"),
         priority=55,
     ),
 )

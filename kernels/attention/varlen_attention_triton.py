@@ -39,7 +39,6 @@ KERNEL = Kernel(
     summary="a tile of queries of a head at a time, one pass over the context",
     accepts=accepts,
     config=config,
-    sources=("_flash_triton.py", "tiles.py"),
     batch_invariant=True,
     priority=50,
 )

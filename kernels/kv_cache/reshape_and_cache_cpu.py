@@ -70,7 +70,6 @@ KERNELS = tuple(
         requires=Requirement(vendors=("cpu",), code="cpp"),
         summary="tokens over threads, one memcpy a head",
         config=best_config("gm_cache_store"),
-        sources=("_reshape_and_cache_cpu.cpp",),
         batch_invariant=True,
         priority=100,
     )

@@ -22,6 +22,5 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="index_put_",
-    sources=("reshape_and_cache_mla.py", "slots.py"),
     batch_invariant=True,
 )

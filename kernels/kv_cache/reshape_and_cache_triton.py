@@ -43,7 +43,6 @@ KERNEL = Kernel(
     summary="one program a token and block of its elements",
     config=config,
     space=space,
-    sources=("_reshape_and_cache_triton.py",),
     batch_invariant=True,
     priority=50,
 )

@@ -25,7 +25,6 @@ class Family(NamedTuple):
     tried: int
     rows: int | None
     summary: str
-    sources: tuple[str, ...]
     priority: int
 
 
@@ -35,7 +34,6 @@ FEW = Family(
     tried=64,
     rows=frag16_shapes.ROWS,
     summary="M <= 16: bulk copies into warps' own rings, {} decoded into tensor-core operands, split-K over clusters",
-    sources=("_linear_frag16_entry_sm90.h", "_linear_w4a16_sm90.cuh", "_frag16_mma_sm90.cuh"),
     priority=110,
 )
 FED = Family(
@@ -44,7 +42,6 @@ FED = Family(
     tried=64,
     rows=frag16_shapes.ROWS,
     summary="M <= 16: a warpgroup copies, {} decoded into tensor-core operands by the others, split-K over clusters",
-    sources=("_linear_frag16_fed_entry_sm90.h", "_linear_frag16_fed_sm90.cuh", "_frag16_mma_sm90.cuh"),
     priority=109,
 )
 MANY = Family(
@@ -53,29 +50,12 @@ MANY = Family(
     tried=1000,
     rows=None,
     summary="M > 16: warp-specialised, {} decoded into the register operand of wgmma while the product before runs",
-    sources=(
-        "_linear_frag16_tma_entry_sm90.h",
-        "_linear_frag16_tma_sm90.cuh",
-        "_tiles_of_y_sm90.cuh",
-        "_wgmma_weights_sm90.cuh",
-        "_wgmma_rs_sm90.cuh",
-    ),
     priority=108,
 )
-SHARED = (
-    "_frag16_launch.py",
-    "_frag16_kernel.py",
-    "_weight_tiles_sm90.cuh",
-    "_w4_frag16_sm90.cuh",
-    "_fp4_sm90.cuh",
-    "_gather_columns_sm90.cu",
-)
 
 
-def kernel(
-    name: str, family: Family, bits: int, layouts: tuple[str, ...], sources: tuple[str, ...]
-) -> Kernel:
-    """The spec of one kernel. sources: its own files, beside those of the family."""
+def kernel(name: str, family: Family, bits: int, layouts: tuple[str, ...]) -> Kernel:
+    """The spec of one kernel."""
 
     def accepts(problem: Problem) -> str | None:
         scheme = QuantScheme.parse(problem.text("w"))
@@ -143,7 +123,6 @@ def kernel(
         workspace=workspace,
         estimate=estimate,
         layouts=layouts,
-        sources=(*sources, *family.sources, *SHARED),
         waits=True,
         triggers=True,
         priority=family.priority,

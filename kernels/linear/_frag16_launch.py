@@ -152,9 +152,9 @@ def launch_tma(
     call = _checked(config, x, weight, silu_mul, out)
     if call is None:
         return
-    form, (read, stride) = str(config["format"]), _for_tensor_copies(call)
+    read, stride = _for_tensor_copies(call)
     space = _scratch(workspace, scratch_bytes(config), x.device) if config["even"] else None
-    code = cuda_function(f"gm_linear_{form}_tma_sm90", "sm_90a", TMA_ARGUMENTS)(
+    code = cuda_function(f"gm_linear_{config['format']}_tma_sm90", "sm_90a", TMA_ARGUMENTS)(
         call.target.data_ptr(),
         read.data_ptr(),
         stride,
@@ -173,7 +173,7 @@ def launch_tma(
         call.device,
         call.stream,
     )
-    check(code, f"linear of {form}")
+    check(code, f"linear of {config['format']}")
     _finish(call, residual, silu_mul, out)
 
 

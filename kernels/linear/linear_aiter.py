@@ -84,7 +84,6 @@ KERNEL = Kernel(
     config=config,
     layouts=("plain_v1",),
     examples=("m=7,n=48,k=256,w=fp8_ch.fp8_token",),
-    sources=("_epilogue.py", "../activation/_silu_and_mul_triton.py"),
     auto=False,
     priority=60,
     proven="",

@@ -138,7 +138,6 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("cpu_rows16_v1",),
-    sources=("_linear_cpu.cpp", "_linear_decode.h"),
     batch_invariant=True,
     priority=100,
 )

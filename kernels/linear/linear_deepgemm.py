@@ -82,7 +82,6 @@ KERNEL = Kernel(
     accepts=accepts,
     layouts=("plain_v1",),
     examples=("m=7,n=192,k=256,w=fp8_block.fp8_g128",),
-    sources=("_epilogue.py", "../activation/_silu_and_mul_triton.py"),
     auto=False,
     priority=60,
     proven="",

@@ -40,11 +40,5 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1"),
-    sources=(
-        "_dequant_frag16_triton.py",
-        "_epilogue.py",
-        "_slots.py",
-        "../activation/_silu_and_mul_triton.py",
-    ),
     priority=40,
 )

@@ -80,5 +80,4 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("plain_v1", "cpu_rows16_v1"),
-    sources=("_epilogue.py", "_slots.py"),
 )

@@ -106,7 +106,6 @@ KERNEL = Kernel(
         "m=9,n=128,k=256,w=mxfp4,epilogue=bias+silu_mul",
         "m=257,n=256,k=256,w=nvfp4,epilogue=residual",
     ),
-    sources=("_epilogue.py", "../activation/_silu_and_mul_triton.py"),
     deterministic=False,
     priority=60,
     proven="",

@@ -74,5 +74,4 @@ KERNEL = Kernel(
         "m=33,n=128,k=256,w=int4_g32,epilogue=bias+silu_mul",
         "m=257,n=136,k=512,w=int4_g64,epilogue=residual",
     ),
-    sources=("_epilogue.py",),
 )

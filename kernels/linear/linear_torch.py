@@ -51,6 +51,5 @@ KERNEL = Kernel(
     summary="torch.nn.functional.linear",
     accepts=accepts,
     layouts=("dense_v1",),
-    sources=("_epilogue.py",),
     priority=60,  # before the portable Triton product: until one was measured, a vendor's library is the better guess
 )

@@ -10,21 +10,9 @@ from __future__ import annotations
 
 from gristmill.kernels.linear._frag16_kernel import FEW, kernel
 
-FORMATS = (
-    "int4_g128",
-    "int4_g64",
-    "int4_g32",
-    "int4_g128_zp",
-    "int4_g64_zp",
-    "int4_g32_zp",
-    "mxfp4",
-    "nvfp4",
-)
-
 KERNEL = kernel(
     "linear_w4a16_sm90",
     FEW,
     4,
     ("w4_frag16_v1", "f4_frag16_v1"),
-    tuple(f"_linear_w4a16_{form}_sm90.cu" for form in FORMATS),
 )

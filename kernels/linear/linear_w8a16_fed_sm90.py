@@ -14,5 +14,4 @@ KERNEL = kernel(
     FED,
     8,
     ("w8_frag16_v1",),
-    ("_linear_w8a16_int8_fed_sm90.cu", "_linear_w8a16_fp8_fed_sm90.cu"),
 )

@@ -13,5 +13,4 @@ KERNEL = kernel(
     FEW,
     8,
     ("w8_frag16_v1",),
-    ("_linear_w8a16_int8_sm90.cu", "_linear_w8a16_fp8_sm90.cu"),
 )

@@ -79,7 +79,6 @@ KERNEL = Kernel(
     space=space,
     workspace=workspace,
     layouts=("plain_v1",),
-    sources=("_linear_triton.py",),
     deterministic=False,
     auto=False,
     priority=45,

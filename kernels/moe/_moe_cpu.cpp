@@ -2,6 +2,7 @@
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include <cstdlib>
 
+#include "_expert_product_cpu.h"
 #include "_moe_cpu.h"
 
 namespace {

@@ -40,7 +40,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="float32 sums in registers, k in order",
     config=best_config("gm_moe_combine"),
-    sources=("_combine_cpu.cpp", "_moe_cpu.h"),
     batch_invariant=True,
     priority=100,
 )

@@ -28,7 +28,6 @@ KERNEL = Kernel(
     requires=Requirement(code="triton"),
     summary="one program a token and stretch of columns, k in order",
     config=config,
-    sources=("_combine_triton.py",),
     batch_invariant=True,
     priority=50,
 )

@@ -20,7 +20,7 @@ _LEVEL = best_config("gm_grouped_linear")
 
 
 class Weights(ctypes.Structure):
-    """`moe::Weights` of _moe_cpu.h."""
+    """`moe::Weights` of _expert_product_cpu.h."""
 
     _fields_ = (
         [(name, c_void_p) for name in ("codes", "scales", "zeros", "row_scale", "perm")]
@@ -130,12 +130,6 @@ KERNEL = Kernel(
     accepts=accepts_named,
     config=config,
     layouts=("cpu_rows16_v1",),
-    sources=(
-        "_grouped_linear_cpu.cpp",
-        "_moe_cpu.h",
-        "../linear/_linear_cpu.cpp",
-        "../linear/_linear_decode.h",
-    ),
     batch_invariant=True,
     priority=100,
 )

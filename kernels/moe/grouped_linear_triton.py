@@ -46,7 +46,6 @@ KERNELS = tuple(
         config=config,
         space=space,
         layouts=(layout,),
-        sources=("_grouped_linear_triton.py", "../linear/_linear_triton.py"),
         priority=50,
     )
     for name, layout, accepts, summary in (

@@ -56,7 +56,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="scores by vectors, then repeated maximum of integer keys",
     config=best_config("gm_grouped_topk"),
-    sources=("_grouped_topk_cpu.cpp",),
     batch_invariant=True,
     priority=100,
 )

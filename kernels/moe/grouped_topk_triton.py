@@ -23,7 +23,6 @@ KERNEL = Kernel(
     requires=Requirement(code="triton"),
     summary="one program a token, experts in registers, repeated maximum of integer keys",
     config=config,
-    sources=("_grouped_topk_triton.py",),
     batch_invariant=True,
     priority=50,
 )

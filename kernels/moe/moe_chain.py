@@ -70,14 +70,6 @@ def config_triton(problem: Problem, target: Target) -> Config:
     }
 
 
-TRITON_SOURCES = (
-    "_chain.py",
-    "_permute_triton.py",
-    "_grouped_linear_triton.py",
-    "_combine_triton.py",
-    "../linear/_linear_triton.py",
-)
-
 KERNELS = (
     Kernel(
         op="moe",
@@ -92,7 +84,6 @@ KERNELS = (
         config=config,
         workspace=_chain.workspace,
         layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
-        sources=("_chain.py", "permute_torch.py", "grouped_linear_torch.py", "combine_torch.py"),
     ),
     *(
         Kernel(
@@ -107,7 +98,6 @@ KERNELS = (
             config=config_triton,
             workspace=_chain.workspace,
             layouts=(layout,),
-            sources=TRITON_SOURCES,
             priority=50,
         )
         for name, layout, accepted, summary in (

@@ -61,13 +61,6 @@ KERNEL = Kernel(
     config=config,
     workspace=_chain.workspace,
     layouts=("cpu_rows16_v1",),
-    sources=(
-        "_moe_cpu.cpp",
-        "_moe_cpu.h",
-        "_chain.py",
-        "../linear/_linear_cpu.cpp",
-        "../linear/_linear_decode.h",
-    ),
     batch_invariant=True,
     priority=100,
 )

@@ -29,6 +29,5 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="counting sort",
     config=best_config("gm_moe_permute"),
-    sources=("_permute_cpu.cpp", "_moe_cpu.h"),
     priority=100,
 )

@@ -14,6 +14,5 @@ KERNEL = Kernel(
     aot="gristmill.kernels.moe._permute_triton:aot",
     requires=Requirement(code="triton"),
     summary="counting sort, one program an expert, no atomics",
-    sources=("_permute_triton.py",),
     priority=50,
 )

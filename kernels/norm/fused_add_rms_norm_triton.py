@@ -35,7 +35,6 @@ KERNEL = Kernel(
     summary="one program a row, float32 inside",
     config=config,
     space=space,
-    sources=("_fused_add_rms_norm_triton.py",),
     batch_invariant=True,
     priority=50,
 )

@@ -39,7 +39,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="one row a task, two fma chains, float32 inside",
     config=best_config("gm_rms_norm"),
-    sources=("_rms_norm_cpu.cpp",),
     batch_invariant=True,
     priority=100,
 )

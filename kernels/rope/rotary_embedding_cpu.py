@@ -58,7 +58,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="tokens over threads, pairs over lanes, float32 inside",
     config=best_config("gm_rotary_embedding"),
-    sources=("_rotary_embedding_cpu.cpp",),
     batch_invariant=True,
     priority=100,
 )

@@ -22,6 +22,5 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="gather, two products, a sum and a copy in float32",
-    sources=("rotary_embedding.py",),
     batch_invariant=True,
 )

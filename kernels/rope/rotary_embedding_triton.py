@@ -43,7 +43,6 @@ KERNEL = Kernel(
     summary="one program a token and tile of heads of q or k, float32 inside",
     config=config,
     space=space,
-    sources=("_rotary_embedding_triton.py",),
     batch_invariant=True,
     priority=50,
 )

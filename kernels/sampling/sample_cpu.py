@@ -52,7 +52,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="filters by bisection; float64 noise only for tokens that a float32 bound lets win",
     config=best_config("gm_sample"),
-    sources=("_sample_cpu.cpp",),
     batch_invariant=True,
     priority=100,
 )

@@ -33,6 +33,5 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="torch.sort and Philox in int64",
-    sources=("philox.py",),
     batch_invariant=True,
 )

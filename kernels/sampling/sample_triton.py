@@ -126,7 +126,6 @@ KERNEL = Kernel(
     config=config,
     space=space,
     workspace=workspace,
-    sources=("_sample_triton.py", "_sample_search.py", "_philox_triton.py"),
     batch_invariant=True,
     priority=50,
 )

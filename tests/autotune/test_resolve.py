@@ -223,7 +223,7 @@ def another_process_tries(resolver: Resolver, kernel: str, seconds: float) -> su
     candidate = next(c for c in resolver.select(OP, PROBLEM).candidates if c.kernel.name == kernel)
     mine = (
         kernel,
-        candidate.kernel.code_hash(),
+        candidate.kernel.verification_hash(candidate.config),
         config_key(candidate.config or {}),
         str(OP.verification(PROBLEM)),
         target_key(resolver.target),

@@ -13,7 +13,15 @@ from gristmill.autotune.place import place
 from gristmill.autotune.store import save
 from gristmill.autotune.store_tools import diff, lint, merge, records
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, StoreError, Timing, Verification, config_key, target_key
+from gristmill.kernel_registry.store import (
+    Store,
+    StoreError,
+    Timing,
+    Verification,
+    config_key,
+    config_of,
+    target_key,
+)
 
 OP = default_registry().op("rms_norm")
 KERNEL = default_registry().kernel("rms_norm", "rms_norm_cpu")
@@ -44,7 +52,7 @@ def verification(problem: str = "m=4,n=64", ok: bool = True, **changes) -> Verif
         **{
             "op": "rms_norm",
             "kernel": "rms_norm_cpu",
-            "code": KERNEL.code_hash(),
+            "code": KERNEL.verification_hash(config_of(config)),
             "config": config,
             "problem": problem,
             "ok": ok,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.kernel_registry.closure import installed_sources
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
@@ -150,11 +150,8 @@ def test_baseline_is_of_kernels_that_exist_and_all_compile() -> None:
 
 def _sources(kernel: Kernel) -> list[str]:
     """The text of what a Triton kernel is compiled from, as its record's hash reads it."""
-    folder = Path(str(importlib.import_module(kernel.module).__file__)).parent
-    launcher = folder / (kernel.target.partition(":")[0].rpartition(".")[2] + ".py")
-    return [
-        path.read_text(encoding="utf-8") for path in (launcher, *(folder / name for name in kernel.sources))
-    ]
+    files = installed_sources().reach(kernel.module, kernel.target.partition(":")[0]).files
+    return [text.decode() for _, text in files]
 
 
 def test_products_promise_matrix_instructions() -> None:

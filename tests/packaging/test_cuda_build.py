@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALE = ROOT / "tests" / "packaging" / "_scale_sm90.cu"
+PERMUTE = "kernels/moe/_permute_cpu.cpp"  # the smallest core
 
 needs_cmake = pytest.mark.skipif(
     shutil.which("cmake") is None or shutil.which("ninja") is None, reason="cmake and ninja"
@@ -62,8 +63,13 @@ def status_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_off(tmp_path: Path) -> None:
-    assert "off, by GRISTMILL_CUDA" in status_line(configure(tmp_path, "-DGRISTMILL_CUDA=off"))
-    assert json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"] == {}
+    done = configure(tmp_path, "-DGRISTMILL_CUDA=off", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
+    assert "off, by GRISTMILL_CUDA" in status_line(done)
+    assert not (tmp_path / "_lib" / "manifest.json").exists(), "nothing is built yet"
+    subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
+    made = json.loads((tmp_path / "_lib" / "manifest.json").read_text())
+    assert made["cuda"] == {} and "base" in made["cpu_levels"]
+    assert not any(name.endswith(".cu") for name in made["sources"])
 
 
 def test_unknown_mode_is_refused(tmp_path: Path) -> None:
@@ -79,11 +85,10 @@ def test_without_nvcc(tmp_path: Path) -> None:
 
 @needs_nvcc
 def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={SCALE}")
+    options = (f"-DGRISTMILL_SM90_SOURCES={SCALE}", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
+    done = configure(tmp_path, "-DGRISTMILL_CUDA=on", *options)
     assert "sm_90a by nvcc" in status_line(done)
-    subprocess.run(
-        ["cmake", "--build", tmp_path, "--target", "gristmill_cuda_sm90a"], check=True, capture_output=True
-    )
+    subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
     entry = json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"]["sm_90a"]
     path = tmp_path / "_lib" / entry["file"]
     needed = subprocess.run(["readelf", "-dW", path], check=True, capture_output=True, text=True).stdout

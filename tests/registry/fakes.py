@@ -86,7 +86,7 @@ def verified(
                 Verification(
                     op="mix",
                     kernel=k.name,
-                    code=k.code_hash(),
+                    code=k.verification_hash(k.config(where, target)),
                     config=config_key(k.config(where, target)),
                     problem=str(OP.verification(where)),
                     target=target_key(target),

@@ -48,7 +48,7 @@ def _verify(op: Op, at: Problem, target: Target, build: Build, candidates: tuple
                 Verification(
                     op=op.name,
                     kernel=c.kernel.name,
-                    code=c.kernel.code_hash(),
+                    code=c.kernel.verification_hash(c.config),
                     config=config_key(c.config),
                     problem=str(op.verification(at)),
                     target=target_key(target),

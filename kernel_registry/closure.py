@@ -1,0 +1,335 @@
+"""What a kernel runs, found by reading sources: its Python modules, and the native sources whose entries it calls.
+
+Nothing is imported and nothing is run, so that the hash of a kernel can be asked for where neither torch nor a compiler is.
+
+Python: the modules of the spec and of the launcher, and what these import, in functions too, but not under
+``if TYPE_CHECKING``. The search stays within `COUNTED`, and within the package of a kernel of a third party. What else of
+`gristmill.kernel_registry` a kernel imports describes it, and reaches a launch only as its problem and its configuration;
+both are in the key of every record. A file that a module names in a string and that lies beside it counts with it.
+
+Native: every string that begins with ``gm_`` in those modules names an entry; ``f"gm_linear_{config['format']}"`` names the
+one of a configuration, any other placeholder stands for any text. `native_sources` says which sources make an entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import NamedTuple
+
+from gristmill.kernel_registry.native_sources import Compiled, built_sources, fits, sources_in
+
+COUNTED = ("gristmill.kernels", "gristmill.quant", "gristmill.kernel_registry.scheme")
+"""The modules that decide what a kernel of gristmill computes, each with everything below it."""
+
+Read = Callable[[str], bytes | None]
+Entry = tuple[str, ...]
+"""The name of an entry: text and, at odd places, the name of a configuration value, or "" where anything may stand."""
+
+
+def read_file(path: str) -> bytes | None:
+    """The bytes of a file; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the text of a module says.
+
+    imports: (module as written, names taken from it; none for a plain import). typed: those under ``if TYPE_CHECKING``,
+    where a package that makes its names when asked says where they come from. entries: native entries that it names;
+    files: strings that may be the name of a file.
+    """
+
+    imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    typed: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    entries: tuple[Entry, ...]
+    files: tuple[str, ...]
+
+
+_TRIPLE = re.compile(r"(\"\"\"|''').*?\1", re.S)
+_COMMENT = re.compile(r"#[^\n]*")
+_TYPED = re.compile(
+    r"^([ \t]*)if[ \t]+(?:\w+\.)?TYPE_CHECKING:[ \t]*\n((?:\1[ \t]+[^\n]*\n?|[ \t]*\n)+)", re.M
+)
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|(?:[^\n\\]|\\\n)+)|import[ \t]+((?:[^\n\\]|\\\n)+))",
+    re.M,
+)
+_ENTRY = re.compile(r"(?<!\w)f\"(gm_[^\"\n]*)\"|(?<!\w)f'(gm_[^'\n]*)'|\"(gm_\w+)\"|'(gm_\w+)'")
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_OF_CONFIG = re.compile(r"config\[['\"](\w+)['\"]\]")
+_FILE = re.compile(r"[\"']([\w-]+(?:\.[\w-]+)+)[\"']")
+
+
+@cache
+def read_module(source: bytes) -> Module:
+    """The imports, entries and files that the text of a Python module names."""
+    code = _TRIPLE.sub('""', source.decode("utf-8", "replace"))
+    plain = _COMMENT.sub("", code)
+    typed = [block for match in _TYPED.finditer(plain) for block in _imports(match[2])]
+    found = (next(filter(None, match.groups())) for match in _ENTRY.finditer(code))
+    return Module(
+        imports=tuple(_imports(_TYPED.sub("", plain))),
+        typed=tuple(typed),
+        entries=tuple(dict.fromkeys(_entry(text) for text in found)),
+        files=tuple(dict.fromkeys(_FILE.findall(code))),
+    )
+
+
+def _imports(code: str) -> Iterator[tuple[str, tuple[tuple[str, str], ...]]]:
+    for base, names, plain in _IMPORT.findall(code):
+        if plain:
+            yield from ((one.split()[0], ()) for one in plain.replace("\\", " ").split(",") if one.split())
+            continue
+        parts = (one.split() for one in names.strip("()").replace("\\", " ").split(","))
+        yield base, tuple((part[0], part[-1]) for part in parts if part)
+
+
+def _entry(text: str) -> Entry:
+    parts = _PLACEHOLDER.split(text)
+    named = (_OF_CONFIG.fullmatch(part) for part in parts[1::2])
+    parts[1::2] = [match[1] if match else "" for match in named]
+    return tuple(parts)
+
+
+def entry_pattern(entry: Entry, config: Mapping[str, object]) -> str:
+    """The name of an entry under a configuration; ``*`` where anything may stand."""
+    return "".join(
+        part if not at % 2 else str(config[part]) if part in config else "*" for at, part in enumerate(entry)
+    )
+
+
+@dataclass(frozen=True)
+class Reach:
+    """files: (name, bytes) of every Python file, by name. entries: of every native entry that one of them names."""
+
+    files: tuple[tuple[str, bytes], ...]
+    entries: tuple[Entry, ...]
+
+
+class _Step(NamedTuple):
+    """One module: its files, the entries that it names, the modules that it runs."""
+
+    files: dict[str, bytes]
+    entries: tuple[Entry, ...]
+    runs: tuple[str, ...]
+
+
+@dataclass
+class Sources:
+    """The sources of this installation, each read once. read: gives the bytes of a path, or None."""
+
+    read: Read = read_file
+    _texts: dict[str, bytes | None] = field(default_factory=dict, repr=False)
+    _steps: dict[str, _Step] = field(default_factory=dict, repr=False)
+    _reach: dict[tuple[str, ...], Reach] = field(default_factory=dict, repr=False)
+    _hashes: dict[tuple[object, ...], str] = field(default_factory=dict, repr=False)
+    _present: tuple[Compiled, ...] | None = field(default=None, repr=False)
+    _built: tuple[Compiled, ...] | None = field(default=None, repr=False)
+
+    def present(self) -> tuple[Compiled, ...]:
+        """The native sources beside the Python ones; none in a wheel."""
+        if self._present is None:
+            self._present = tuple(
+                s for folder in _folders("gristmill") for s in sources_in(folder, self._text)
+            )
+        return self._present
+
+    def built(self) -> tuple[Compiled, ...]:
+        """The native sources that the libraries were built from, by their manifest."""
+        if self._built is None:
+            self._built = tuple(
+                s for folder in _folders("gristmill") for s in built_sources(Path(folder) / "_lib")
+            )
+        return self._built
+
+    def reach(self, *modules: str) -> Reach:
+        """What `modules` run: they and what they import, as far as it counts."""
+        if modules not in self._reach:
+            scope = (*COUNTED, *({module.partition(".")[0] for module in modules} - {"gristmill", ""}))
+            files: dict[str, bytes] = {}
+            entries: set[Entry] = set()
+            seen: set[str] = set()
+            waiting = [module for module in modules if module]
+            while waiting:
+                name = waiting.pop()
+                if name not in seen and (name in modules or _within(name, scope)):
+                    seen.add(name)
+                    step = self._step(name)
+                    files |= step.files
+                    entries.update(step.entries)
+                    waiting += step.runs
+            self._reach[modules] = Reach(tuple(sorted(files.items())), tuple(sorted(entries)))
+        return self._reach[modules]
+
+    def natives(
+        self, reach: Reach, config: Mapping[str, object], among: tuple[Compiled, ...]
+    ) -> list[Compiled]:
+        """The sources among `among` that make the entries of `reach`, and those that they call."""
+        patterns = [entry_pattern(entry, config) for entry in reach.entries]
+        found: dict[str, Compiled] = {}
+        waiting = [s for s in among if any(fits(p, name) for p in patterns for name in s.entries)]
+        by_name = {source.name: source for source in among}
+        while waiting:
+            source = waiting.pop()
+            if source.name not in found:
+                found[source.name] = source
+                waiting += [by_name[name] for name in source.links if name in by_name]
+        return [found[name] for name in sorted(found)]
+
+    def code_hash(self, modules: tuple[str, ...], config: Mapping[str, object], built: bool) -> str:
+        """A hash of what `modules` run: as the sources are now, or, with `built`, as they were when the libraries were
+        built. In a wheel both are the same, and the same as in the checkout that it was made of."""
+        return self._hash("code", modules, config, built)
+
+    def verification_hash(self, modules: tuple[str, ...], config: Mapping[str, object]) -> str:
+        """A hash of what `modules` run as it was compiled: with flags and compiler, at the code level of `config`."""
+        return self._hash("verification", modules, config, True)
+
+    def _hash(self, kind: str, modules: tuple[str, ...], config: Mapping[str, object], built: bool) -> str:
+        reach = self.reach(*modules)
+        level = str(config.get("level", ""))
+        names = tuple(entry_pattern(entry, config) for entry in reach.entries)
+        key = (kind, modules, names, level if kind == "verification" else "", built)
+        if key not in self._hashes:
+            orders = (self.built, self.present) if built else (self.present, self.built)
+            found = next((f for of in orders if names and (f := self.natives(reach, config, of()))), [])
+            lines = [f"{_sha(data)} {name}" for name, data in reach.files]
+            lines += sorted({s.digest(level) if kind == "verification" else s.closure for s in found})
+            self._hashes[key] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return self._hashes[key]
+
+    def _step(self, name: str) -> _Step:
+        """What a module is, and which modules it runs: its packages, and what it imports of its own package and of ours."""
+        if name not in self._steps:
+            self._steps[name] = self._read_step(name)
+        return self._steps[name]
+
+    def _read_step(self, name: str) -> _Step:
+        runs = [name.rpartition(".")[0]]
+        path = self._path(name)
+        text = self._text(path) if path else None
+        if text is None:
+            return _Step({}, (), tuple(runs))
+        module, own = read_module(text), _name(name, path)
+        files = {own: text}
+        for beside in module.files:
+            data = self._text(os.path.join(os.path.dirname(path), beside))
+            if data is not None:
+                files[os.path.join(os.path.dirname(own), beside)] = data
+        package = name if path.endswith("__init__.py") else runs[0]
+        for base, names in module.imports:
+            base = _absolute(base, package)
+            if base.partition(".")[0] in ("gristmill", name.partition(".")[0]):
+                runs += self._taken(base, names)
+        return _Step(files, module.entries, tuple(dict.fromkeys(runs)))
+
+    def _text(self, path: str) -> bytes | None:
+        if path not in self._texts:
+            self._texts[path] = self.read(path)
+        return self._texts[path]
+
+    def _path(self, module: str) -> str:
+        """Where the source of a module is; "" for one that has none."""
+        top, *rest = module.split(".")
+        for folder in _folders(top):
+            stem = os.path.join(folder, *rest)
+            for path in (
+                (stem + ".py", os.path.join(stem, "__init__.py"))
+                if rest
+                else (os.path.join(stem, "__init__.py"),)
+            ):
+                if self._text(path) is not None:
+                    return path
+        return "" if rest else _single(top)
+
+    def _taken(self, base: str, names: tuple[tuple[str, str], ...]) -> list[str]:
+        """The modules that an import statement runs. A package imported whole may be asked for any name that it makes."""
+        if names and names[0][0] != "*":
+            return [module for name, _ in names for module in self._owner(base, name)]
+        made = self._handed(base) if _within(base, COUNTED) else {}
+        return [base, *(module for name in made for module in self._owner(base, name))]
+
+    def _owner(self, base: str, name: str) -> list[str]:
+        """The module that ``from base import name`` runs, and through which packages it goes."""
+        if self._path(f"{base}.{name}"):
+            return self._taken(f"{base}.{name}", ())
+        home = self._handed(base).get(name)
+        return [base, *(self._owner(*home) if home else ())]
+
+    def _handed(self, package: str) -> dict[str, tuple[str, str]]:
+        """Names that a package makes when asked, and where they are from: what it imports under ``if TYPE_CHECKING``."""
+        path = self._path(package)
+        text = self._text(path) if path.endswith("__init__.py") else None
+        found = {
+            bound: (_absolute(base, package), name)
+            for base, names in (read_module(text).typed if text is not None else ())
+            for name, bound in names
+        }
+        top = package.partition(".")[0]
+        return {bound: home for bound, home in found.items() if home[0].partition(".")[0] == top}
+
+
+@cache
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@cache
+def _folders(top: str) -> tuple[str, ...]:
+    """The folders of a top-level package; found, not imported."""
+    spec = _spec(top)
+    return tuple(spec.submodule_search_locations or ()) if spec else ()
+
+
+@cache
+def _single(top: str) -> str:
+    """The file of a top-level module that is no package."""
+    spec = _spec(top)
+    return spec.origin if spec and spec.origin and spec.origin.endswith(".py") else ""
+
+
+def _spec(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # __main__, and modules made by hand
+        return None
+
+
+def _within(name: str, scope: tuple[str, ...]) -> bool:
+    return any(name == one or name.startswith(one + ".") for one in scope)
+
+
+def _absolute(base: str, package: str) -> str:
+    """The module that ``base`` names in `package`: one leading dot is the package itself, each further one a package up."""
+    name = base.lstrip(".")
+    up = len(base) - len(name)
+    if not up:
+        return base
+    parts = package.split(".")
+    return ".".join([*parts[: len(parts) - up + 1], *([name] if name else ())])
+
+
+def _name(module: str, path: str) -> str:
+    """A file's name within gristmill (``kernels/common.py``), or with its package before it."""
+    parts = module.split(".")
+    parts = parts[1:] if parts[0] == "gristmill" else parts
+    return "/".join([*parts, "__init__.py"]) if path.endswith("__init__.py") else "/".join(parts) + ".py"
+
+
+@cache
+def installed_sources() -> Sources:
+    """The sources of this installation, as they were when they were first asked for."""
+    return Sources()

@@ -1,0 +1,187 @@
+"""Native sources: which entries each one makes, what it includes and calls, and what it was compiled with.
+
+`sources_in` reads them from a checkout; `built_sources` reads what CMake wrote of them into ``_lib/manifest.json`` when the
+libraries were built (cmake/digests.cmake), which is all that a wheel has. Both digest a closure alike: the source and every
+quoted ``#include`` that it reaches, each as the line ``<sha256 of the file> <its name>``, by name.
+
+A source ``_<name>_sm90.cu.in`` is a template: CMake writes instances of it, one for each row of the table that its comment
+``// gm-table: <file>`` names. The template and the table stand for the instances; ``@...@`` in the name of its entry is any text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gristmill.kernel_registry.build import read_manifest
+
+LIBRARIES = {".cpp": "kernels/_native/threads.cpp", ".cu": "kernels/_native/cuda_driver.cpp"}
+"""The source that every source of a library is linked with: its threads, its driver."""
+INCLUDE_FOLDER = "kernels/_native"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled source.
+
+    entries: names of the functions that it makes, without code level. links: names of the sources whose functions it calls.
+    closure: the digest of its text and of what it includes; files: their names, as far as they are here. builds: code
+    level or architecture -> digest of closure, flags and compiler; none for a source that was read, not built.
+    """
+
+    name: str
+    entries: tuple[str, ...]
+    links: tuple[str, ...]
+    closure: str
+    files: tuple[str, ...] = ()
+    builds: Mapping[str, str] = field(default_factory=dict)
+
+    def digest(self, level: str) -> str:
+        """What its code at `level` was made of; at all of its levels where it has no such one."""
+        return (
+            self.builds.get(level)
+            or " ".join(self.builds[name] for name in sorted(self.builds))
+            or self.closure
+        )
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether two names of an entry can be the same; ``*`` in either is any text."""
+    return (
+        pattern == name
+        or _regex(pattern).fullmatch(name.replace("*", "x")) is not None
+        or ("*" in name and _regex(name).fullmatch(pattern.replace("*", "x")) is not None)
+    )
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\w+".join(re.escape(part) for part in pattern.split("*")))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What a native file says. entries: of GM_KERNEL and GM_CUDA_ENTRY; names: every ``gm_`` name outside comments."""
+
+    includes: tuple[str, ...]
+    table: str
+    entries: tuple[str, ...]
+    defined: str
+    names: frozenset[str]
+
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.M)
+_TABLE = re.compile(r"^// gm-table: (\S+)", re.M)
+_MADE = re.compile(r"\bGM_(?:KERNEL|CUDA_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
+_DEFINED = re.compile(r"^#define GM_ENTRY ([\w@]+)", re.M)
+_PLACE = re.compile(r"@\w+@")
+_NAME = re.compile(r"\bgm_\w+")
+
+
+@cache
+def _read(source: bytes) -> _Text:
+    text = source.decode("utf-8", "replace")
+    code = re.sub(r"//[^\n]*", "", text)
+    defined, table = _DEFINED.search(code), _TABLE.search(text)
+    return _Text(
+        includes=tuple(_INCLUDE.findall(code)),
+        table=table[1] if table else "",
+        entries=tuple(_MADE.findall(code)),
+        defined=_PLACE.sub("*", defined[1]) if defined else "",
+        names=frozenset(_NAME.findall(code)),
+    )
+
+
+def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compiled, ...]:
+    """The native sources of a package folder, as `read` gives them."""
+    closures = {name: _closure(folder, name, read) for name in _compiled(folder)}
+    made: dict[str, tuple[str, ...]] = {}
+    for name, files in closures.items():
+        texts = [_read(data) for _, data in files if data is not None]
+        entries = {entry for text in texts for entry in text.entries}
+        defined = {text.defined for text in texts if text.defined} if "GM_ENTRY" in entries else set()
+        made[name] = tuple(sorted(entries - {"GM_ENTRY"} | defined))
+    makers = {entry: name for name, entries in made.items() for entry in entries}
+    found = []
+    for name, files in closures.items():
+        named = frozenset().union(*(_read(data).names for _, data in files if data is not None))
+        links = {makers[entry] for entry in named & makers.keys()} | {_library(name)}
+        found.append(
+            Compiled(
+                name=name,
+                entries=made[name],
+                links=tuple(sorted(links - {name})),
+                closure=_digest(files),
+                files=tuple(file for file, data in files if data is not None),
+            )
+        )
+    return tuple(found)
+
+
+def built_sources(folder: Path) -> tuple[Compiled, ...]:
+    """The native sources that the libraries in `folder` were built from. Empty where nothing was built, or by a build that
+    did not say."""
+    found: Mapping[str, Any] = read_manifest(folder).get("sources", {})
+    return tuple(
+        Compiled(
+            name=name,
+            entries=tuple(one["entries"]),
+            links=tuple(one["links"]),
+            closure=one["closure"],
+            builds=one["builds"],
+        )
+        for name, one in sorted(found.items())
+    )
+
+
+def _compiled(folder: str) -> Iterator[str]:
+    """Names of what CMake compiles: the same files that cpu.cmake and cuda.cmake look for."""
+    for path, folders, files in os.walk(os.path.join(folder, "kernels")):
+        folders[:] = sorted(one for one in folders if one != "__pycache__")
+        for file in sorted(files):
+            name = f"{os.path.relpath(path, folder)}/{file}"
+            if name in LIBRARIES.values() or re.fullmatch(r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in)", file):
+                yield name
+
+
+def _library(name: str) -> str:
+    """The source that the library of `name` is linked with; `name` itself for one of those."""
+    return name if name in LIBRARIES.values() else LIBRARIES[".cpp" if name.endswith(".cpp") else ".cu"]
+
+
+def _closure(
+    folder: str, name: str, read: Callable[[str], bytes | None]
+) -> tuple[tuple[str, bytes | None], ...]:
+    """(name, bytes) of a source and of everything that it includes in quotes; None for an include that is nowhere."""
+    found: dict[str, bytes | None] = {}
+    waiting = [name]
+    while waiting:
+        one = waiting.pop()
+        if one in found:
+            continue
+        found[one] = data = read(os.path.join(folder, one))
+        if data is None:
+            continue
+        text, here = _read(data), os.path.dirname(one)
+        waiting += [os.path.join(here, text.table)] if text.table and one.endswith(".in") else []
+        for include in text.includes:
+            places = [os.path.normpath(os.path.join(place, include)) for place in (here, INCLUDE_FOLDER)]
+            there = (place for place in places if read(os.path.join(folder, place)) is not None)
+            waiting.append(next(there, include))
+    return tuple(sorted(found.items()))
+
+
+def _digest(files: tuple[tuple[str, bytes | None], ...]) -> str:
+    lines = (f"{'missing' if data is None else _sha(data)} {name}\n" for name, data in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+@cache
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
