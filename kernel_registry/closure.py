@@ -26,7 +26,12 @@ from typing import NamedTuple
 
 from gristmill.kernel_registry.native_sources import Compiled, built_sources, fits, sources_in
 
-COUNTED = ("gristmill.kernels", "gristmill.quant", "gristmill.kernel_registry.scheme")
+COUNTED = (
+    "gristmill.kernels",
+    "gristmill.quant",
+    "gristmill.kernel_registry.scheme",
+    "gristmill.kernel_registry.dtypes",
+)
 """The modules that decide what a kernel of gristmill computes, each with everything below it."""
 
 Read = Callable[[str], bytes | None]
