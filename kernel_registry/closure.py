@@ -251,11 +251,7 @@ class Sources:
         top, *rest = module.split(".")
         for folder in _folders(top):
             stem = os.path.join(folder, *rest)
-            for path in (
-                (stem + ".py", os.path.join(stem, "__init__.py"))
-                if rest
-                else (os.path.join(stem, "__init__.py"),)
-            ):
+            for path in (os.path.join(stem, "__init__.py"), stem + ".py"):
                 if self._text(path) is not None:
                     return path
         return "" if rest else _single(top)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.kernel_registry.closure import Sources
-from gristmill.kernel_registry.native_sources import Compiled, built_sources
+from gristmill.kernel_registry.closure import Sources, read_file
+from gristmill.kernel_registry.native_sources import Compiled, built_sources, sources_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +84,51 @@ def test_manifest_follows_sources_includes_and_flags(tmp_path: Path) -> None:
     assert (
         changed(flags, {os.path.basename(s.name): s for s in built_sources(tree.build / "_lib")}) == set()
     ), "a library that was not replaced keeps its manifest"
+
+
+def test_a_generated_source_has_the_digest_of_its_template(tmp_path: Path) -> None:
+    """CMake, told what an instance was generated from, and Python, which has only the template, agree."""
+    kernels = tmp_path / "kernels" / "mix"
+    (tmp_path / "kernels" / "_native").mkdir(parents=True)
+    kernels.mkdir()
+    for name in ("threads.cpp", "cuda_driver.cpp"):
+        (tmp_path / "kernels" / "_native" / name).touch()
+    template = kernels / "_mix_sm90.cu.in"
+    template.write_text(
+        '// gm-table: rows.csv\n#define GM_ENTRY gm_mix_@form@\n#include "decode.h"\nGM_CUDA_ENTRY(GM_ENTRY)() {}\n'
+    )
+    (kernels / "rows.csv").write_text("a\n")
+    (kernels / "decode.h").write_text("#pragma once\n")
+    build = tmp_path / "build"
+    build.mkdir()
+    instance = build / "_mix_a_sm90.cu"
+    instance.write_text('extern "C" int gm_mix_a() { return 0; }\n')
+    subprocess.run(["c++", "-x", "c++", "-c", instance, "-o", build / "a.o"], check=True)
+    (build / "base.json").write_text("{}")
+    told = {
+        "GM_BUILDS": "sm_90a;own_cuda",
+        "GM_SOURCES_sm_90a": instance,
+        "GM_OBJECTS_sm_90a": build / "a.o",
+        "GM_COMPILED_sm_90a": "nvcc -O3",
+        f"GM_ORIGIN_{instance}": f"{template};{kernels / 'rows.csv'}",
+        "GM_SOURCES_own_cuda": "kernels/_native/cuda_driver.cpp",
+        "GM_ROOT": tmp_path,
+        "GM_BINARY_DIR": build,
+        "GM_NM": shutil.which("nm"),
+        "GM_BASE": build / "base.json",
+        "GM_MANIFEST": build / "manifest.json",
+    }
+    (build / "compiled.cmake").write_text(
+        "".join(f'set("{name}" "{value}")\n' for name, value in told.items())
+    )
+    script = ROOT / "cmake" / "digests.cmake"
+    subprocess.run(["cmake", f"-DGM_COMPILED={build / 'compiled.cmake'}", "-P", script], check=True)
+    built = {source.name: source for source in built_sources(build)}["_mix_a_sm90.cu"]
+    read = {source.name: source for source in sources_in(str(tmp_path), read_file)}[
+        "kernels/mix/_mix_sm90.cu.in"
+    ]
+    assert built.closure == read.closure and built.links == read.links
+    assert built.entries == ("gm_mix_a",) and read.entries == ("gm_mix_*",)
 
 
 def changed(before: dict[str, Compiled], after: dict[str, Compiled]) -> set[str]:
