@@ -203,13 +203,14 @@ def _function(op: Op, new: Callable[..., Any], into: Callable[..., Any] | None) 
         parameters=[p for p in shown.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     )
     packed = [index for index, p in enumerate(op.parameters) if p.type == "Tensor[]"]
+    taken = ", ".join(f"{p.type} {p.name}" for p in op.parameters)
 
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
         if named or len(arguments) < len(op.parameters):
             try:
                 bound = positional.bind(*arguments, **named)
             except TypeError as error:
-                raise TypeError(f"{op.name}: {error}; its arguments are ({op.arguments})") from None
+                raise TypeError(f"{op.name}: {error}; its arguments are ({taken})") from None
             bound.apply_defaults()
             arguments = bound.args
         for index in packed:  # a dense weight may be given as it is

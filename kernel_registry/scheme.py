@@ -63,7 +63,7 @@ def _ceil_div(a: int, b: int) -> int:
 class QuantScheme:
     """How one weight [N, K] is stored, and how its activations are quantized.
 
-    Build one from a name with :meth:`parse`, or an integer one from its width and group with :meth:`integer`.
+    Build one from a name with `parse`, or an integer one from its width and group with `integer`.
 
     Attributes:
         weight: number format: ``int4 int8 fp8 mxfp8 mxfp4 nvfp4 fp32 fp16 bf16`` (or ``int2`` ... from ``integer``).

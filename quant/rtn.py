@@ -39,7 +39,7 @@ _EMAX: Final = {"mxfp8": 8, "mxfp4": 2}
 
 def quantize(
     weight: Tensor,
-    scheme: QuantScheme | str,
+    scheme: QuantScheme | str | torch.dtype,
     *,
     g_idx: Tensor | None = None,
     segments: Sequence[int] | None = None,
@@ -49,7 +49,7 @@ def quantize(
 
     Args:
         weight: float [N, K] or [experts..., N, K], any float dtype; experts are done one at a time.
-        scheme: QuantScheme or name; the activation part is carried along and changes nothing here.
+        scheme: QuantScheme or name, of a dense one also its dtype; the activation part is carried along and changes nothing here.
         g_idx: int [K], the group of each column (act-order), integer group schemes only.
         segments: first rows of the parts of a fused matrix, (0, ...): each is quantized as if it were alone, with its
             own global multiplier and its own 128-blocks.

@@ -66,6 +66,11 @@ class LinearWeight:
         return self.packed[layout]
 
     @property
+    def layouts(self) -> frozenset[str]:
+        """The layouts that it is packed in: what its plan is bound with."""
+        return frozenset(self.packed)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of every packing."""
         return sum(t.numel() * t.element_size() for tensors in self.packed.values() for t in tensors)

@@ -1,0 +1,44 @@
+"""README imports from gristmill and from nowhere deeper, the other pages from its packages; each use takes under five lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.py")),
+]
+IMPORT = re.compile(r"^(?:>>> |\.\.\. )?(?:from|import) (gristmill[\w.]*)", re.M)
+USES = ("## The kernels alone", "## kernelbench", "## The runtime")
+
+
+def too_deep(text: str, depth: int) -> list[str]:
+    """Imports of gristmill's modules that are more than `depth` packages down."""
+    return [module for module in IMPORT.findall(text) if module.count(".") > depth]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_import_from_packages(page: Path) -> None:
+    assert too_deep(page.read_text(encoding="utf-8"), 0 if page.name == "README.md" else 1) == []
+
+
+def test_a_deeper_import_is_noticed() -> None:
+    text = "```python\n>>> from gristmill.runtime.llm import LLM\nimport gristmill.ops as ops\n>>> import gristmill\n```"
+    assert too_deep(text, 0) == ["gristmill.runtime.llm", "gristmill.ops"]
+    assert too_deep(text, 1) == ["gristmill.runtime.llm"]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_each_use_takes_under_five_lines_and_one_import(use: str) -> None:
+    """The first Python block of each section, which test_blocks runs: statements until something is shown."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition(use)[2].partition("\n## ")[0]
+    block = re.findall(r"```python\n(.*?)```", section, re.S)[0]
+    lines = [line for line in block.splitlines() if line.startswith((">>> ", "... "))]
+    assert [line for line in lines if "gristmill" in line and "import" in line] == [">>> import gristmill"]
+    assert len([line for line in lines if line != ">>> import torch"]) < 5, lines

@@ -1,0 +1,58 @@
+"""examples/run.py, which `make run` runs, writes plain text into a file."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gristmill import console
+from gristmill.runtime import Chunk
+
+ROOT = Path(__file__).parents[2]
+
+
+def _example():
+    spec = importlib.util.spec_from_file_location("gristmill_examples_run", ROOT / "examples" / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Canned:
+    """A model that answers two chunks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def stream(self, prompt: str, params: object):
+        yield Chunk(0, (1,), " a [bold] copy")
+        yield Chunk(0, (2,), " of it.", "length")
+
+
+def test_no_markup_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = _example()
+    monkeypatch.setattr(example, "LLM", Canned)
+    example.answer("docs-llama")
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == f"docs-llama (bf16): {example.PROMPT} a [bold] copy of it."
+    )  # the model's brackets stay
+    assert lines[1].startswith("  [2 tokens in ")
+
+
+def test_the_name_is_bold_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = _example()
+    monkeypatch.setattr(example, "LLM", Canned)
+    monkeypatch.setattr(
+        console,
+        "out",
+        lambda: Console(force_terminal=True, color_system="standard", markup=False, highlight=False),
+    )
+    example.answer("docs-llama")
+    assert "\x1b[1mdocs-llama\x1b[0m (bf16)" in capsys.readouterr().out

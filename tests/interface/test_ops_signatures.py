@@ -1,0 +1,135 @@
+"""Functions of gristmill.ops: signatures, help, the stub that type checkers read, and the generated page."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pydoc
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gristmill
+from gristmill.autotune.bound import BoundPlan
+from gristmill.kernel_registry import default_registry
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = sorted(default_registry().ops)
+
+PROGRAM = """\
+import gristmill
+import torch
+from gristmill import ops
+x = torch.zeros(2, 4)
+y: torch.Tensor = ops.rms_norm(x, x, 1e-5)
+weights, ids = ops.grouped_topk(x, top_k=2, scoring="sigmoid")
+z: torch.Tensor = ops.linear(x, [x], bias=None, plan=ops.bind("linear", {"n": 4, "k": 4}, "cpu"), out=x)
+ops.rms_norm(x, x)  # wrong: [call-arg]
+ops.rms_norm(x, x, "1e-5")  # wrong: [arg-type]
+ops.linear(x, x, bais=x)  # wrong: [call-arg]
+one: torch.Tensor = ops.grouped_topk(x, 2)  # wrong: [assignment]
+ops.reshape_and_cache(x, x, x, x, x, out=x)  # wrong: [call-arg]
+ops.rms_nrom(x, x, 1e-5)  # wrong: [attr-defined]
+gristmill.LLM("models/a", dtpye="half")  # wrong: [call-arg]
+gristmill.explain("linear", 3)  # wrong: [arg-type]
+gristmill.quantise(x, "int4_g128")  # wrong: [attr-defined]
+"""
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("gristmill_ci_api", ROOT / "ci" / "api.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+api = _load()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_signature_says_what_the_operation_takes(name: str) -> None:
+    op, signature = default_registry().op(name), inspect.signature(getattr(gristmill.ops, name))
+    *arguments, last = [p.name for p in signature.parameters.values()]
+    keywords = ["plan", "out"] if op.outputs else ["plan"]
+    assert [*arguments, last] == [*(p.name for p in op.parameters), *keywords]
+    for parameter in op.parameters:
+        shown = signature.parameters[parameter.name]
+        assert (shown.default is inspect.Parameter.empty) == (parameter.default is None)
+        assert (shown.annotation == torch.Tensor) == (
+            parameter.type.partition("(")[0] == "Tensor" and "?" not in parameter.type
+        )
+    assert signature.parameters["plan"].annotation == BoundPlan | None
+    returned = {0: None, 1: torch.Tensor}.get(len(op.outputs), tuple[(torch.Tensor,) * len(op.outputs)])
+    assert signature.return_annotation == returned
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_help_shows_it(name: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(getattr(gristmill.ops, name)))
+    first = inspect.cleandoc(default_registry().op(name).reference.__doc__ or "").splitlines()[0]
+    assert f"{name}(" in text and first in text and "Raises:" in text and "in module gristmill.ops" in text
+
+
+def test_calls_that_do_not_bind_say_what_is_taken() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(
+        TypeError, match=r"rms_norm: missing a required argument: 'eps'.*Tensor x, Tensor weight, float eps"
+    ):
+        gristmill.ops.rms_norm(x, x[0])
+    with pytest.raises(TypeError, match="rms_norm: got an unexpected keyword argument 'epsilon'"):
+        gristmill.ops.rms_norm(x, x[0], 1e-5, epsilon=1e-5)
+    with pytest.raises(TypeError, match="reshape_and_cache writes into its arguments and has no out"):
+        gristmill.ops.reshape_and_cache(x, x, x, x, x, out=x)
+
+
+def test_a_type_checker_reports_wrong_calls_and_no_others(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    reported = {
+        int(line): code
+        for line, code in re.findall(r"program\.py:(\d+): error: .*(\[[\w-]+\])$", done.stdout, re.M)
+    }
+    expected = {
+        number: line.rpartition("wrong: ")[2]
+        for number, line in enumerate(PROGRAM.splitlines(), 1)
+        if "# wrong" in line
+    }
+    assert reported == expected, done.stdout + done.stderr
+
+
+def test_the_stub_and_the_page_are_what_the_code_says() -> None:
+    assert api.STUB.read_text(encoding="utf-8") == api.stub(), "run python ci/api.py"
+    assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run python ci/api.py"
+
+
+def test_the_check_notices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub, page = tmp_path / "ops.pyi", tmp_path / "api.md"
+    monkeypatch.setattr(api, "STUB", stub)
+    monkeypatch.setattr(api, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["api.py"])
+    assert api.main() == 0 and stub.read_text(encoding="utf-8") == api.stub()
+    monkeypatch.setattr(sys, "argv", ["api.py", "--check"])
+    assert api.main() == 0
+    stub.write_text(api.stub().replace("eps: float", "eps: int"), encoding="utf-8")
+    assert api.main() == 1 and "out of date: ops.pyi; run python ci/api.py" in capsys.readouterr().out
+    monkeypatch.setitem(api.SECTIONS, "Errors", ())
+    with pytest.raises(ValueError, match="gristmill.__all__ differ"):
+        api.page()
+
+
+def test_the_page_has_every_name_with_its_signature() -> None:
+    text = api.page()
+    for name in gristmill.__all__:
+        assert f"\n### {name}\n" in text
+    for name in OPS:
+        assert f"\n#### ops.{name}\n\n```\nops.{name}(" in text
+    assert ":meth:" not in text and "<factory>" not in text and " object at 0x" not in text
