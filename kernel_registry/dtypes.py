@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, Final
 
 TORCH_NAMES: Final[dict[str, str]] = {
@@ -66,8 +65,3 @@ class _Names(dict[Any, str]):
 dtype_name = _Names().__getitem__
 """The short name of a torch dtype; TypeError if gristmill has none for it. A dictionary's own method: it is asked once or more
 in every planned call."""
-
-
-def torch_dtype(name: str) -> Any:
-    """The torch dtype of a name (see `canonical_dtype`); ValueError for an unknown one."""
-    return getattr(import_module("torch"), TORCH_NAMES[canonical_dtype(name)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.dtypes import TORCH_NAMES, canonical_dtype
 from gristmill.kernel_registry.dtypes import dtype_name as dtype_name
-from gristmill.kernel_registry.dtypes import torch_dtype as torch_dtype
 
 ITEM_BYTES = {
     "fp32": 4,
@@ -21,6 +21,13 @@ ITEM_BYTES = {
 FLOATS = ("fp32", "fp16", "bf16")
 CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
 """Dtype codes of the C++ entry points."""
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype of a name (see `canonical_dtype`); ValueError for an unknown one."""
+    import torch
+
+    return getattr(torch, TORCH_NAMES[canonical_dtype(name)])
 
 
 def need(condition: bool, message: str) -> None:
