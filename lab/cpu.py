@@ -116,7 +116,7 @@ def main(only: str, rounds: int, threads: int | None, level: str | None, out: Pa
             case.us += sample(case.call, clock)
     print(file=sys.stderr)
     floor, usual = (FLOOR_BYTES / of(cases[0].us) for of in (min, statistics.median))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "op": c.op,
             "problem": c.problem,

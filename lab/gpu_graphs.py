@@ -73,7 +73,11 @@ def links(x: torch.Tensor, out: torch.Tensor, calls: Sequence[Call] = ()) -> lis
         start.add_(end, alpha=0)
 
     def pair(call: Call) -> Call:
-        return lambda: (link(), call())
+        def both() -> None:
+            link()
+            call()
+
+        return both
 
     return [pair(call) for call in calls] or [link] * 20
 
@@ -107,7 +111,7 @@ def environment() -> dict[str, Any]:
     smi = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True, check=False
     )
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("torch", "triton", "humming-kernels", "gristmill"):
         try:
             versions[name] = version(name)

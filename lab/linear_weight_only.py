@@ -104,7 +104,7 @@ class Shape:
         """Cold copies in the layout of a kernel. LayoutError if none of its layouts takes this weight."""
         names = [name for name in kernel.layouts if self.registry.layout(name).accepts(self.scheme)]
         if not names:
-            raise LayoutError(f"no layout of {kernel.name} takes {self.scheme}")
+            raise LayoutError(" or ".join(kernel.layouts), f"no layout of {kernel.name} takes {self.scheme}")
         if names[0] not in self.packed:
             self.packed[names[0]] = cold_copies(pack(self.q, names[0]).tensors)
         return self.packed[names[0]]

@@ -151,7 +151,7 @@ def _tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     for weight in model_table(parse_config(config)).weights:
         for i, name in enumerate(weight.part_names()):
             rows = weight.rows[i % len(weight.rows)]
-            shape = (rows,) if weight.columns is None else (rows, weight.columns)
+            shape: tuple[int, ...] = (rows,) if weight.columns is None else (rows, weight.columns)
             if weight.stacked:
                 shape = (weight.experts, *shape[::-1]) if len(shape) == 2 else (weight.experts, *shape)
             full = f"{name}.weight" if weight.kind == "linear" and not weight.stacked else name

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
+from gristmill.quant.packed import LayoutError
 from lab import gpu_graphs
 from lab import linear_weight_only as program
 
@@ -135,6 +137,14 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--alone", "--kernels", "linear_torch"])
     with pytest.raises(RuntimeError, match="nothing that is registered runs"):
         program.main()
+
+
+def test_a_kernel_whose_layouts_do_not_take_the_scheme_is_refused_by_name() -> None:
+    """Not an error of the program: such a kernel is a row of `refused`."""
+    shape = object.__new__(program.Shape)
+    shape.scheme, shape.registry = "fp8_block", default_registry()
+    with pytest.raises(LayoutError, match="no layout of linear_w4a16_sm90 takes fp8_block"):
+        shape.weights(shape.registry.kernel("linear", "linear_w4a16_sm90"))
 
 
 class Graph:
