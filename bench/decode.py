@@ -21,23 +21,18 @@ from gristmill.autotune.floor import ceilings
 from gristmill.bench.shapes import ShapeError
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.layers.linear import Linear, SplitLinear
-from gristmill.runtime.loader.config import ModelConfig, parse_config
+from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.random import random_model
-from gristmill.runtime.models import Model
+from gristmill.runtime.models import Model, families, model_table
 from gristmill.runtime.quantizing.moments import find_linears
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 WARM_STEPS = 4
 CHUNK = 256
 """Prompt tokens of a step."""
@@ -46,15 +41,21 @@ CHUNK = 256
 def model_config(shape: Mapping[str, Any]) -> ModelConfig:
     """The runtime's configuration of a model of which little more than the sizes is known; ShapeError if it has no such model."""
     kind = str(shape["model_type"])
-    if kind not in ARCHITECTURES:
-        raise ShapeError(f"model_type {kind!r}: decoding is measured for {', '.join(ARCHITECTURES)}")
+    known = {kind: name for family in families().values() for name, kind in family.architectures.items()}
+    if kind not in known:
+        raise ShapeError(f"model_type {kind!r}: decoding is measured for {', '.join(sorted(known))}")
     data = {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [known[kind]],
         "max_position_embeddings": 8192,
         "dtype": "bfloat16",
         **shape,
     }
-    return parse_config({**data, "quantization_config": None})
+    config = parse_config({**data, "quantization_config": None})
+    if any(weight.stacked for weight in model_table(config).weights):
+        raise ShapeError(
+            f"model_type {kind!r} has its experts in one tensor: decoding is measured for models whose experts are apart"
+        )
+    return config
 
 
 def measure_decode(

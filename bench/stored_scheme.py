@@ -24,43 +24,12 @@ def stored(config: Mapping[str, Any], layers: int) -> Stored:
     quant = config.get("quantization_config")
     if not quant:
         return Stored()
-    from gristmill.quant import formats
+    from gristmill.quant.formats import FormatError, open_format
     from gristmill.quant.formats.contract import Fields
 
-    found = formats.open_format(Fields(quant, "quantization_config").data)
-    linear, experts = (_scheme(found, name.format(layers // 2)) for name in (LINEAR, EXPERT))
-    return Stored(linear, experts, bool(getattr(found, "ordered", False)))
-
-
-def _scheme(found: Any, module: str) -> str:
-    """The scheme of one module by a format's rules."""
-    from gristmill.kernel_registry.scheme import QuantScheme
-    from gristmill.quant import formats
-    from gristmill.quant.formats.modelopt import ALGORITHMS
-
-    if isinstance(found, formats.Awq | formats.Gptq):
-        rule = (
-            (4, found.group, not found.zero_point) if isinstance(found, formats.Awq) else found.rule(module)
-        )
-        return (
-            "bf16"
-            if rule is None
-            else str(
-                QuantScheme.integer(rule[0], None if rule[1] == -1 else rule[1], zero_points=not rule[2])
-            )
-        )
-    if isinstance(found, formats.CompressedTensors):
-        group = found.rule(module)
-        return "bf16" if group is None or group.scheme is None else str(group.scheme)
-    if isinstance(found, formats.ModelOpt):
-        algorithm = found.rule(module)
-        return "bf16" if algorithm is None else ALGORITHMS[algorithm][0]
-    if isinstance(found, formats.DeepSeekFp8):
-        return "fp8_block" if found.blocks else "fp8"
-    if isinstance(found, formats.Mxfp4):
-        return "mxfp4" if ".experts." in module else "bf16"
-    if isinstance(found, formats.Gristmill):
-        return str(found.scheme)
-    raise formats.FormatError(
-        f"quantization_config: {found.name} does not say how every layer is stored; name the scheme with --weights"
-    )
+    found = open_format(Fields(quant, "quantization_config").data)
+    try:
+        linear, experts = (found.scheme_of(name.format(layers // 2)) for name in (LINEAR, EXPERT))
+    except FormatError as error:
+        raise FormatError(f"{error}; name the scheme with --weights") from error
+    return Stored(str(linear or "bf16"), str(experts or "bf16"), found.ordered)

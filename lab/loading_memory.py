@@ -32,9 +32,9 @@ from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.loader.checkpoint import INDEX, Checkpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.loader.safetensors import INDEX, SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
 
 COMMON = {
@@ -166,7 +166,7 @@ def measure(folder: Path, scheme: str, policy: Policy) -> dict[str, Any]:
     )  # kernels are verified and loaded, whose memory is not the weights'
     with watched() as peak:
         model = load_model(folder, quant=scheme, policy=policy)
-    checkpoint = Checkpoint(folder)
+    checkpoint = SafetensorsCheckpoint(folder)
     sizes = [e.dtype.itemsize * torch.Size(e.shape).numel() for e in checkpoint.entries.values()]
     sizes += [t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in model.plans.owned}.values()]
     final, largest, used = model.plans.weight_bytes, sum(sorted(sizes)[-2:]), peak.most - peak.start

@@ -16,15 +16,9 @@ from gristmill.quant import quantize
 from gristmill.quant.formats import open_format
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import pack
-from gristmill.runtime.loader.checkpoint import Checkpoint
-from gristmill.runtime.loader.gguf import GgufCheckpoint, is_gguf
+from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from lab.loading_cases import Made
-
-
-def opened(path: Path) -> Checkpoint | GgufCheckpoint:
-    """A checkpoint of either kind."""
-    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path)
 
 
 def copied(made: Made) -> list[Tensor]:
@@ -38,7 +32,7 @@ def copied(made: Made) -> list[Tensor]:
 
 def readers(made: Made) -> list[Any]:
     """Every weight by its format's reader."""
-    checkpoint, form = opened(made.path), open_format(made.config)
+    checkpoint, form = open_checkpoint(made.path), open_format(made.config)
     held = []
     for weight in made.table.weights:
         for name, rows in zip(weight.sources, weight.rows, strict=True):
@@ -52,7 +46,12 @@ def readers(made: Made) -> list[Any]:
 def loaded(made: Made) -> list[Any]:
     """Every parameter by the runtime's loader."""
     weights = Weights(
-        opened(made.path), made.table, torch.bfloat16, torch.device("cpu"), None, open_format(made.config)
+        open_checkpoint(made.path),
+        made.table,
+        torch.bfloat16,
+        torch.device("cpu"),
+        None,
+        open_format(made.config),
     )
     held = []
     for weight in made.table.weights:

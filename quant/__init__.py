@@ -12,11 +12,12 @@ from gristmill._lazy import lazy_names
 if TYPE_CHECKING:
     from gristmill.quant.activations import QuantAct as QuantAct
     from gristmill.quant.activations import quantize_activation as quantize_activation
-    from gristmill.quant.formats import FORMATS as FORMATS
     from gristmill.quant.formats import Format as Format
     from gristmill.quant.formats import FormatError as FormatError
     from gristmill.quant.formats import Tensors as Tensors
+    from gristmill.quant.formats import checkpoint_formats as checkpoint_formats
     from gristmill.quant.formats import open_format as open_format
+    from gristmill.quant.formats import open_writer as open_writer
     from gristmill.quant.packed import LayoutError as LayoutError
     from gristmill.quant.packed import Packed as Packed
     from gristmill.quant.packed import pack as pack

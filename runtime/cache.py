@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from gristmill.runtime.loader.config import ModelConfig
+from gristmill.runtime.config import ModelConfig
 
 
 class PagedCache:

@@ -23,11 +23,11 @@ F = Callable[..., None]
 def cli() -> None:
     """Run language models through kernels that are chosen by measurement and verified on this machine.
 
-    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. Llama, Qwen2, Qwen3,
-    Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 architectures are supported, quantized by GPTQ, AWQ, compressed-tensors,
-    ModelOpt, as DeepSeek's FP8 or gpt-oss' MXFP4, or not.
+    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. "gristmill supported" lists the
+    architectures, and the checkpoint formats that are read and written.
 
     \b
+    gristmill supported
     gristmill generate --model examples/models/docs-llama --prompt "The index"
     gristmill generate --model examples/models/docs-llama --prompt "The index" --quant int4_g128 --explain
     gristmill eval --model DIR --tokens ids.u16 --window 1024 --windows 16
@@ -250,7 +250,7 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
     default="gristmill",
     show_default=True,
     metavar="F",
-    help="gristmill, compressed-tensors, modelopt, gptq, fp8 (DeepSeek's blocks) or mxfp4 (gpt-oss).",
+    help="Checkpoint format to write: one that 'gristmill supported' lists as written.",
 )
 @click.option(
     "--method",
@@ -363,6 +363,51 @@ def quantize(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "
         f"{report['bytes_after'] / 1e6:.1f} MB in {seconds:.1f} s"
     )
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+def supported(as_json: bool) -> None:
+    """Architectures that can be loaded, and checkpoint formats that are read and written, those of plugins among them.
+
+    \b
+    With --json, one object: {"families" ({"name", "architectures", "gguf"}), "formats" ({"name", "written"}), "plugins_left_out" (each
+    plugin of gristmill.models or gristmill.formats that is not used, with its reason)}
+    """
+    from gristmill.quant import formats
+    from gristmill.runtime import models
+
+    families = {id(family): family for family in models.families().values()}.values()
+    found = {
+        "families": [
+            {
+                "name": family.name,
+                "architectures": list(family.architectures),
+                "gguf": [str(gguf) for gguf in family.gguf],
+            }
+            for family in families
+        ],
+        "formats": [
+            {"name": name, "written": spec.write is not None}
+            for name, spec in formats.checkpoint_formats().items()
+        ],
+        "plugins_left_out": [failure.as_dict() for failure in (*models.failures(), *formats.failures())],
+    }
+    if as_json:
+        console.emit(found)
+        return
+    console.table(
+        "Models",
+        ["family", "architectures", "in GGUF files"],
+        [[f["name"], ", ".join(f["architectures"]), ", ".join(f["gguf"])] for f in found["families"]],
+    )
+    console.table(
+        "Checkpoint formats",
+        ["quant_method", "read", "written"],
+        [[f["name"], "yes", "yes" if f["written"] else "no"] for f in found["formats"]],
+    )
+    for failure in (*models.failures(), *formats.failures()):
+        console.err().print(str(failure), highlight=False, markup=False)
 
 
 def _load(options: dict[str, Any], quiet: bool, **more: Any) -> LLM:

@@ -17,9 +17,9 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.engine import Engine
-from gristmill.runtime.errors import ConfigError, UsageError
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
-from gristmill.runtime.loader.gguf import is_gguf
+from gristmill.runtime.loader.checkpoint import NoTokenizerError
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import TextStream, Tokenizer
@@ -184,9 +184,7 @@ class LLM:
     def _stream(self) -> TextStream | None:
         try:
             return self.tokenizer.stream()
-        except ConfigError:
-            if ((self.path.parent if is_gguf(self.path) else self.path) / "tokenizer.json").exists():
-                raise
+        except NoTokenizerError:
             return None
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:

@@ -1,37 +1,24 @@
-"""Text to token ids and back, by the `tokenizers` package: of tokenizer.json, or of what a GGUF file says."""
+"""Text to token ids and back, by the `tokenizers` package."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from gristmill.runtime.errors import ConfigError
-from gristmill.runtime.loader.gguf import GgufCheckpoint, is_gguf
-from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
+from gristmill.runtime.loader.open import open_checkpoint
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """tokenizer.json of a model directory; or beside a GGUF file, else the tokenizer in it.
+    """The tokenizer of a model: tokenizer.json of its directory, or beside a GGUF file, else the one in that file.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: it cannot be read; NoTokenizerError, one of its kinds: there is none.
     """
 
     def __init__(self, model: str | Path) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        path = (Path(model).parent if is_gguf(model) else Path(model)) / "tokenizer.json"
-        if not path.is_file() and is_gguf(model):
-            self._backend = gguf_tokenizer(GgufCheckpoint(model).tokenizer(), str(model))
-            return
-        if not path.is_file():
-            raise ConfigError(f"{path.parent} has no tokenizer.json: pass prompts as lists of token ids")
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the package raises plain Exception for a file it cannot read
-            raise ConfigError(f"cannot read {path}: {error}") from error
+        self._backend = open_checkpoint(model).tokenizer()
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with what the tokenizer's own post-processor adds and nothing else."""

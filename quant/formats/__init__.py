@@ -1,31 +1,44 @@
-"""Checkpoint formats: from the tensors that others wrote to QuantTensor. See `contract`; one module a format."""
+"""Checkpoint formats: from the tensors that others wrote to QuantTensor, and back. See `contract`.
+
+One module per format declares one `FORMAT`; nothing else names a format. Formats are found by walking this package; installed
+packages add theirs under the entry point group ``gristmill.formats``, each entry naming a module with the same attribute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from gristmill.quant.formats.awq import Awq
-from gristmill.quant.formats.compressed_tensors import CompressedTensors
-from gristmill.quant.formats.contract import Format, FormatError, Source, StoredWeight, Tensors
-from gristmill.quant.formats.deepseek_fp8 import DeepSeekFp8
-from gristmill.quant.formats.gguf import Gguf
-from gristmill.quant.formats.gptq import Gptq
-from gristmill.quant.formats.gristmill import Gristmill
-from gristmill.quant.formats.modelopt import ModelOpt
-from gristmill.quant.formats.mxfp4 import Mxfp4
+from gristmill.kernel_registry.declarations import Declarations, find_declarations
+from gristmill.kernel_registry.plugins import PluginFailure
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats.contract import (
+    Format,
+    FormatError,
+    FormatSpec,
+    Source,
+    StoredWeight,
+    Tensors,
+    Writer,
+)
 
-FORMATS: Mapping[str, Callable[[Mapping[str, Any], str], Format]] = {
-    "awq": Awq,
-    "compressed-tensors": CompressedTensors,
-    "fp8": DeepSeekFp8,
-    "gguf": Gguf,
-    "gptq": Gptq,
-    "gristmill": Gristmill,
-    "modelopt": ModelOpt,
-    "mxfp4": Mxfp4,
-}
-"""``quant_method`` of config.json -> the format's reader."""
+ENTRY_POINTS = "gristmill.formats"
+
+
+@cache
+def _declared() -> Declarations[FormatSpec]:
+    return find_declarations(__name__, "FORMAT", FormatSpec, ENTRY_POINTS, lambda spec: (spec.name,))
+
+
+def checkpoint_formats() -> Mapping[str, FormatSpec]:
+    """Every format by its ``quant_method``, ours and those of plugins."""
+    return _declared().by_name
+
+
+def failures() -> tuple[PluginFailure, ...]:
+    """Plugins of ``gristmill.formats`` that are not used, and why."""
+    return _declared().failures
 
 
 def open_format(config: Mapping[str, Any], where: str = "quantization_config") -> Format:
@@ -36,14 +49,38 @@ def open_format(config: Mapping[str, Any], where: str = "quantization_config") -
     Raises:
         FormatError: an unknown method, or a configuration that its format does not read.
     """
-    method = config.get("quant_method")
-    if method is None and ("quantization" in config or "quant_algo" in config):
-        method = "modelopt"
-    if isinstance(method, str) and method.startswith("modelopt"):  # modelopt_fp4 and the like
-        method = "modelopt"
-    if not isinstance(method, str) or method not in FORMATS:
-        raise FormatError(f"{where}: quant_method {method!r} is not supported; known: {', '.join(FORMATS)}")
-    return FORMATS[method](config, where)
+    method, known = config.get("quant_method"), checkpoint_formats()
+    spec = known.get(method) if isinstance(method, str) else None
+    spec = spec or next((other for other in known.values() if other.claims(config)), None)
+    if spec is None:
+        raise FormatError(
+            f"{where}: quant_method {method!r} is not supported; known: {', '.join(known)}{_reported()}"
+        )
+    return spec.read(config, where)
 
 
-__all__ = ["FORMATS", "Format", "FormatError", "Source", "StoredWeight", "Tensors", "open_format"]
+def open_writer(name: str, scheme: QuantScheme | str) -> Writer:
+    """The writer of a format in a scheme; FormatError for an unknown format, or a scheme that it does not hold."""
+    writers = {spec.name: spec.write for spec in checkpoint_formats().values() if spec.write is not None}
+    if name not in writers:
+        raise FormatError(f"no format {name!r} to write; known: {', '.join(writers)}{_reported()}")
+    return writers[name](scheme)
+
+
+def _reported() -> str:
+    return "".join(f"; {failure}" for failure in failures())
+
+
+__all__ = [
+    "Format",
+    "FormatError",
+    "FormatSpec",
+    "Source",
+    "StoredWeight",
+    "Tensors",
+    "Writer",
+    "checkpoint_formats",
+    "failures",
+    "open_format",
+    "open_writer",
+]

@@ -8,7 +8,7 @@ words otherwise and are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,16 @@ from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
+    Format,
     FormatError,
+    FormatSpec,
     Place,
     Source,
     StoredWeight,
     make,
     need,
     new_codes,
+    zero_biases,
 )
 
 COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -37,7 +40,7 @@ _CHUNK = 512
 """Values of k rearranged at a time, an even number: their words stay in a core's cache."""
 
 
-class Awq:
+class Awq(Format):
     """A checkpoint of ``quant_method: awq``."""
 
     name = "awq"
@@ -54,6 +57,14 @@ class Awq:
             raise FormatError(f"{where}: AWQ has 4 bits, got {bits}")
         self.group = fields.get("group_size", int, None) or fields.get("q_group_size", int, 128)
         self.zero_point = fields.get("zero_point", bool, True)
+
+    def scheme_of(self, module: str) -> QuantScheme:
+        """One for all; a module that is not quantized has other tensors."""
+        return QuantScheme.integer(4, None if self.group == -1 else self.group, zero_points=self.zero_point)
+
+    def beside(self, source: Source, read: Collection[str]) -> set[str]:
+        """Biases of 0."""
+        return zero_biases(source, read, ".qweight")
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -113,3 +124,6 @@ def natural(packed: Tensor) -> Tensor:
     """int32 [R, N/8] in AWQ's order -> uint8 [R, N], columns in order."""
     found = words.codes(packed, 4, packed.shape[-1] * 8)
     return found.view(*packed.shape, 8)[..., list(NIBBLE)].flatten(-2)
+
+
+FORMAT = FormatSpec("awq", Awq, sidecar="quant_config.json")

@@ -23,13 +23,30 @@ the class ``Linear``, which every weight is here; a name goes before an expressi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.quant import numeric
 from gristmill.quant.formats import _compressed_tensors as stored
-from gristmill.quant.formats.contract import Fields, FormatError, Place, Source, StoredWeight, new_codes
+from gristmill.quant.formats import words
+from gristmill.quant.formats.contract import (
+    Fields,
+    Format,
+    FormatError,
+    FormatSpec,
+    Place,
+    Source,
+    StoredWeight,
+    new_codes,
+)
+from gristmill.quant.formats.writers import E4M3, SchemeWriter, field, zero_codes
+from gristmill.quant.rtn import quantize
+from gristmill.quant.tensor import QuantTensor
 
 READERS = {
     "pack-quantized": stored.packed,
@@ -55,7 +72,7 @@ class Group:
     ordered: bool = False
 
 
-class CompressedTensors:
+class CompressedTensors(Format):
     """A checkpoint of ``quant_method: compressed-tensors``."""
 
     name = "compressed-tensors"
@@ -108,6 +125,11 @@ class CompressedTensors:
             if found:
                 return found[0]
         return None
+
+    def scheme_of(self, module: str) -> QuantScheme | None:
+        """That of the module's config group."""
+        group = self.rule(module)
+        return None if group is None else group.scheme
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -194,3 +216,115 @@ def _matches(target: str, module: str) -> bool:
     if _is_expression(target):
         return _compiled(target, "quantization_config").match(module) is not None
     return _is_class(target) or target == module
+
+
+class CompressedTensorsWriter(SchemeWriter):
+    """compressed-tensors, one config group for all linears."""
+
+    name = "compressed-tensors"
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        if scheme.activation is not None:
+            return str(scheme) == "int8_ch.int8_token"
+        return not scheme.is_dense and not scheme.minimums
+
+    @property
+    def form(self) -> str:
+        """The name of the storage."""
+        if self.scheme.activation is not None:
+            return "int-quantized"
+        if self.scheme.is_integer:
+            return "pack-quantized"
+        if self.scheme.weight == "fp8":
+            return "float-quantized"
+        return "mxfp8-quantized" if self.scheme.weight == "mxfp8" else f"{self.scheme.weight}-pack-quantized"
+
+    def quantize(self, weight: Tensor) -> QuantTensor:
+        """NVFP4's global scale is stored as its reciprocal: it is moved by a last bit to where that is exact."""
+        q = quantize(weight, self.scheme)
+        if self.scheme.weight != "nvfp4" or q.global_scale is None or _divisor(q.global_scale) is not None:
+            return q
+        return quantize(weight, self.scheme, global_scale=1 / (1 / q.global_scale))
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        bits, n, k = self.scheme.bits, weight.n, weight.k
+        if self.form == "pack-quantized":
+            stored = {
+                "weight_packed": words.to_words(weight.codes, -(-k * bits // 32)),
+                "weight_scale": field(weight.scales),
+                "weight_shape": torch.tensor([n, k], dtype=torch.int64),
+            }
+            if weight.zero is not None:
+                along_n = numeric.pack_bits(zero_codes(weight.zero, bits).t().contiguous(), bits)
+                stored["weight_zero_point"] = words.to_words(along_n, -(-n * bits // 32)).t().contiguous()
+            if weight.g_idx is not None:
+                stored["weight_g_idx"] = weight.g_idx
+            return stored
+        if self.form == "int-quantized":
+            return {"weight": (weight.codes ^ 0x80).view(torch.int8), "weight_scale": field(weight.scales)}
+        if self.scheme.weight == "fp8":
+            scale = weight.global_scale if self.scheme.granularity == "tensor" else weight.scales
+            return {"weight": weight.codes.view(E4M3), "weight_scale": field(scale)}
+        if self.scheme.weight == "mxfp8":
+            return {"weight": weight.codes.view(E4M3), "weight_scale": field(weight.scales)}
+        stored = {"weight_packed": weight.codes, "weight_scale": field(weight.scales)}
+        if self.scheme.weight == "nvfp4":
+            divisor = _divisor(field(weight.global_scale))
+            if divisor is None:
+                raise FormatError(
+                    "an NVFP4 global scale that is no reciprocal of a float32 cannot be stored exactly"
+                )
+            stored["weight_global_scale"] = divisor
+        return stored
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        s = self.scheme
+        weights: dict[str, Any] = {
+            "num_bits": s.bits,
+            "type": "int" if s.is_integer else "float",
+            "symmetric": s.symmetric,
+            "dynamic": False,
+            "strategy": s.granularity,
+        }
+        if s.granularity == "group":
+            weights |= {
+                "group_size": s.group_size,
+                "strategy": "tensor_group" if s.weight == "nvfp4" else "group",
+            }
+        if s.granularity == "block":
+            weights["block_structure"] = [BLOCK, BLOCK]
+        if s.scale_dtype in ("e8m0", "e4m3"):
+            weights["scale_dtype"] = "torch.uint8" if s.scale_dtype == "e8m0" else "torch.float8_e4m3fn"
+        inputs = None
+        if s.activation is not None:
+            inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.form,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.form,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": sorted({"lm_head", *kept}),
+            "kv_cache_scheme": None,
+        }
+
+
+def _divisor(multiplier: Tensor) -> Tensor | None:
+    """A float32 whose float32 reciprocal is the multiplier, bit for bit, or None."""
+    near = (1 / multiplier.double()).float()
+    for step in (0, 1, -1):
+        candidate = (near.view(torch.int32) + step).view(torch.float32)
+        if torch.equal(1 / candidate, multiplier):
+            return candidate
+    return None
+
+
+FORMAT = FormatSpec(
+    "compressed-tensors", CompressedTensors, CompressedTensorsWriter, entry="compression_config"
+)

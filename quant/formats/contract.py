@@ -8,6 +8,7 @@ understand is a `FormatError` that names the module, what was expected and what 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import memory, numeric
 from gristmill.quant.tensor import QuantTensor, largest_scale
 
@@ -120,11 +122,16 @@ def new_codes(shape: tuple[int, ...]) -> Tensor:
     return memory.empty(shape, torch.uint8)
 
 
-class Format(Protocol):
-    """A checkpoint format with its configuration read."""
+class Format(ABC):
+    """A checkpoint format with its configuration read.
+
+    name: its ``quant_method``. ordered: columns may belong to groups in any order (act-order).
+    """
 
     name: str
+    ordered: bool = False
 
+    @abstractmethod
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
     ) -> StoredWeight | None:
@@ -135,7 +142,63 @@ class Format(Protocol):
         Raises:
             FormatError: the module's tensors are missing, of the wrong shape or dtype, or a variant that is not read.
         """
+
+    def scheme_of(self, module: str) -> QuantScheme | None:
+        """The scheme of a module by the configuration alone, None when it is not quantized.
+
+        Raises:
+            FormatError: the configuration does not say; the tensors do.
+        """
+        raise FormatError(f"quantization_config: {self.name} does not say how every layer is stored")
+
+    def beside(self, source: Source, read: Collection[str]) -> set[str]:
+        """Tensors that belong to no parameter and mean nothing, once `read` are read; FormatError where one means something."""
+        return set()
+
+
+class Writer(Protocol):
+    """A format to write in one scheme. What it cannot hold exactly is a FormatError before anything is written.
+
+    stacked: it holds experts [E, N, K] in one tensor, and no other weights; the others hold matrices alone.
+    """
+
+    name: str
+    stacked: bool
+
+    def quantize(self, weight: Tensor) -> QuantTensor:
+        """A weight rounded to nearest, such that the format holds the result exactly."""
         ...
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        """Suffix (`stored_name`) -> what is stored in place of ``NAME.weight``, of stacked experts in place of ``NAME``."""
+        ...
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        """``quantization_config``; kept: the modules with matrices that stay in floats."""
+        ...
+
+
+def by_name(config: Mapping[str, Any]) -> bool:
+    """No configuration but those whose ``quant_method`` is the format's name."""
+    return False
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """A checkpoint format as its module declares it, under the attribute `FORMAT`.
+
+    name: the ``quant_method`` of config.json. read: the format of a configuration and what that is called in messages. write: the
+    writer of a scheme, None when the format is only read. claims: whether a configuration of another ``quant_method``, or of none,
+    is of this format. entry: another entry of config.json than ``quantization_config`` that holds one. sidecar: a file beside
+    config.json that holds one.
+    """
+
+    name: str
+    read: Callable[[Mapping[str, Any], str], Format]
+    write: Callable[[QuantScheme | str], Writer] | None = None
+    claims: Callable[[Mapping[str, Any]], bool] = by_name
+    entry: str | None = None
+    sidecar: str | None = None
 
 
 class Fields:
@@ -200,6 +263,21 @@ def one_number(source: Source, name: str) -> Tensor:
     if not bool(torch.isfinite(value).all()) or float(value) <= 0:
         raise FormatError(f"tensor {name} must be finite and positive, got {float(value)}")
     return value
+
+
+def zero_biases(source: Source, read: Collection[str], weight: str) -> set[str]:
+    """Biases of modules whose tensor `weight` was read and whose bias was not: packers write zeros for layers without one.
+
+    FormatError where one is not zero.
+    """
+    found = set()
+    for name in source:
+        module = name.removesuffix(".bias")
+        if module != name and name not in read and f"{module}{weight}" in read:
+            if bool(source.read(name, dtypes=(*FLOATS, torch.float64)).count_nonzero()):
+                raise FormatError(f"{name} is not 0, and the model has no such bias")
+            found.add(name)
+    return found
 
 
 def need(source: Source, module: str, suffixes: Collection[str], form: str) -> None:

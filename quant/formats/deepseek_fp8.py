@@ -15,7 +15,7 @@ inference code (fp8_cast_bf16), transformers' FineGrainedFP8Config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from gristmill.quant import numeric
 from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
+    Format,
     FormatError,
+    FormatSpec,
     Place,
     Source,
     StoredWeight,
@@ -38,11 +40,13 @@ from gristmill.quant.formats.contract import (
     one_number,
     wide,
 )
+from gristmill.quant.formats.writers import E4M3, SchemeWriter, field
+from gristmill.quant.tensor import QuantTensor
 
 BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
-class DeepSeekFp8:
+class DeepSeekFp8(Format):
     """A checkpoint of ``quant_method: fp8``."""
 
     name = "fp8"
@@ -59,6 +63,10 @@ class DeepSeekFp8:
             )
         self.blocks = size is not None
         self.exceptions = fields.strings("modules_to_not_convert") + fields.strings("ignored_layers")
+
+    def scheme_of(self, module: str) -> QuantScheme:
+        """Blocks, or one scale per tensor."""
+        return QuantScheme.parse("fp8_block" if self.blocks else "fp8")
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -103,3 +111,27 @@ def _codes(name: str, codes: Tensor) -> tuple[Tensor, float]:
         return numeric.e4m3fnuz_to_fn(codes.contiguous().view(torch.uint8)), 0.5
     except ValueError as error:
         raise FormatError(f"tensor {name}: {error}") from error
+
+
+class DeepSeekFp8Writer(SchemeWriter):
+    """DeepSeek's FP8."""
+
+    name = "fp8"
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return scheme.weights == "fp8_block" and scheme.activation in (None, "fp8_g128")
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        return {"weight": weight.codes.view(E4M3), "weight_scale_inv": field(weight.scales)}
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": sorted({"lm_head", *kept}),
+        }
+
+
+FORMAT = FormatSpec("fp8", DeepSeekFp8, DeepSeekFp8Writer)

@@ -10,14 +10,23 @@ memory. ``rope_freqs`` belongs to the configuration, and is no tensor here: `Ggu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gristmill.quant.formats.contract import FormatError, Place, Source, StoredWeight, new_codes
+from gristmill.quant.formats.contract import (
+    Format,
+    FormatError,
+    FormatSpec,
+    Place,
+    Source,
+    StoredWeight,
+    new_codes,
+)
 from gristmill.quant.formats.gguf_blocks import read_blocks
 from gristmill.quant.formats.gguf_check import check
 
@@ -25,36 +34,65 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAGIC = b"GGUF"
 
 
+def no_entries(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """No entries beside those that all architectures share."""
+    return {}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """One of ggml's architectures, with experts or without: how a model family reads such files.
+
+    name: its ``general.architecture``. model: the architecture as config.json has it. modules: those of a layer as Hugging Face
+    calls them, ``{expert}`` in those of experts. experts: for files with ``expert_count`` above 0. paired: converters reorder rows
+    of q and k for a rotation of neighbouring pairs. config: what keys (without their prefix) add to the entries of config.json.
+    """
+
+    name: str
+    model: str
+    modules: tuple[str, ...]
+    experts: bool = False
+    paired: bool = False
+    config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_entries
+
+    def __str__(self) -> str:
+        return f"{self.name} with experts" if self.experts else self.name
+
+
 class GgufFile:
     """The tensors of a GGUF file, a `Source`: floats as they are, quantized ones as their blocks, uint8.
 
-    metadata: the key-value pairs, arrays of tokenizers left out. names: Hugging Face's name -> the file's own. kinds:
-    Hugging Face's name -> ggml's type.
+    architectures: those that are known; `architecture` is the file's own. metadata: the key-value pairs, arrays of tokenizers
+    left out. names: Hugging Face's name -> the file's own. kinds: Hugging Face's name -> ggml's type.
 
     Raises:
         FormatError: not a GGUF file, truncated or damaged; a byte order, a tensor or an architecture that is not read.
         ImportError: the `gguf` package is not installed.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, architectures: Collection[GgufArchitecture]) -> None:
         self.path = Path(path)
         self._reader, self.metadata = _open(self.path)
-        self.architecture = str(self.metadata.get("general.architecture"))
-        if self.architecture not in MODULES:
+        name = str(self.metadata.get("general.architecture"))
+        has_experts = bool(self.metadata.get(f"{name}.expert_count"))
+        known = next((a for a in architectures if (a.name, a.experts) == (name, has_experts)), None)
+        if known is None:
             raise FormatError(
-                f"{self.path}: architecture {self.architecture!r} is not read; known: {', '.join(MODULES)}"
+                f"{self.path}: architecture {name!r}{' with experts' * has_experts} is not read; known: "
+                f"{', '.join(sorted(map(str, architectures)))}"
             )
+        self.architecture = known
         self._heads: dict[str, int] = {}
-        if self.architecture == "llama":
+        if known.paired:
             heads = self._count("attention.head_count")
             self._heads = {"q_proj": heads, "k_proj": self._count("attention.head_count_kv", heads)}
-        layers, key = self._count("block_count"), f"{self.architecture}.expert_count"
-        experts = self._count("expert_count") if self.metadata.get(key) else 0
+        layers = self._count("block_count")
+        experts = self._count("expert_count") if known.experts else 0
         if layers > len(self._reader.tensors):
             raise FormatError(
                 f"{self.path} says it has {layers} layers, and has {len(self._reader.tensors)} tensors"
             )
-        translate = _translation(self.architecture, layers, bool(experts))
+        translate = _translation(known, layers)
         self.rope_factors: tuple[float, ...] = ()
         self.names: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
@@ -66,20 +104,20 @@ class GgufFile:
             if tensor.name == "rope_freqs.weight":
                 self.rope_factors = self._factors(tensor)
                 continue
-            known = translate.get(base)
-            if not dot or known is None:
+            module = translate.get(base)
+            if not dot or module is None:
                 raise FormatError(
-                    f"{self.path}: tensor {tensor.name} of architecture {self.architecture} is not read"
+                    f"{self.path}: tensor {tensor.name} of architecture {known.name} is not read"
                 )
-            if "{expert}" not in known:
-                self._add(f"{known}.{suffix}", tensor, shape, tensor.data)
+            if "{expert}" not in module:
+                self._add(f"{module}.{suffix}", tensor, shape, tensor.data)
                 continue
             if len(shape) != 3 or shape[0] != experts or experts > MOST_EXPERTS:
                 raise FormatError(
                     f"{self.path}: tensor {tensor.name} must have shape [{experts}, N, K], got {list(shape)}"
                 )
             for expert, data in enumerate(tensor.data):
-                self._add(f"{known.format(expert=expert)}.{suffix}", tensor, shape[1:], data)
+                self._add(f"{module.format(expert=expert)}.{suffix}", tensor, shape[1:], data)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -120,7 +158,7 @@ class GgufFile:
             held = held.view(torch.uint8).view(torch.bfloat16)
         return self._in_order(name, held.view(found))
 
-    def tokenizer(self) -> Mapping[str, Any]:
+    def tokenizer_fields(self) -> Mapping[str, Any]:
         """The key-value pairs ``tokenizer.*``, arrays as lists; FormatError for text that is none."""
         found = {}
         for key, field in self._reader.fields.items():
@@ -157,11 +195,10 @@ class GgufFile:
         return rows.view(torch.uint8).view(rows.shape[0], -1)[order].view(rows.dtype).view(rows.shape)
 
     def _count(self, key: str, default: int | None = None) -> int:
-        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        name = f"{self.architecture.name}.{key}"
+        value = self.metadata.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 20:
-            raise FormatError(
-                f"{self.path}: {self.architecture}.{key} must be a positive number, got {value!r}"
-            )
+            raise FormatError(f"{self.path}: {name} must be a positive number, got {value!r}")
         return value
 
     def _check(self, name: str) -> None:
@@ -169,7 +206,7 @@ class GgufFile:
             raise FormatError(f"{self.path} has no tensor {name}")
 
 
-class Gguf:
+class Gguf(Format):
     """The format of a `GgufFile`'s weights; reads from no other source."""
 
     name = "gguf"
@@ -244,19 +281,14 @@ def _metadata(reader: Any) -> Mapping[str, Any]:
     return found
 
 
-def _translation(architecture: str, layers: int, experts: bool) -> dict[str, str]:
+def _translation(architecture: GgufArchitecture, layers: int) -> dict[str, str]:
     """The file's name of a module -> Hugging Face's, by the package's tables; ``{expert}`` stands in that of experts."""
     import gguf
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[architecture], layers)
+    table = gguf.get_tensor_name_map(kinds[architecture.name], layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
-    of_layer = (
-        MODULES[architecture]
-        if not experts
-        else (*MODULES[architecture][:-3], *EXPERTS.get(architecture, ()))
-    )
-    modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in of_layer]
+    modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in architecture.modules]
     found = {}
     for module in modules:
         own = table.get_name(module.replace(".{expert}", ""))
@@ -265,30 +297,11 @@ def _translation(architecture: str, layers: int, experts: bool) -> dict[str, str
     return found
 
 
-_LLAMA = (
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-_QWEN3 = ("self_attn.q_norm", "self_attn.k_norm", *_LLAMA)
-MODULES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3, "qwen3moe": _QWEN3}
-"""ggml's architectures -> the modules of a layer; the last three are those of a dense feed-forward block."""
-EXPERTS = {
-    "llama": (
-        "block_sparse_moe.gate",
-        *(f"block_sparse_moe.experts.{{expert}}.{w}" for w in ("w1", "w2", "w3")),
-    ),
-    "qwen3moe": ("mlp.gate", *(f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down"))),
-}
-"""What stands in place of those three where a file has experts; Mixtral is of the architecture llama."""
 MOST_EXPERTS = 4096
 
 
 def _listed(dtypes: Collection[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+FORMAT = FormatSpec("gguf", Gguf)

@@ -16,7 +16,7 @@ overrides bits and group size by regular expressions, ``-:`` ones name modules t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,20 +27,25 @@ from gristmill.quant import numeric
 from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import (
     Fields,
+    Format,
     FormatError,
+    FormatSpec,
     Place,
     Source,
     StoredWeight,
     make,
     need,
     new_codes,
+    zero_biases,
 )
+from gristmill.quant.formats.writers import SchemeWriter, field, zero_codes
+from gristmill.quant.tensor import QuantTensor
 
 BITS = (2, 3, 4, 8)
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Gptq:
+class Gptq(Format):
     """A checkpoint of ``quant_method: gptq``."""
 
     name = "gptq"
@@ -80,6 +85,18 @@ class Gptq:
     def _rule(self, override: Fields) -> tuple[int, int, bool]:
         bits = _bits(override) if "bits" in override.data else self.bits
         return bits, override.get("group_size", int, self.group), override.get("sym", bool, self.symmetric)
+
+    def scheme_of(self, module: str) -> QuantScheme | None:
+        """By the rules; zero points may turn out to be implicit."""
+        rule = self.rule(module)
+        if rule is None:
+            return None
+        bits, group, symmetric = rule
+        return QuantScheme.integer(bits, None if group == -1 else group, zero_points=not symmetric)
+
+    def beside(self, source: Source, read: Collection[str]) -> set[str]:
+        """Biases of 0."""
+        return zero_biases(source, read, ".qweight")
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -152,3 +169,47 @@ def _bits(fields: Fields) -> int:
     if bits not in BITS:
         raise FormatError(f"{fields.where}: bits must be one of {', '.join(map(str, BITS))}, got {bits}")
     return int(bits)
+
+
+class GptqWriter(SchemeWriter):
+    """GPTQ version 2."""
+
+    name = "gptq"
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return scheme.is_integer and scheme.bits in BITS and not scheme.minimums and scheme.activation is None
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        bits, n, k = self.scheme.bits, weight.n, weight.k
+        if n * bits % 32 or k * bits % 32:
+            raise FormatError(
+                f"GPTQ packs {bits}-bit rows and columns into whole int32 words, which [{n}, {k}] does not fill"
+            )
+        scales = field(weight.scales)
+        half = scales.to(torch.float16)
+        zero = (
+            torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
+            if weight.zero is None
+            else zero_codes(weight.zero, bits)
+        )
+        return {
+            "qweight": words.to_words(weight.codes, k * bits // 32).t().contiguous(),
+            "qzeros": words.to_words(numeric.pack_bits(zero.t().contiguous(), bits), n * bits // 32),
+            # other readers expect float16: what it does not hold exactly stays as it is
+            "scales": (half if torch.equal(half.to(scales.dtype), scales) else scales).t().contiguous(),
+            "g_idx": weight.column_groups().clone(),
+        }
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "gptq",
+            "bits": self.scheme.bits,
+            "group_size": self.scheme.group_size or -1,
+            "desc_act": False,
+            "sym": self.scheme.symmetric,
+            "lm_head": False,
+            "checkpoint_format": "gptq_v2",
+        }
+
+
+FORMAT = FormatSpec("gptq", Gptq, GptqWriter, sidecar="quantize_config.json")

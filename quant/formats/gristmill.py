@@ -7,13 +7,17 @@ scales F8_E4M3. config.json says {"quant_method": "gristmill", "version": 1, "sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats.contract import (
     Fields,
+    Format,
     FormatError,
+    FormatSpec,
     Place,
     Source,
     StoredWeight,
@@ -21,11 +25,13 @@ from gristmill.quant.formats.contract import (
     need,
     new_codes,
 )
+from gristmill.quant.formats.writers import SchemeWriter
+from gristmill.quant.tensor import QuantTensor
 
 FIELDS = ("codes", "scales", "zero", "global_scale")
 
 
-class Gristmill:
+class Gristmill(Format):
     """A checkpoint of ``quant_method: gristmill``: every linear weight is in its one scheme."""
 
     name = "gristmill"
@@ -41,6 +47,10 @@ class Gristmill:
             self.scheme = QuantScheme.parse(fields.get("scheme", str))
         except ValueError as error:
             raise FormatError(f"{where}: {error}") from error
+
+    def scheme_of(self, module: str) -> QuantScheme:
+        """The one scheme."""
+        return self.scheme
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -59,3 +69,21 @@ class Gristmill:
             held.get("global_scale"),
         )
         return StoredWeight(weight, tuple(names.values()))
+
+
+class GristmillWriter(SchemeWriter):
+    """gristmill's own fields."""
+
+    name = "gristmill"
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return not scheme.is_dense
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        return weight.tensors()
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        return {"quant_method": "gristmill", "version": 1, "scheme": str(self.scheme)}
+
+
+FORMAT = FormatSpec("gristmill", Gristmill, GristmillWriter)

@@ -17,7 +17,7 @@ shell patterns), are stored in floats. Source: ModelOpt's export of unified Hugg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,7 +28,9 @@ from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
 from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
+    Format,
     FormatError,
+    FormatSpec,
     Place,
     Source,
     StoredWeight,
@@ -39,6 +41,8 @@ from gristmill.quant.formats.contract import (
     one_number,
     wide,
 )
+from gristmill.quant.formats.writers import E4M3, SchemeWriter, field
+from gristmill.quant.tensor import QuantTensor
 
 ALGORITHMS: dict[str, tuple[str, str | None]] = {
     "NVFP4": ("nvfp4", "nvfp4"),
@@ -54,7 +58,7 @@ ALGORITHMS: dict[str, tuple[str, str | None]] = {
 """Algorithm -> scheme of the weights, and the activation format it declares."""
 
 
-class ModelOpt:
+class ModelOpt(Format):
     """A checkpoint of ``quant_method: modelopt``."""
 
     name = "modelopt"
@@ -87,6 +91,11 @@ class ModelOpt:
                 f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}"
             )
         return found.pop() if found else None
+
+    def scheme_of(self, module: str) -> QuantScheme | None:
+        """That of the module's algorithm."""
+        algorithm = self.rule(module)
+        return None if algorithm is None else QuantScheme.parse(ALGORITHMS[algorithm][0])
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -159,3 +168,47 @@ def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantSc
 def _lists(pattern: str, module: str) -> bool:
     """A name, a parent's name, or a shell pattern."""
     return fnmatchcase(module, pattern) or f"{module}.".startswith(f"{pattern}.")
+
+
+class ModelOptWriter(SchemeWriter):
+    """NVIDIA ModelOpt, weight-only where it has a name for that."""
+
+    name = "modelopt"
+    ALGORITHMS: Mapping[str, str] = {
+        "nvfp4": "W4A16_NVFP4",
+        "mxfp4": "MXFP4",
+        "mxfp8": "MXFP8",
+        "fp8_ch": "FP8_PER_CHANNEL_PER_TOKEN",
+    }
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return str(scheme) in self.ALGORITHMS
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        scales = field(weight.scales)
+        stored = {
+            "weight": weight.codes if self.scheme.bits == 4 else weight.codes.view(E4M3),
+            "weight_scale": scales[:, 0].contiguous() if self.scheme.granularity == "channel" else scales,
+        }
+        if weight.global_scale is not None:
+            stored["weight_scale_2"] = weight.global_scale.reshape(())
+        return stored
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "quant_method": "modelopt",
+            "quant_algo": self.ALGORITHMS[str(self.scheme)],
+            "exclude_modules": sorted({"lm_head", *kept}),
+        }
+        return found | ({"group_size": self.scheme.group_size} if self.scheme.granularity == "group" else {})
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """``modelopt_fp4`` and the like; or hf_quant_config.json's entries, with no method."""
+    method = config.get("quant_method")
+    if method is None:
+        return "quantization" in config or "quant_algo" in config
+    return isinstance(method, str) and method.startswith("modelopt")
+
+
+FORMAT = FormatSpec("modelopt", ModelOpt, ModelOptWriter, claims, sidecar="hf_quant_config.json")

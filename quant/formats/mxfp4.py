@@ -7,15 +7,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats.contract import (
     Fields,
+    Format,
     FormatError,
+    FormatSpec,
     Place,
     Source,
     StoredWeight,
@@ -23,16 +26,21 @@ from gristmill.quant.formats.contract import (
     need,
     new_codes,
 )
+from gristmill.quant.formats.writers import SchemeWriter, field
 from gristmill.quant.tensor import QuantTensor
 
 
-class Mxfp4:
+class Mxfp4(Format):
     """A checkpoint of ``quant_method: mxfp4``."""
 
     name = "mxfp4"
 
     def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
         self.exceptions = Fields(config, where).strings("modules_to_not_convert")
+
+    def scheme_of(self, module: str) -> QuantScheme | None:
+        """MXFP4 for experts, and none for anything else."""
+        return QuantScheme.parse("mxfp4") if ".experts." in module else None
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -55,3 +63,25 @@ def deinterleaved(weight: QuantTensor) -> QuantTensor:
     if weight.n % 2:
         raise FormatError(f"interleaved gate and up rows are even in number, got {weight}")
     return weight.rows(torch.arange(weight.n).view(-1, 2).t().reshape(-1))
+
+
+class Mxfp4Writer(SchemeWriter):
+    """gpt-oss: blocks of experts; attention, router, embedding and logits head stay in floats."""
+
+    name = "mxfp4"
+    stacked = True
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return str(scheme) == "mxfp4"
+
+    def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
+        return {"_blocks": weight.codes.unflatten(-1, (-1, 16)), "_scales": field(weight.scales)}
+
+    def config(self, kept: Collection[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": sorted({"lm_head", "model.embed_tokens", *kept}),
+        }
+
+
+FORMAT = FormatSpec("mxfp4", Mxfp4, Mxfp4Writer)

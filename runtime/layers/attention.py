@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.linear import load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import ModelConfig
 from gristmill.runtime.loader.weights import Weights
 
 

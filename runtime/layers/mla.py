@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
+from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.layers.linear import Linear, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import MlaConfig, ModelConfig
 from gristmill.runtime.loader.weights import Weights
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gristmill.quant import QuantTensor, pack
+from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.config import MoeConfig
 from gristmill.runtime.loader.weights import Weights
 
 

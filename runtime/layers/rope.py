@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from gristmill.kernels.rope.cache import rope_cache
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.config import ModelConfig
 
 
 class Rope:

@@ -1,7 +1,4 @@
-"""A GGUF file in place of a model directory: its configuration as config.json would have it, its tensors as a checkpoint.
-
-Its tokenizer is `gristmill.runtime.loader.gguf_tokenizer`'s.
-"""
+"""A GGUF file in place of a model directory: its configuration as config.json would have it, its tokenizer, its tensors."""
 
 from __future__ import annotations
 
@@ -13,31 +10,43 @@ import torch
 from torch import Tensor
 
 from gristmill.quant.formats import FormatError
-from gristmill.quant.formats.gguf import GgufFile
+from gristmill.quant.formats.gguf import GgufArchitecture, GgufFile
 from gristmill.runtime.errors import CheckpointError, ConfigError
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""ggml's architectures -> ours; "llama" with experts is Mixtral."""
+from gristmill.runtime.loader.checkpoint import NoTokenizerError, read_tokenizer
+from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
+from gristmill.runtime.models import families
 
 
 class GgufCheckpoint(GgufFile):
-    """The tensors of a GGUF file, with the errors of a checkpoint."""
+    """A GGUF file, a `Checkpoint`, of the architectures that model families declare.
+
+    Raises:
+        CheckpointError: the file's faults, an architecture that is not read, no gguf package.
+    """
 
     def __init__(self, path: str | Path) -> None:
         try:
-            super().__init__(path)
+            super().__init__(path, gguf_architectures())
         except (FormatError, ImportError) as error:
             raise CheckpointError(str(error)) from error
 
-    @property
-    def directory(self) -> Path:
-        """What messages call the checkpoint: the file."""
-        return self.path
+    def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
+        """What config.json would say of the model.
+
+        Raises:
+            ConfigError: a scaling of positions that the keys do not describe, experts of another kind.
+        """
+        return gguf_config(self), {}, str(self.path)
+
+    def tokenizer(self) -> Any:
+        """That of a tokenizer.json beside the file, else the file's own."""
+        beside = self.path.parent / "tokenizer.json"
+        if beside.is_file():
+            return read_tokenizer(beside)
+        try:
+            return gguf_tokenizer(self.tokenizer_fields(), str(self.path))
+        except ConfigError as error:
+            raise NoTokenizerError(str(error)) from error
 
     def read(
         self,
@@ -52,40 +61,31 @@ class GgufCheckpoint(GgufFile):
         except FormatError as error:
             raise CheckpointError(str(error)) from error
 
-    def tokenizer(self) -> Mapping[str, Any]:
-        """As `GgufFile.tokenizer`, with CheckpointError."""
+    def tokenizer_fields(self) -> Mapping[str, Any]:
+        """As `GgufFile.tokenizer_fields`, with CheckpointError."""
         try:
-            return super().tokenizer()
+            return super().tokenizer_fields()
         except FormatError as error:
             raise CheckpointError(str(error)) from error
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return Path(path).suffix == ".gguf"
+def gguf_architectures() -> tuple[GgufArchitecture, ...]:
+    """Those that model families declare."""
+    return tuple(dict.fromkeys(gguf for family in families().values() for gguf in family.gguf))
 
 
-def gguf_config(path: str | Path) -> dict[str, Any]:
-    """What config.json would say of the model in a file.
-
-    Raises:
-        CheckpointError: the file's faults. ConfigError: an architecture that is not supported, a scaling of positions that
-            the keys do not describe.
-    """
-    file = GgufCheckpoint(path)
-    own, known = file.architecture, ", ".join(ARCHITECTURES)
-    if own not in ARCHITECTURES:
-        raise ConfigError(f"{path}: architecture {own!r} is not supported in GGUF files; known: {known}")
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """What config.json would say of the model in a file; ConfigError and CheckpointError as `GgufCheckpoint.config`."""
+    path, own = file.path, file.architecture
     if "model.embed_tokens.weight" not in file:
         raise CheckpointError(f"{path} has no tensor token_embd.weight")
+    prefix = f"{own.name}."
     values = {
-        key.removeprefix(f"{own}."): value
-        for key, value in file.metadata.items()
-        if key.startswith(f"{own}.")
+        key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
     }
     heads = values.get("attention.head_count")
     data: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[own]],
+        "architectures": [own.model],
         "vocab_size": file.shape("model.embed_tokens.weight")[0],
         "hidden_size": values.get("embedding_length"),
         "num_hidden_layers": values.get("block_count"),
@@ -103,13 +103,17 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "quantization_config": {"quant_method": "gguf"},
     }
-    data |= _experts(path, own, values) | _rope(path, values, file.rope_factors)
+    data |= {
+        **_experts(path, own, values),
+        **own.config(values),
+        **_rope(path, values, file.rope_factors),
+    }
     found = {name: value for name, value in data.items() if value is not None}
     _check_rotation(path, found, values.get("rope.dimension_count"), len(file.rope_factors))
     return found
 
 
-def _check_rotation(path: str | Path, config: Mapping[str, Any], rotated: Any, factors: int) -> None:
+def _check_rotation(path: Path, config: Mapping[str, Any], rotated: Any, factors: int) -> None:
     """ConfigError unless whole heads are rotated, and factors of frequencies are as many as pairs of a head."""
     hidden, heads, width = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if isinstance(heads, int) and heads < 1:
@@ -126,10 +130,9 @@ def _check_rotation(path: str | Path, config: Mapping[str, Any], rotated: Any, f
         )
 
 
-def _experts(path: str | Path, own: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(path: Path, own: GgufArchitecture, values: Mapping[str, Any]) -> dict[str, Any]:
     """What a mixture of experts adds: the k most probable of them, their weights made to sum to 1."""
-    count = values.get("expert_count", 0)
-    if not count:
+    if not own.experts:
         return {}
     strange = {
         "expert_shared_count": 0,
@@ -139,20 +142,14 @@ def _experts(path: str | Path, own: str, values: Mapping[str, Any]) -> dict[str,
     }
     for key, usual in strange.items():
         if values.get(key, usual) not in (usual, 0):
-            raise ConfigError(f"{path}: {own}.{key} = {values[key]} is not supported in GGUF files")
-    used = {"num_experts_per_tok": values.get("expert_used_count"), "num_local_experts": count}
-    if own == "llama":
-        return {"architectures": ["MixtralForCausalLM"], **used}
-    inner = values.get("expert_feed_forward_length")
+            raise ConfigError(f"{path}: {own.name}.{key} = {values[key]} is not supported in GGUF files")
     return {
-        **used,
-        "moe_intermediate_size": inner,
-        "intermediate_size": values.get("feed_forward_length", inner),
-        "norm_topk_prob": True,
+        "num_experts_per_tok": values.get("expert_used_count"),
+        "num_local_experts": values.get("expert_count"),
     }
 
 
-def _rope(path: str | Path, values: Mapping[str, Any], factors: tuple[float, ...]) -> dict[str, Any]:
+def _rope(path: Path, values: Mapping[str, Any], factors: tuple[float, ...]) -> dict[str, Any]:
     kind = values.get("rope.scaling.type", "none")
     if kind == "none":
         return {"rope_scaling": {"rope_type": "default", "factors": factors}} if factors else {}

@@ -1,4 +1,4 @@
-"""A model directory as a model on a device."""
+"""A model on disk as a model on a device."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, torch_dtype
 from gristmill.quant.formats import open_format
-from gristmill.quant.formats.gguf import Gguf
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.checkpoint import Checkpoint
-from gristmill.runtime.loader.config import ModelConfig, load_config
-from gristmill.runtime.loader.gguf import GgufCheckpoint
+from gristmill.runtime.loader.config import parse_config
+from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 
 
 def load_model(
-    directory: str | Path,
+    path: str | Path,
     dtype: str | torch.dtype = "auto",
     quant: str | QuantScheme | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     policy: Policy | None = None,
 ) -> Model:
-    """Load a model from a Hugging Face directory or a GGUF file, quantized or not; config.ARCHITECTURES are known.
+    """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
     dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
@@ -36,13 +35,13 @@ def load_model(
     (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized.
 
     Raises:
-        ConfigError, CheckpointError: the directory's faults. UsageError: an unknown dtype, scheme or device.
+        ConfigError, CheckpointError: the checkpoint's faults. UsageError: an unknown dtype, scheme or device.
     """
-    config = load_config(directory)
+    checkpoint = open_checkpoint(path)
+    config = parse_config(*checkpoint.config())
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
     plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
-    checkpoint = GgufCheckpoint(directory) if isinstance(stored, Gguf) else Checkpoint(directory)
     weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored)
     return build_model(config, weights, plans)
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from gristmill import __version__
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.formats import FormatError, open_format
-from gristmill.quant.formats.writers import Writer, open_writer, stored_name
+from gristmill.quant.formats import FormatError, Writer, open_format, open_writer
+from gristmill.quant.formats.writers import stored_name
+from gristmill.runtime.config import read_json
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import FLOATS, INDEX, SINGLE, Checkpoint, Entry, read_header
-from gristmill.runtime.loader.config import read_json
+from gristmill.runtime.loader.checkpoint import FLOATS
+from gristmill.runtime.loader.safetensors import INDEX, SINGLE, Entry, SafetensorsCheckpoint, read_header
 from gristmill.runtime.quantizing.unfinished import Unfinished
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def write_quantized(
     target = _writer(source, table, scheme, form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder: name a new one")
-    checkpoint, config = Checkpoint(source), read_json(source / "config.json")
+    checkpoint, config = SafetensorsCheckpoint(source), read_json(source / "config.json")
     if config.get("quantization_config"):
         raise UsageError(f"{source} is quantized already: {config['quantization_config']}")
     shapes = _shapes(table, target.stacked)
@@ -185,7 +186,7 @@ def _layer(
     index: int,
     weights: list[Weight],
     names: Collection[str],
-    checkpoint: Checkpoint,
+    checkpoint: SafetensorsCheckpoint,
     shapes: Mapping[str, Any],
     target: Writer,
     method: Method,
@@ -197,7 +198,7 @@ def _layer(
     except UsageError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"layer {index} of {checkpoint.directory}: {error}") from error
+        raise CheckpointError(f"layer {index} of {checkpoint.path}: {error}") from error
     part = {name: rounded.changed.get(name, tensor) for name, tensor in tensors.items() if name not in shapes}
     for module, weight in rounded.weights.items():
         try:
@@ -208,7 +209,7 @@ def _layer(
     return part
 
 
-def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
+def _kept(checkpoint: SafetensorsCheckpoint, quantized: Collection[str]) -> list[str]:
     """Modules whose matrices stay in floats; embeddings are no linear layers to anyone."""
     matrices = (
         n
@@ -218,9 +219,9 @@ def _kept(checkpoint: Checkpoint, quantized: Collection[str]) -> list[str]:
     return [n.removesuffix(".weight") for n in matrices if not n.endswith("embed_tokens.weight")]
 
 
-def _fingerprint(checkpoint: Checkpoint) -> str:
+def _fingerprint(checkpoint: SafetensorsCheckpoint) -> str:
     """What tells a source from one that was changed since: its configuration, and every tensor's place, size and date."""
-    digest = hashlib.sha256((checkpoint.directory / "config.json").read_bytes())
+    digest = hashlib.sha256((checkpoint.path / "config.json").read_bytes())
     for file in sorted({entry.file for entry in checkpoint.entries.values()}):
         stat = os.stat(file)
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.config import ModelConfig
 from gristmill.runtime.loader.load import parse_device, parse_dtype, parse_scheme
-from gristmill.runtime.loader.weights import Weights
+from gristmill.runtime.loader.weights import Weights, WeightTable
 from gristmill.runtime.models import Model, build_model, model_table
-
-if TYPE_CHECKING:
-    from gristmill.runtime.loader.weights import WeightTable
 
 
 class RandomCheckpoint:
@@ -28,7 +24,7 @@ class RandomCheckpoint:
     The same seed gives a tensor of some name and device the same values, in whatever order they are asked for.
     """
 
-    directory = Path("random weights")
+    path = Path("random weights")
 
     def __init__(self, table: WeightTable, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         self.dtype, self.device, self.seed = dtype, device, seed
@@ -43,7 +39,7 @@ class RandomCheckpoint:
                 full = f"{name}.weight" if weight.kind == "linear" else name
                 self.shapes[full] = (rows,) if weight.columns is None else (rows, weight.columns)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.shapes
 
     def __iter__(self) -> Iterator[str]:

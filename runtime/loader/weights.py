@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,11 +20,7 @@ from gristmill.quant.formats import Format, FormatError
 from gristmill.quant.formats.contract import Place, new_codes, owned
 from gristmill.quant.formats.kv_scales import kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import FLOATS, Checkpoint
-from gristmill.runtime.loader.gguf import GgufCheckpoint
-
-if TYPE_CHECKING:
-    from gristmill.runtime.loader.random import RandomCheckpoint
+from gristmill.runtime.loader.checkpoint import FLOATS, NamedSource
 
 Kind = Literal["linear", "kept", "fp32"]
 
@@ -134,7 +130,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | GgufCheckpoint | RandomCheckpoint,
+        checkpoint: NamedSource,
         table: WeightTable,
         dtype: torch.dtype,
         device: torch.device,
@@ -189,7 +185,7 @@ class Weights:
             raise
         except ValueError as error:
             raise CheckpointError(
-                f"{self.checkpoint.directory}: the experts of {target} differ: {error}"
+                f"{self.checkpoint.path}: the experts of {target} differ: {error}"
             ) from error
 
     def parts(self, target: str) -> list[Part]:
@@ -226,35 +222,27 @@ class Weights:
                 )
                 if not alike:
                     raise CheckpointError(
-                        f"{self.checkpoint.directory}: config.json ties {copy} to {taken}, and they differ: is "
+                        f"{self.checkpoint.path}: config.json ties {copy} to {taken}, and they differ: is "
                         "tie_word_embeddings to be false?"
                     )
         known = self._read | self._side_tensors()
         unread = [n for n in self.checkpoint if n not in known and not self.table.ignores(n)]
         if unread:
             raise CheckpointError(
-                f"{self.checkpoint.directory} holds tensors that no parameter of the model takes: {_some(unread)}"
+                f"{self.checkpoint.path} holds tensors that no parameter of the model takes: {_some(unread)}"
             )
 
     def _side_tensors(self) -> set[str]:
-        """What quantized checkpoints hold beside weights: scales of a KV cache, which here is not quantized; biases of 0
-        that GPTQ's packers write for layers without one.
+        """What quantized checkpoints hold beside weights: scales of a KV cache, which here is not quantized, and what the format
+        knows to mean nothing.
         """
         if self.stored is None:
             return set()
         try:
-            found = set(kv_scale_names(self.checkpoint).values())
+            names = set(kv_scale_names(self.checkpoint).values())
+            return names | self.stored.beside(self.checkpoint, self._read)
         except FormatError as error:
-            raise CheckpointError(f"{self.checkpoint.directory}: {error}") from error
-        for name in self.checkpoint:
-            module = name.removesuffix(".bias")
-            if name not in self._read and f"{module}.qweight" in self._read and module != name:
-                if bool(self.checkpoint.read(name, dtypes=FLOATS).count_nonzero()):
-                    raise CheckpointError(
-                        f"{self.checkpoint.directory}: {name} is not 0, and the model has no such bias"
-                    )
-                found.add(name)
-        return found
+            raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
 
     def _take(self, target: str) -> Weight:
         weight = self._pending.pop(target, None)
@@ -275,7 +263,7 @@ class Weights:
     def _source(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
         if name not in self.checkpoint:
             raise CheckpointError(
-                f"parameter {weight.target} is left unwritten: {self.checkpoint.directory} has no tensor {name}"
+                f"parameter {weight.target} is left unwritten: {self.checkpoint.path} has no tensor {name}"
             )
         self._read.add(name)
         return self.checkpoint.read(name, shape, dtypes=FLOATS)
@@ -287,7 +275,7 @@ class Weights:
         try:
             found = self.stored.read(self.checkpoint, module, shape, place)
         except FormatError as error:
-            raise CheckpointError(f"{self.checkpoint.directory}: {error}") from error
+            raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
         if found is None:
             return None
         self._read.update(found.names)
@@ -332,7 +320,7 @@ class Weights:
             return Part(QuantTensor.from_dense((weight.dequantize() * part.pre_scale.float()).to(self.dtype)))
         if scheme.without_activation != weight.scheme:
             raise UsageError(
-                f"{self.checkpoint.directory} is quantized to {weight.scheme} already ({name}): it cannot be quantized to "
+                f"{self.checkpoint.path} is quantized to {weight.scheme} already ({name}): it cannot be quantized to "
                 f"{scheme} at load"
             )
         return replace(part, weight=replace(weight, scheme=scheme))
@@ -361,14 +349,14 @@ class Weights:
         )
         if scaled is not None:
             raise CheckpointError(
-                f"{self.checkpoint.directory}: {scaled} multiplies its input by pre_quant_scale, which is not supported in "
+                f"{self.checkpoint.path}: {scaled} multiplies its input by pre_quant_scale, which is not supported in "
                 f"{weight.target}; ask for float weights (quant bf16)"
             )
         try:
             return concat([part.weight for part in parts], -2, codes)
         except ValueError as error:
             raise CheckpointError(
-                f"{self.checkpoint.directory}: {', '.join(names)} are one matrix, and cannot be joined: {error}"
+                f"{self.checkpoint.path}: {', '.join(names)} are one matrix, and cannot be joined: {error}"
             ) from error
 
     def _own(self, part: Part) -> Part:

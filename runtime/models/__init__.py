@@ -1,25 +1,37 @@
-"""Models by architecture: each file reads like its paper."""
+"""Models by family: each file reads like its paper and declares one `FAMILY`. Nothing else names a family.
+
+Families are found by walking this package; installed packages add theirs under the entry point group ``gristmill.models``,
+each entry naming a module with the same attribute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from gristmill.kernel_registry.declarations import Declarations, find_declarations
+from gristmill.kernel_registry.plugins import PluginFailure
+from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import ModelConfig
 from gristmill.runtime.loader.weights import Weights, WeightTable
+
+ENTRY_POINTS = "gristmill.models"
 
 
 class Model(Protocol):
-    """What the runner asks of a model."""
+    """What the runner asks of a model. make_layer: one decoder layer of (config, weights, plans, index, rope)."""
 
     config: ModelConfig
     plans: Plans
+    make_layer: ClassVar[Callable[..., Any]]
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm; writes the cache."""
@@ -30,63 +42,62 @@ class Model(Protocol):
         ...
 
 
+def nothing_special(fields: Fields, architecture: str) -> Mapping[str, Any]:
+    """The configuration of a plain decoder: every entry as `parse_config` reads it."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    name: for people. architectures: config.json's ``architectures`` -> its ``model_type``. table: the checkpoint tensors of a
+    model. model: its class, made of (config, weights, plans). config: what the entries of config.json say beside those that
+    all families share, or otherwise, as fields of ModelConfig; called with the entries and the architecture. A family whose
+    configuration does not give ``windows`` refuses a sliding window. gguf: ggml's architectures that hold such models.
+    """
+
+    name: str
+    architectures: Mapping[str, str]
+    table: Callable[[ModelConfig], WeightTable]
+    model: type[Model]
+    config: Callable[[Fields, str], Mapping[str, Any]] = nothing_special
+    gguf: tuple[GgufArchitecture, ...] = ()
+
+
+@cache
+def _declared() -> Declarations[Family]:
+    return find_declarations(__name__, "FAMILY", Family, ENTRY_POINTS, lambda family: [*family.architectures])
+
+
+def families() -> Mapping[str, Family]:
+    """Every family by each of its architectures, ours and those of plugins."""
+    return _declared().by_name
+
+
+def failures() -> tuple[PluginFailure, ...]:
+    """Plugins of ``gristmill.models`` that are not used, and why."""
+    return _declared().failures
+
+
+def reported() -> str:
+    """The failures behind the message of an architecture that is not known; "" when there are none."""
+    return "".join(f"; {failure}" for failure in failures())
+
+
 def model_table(config: ModelConfig) -> WeightTable:
     """The declared table of checkpoint tensors of a model."""
-    return _MODELS[config.architecture]()[0](config)
+    return families()[config.architecture].table(config)
 
 
 def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
     """The model with its parameters, every tensor of the checkpoint accounted for."""
-    model: Model = _MODELS[config.architecture]()[1](config, weights, plans)
+    make: Callable[..., Model] = families()[config.architecture].model
+    model = make(config, weights, plans)
     weights.finish()
     return model
 
 
 def make_layer(config: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> Any:
     """One decoder layer alone: called as (x, residual, batch, cache), it returns what the next layer adds to the residual."""
-    return _MODELS[config.architecture]()[1].make_layer(config, weights, plans, index, rope)
-
-
-_Maker = tuple[Callable[[ModelConfig], WeightTable], Any]
-"""A model's table, and its class: of (config, weights, plans), with `make_layer`."""
-
-
-def _llama() -> _Maker:
-    from gristmill.runtime.models import llama
-
-    return llama.table, llama.Llama
-
-
-def _deepseek_v3() -> _Maker:
-    from gristmill.runtime.models import deepseek_v3
-
-    return deepseek_v3.table, deepseek_v3.DeepseekV3
-
-
-def _qwen() -> _Maker:
-    from gristmill.runtime.models import llama, qwen
-
-    return qwen.table, llama.Llama
-
-
-def _mixtral() -> _Maker:
-    from gristmill.runtime.models import llama, mixtral
-
-    return mixtral.table, llama.Llama
-
-
-def _gpt_oss() -> _Maker:
-    from gristmill.runtime.models import gpt_oss
-
-    return gpt_oss.table, gpt_oss.GptOss
-
-
-_MODELS = {
-    "LlamaForCausalLM": _llama,
-    "DeepseekV3ForCausalLM": _deepseek_v3,
-    "Qwen2ForCausalLM": _qwen,
-    "Qwen3ForCausalLM": _qwen,
-    "Qwen3MoeForCausalLM": _qwen,
-    "MixtralForCausalLM": _mixtral,
-    "GptOssForCausalLM": _gpt_oss,
-}
+    return families()[config.architecture].model.make_layer(config, weights, plans, index, rope)

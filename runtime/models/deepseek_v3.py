@@ -5,12 +5,14 @@ Multi-token-prediction layers of the checkpoint are for drafting and left aside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.embedding import Embedding, LogitsHead
 from gristmill.runtime.layers.mla import LatentAttention
@@ -19,8 +21,8 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import MlaConfig, ModelConfig
 from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
+from gristmill.runtime.models import Family
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -44,7 +46,7 @@ def table(c: ModelConfig) -> WeightTable:
                 else _mlp(c, name, f"{source}.mlp", c.intermediate_size)
             ),
         ]
-    ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.num_nextn_layers)]
+    ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.extra["nextn_layers"])]
     ignored.append("model.layers.*.self_attn.rotary_emb.inv_freq")
     return WeightTable(tuple(found), tuple(ignored), (TIED,) if c.tie_embeddings else ())
 
@@ -124,7 +126,7 @@ class Layer:
 class DeepseekV3:
     """DeepseekV3ForCausalLM."""
 
-    make_layer = Layer
+    make_layer: ClassVar[Callable[..., Any]] = Layer
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
@@ -148,3 +150,64 @@ class DeepseekV3:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]."""
         return self.head(hidden)
+
+
+def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
+    """Sizes of latent attention, experts in groups, and how many layers for prediction stand behind the last."""
+    mla = MlaConfig(
+        q_lora_rank=fields.size("q_lora_rank", None),
+        kv_lora_rank=fields.size("kv_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        v_dim=fields.size("v_head_dim"),
+    )
+    return {
+        "mla": mla,
+        "num_kv_heads": fields.size("num_attention_heads"),
+        "head_dim": mla.qk_dim,
+        "rope_dim": mla.rope_dim,
+        "rope_interleaved": fields.flag("rope_interleave", True),
+        "moe": _moe_config(fields),
+        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0)},
+    }
+
+
+def _moe_config(fields: Fields) -> MoeConfig:
+    scoring = fields.get("scoring_func", str, "sigmoid")
+    method = fields.get("topk_method", str, "noaux_tc")
+    if (scoring, method) != ("sigmoid", "noaux_tc"):
+        raise ConfigError(
+            f"{fields.origin}: scoring_func sigmoid with topk_method noaux_tc is supported, got {scoring} with {method}"
+        )
+    if fields.size("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"{fields.origin}: moe_layer_freq must be 1, got {fields.data['moe_layer_freq']}")
+    moe = MoeConfig(
+        num_experts=fields.size("n_routed_experts"),
+        top_k=fields.size("num_experts_per_tok"),
+        intermediate_size=fields.size("moe_intermediate_size"),
+        num_shared=fields.get("n_shared_experts", int, 0, least=0),
+        num_groups=fields.size("n_group", 1),
+        top_groups=fields.size("topk_group", 1),
+        norm_topk_prob=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        first_dense=fields.get("first_k_dense_replace", int, 0, least=0),
+    )
+    if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups:
+        raise ConfigError(
+            f"{fields.origin}: {moe.num_experts} experts in n_group = {moe.num_groups} groups of which topk_group = "
+            f"{moe.top_groups} are used: the groups must divide the experts, and no more can be used than there are"
+        )
+    if moe.top_k > moe.num_experts // moe.num_groups * moe.top_groups:
+        raise ConfigError(
+            f"{fields.origin}: num_experts_per_tok = {moe.top_k} is more than topk_group groups hold"
+        )
+    return moe
+
+
+FAMILY = Family(
+    name="DeepSeek-V3",
+    architectures={"DeepseekV3ForCausalLM": "deepseek_v3"},
+    table=table,
+    model=DeepseekV3,
+    config=config,
+)

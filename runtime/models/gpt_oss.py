@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
+from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
+from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.clamped_experts import ClampedExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import ModelConfig, MoeConfig
 from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import Llama, decoder_table
 
 
@@ -41,7 +44,7 @@ def table(c: ModelConfig) -> WeightTable:
 
 def _moe(c: ModelConfig) -> MoeConfig:
     if c.moe is None:
-        raise ValueError(f"{c.architecture} has experts, and the configuration none")
+        raise ConfigError(f"{c.architecture} has experts, and the configuration none")
     return c.moe
 
 
@@ -53,7 +56,7 @@ class Layer:
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
         self.attention = Attention(c, plans, weights, name, rope, c.windows[index])
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
-        self.mlp = ClampedExperts(_moe(c), c.swiglu_limit, plans, weights, name)
+        self.mlp = ClampedExperts(_moe(c), c.extra["swiglu_limit"], plans, weights, name)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
         """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
@@ -66,4 +69,36 @@ class Layer:
 class GptOss(Llama):
     """GptOssForCausalLM."""
 
-    make_layer = Layer
+    make_layer: ClassVar[Callable[..., Any]] = Layer
+
+
+def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
+    """Experts, windows, biases, and where the gating of experts is clamped."""
+    count, inner = fields.size("num_local_experts"), fields.size("intermediate_size")
+    return {
+        "moe": MoeConfig.most_probable(fields, count, inner),
+        "attention_bias": fields.flag("attention_bias", True),
+        "windows": _windows(fields),
+        "extra": {"swiglu_limit": fields.number("swiglu_limit", 7.0)},
+    }
+
+
+def _windows(fields: Fields) -> tuple[int, ...]:
+    """The window of each layer, 0 for those that see everything; every second layer where nothing is said."""
+    window, layers = fields.size("sliding_window", 128), fields.size("num_hidden_layers")
+    types = fields.get("layer_types", list, None) or ["sliding_attention", "full_attention"] * layers
+    known = {"sliding_attention": window, "full_attention": 0}
+    if len(types) < layers or any(kind not in known for kind in types):
+        raise ConfigError(
+            f"{fields.origin}: layer_types must give each of {layers} layers one of {', '.join(known)}, got {types!r}"
+        )
+    return tuple(known[kind] for kind in types[:layers])
+
+
+FAMILY = Family(
+    name="gpt-oss",
+    architectures={"GptOssForCausalLM": "gpt_oss"},
+    table=table,
+    model=GptOss,
+    config=config,
+)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import Embedding, LogitsHead
 from gristmill.runtime.layers.mlp import MLP
@@ -16,8 +18,8 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import ModelConfig
 from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
+from gristmill.runtime.models import Family
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -95,9 +97,9 @@ class Layer:
 
 
 class Llama:
-    """LlamaForCausalLM, and its relatives with another table: Qwen2, Qwen3, Qwen3-MoE, Mixtral. `make_layer` makes a layer."""
+    """LlamaForCausalLM, and its relatives with another table or another `make_layer`."""
 
-    make_layer: Callable[..., Any] = Layer
+    make_layer: ClassVar[Callable[..., Any]] = Layer
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
@@ -123,3 +125,23 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]."""
         return self.head(hidden)
+
+
+GGUF_ATTENTION = (
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+)
+"""Modules of a layer but for its feed-forward block."""
+GGUF_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+FAMILY = Family(
+    name="Llama",
+    architectures={"LlamaForCausalLM": "llama"},
+    table=table,
+    model=Llama,
+    gguf=(GgufArchitecture("llama", "LlamaForCausalLM", (*GGUF_ATTENTION, *GGUF_MLP), paired=True),),
+)

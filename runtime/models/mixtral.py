@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from gristmill.runtime.loader.config import ModelConfig
+from collections.abc import Mapping
+from typing import Any
+
+from gristmill.quant.formats.gguf import GgufArchitecture
+from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.loader.weights import WeightTable
-from gristmill.runtime.models.llama import decoder_table
+from gristmill.runtime.models import Family
+from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table
 from gristmill.runtime.models.qwen import experts
 
 
@@ -13,3 +18,31 @@ def table(c: ModelConfig) -> WeightTable:
     return decoder_table(
         c, lambda name, source, layer: experts(c, name, f"{source}.block_sparse_moe", ("w1", "w3", "w2"))
     )
+
+
+def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
+    """Experts as wide as the entry says of a dense block; the two largest probabilities are made to sum to 1."""
+    count, inner = fields.size("num_local_experts"), fields.size("intermediate_size")
+    return {"moe": MoeConfig.most_probable(fields, count, inner)}
+
+
+FAMILY = Family(
+    name="Mixtral",
+    architectures={"MixtralForCausalLM": "mixtral"},
+    table=table,
+    model=Llama,
+    config=config,
+    gguf=(
+        GgufArchitecture(
+            "llama",
+            "MixtralForCausalLM",
+            (
+                *GGUF_ATTENTION,
+                "block_sparse_moe.gate",
+                *(f"block_sparse_moe.experts.{{expert}}.{part}" for part in ("w1", "w2", "w3")),
+            ),
+            experts=True,
+            paired=True,
+        ),
+    ),
+)

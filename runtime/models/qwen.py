@@ -5,11 +5,14 @@ Qwen3-MoE has experts in place of the feed-forward block, but for layers that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from gristmill.runtime.loader.config import ModelConfig
+from gristmill.quant.formats.gguf import GgufArchitecture
+from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.loader.weights import Weight, WeightTable
-from gristmill.runtime.models.llama import decoder_table, mlp
+from gristmill.runtime.models import Family
+from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_MLP, Llama, decoder_table, mlp
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -34,3 +37,64 @@ def experts(c: ModelConfig, name: str, source: str, names: tuple[str, str, str])
     yield Weight(f"{name}.router", (f"{source}.gate.weight",), (count,), c.hidden_size, "fp32")
     yield Weight(f"{name}.experts.gate_up", (gate, up), (ffn, ffn), c.hidden_size, "linear", count)
     yield Weight(f"{name}.experts.down", (down,), (c.hidden_size,), ffn, "linear", count)
+
+
+def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
+    """Biases, norms of heads, experts; the window of attention counts only where ``use_sliding_window`` turns it on."""
+    found: dict[str, Any] = {} if fields.flag("use_sliding_window", False) else {"windows": ()}
+    if architecture == "Qwen2ForCausalLM":
+        return found | {"qkv_bias": True}
+    if architecture == "Qwen3ForCausalLM":
+        return found | {"qk_norm": True}
+    return found | {"qk_norm": True, "moe": _moe(fields)}
+
+
+def _moe(fields: Fields) -> MoeConfig:
+    count = fields.size("num_local_experts", None) or fields.size(
+        "num_experts"
+    )  # transformers 5 has the first
+    inner, step = fields.size("moe_intermediate_size"), fields.size("decoder_sparse_step", 1)
+    only = fields.get("mlp_only_layers", list, [])
+    dense = tuple(i for i in range(fields.size("num_hidden_layers")) if i in only or (i + 1) % step)
+    return MoeConfig.most_probable(fields, count, inner, fields.flag("norm_topk_prob", False), dense)
+
+
+def _gguf_experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Entries of config.json from a file's keys."""
+    inner = values.get("expert_feed_forward_length")
+    return {
+        "moe_intermediate_size": inner,
+        "intermediate_size": values.get("feed_forward_length", inner),
+        "norm_topk_prob": True,
+    }
+
+
+_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+FAMILY = Family(
+    name="Qwen2, Qwen3 and Qwen3-MoE",
+    architectures={
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+    },
+    table=table,
+    model=Llama,
+    config=config,
+    gguf=(
+        GgufArchitecture("qwen2", "Qwen2ForCausalLM", (*GGUF_ATTENTION, *GGUF_MLP)),
+        GgufArchitecture("qwen3", "Qwen3ForCausalLM", (*_NORMS, *GGUF_ATTENTION, *GGUF_MLP)),
+        GgufArchitecture(
+            "qwen3moe",
+            "Qwen3MoeForCausalLM",
+            (
+                *_NORMS,
+                *GGUF_ATTENTION,
+                "mlp.gate",
+                *(f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")),
+            ),
+            experts=True,
+            config=_gguf_experts,
+        ),
+    ),
+)

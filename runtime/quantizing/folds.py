@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gristmill.quant import QuantTensor
 from gristmill.quant.awq import search_channel_scales
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.config import ModelConfig
 from gristmill.runtime.loader.weights import Weight
 from gristmill.runtime.quantizing.moments import Moments
 
@@ -53,6 +53,13 @@ def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[
         raise UsageError(
             f"{config.architecture} has its experts in one tensor: no rule says where to fold their scales (AWQ)"
         )
+    parts = {"qkv": 3, "gate_up": 2, "experts.gate_up": 2, "shared.gate_up": 2}
+    for name, count in parts.items():
+        if name in table and len(table[name].sources) != count:
+            raise UsageError(
+                f"{config.architecture} stores {name} in {len(table[name].sources)} tensors, not in {count}: no rule says where to "
+                "fold their scales (AWQ)"
+            )
     found = _mla(config, table) if "latents" in table else _attention(config, table)
     names = [n for n in ("gate_up", "experts.gate_up", "shared.gate_up") if n in table]
     shared = tuple(module for n in names for module in table[n].part_names())

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant import QuantTensor
-from gristmill.quant.formats import Format
-from gristmill.quant.formats.writers import Writer
+from gristmill.quant.formats import Format, Writer
 from gristmill.quant.gptq import Factor, gptq, search_scales
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.weights import Weight

@@ -20,9 +20,9 @@ from gristmill.runtime.evaluate import windows_at_once
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.load import parse_device
+from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
 from gristmill.runtime.models import make_layer, model_table
 from gristmill.runtime.quantizing.moments import Moments, watch
@@ -116,13 +116,13 @@ class LayerStream:
             torch.float32,
             self.plans.device,
             dense,
-            stored,  # type: ignore[arg-type]
+            stored,
         )
         return make_layer(self.config, weights, self.plans, index, self.rope)
 
     def _embedded(self, tokens: Sequence[int], length: int, steps: int) -> list[tuple[Tensor, Tensor]]:
         (entry,) = (weight for weight in self.table.weights if weight.target == "embedding")
-        matrix = Checkpoint(self.directory).read(entry.sources[0], (entry.rows[0], entry.columns or 0))
+        matrix = open_checkpoint(self.directory).read(entry.sources[0], (entry.rows[0], entry.columns or 0))
         found = []
         for i in range(steps):
             ids = torch.tensor(tokens[i * length : (i + 1) * length])
@@ -141,6 +141,6 @@ class _Passing(Plans):
 class _Held(Tensors):
     """Tensors in memory in place of a directory's."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], path: Path) -> None:
         super().__init__(tensors)
-        self.directory = directory
+        self.path = path

@@ -14,9 +14,9 @@ from typing import Any, Self
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gristmill.runtime.config import read_json
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.checkpoint import read_header
-from gristmill.runtime.loader.config import read_json
+from gristmill.runtime.loader.safetensors import read_header
 
 RUN, LOCK, NOTES = "run.json", "lock", "notes.json"
 

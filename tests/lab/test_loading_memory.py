@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.loader import weights
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from lab import loading_memory
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
@@ -69,7 +69,9 @@ def beside(folder: Path, scheme: str, policy: Policy) -> tuple[int, int]:
     load_model(folder, quant=scheme, policy=policy)
     with Live() as live:
         model = load_model(folder, quant=scheme, policy=policy)
-    sizes = [e.dtype.itemsize * torch.Size(e.shape).numel() for e in Checkpoint(folder).entries.values()]
+    sizes = [
+        e.dtype.itemsize * torch.Size(e.shape).numel() for e in SafetensorsCheckpoint(folder).entries.values()
+    ]
     sizes += [t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in model.plans.owned}.values()]
     assert live.now >= model.plans.weight_bytes  # nothing of the model was missed
     return live.most - model.plans.weight_bytes, sum(sorted(sizes)[-2:])

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.quant.formats.writers import open_writer
+from gristmill.quant.formats import open_writer
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
+from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
 from gristmill.runtime.quantizing import folds as rules
 from gristmill.runtime.quantizing.methods import Awq
@@ -60,7 +60,7 @@ def build(name: str, folder: Path) -> Any:
 
 def folded(source: Path, out: Path, spoil: Callable[[rules.Fold], rules.Fold] = lambda fold: fold) -> int:
     """Write the model with random scales between 1/8 and 8 folded in; how many folds there were."""
-    config, checkpoint = load_config(source), Checkpoint(source)
+    config, checkpoint = load_config(source), SafetensorsCheckpoint(source)
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint}
     generator, count = torch.Generator().manual_seed(3), 0
     for index in range(config.num_layers):
@@ -112,7 +112,7 @@ def test_a_rule_that_forgets_something_is_seen(left: str, make: Callable[..., LL
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_bf16_norms_hold_the_scales_exactly(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     folded(MODELS / name, tmp_path / "out")
-    found, before = Checkpoint(tmp_path / "out"), Checkpoint(MODELS / name)
+    found, before = SafetensorsCheckpoint(tmp_path / "out"), SafetensorsCheckpoint(MODELS / name)
     norms = [n for n in before if "norm" in n and ".layers." in n and ".layers.4." not in n]
     assert all(found.spec(n)[0] == torch.bfloat16 for n in norms)
     assert any(not torch.equal(found.read(n), before.read(n)) for n in norms)
@@ -125,7 +125,7 @@ def test_awq_rounds_the_scaled_weights(policy: Policy) -> None:
     """Outputs of a layer's linears, on the inputs that they see, lose less than by round to nearest."""
     method = Awq(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy)
     stream = LayerStream(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy)
-    source = Checkpoint(MODELS / LLAMA)
+    source = SafetensorsCheckpoint(MODELS / LLAMA)
     tensors = {name: source.read(name) for name in source if ".layers.0." in name}
     target = open_writer("gristmill", "int4_g128")
     made = method.round(0, stream.weights_of(0), tensors, target)

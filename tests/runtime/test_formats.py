@@ -79,8 +79,8 @@ def test_transformers_reads_the_same_directory(make: Callable[..., LLM], tmp_pat
 
 
 def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LLM], tmp_path: Path) -> None:
-    from gristmill.runtime.loader.checkpoint import Checkpoint
     from gristmill.runtime.loader.config import load_config
+    from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
     from gristmill.runtime.loader.weights import Weights
     from gristmill.runtime.models import model_table
 
@@ -88,7 +88,7 @@ def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LL
     config = load_config(made)
     assert config.quantization is not None
     weights = Weights(
-        Checkpoint(made),
+        SafetensorsCheckpoint(made),
         model_table(config),
         torch.float32,
         torch.device("cpu"),

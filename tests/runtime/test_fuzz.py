@@ -22,10 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from gristmill.quant import quantize
-from gristmill.quant.formats import FormatError, open_format
-from gristmill.quant.formats.writers import open_writer
+from gristmill.quant.formats import FormatError, open_format, open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import INDEX, Checkpoint
+from gristmill.runtime.loader.safetensors import INDEX, SafetensorsCheckpoint
 from tests.quant.oracle import weight
 from tests.runtime import producers
 
@@ -121,7 +120,7 @@ FAMILIES: dict[str, Callable[[], tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 def read(folder: Path, config: Any) -> list[torch.Tensor]:
     """Everything of a directory, dequantized."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = SafetensorsCheckpoint(folder)
     form = open_format(config if isinstance(config, dict) else {})
     found = []
     for name in NAMES:
@@ -354,16 +353,16 @@ def experts_gguf(path: Path) -> None:
 def read_gguf(path: Path) -> None:
     """Everything of a GGUF file: configuration, tokenizer, matrices."""
     from gristmill.quant.formats.gguf import Gguf
-    from gristmill.runtime.loader.gguf import GgufCheckpoint, gguf_config
+    from gristmill.runtime.loader.gguf import GgufCheckpoint
     from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
 
-    gguf_config(path)
     file = GgufCheckpoint(path)
+    file.config()
     for name in file:
         if name.endswith("_proj.weight"):
             found = Gguf().read(file, name.removesuffix(".weight"), file.shape(name))
             assert found is None or bool(torch.isfinite(found.weight.dequantize()).all())
-    fields = file.tokenizer()
+    fields = file.tokenizer_fields()
     if fields:
         gguf_tokenizer(fields, str(path)).encode("ab a")
 
@@ -416,4 +415,4 @@ CORPUS: dict[str, bytes] = {
 def test_corpus(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(CORPUS[name])
     with pytest.raises(CheckpointError, match="truncated or corrupt"):
-        Checkpoint(tmp_path)
+        list(SafetensorsCheckpoint(tmp_path))

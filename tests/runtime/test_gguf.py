@@ -18,7 +18,7 @@ from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.gguf import gguf_config
+from gristmill.runtime.loader.gguf import GgufCheckpoint
 from gristmill.runtime.loader.gguf_tokenizer import SPACE, gguf_tokenizer
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import Tokenizer
@@ -201,7 +201,7 @@ def test_what_is_refused(family: str, more: dict[str, Any], says: str, tmp_path:
     random_model(tmp_path / "hf", family)
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", family, **more)
     with pytest.raises((ConfigError, CheckpointError), match=says):
-        gguf_config(path)
+        GgufCheckpoint(path).config()
 
 
 def test_more_layers_than_tensors(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_more_layers_than_tensors(tmp_path: Path) -> None:
     at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
     path.write_bytes(data[:at] + (34305).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(CheckpointError, match="says it has 34305 layers, and has 21 tensors"):
-        gguf_config(path)
+        GgufCheckpoint(path).config()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
@@ -224,7 +224,7 @@ def test_no_heads(family: str, tmp_path: Path) -> None:
     at = data.index(key) + len(key) + 4
     path.write_bytes(data[:at] + (0).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises((CheckpointError, ConfigError), match="attention.head_count must be .*, got 0"):
-        gguf_config(path)
+        GgufCheckpoint(path).config()
 
 
 def byte_level() -> dict[str, Any]:

@@ -273,12 +273,12 @@ def test_shards_of_a_large_model(
 
 def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) -> None:
     """q, k and v share a matrix and not a multiplier: the first rows of each part are as if it were alone."""
-    from gristmill.runtime.loader.checkpoint import Checkpoint
+    from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
     from gristmill.runtime.loader.weights import Weights
 
     config = load_config(MODELS / LLAMA)
     weights = Weights(
-        Checkpoint(MODELS / LLAMA),
+        SafetensorsCheckpoint(MODELS / LLAMA),
         model_table(config),
         torch.float32,
         torch.device("cpu"),
@@ -286,7 +286,7 @@ def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) ->
     )
     fused = weights.linear("layers.0.qkv")
     assert fused.segments == (0, 256, 384)
-    source = Checkpoint(MODELS / LLAMA)
+    source = SafetensorsCheckpoint(MODELS / LLAMA)
     for part, start in zip("qkv", fused.segments, strict=True):
         alone = quantize(source.read(f"model.layers.0.self_attn.{part}_proj.weight"), "nvfp4")
         assert torch.equal(alone.dequantize(), fused.dequantize()[start : start + alone.n])

@@ -13,15 +13,14 @@ from click.testing import CliRunner
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.formats import open_format
-from gristmill.quant.formats.writers import open_writer
+from gristmill.quant.formats import open_format, open_writer
 from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import evaluate, windows_at_once
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.quantized import write_quantized
+from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
 from gristmill.runtime.quantizing.methods import Gptq, RoundToNearest, linears, make_method
 from gristmill.runtime.quantizing.stream import LayerStream
@@ -34,7 +33,7 @@ FAR = 200_000
 
 def tensors_of(stream: LayerStream, index: int) -> dict[str, torch.Tensor]:
     """The float tensors of a layer."""
-    source = Checkpoint(stream.directory)
+    source = SafetensorsCheckpoint(stream.directory)
     return {name: source.read(name) for name in source if name.startswith(f"model.layers.{index}.")}
 
 

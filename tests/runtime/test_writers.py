@@ -18,9 +18,9 @@ from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.quantized import write_quantized
+from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
 from gristmill.runtime.quantizing.methods import make_method
 from tests.runtime import oracle, test_models
@@ -123,7 +123,7 @@ def test_transformers_with_fine_grained_fp8(
 
 def by_hand(folder: Path) -> Any:
     """transformers' float model with the values of a directory: weights dequantized here, all else as it is stored."""
-    config, checkpoint = load_config(folder), Checkpoint(folder)
+    config, checkpoint = load_config(folder), SafetensorsCheckpoint(folder)
     assert config.quantization is not None
     form = open_format(config.quantization)
     model = oracle.load(MODELS / folder.name)
@@ -199,7 +199,7 @@ def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> No
     ]
     result = CliRunner().invoke(cli, ["quantize", *arguments])
     assert result.exit_code == 0, result.output
-    plain, written = Checkpoint(tmp_path / "plain"), Checkpoint(out)
+    plain, written = SafetensorsCheckpoint(tmp_path / "plain"), SafetensorsCheckpoint(out)
     same = [name for name in plain if not name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert all(torch.equal(plain.read(name), written.read(name)) for name in same)
     assert set(written) - set(same) == {

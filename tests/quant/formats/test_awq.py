@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gristmill.quant import QuantTensor
-from gristmill.quant.formats import Awq, FormatError, Tensors
+from gristmill.quant.formats import FormatError, Tensors
+from gristmill.quant.formats.awq import Awq
 
 NAME = "model.layers.0.self_attn.o_proj"
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
@@ -51,7 +52,7 @@ def outside(n: int, k: int, zero_point: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("zero_point", [True, False])
 def test_what_compressed_tensors_makes_of_it(zero_point: bool) -> None:
     module = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.autoawq")
-    from gristmill.quant.formats import CompressedTensors
+    from gristmill.quant.formats.compressed_tensors import CompressedTensors
 
     tensors = outside(40, 64, zero_point)
     converter = module.AutoAWQConverter(group_size=16, zero_point=zero_point)

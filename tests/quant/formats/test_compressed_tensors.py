@@ -9,8 +9,8 @@ import torch
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, quantize
-from gristmill.quant.formats import CompressedTensors, FormatError, Tensors, open_format
-from gristmill.quant.formats.writers import open_writer
+from gristmill.quant.formats import FormatError, Tensors, open_format, open_writer
+from gristmill.quant.formats.compressed_tensors import CompressedTensors
 from tests.quant.oracle import act_order, weight
 
 pytest.importorskip("compressed_tensors")

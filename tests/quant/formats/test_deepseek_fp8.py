@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gristmill.quant import numeric, quantize
-from gristmill.quant.formats import DeepSeekFp8, FormatError, Tensors
+from gristmill.quant.formats import FormatError, Tensors
+from gristmill.quant.formats.deepseek_fp8 import DeepSeekFp8
 from tests.quant.oracle import weight
 
 NAME = "model.layers.0.self_attn.q_proj"

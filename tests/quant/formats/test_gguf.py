@@ -12,6 +12,7 @@ import torch
 from gristmill.quant.formats import FormatError, Tensors
 from gristmill.quant.formats.gguf import Gguf, GgufFile
 from gristmill.quant.formats.gguf_blocks import TYPES, read_blocks
+from gristmill.runtime.loader.gguf import gguf_architectures
 from tests.quant.oracle import weight
 
 gguf = pytest.importorskip("gguf")
@@ -81,6 +82,11 @@ def test_blocks_that_do_not_fit() -> None:
             read_blocks("w", kind, data, shape)
 
 
+def opened(path: Path) -> GgufFile:
+    """With the architectures that the model families declare."""
+    return GgufFile(path, gguf_architectures())
+
+
 def write(
     path: Path, kind: str | None = "Q8_0", architecture: str = "llama", **more: Any
 ) -> dict[str, torch.Tensor]:
@@ -141,8 +147,8 @@ def write(
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_a_file_gives_hugging_faces_tensors(kind: str | None, architecture: str, tmp_path: Path) -> None:
     tensors = write(tmp_path / "m.gguf", kind, architecture)
-    file = GgufFile(tmp_path / "m.gguf")
-    assert set(file) == set(tensors) and file.architecture == architecture
+    file = opened(tmp_path / "m.gguf")
+    assert set(file) == set(tensors) and file.architecture.name == architecture
     for name, tensor in tensors.items():
         found = Gguf().read(file, name.removesuffix(".weight"), tuple(tensor.shape))
         if found is not None:
@@ -166,12 +172,12 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
     ):
         path.write_bytes(bad)
         with pytest.raises(FormatError, match=says):
-            GgufFile(path)
+            opened(path)
     with pytest.raises(FormatError, match="cannot read"):
-        GgufFile(tmp_path / "none.gguf")
+        opened(tmp_path / "none.gguf")
     write(path, split__count=3)
     with pytest.raises(FormatError, match="several parts"):
-        GgufFile(path)
+        opened(path)
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -183,11 +189,11 @@ def test_refusals(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(
-        FormatError, match="architecture 'mamba' is not read; known: llama, qwen2, qwen3, qwen3moe"
+        FormatError, match="known: llama, llama with experts, qwen2, qwen3, qwen3moe with experts"
     ):
-        GgufFile(path)
+        opened(path)
     write(path)
-    file = GgufFile(path)
+    file = opened(path)
     with pytest.raises(
         FormatError, match=r"blk\.0\.attn_k\.weight must have shape \[32, 32\], got \[16, 32\]"
     ):
@@ -199,7 +205,7 @@ def test_refusals(tmp_path: Path) -> None:
 def test_rows_left_in_ggmls_order_show(tmp_path: Path) -> None:
     """Planted fault: q as the file has it."""
     tensors = write(tmp_path / "m.gguf")
-    file = GgufFile(tmp_path / "m.gguf")
+    file = opened(tmp_path / "m.gguf")
     file._heads.clear()
     name = "model.layers.0.self_attn.q_proj"
     found = Gguf().read(file, name, (32, 32))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gristmill.quant import QuantTensor
-from gristmill.quant.formats import FormatError, Gptq, Tensors
+from gristmill.quant.formats import FormatError, Tensors
+from gristmill.quant.formats.gptq import Gptq
 
 NAME = "model.layers.0.mlp.down_proj"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gristmill.quant import numeric, quantize
-from gristmill.quant.formats import FormatError, ModelOpt, Tensors
+from gristmill.quant.formats import FormatError, Tensors
 from gristmill.quant.formats.kv_scales import kv_scales
+from gristmill.quant.formats.modelopt import ModelOpt
 from tests.quant.oracle import weight
 
 NAME = "model.layers.2.mlp.down_proj"
@@ -47,7 +48,7 @@ def test_nvfp4_scale_2_is_a_multiplier(algorithm: str) -> None:
 
 def test_nvfp4_is_what_compressed_tensors_converts() -> None:
     module = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4")
-    from gristmill.quant.formats import CompressedTensors
+    from gristmill.quant.formats.compressed_tensors import CompressedTensors
 
     q = quantize(weight(24, 64), "nvfp4")
     tensors = {

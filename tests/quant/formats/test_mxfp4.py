@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gristmill.quant.formats import FormatError, Mxfp4, Tensors
-from gristmill.quant.formats.mxfp4 import deinterleaved
+from gristmill.quant.formats import FormatError, Tensors
+from gristmill.quant.formats.mxfp4 import Mxfp4, deinterleaved
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
 

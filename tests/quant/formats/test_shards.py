@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gristmill.quant import QuantTensor, concat, quantize, stack
-from gristmill.quant.formats import Tensors, open_format
-from gristmill.quant.formats.writers import open_writer
+from gristmill.quant.formats import Tensors, open_format, open_writer
 from tests.quant.oracle import weight
 from tests.runtime import producers
 from tests.runtime.test_fuzz import FAMILIES, NAMES, SHAPE

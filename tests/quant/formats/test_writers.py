@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gristmill.quant import quantize
-from gristmill.quant.formats import FormatError, Tensors, open_format
-from gristmill.quant.formats.writers import WRITERS, open_writer, stored_name
+from gristmill.quant.formats import FormatError, Tensors, checkpoint_formats, open_format, open_writer
+from gristmill.quant.formats.writers import stored_name
 from gristmill.quant.tensor import same_bits
 from tests.quant.oracle import QUANTIZED, act_order, weight
 
@@ -34,6 +34,7 @@ def holds(form: str, scheme: str) -> bool:
     return True
 
 
+WRITERS = [name for name, spec in checkpoint_formats().items() if spec.write is not None]
 ALL = [
     (f, s) for f in WRITERS for s in (*QUANTIZED, *ODD, "int8_ch.int8_token", "int4_g32_min") if holds(f, s)
 ]
@@ -117,7 +118,10 @@ def test_a_divisor_that_is_exact(seed: int) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(FormatError, match="no format 'exl2' to write; known: gristmill, compressed-tensors"):
+    with pytest.raises(
+        FormatError,
+        match="no format 'exl2' to write; known: compressed-tensors, fp8, gptq, gristmill, modelopt, mxfp4",
+    ):
         open_writer("exl2", "int4_g128")
     for form, scheme in (
         ("gptq", "nvfp4"),

@@ -1,0 +1,182 @@
+"""A model's configuration as a frozen ModelConfig: everything that its layers need to know, and how its entries are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gristmill.kernels.rope.cache import RopeParameters
+from gristmill.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention (DeepSeek-V2): ranks of the projections and sizes of a head's parts."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query head: the part without position and the rotated part."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """What the cache holds of a token: the latent and the rotated key, 576 numbers in DeepSeek-V3."""
+        return self.kv_lora_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts: routed experts in groups, shared experts, and how scores become weights.
+
+    scoring: ``sigmoid`` or ``softmax`` of the router's logits. choice_bias: the checkpoint has a bias that is added to
+    scores for choosing only. first_dense: layers before it have no experts, nor have dense_layers.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    num_shared: int
+    num_groups: int
+    top_groups: int
+    norm_topk_prob: bool
+    scale: float
+    first_dense: int = 0
+    scoring: str = "sigmoid"
+    choice_bias: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    @staticmethod
+    def most_probable(
+        fields: Fields,
+        num_experts: int,
+        intermediate_size: int,
+        norm_topk_prob: bool = True,
+        dense_layers: tuple[int, ...] = (),
+    ) -> MoeConfig:
+        """Experts chosen by the largest probabilities, ``num_experts_per_tok`` of them, without groups or shared experts."""
+        top_k = fields.size("num_experts_per_tok")
+        if top_k > num_experts:
+            raise ConfigError(
+                f"{fields.origin}: num_experts_per_tok = {top_k} is more than the {num_experts} experts"
+            )
+        return MoeConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=intermediate_size,
+            num_shared=0,
+            num_groups=1,
+            top_groups=1,
+            norm_topk_prob=norm_topk_prob,
+            scale=1.0,
+            scoring="softmax",
+            choice_bias=False,
+            dense_layers=dense_layers,
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model. Sizes are in elements.
+
+    `eos_ids` come from generation_config.json, else config.json; nothing else of generation_config.json is used: what
+    it recommends for sampling (temperature, top_k, top_p) does not change the defaults of `SamplingParams`.
+
+    attention_bias: q, k, v and the output have biases; qkv_bias: q, k and v have. qk_norm: heads of q and k are normalised.
+    windows: keys that a query of each layer sees, 0 = all; empty where no layer has a window.
+
+    extra: what a family's own layers read and no other's, by name.
+    quantization: how the checkpoint's weights are quantized, for `gristmill.quant.formats`; None = not.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float
+    max_position: int
+    rope: RopeParameters
+    rope_dim: int
+    rope_interleaved: bool
+    tie_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    mla: MlaConfig | None = None
+    moe: MoeConfig | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        moe = self.moe
+        return moe is not None and layer >= moe.first_dense and layer not in moe.dense_layers
+
+
+class Fields:
+    """A JSON object read with types: every mistake names the file, the entry, what was expected and what came."""
+
+    def __init__(self, data: Mapping[str, Any], origin: str) -> None:
+        self.data = data
+        self.origin = origin
+
+    def get(
+        self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None
+    ) -> Any:
+        """The entry; `default` when it is absent or null, ConfigError when there is none or it is of another kind."""
+        value = self.data.get(name)
+        if value is None:
+            if default is ...:
+                raise ConfigError(f"{self.origin}: entry {name!r} is missing")
+            return default
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(k.__name__ for k in kinds)
+            raise ConfigError(f"{self.origin}: entry {name!r} must be {expected}, got {value!r}")
+        if least is not None and isinstance(value, int | float) and value < least:
+            raise ConfigError(f"{self.origin}: entry {name!r} must be at least {least}, got {value!r}")
+        return value
+
+    def size(self, name: str, default: Any = ...) -> Any:
+        """A positive integer."""
+        return self.get(name, int, default, least=1)
+
+    def number(self, name: str, default: Any = ...) -> Any:
+        """A number, as float."""
+        value = self.get(name, (int, float), default)
+        return value if value is None else float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name, bool, default)
+        return bool(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ConfigError names the file and what is wrong with it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data

@@ -1,0 +1,21 @@
+"""From a path to a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.gguf import GgufCheckpoint
+from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The model at a path: a GGUF file, or else a Hugging Face directory, whose parts are read when they are asked for.
+
+    Raises:
+        CheckpointError: a GGUF file that is damaged, or that the gguf package is missing for.
+    """
+    place = Path(path)
+    if place.suffix == ".gguf" and not place.is_dir():
+        return GgufCheckpoint(place)
+    return SafetensorsCheckpoint(place)

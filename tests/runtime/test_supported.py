@@ -1,0 +1,152 @@
+"""Model families and checkpoint formats: found by walking, named by nobody else, plugins that fail left out and reported."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gristmill.quant import formats
+from gristmill.runtime import models
+from gristmill.runtime.cli import cli
+from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.loader.config import parse_config
+from tests.registry.test_plugins import install
+
+ROOT = Path(__file__).parents[2]
+FAMILY = """
+from gristmill.runtime.models import Family
+from gristmill.runtime.models.llama import Llama, table
+
+FAMILY = Family("Grain", {"GrainForCausalLM": "grain"}, table, Llama)
+"""
+FORMAT = """
+from gristmill.quant.formats import FormatSpec
+from gristmill.quant.formats.awq import Awq
+
+FORMAT = FormatSpec("grain", Awq)
+"""
+CONFIG = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Installs distributions with one entry point each, and finds declarations again."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def add(**sources: tuple[str, str]) -> None:
+        for name, (group, source) in sources.items():
+            install(tmp_path, name, source, group)
+        importlib.invalidate_caches()
+        models._declared.cache_clear()
+        formats._declared.cache_clear()
+
+    yield add
+    monkeypatch.undo()
+    models._declared.cache_clear()
+    formats._declared.cache_clear()
+    for name in set(sys.modules) - before:
+        if name.startswith("gm_"):
+            del sys.modules[name]
+
+
+def supported() -> Any:
+    done = CliRunner().invoke(cli, ["supported", "--json"], catch_exceptions=False)
+    assert done.exit_code == 0
+    return json.loads(done.stdout)
+
+
+def test_plugins_are_found_like_our_own(plugins: Callable[..., None]) -> None:
+    plain = supported()
+    assert plain["plugins_left_out"] == [] and len(plain["families"]) == 5 and len(plain["formats"]) == 8
+    plugins(grain=("gristmill.models", FAMILY), grist=("gristmill.formats", FORMAT))
+    found = supported()
+    assert {"name": "Grain", "architectures": ["GrainForCausalLM"], "gguf": []} in found["families"]
+    assert {"name": "grain", "written": False} in found["formats"]
+    config = parse_config(
+        {**CONFIG, "architectures": ["GrainForCausalLM"], "quantization_config": {"quant_method": "grain"}}
+    )
+    assert len(models.model_table(config).weights) > 10
+
+
+@pytest.mark.parametrize(
+    ("group", "source", "reason"),
+    [
+        ("gristmill.models", "import gm_no_such_module\n", "ModuleNotFoundError"),
+        ("gristmill.models", "FAMILY = 5\n", "TypeError: FAMILY must be a Family, got int"),
+        ("gristmill.models", "\n", "AttributeError: .* has no attribute 'FAMILY'"),
+        (
+            "gristmill.models",
+            FAMILY.replace('{"GrainForCausalLM": "grain"}', '{"A": "a", "LlamaForCausalLM": "llama"}'),
+            "names that are not taken, got 'LlamaForCausalLM'",
+        ),
+        ("gristmill.formats", "raise SystemExit(3)\n", "SystemExit: 3"),
+        ("gristmill.formats", FORMAT.replace('"grain"', '"gptq"'), "names that are not taken, got 'gptq'"),
+        (
+            "gristmill.formats",
+            FAMILY.replace("FAMILY =", "FORMAT ="),
+            "FORMAT must be a FormatSpec, got Family",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_is_reported_and_breaks_nothing(
+    plugins: Callable[..., None], group: str, source: str, reason: str
+) -> None:
+    before = supported()
+    plugins(bad=(group, source), good=("gristmill.models", FAMILY))
+    found = supported()
+    (failure,) = found.pop("plugins_left_out")
+    assert (failure["group"], failure["name"]) == (group, "bad") and re.search(reason, failure["reason"])
+    assert found["formats"] == before["formats"]
+    assert len(found["families"]) == len(before["families"]) + 1
+    text = CliRunner().invoke(cli, ["supported"], catch_exceptions=False)
+    assert "plugin bad (gm_bad, from gm-bad 1.0): " in text.output
+    if group == "gristmill.models":
+        with pytest.raises(
+            ConfigError, match=r"architecture X is not supported; known: .*; plugin bad \(gm_bad"
+        ):
+            parse_config({**CONFIG, "architectures": ["X"]})
+    else:
+        with pytest.raises(
+            formats.FormatError, match=r"'x' is not supported; known: .*; plugin bad \(gm_bad"
+        ):
+            formats.open_format({"quant_method": "x"})
+
+
+def test_nobody_else_names_a_family_or_a_format() -> None:
+    """Outside the folders that hold them, no code of the package names an architecture, a family's or a format's module."""
+    families = {
+        Path(importlib.import_module(f.table.__module__).__file__).stem for f in models.families().values()
+    }  # type: ignore[arg-type]
+    modules = {spec.read.__module__.rpartition(".")[2] for spec in formats.checkpoint_formats().values()}
+    assert "deepseek_v3" in families and {"gptq", "deepseek_fp8"} < modules
+    architectures = "|".join(models.families())
+    named = re.compile(
+        rf"{architectures}|runtime\.models\.({'|'.join(families)})\b|quant\.formats\.({'|'.join(modules - {'gguf'})})\b"
+    )
+    assert named.search("from gristmill.runtime.models.llama import Llama") and named.search(
+        "LlamaForCausalLM"
+    )
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("quant", "runtime", "kernels", "autotune", "kernel_registry", "src/gristmill")
+        for file in (ROOT / folder).glob("*.py" if folder.startswith("src") else "**/*.py")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if named.search(line) and file.parent not in (ROOT / "runtime" / "models", ROOT / "quant" / "formats")
+    ]
+    assert found == []
