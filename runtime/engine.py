@@ -90,7 +90,7 @@ class Engine:
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
         _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
-        loaded = load_model(model, dtype, quant, device, policy)
+        loaded = load_model(model, dtype, quant, device, policy, block_size)
         limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
         if num_blocks is None:
             num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit)

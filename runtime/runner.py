@@ -10,6 +10,7 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch, make_batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -18,10 +19,16 @@ from gristmill.runtime.scheduler import ScheduledRequest
 class Runner:
     """A model on a device with its paged cache.
 
-    decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU.
+    decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU. UsageError: blocks of the cache are not of the size that
+    the model was loaded for.
     """
 
     def __init__(self, model: Model, cache: PagedCache, decode_graphs: bool | None = None) -> None:
+        if cache.block_size != model.plans.block_size:
+            raise UsageError(
+                f"the model's attention is planned for cache blocks of {model.plans.block_size} tokens, the cache has blocks of "
+                f"{cache.block_size}"
+            )
         self.model = model
         self.cache = cache
         self.device = model.plans.device

@@ -40,6 +40,7 @@ class Sampler:
     def __init__(self, plans: Plans, vocab_size: int) -> None:
         self.plans = plans
         self.vocab_size = vocab_size
+        self.plan = plans.bind("sample", v=vocab_size, x="bf16" if plans.dtype is torch.bfloat16 else "fp32")
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """logits [rows, vocab] -> an id for each row; -1 for a row that holds no fair answer (NaN, or nothing finite)."""
@@ -63,9 +64,7 @@ class Sampler:
         """logits [rows, vocab] -> ids int64 [rows], all on the device, nothing waited for."""
         if logits.dtype is torch.float16:
             logits = logits.float()
-        x = "bf16" if logits.dtype is torch.bfloat16 else "fp32"
-        plan = self.plans.bind("sample", f"v={self.vocab_size},x={x}")
-        plan(
+        self.plan(
             logits,
             wishes.temperature,
             wishes.top_k,
@@ -73,6 +72,6 @@ class Sampler:
             wishes.min_p,
             wishes.seed,
             wishes.index,
-            self.plans.scratch(plan, len(ids)),
+            self.plans.scratch(self.plan, len(ids)),
             ids,
         )

@@ -36,6 +36,24 @@ class Attention:
             self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), c.rms_eps)
             self.k_norm = RMSNorm(plans, weights.tensor(f"{name}.k_norm"), c.rms_eps)
         self.out = load_linear(plans, weights, f"{name}.out")
+        self.write = plans.bind(
+            "reshape_and_cache",
+            h=c.num_kv_heads,
+            d=c.head_dim,
+            dv=c.head_dim,
+            block_size=plans.block_size,
+            x=plans.x,
+        )
+        self.attend = plans.bind(
+            "paged_attention",
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            window=window,
+            sinks=self.sinks is not None,
+            block_size=plans.block_size,
+            x=plans.x,
+        )
 
     def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
         """x [tokens, hidden], cache (K, V) -> [tokens, hidden]."""
@@ -46,15 +64,9 @@ class Attention:
             q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
         self.rope(q, k, batch.positions)
-        shape = f"h={self.kv_heads},d={self.head_dim},dv={self.head_dim},block_size={k_cache.shape[1]},x={self.plans.x}"
-        self.plans.bind("reshape_and_cache", shape)(k, v, k_cache, v_cache, batch.slots)
+        self.write(k, v, k_cache, v_cache, batch.slots)
         out = q.new_empty(q.shape)
-        problem = (
-            f"heads={self.heads},kv_heads={self.kv_heads},head_dim={self.head_dim},"
-            f"block_size={k_cache.shape[1]},x={self.plans.x},window={self.window},sinks={str(self.sinks is not None).lower()}"
-        )
-        plan = self.plans.bind("paged_attention", problem)
-        plan(
+        self.attend(
             q,
             k_cache,
             v_cache,
@@ -67,7 +79,7 @@ class Attention:
             self.window,
             self.sinks,
             None,
-            self.plans.scratch(plan, x.shape[0]),
+            self.plans.scratch(self.attend, x.shape[0]),
             out,
         )
         return self.out(out.view(x.shape[0], -1))

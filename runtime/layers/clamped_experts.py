@@ -26,12 +26,19 @@ class ClampedExperts:
         self.router = Linear(plans, QuantTensor.from_dense(router), bias, dtype=torch.float32)
         self.topk = plans.bind(
             "grouped_topk",
-            f"e={moe.num_experts},top_k={moe.top_k},n_group=1,topk_group=1,x=fp32,scoring=softmax,bias=false,renormalize=true",
+            e=moe.num_experts,
+            top_k=moe.top_k,
+            n_group=1,
+            topk_group=1,
+            x="fp32",
+            scoring="softmax",
+            bias=False,
+            renormalize=True,
         )
-        self.permute = plans.bind("permute", f"top_k={moe.top_k},e={moe.num_experts}")
+        self.permute = plans.bind("permute", top_k=moe.top_k, e=moe.num_experts)
         self.gate_up = _Product(plans, weights, f"{name}.experts.gate_up", moe.top_k)
         self.down = _Product(plans, weights, f"{name}.experts.down", 0)
-        self.combine = plans.bind("combine", f"top_k={moe.top_k},h={self.down.rows},x={plans.x}")
+        self.combine = plans.bind("combine", top_k=moe.top_k, h=self.down.rows, x=plans.x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
@@ -59,9 +66,18 @@ class _Product:
         weight = weights.linear(target)
         self.bias = weights.tensor(f"{target}.bias")
         self.rows, self.top_k = weight.n, top_k
-        problem = f"e={weight.shape[0]},n={weight.n},k={weight.k},x={plans.x},w={weight.scheme},epilogue=none,gather={top_k}"
-        layout = min(plans.layouts("grouped_linear", problem))
-        self.plan = plans.bind("grouped_linear", problem, frozenset((layout,)))
+        problem = plans.problem(
+            "grouped_linear",
+            e=weight.shape[0],
+            n=weight.n,
+            k=weight.k,
+            x=plans.x,
+            w=str(weight.scheme),
+            epilogue="none",
+            gather=top_k,
+        )
+        layout = min(plans.layouts(problem))
+        self.plan = plans.bind_packed(problem, frozenset((layout,)))
         self.weight = pack(weight, layout).tensors
         plans.own(self.bias, *self.weight)
 

@@ -7,8 +7,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.common import dtype_name
-from gristmill.kernels.linear.weight import LinearWeight, problem_of
+from gristmill.kernels.linear.weight import LinearWeight
 from gristmill.quant import QuantTensor
 from gristmill.quant.packed import LayoutError
 from gristmill.runtime.layers.plans import Plans
@@ -31,14 +32,19 @@ class Linear:
         silu_mul: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        x = dtype_name(dtype or plans.dtype)
-        act_order = weight.g_idx is not None
-        problem = problem_of(
-            weight.scheme, weight.n, weight.k, x, bias is not None, False, silu_mul, act_order
+        epilogue = [name for name, on in (("bias", bias is not None), ("silu_mul", silu_mul)) if on]
+        problem = plans.problem(
+            "linear",
+            n=weight.n,
+            k=weight.k,
+            x=dtype_name(dtype or plans.dtype),
+            w=str(weight.scheme),
+            epilogue="+".join(epilogue) or "none",
+            act_order=weight.g_idx is not None,
         )
         self.plans = plans
         self.weight, layouts = _packed(plans, weight, problem)
-        self.plan = plans.bind("linear", problem, layouts)
+        self.plan = plans.bind_packed(problem, layouts)
         self.bias = bias
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
@@ -57,12 +63,12 @@ class Linear:
         return out
 
 
-def _packed(plans: Plans, weight: QuantTensor, problem: str) -> tuple[LinearWeight, frozenset[str]]:
+def _packed(plans: Plans, weight: QuantTensor, problem: Problem) -> tuple[LinearWeight, frozenset[str]]:
     """The weight in the layouts of its plan. A layout that takes the scheme may not take this weight of it: then, with a
     warning, the plan is made without it."""
     refused: frozenset[str] = frozenset()
     while True:
-        layouts = plans.layouts("linear", problem, refused)
+        layouts = plans.layouts(problem, refused)
         try:
             return LinearWeight.pack(weight, sorted(layouts)), layouts
         except LayoutError as error:
@@ -93,7 +99,7 @@ class SplitLinear:
         self.parts = [Linear(plans, p.weight, b, silu_mul=gated) for p, b in zip(parts, biases, strict=True)]
         self.gating = None
         if silu_mul and not gated:
-            self.gating = plans.bind("silu_and_mul", f"n={sum(rows) // 2},x={plans.x}")
+            self.gating = plans.bind("silu_and_mul", n=sum(rows) // 2, x=plans.x)
         self.columns = sum(part.columns for part in self.parts) // (2 if self.gating is not None else 1)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -46,6 +46,25 @@ class LatentAttention:
         self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()
         plans.own(self.w_k, self.w_v)
         self.out = load_linear(plans, weights, f"{name}.out")
+        self.write = plans.bind(
+            "reshape_and_cache_mla", d=mla.latent_dim, block_size=plans.block_size, x=plans.x
+        )
+        self.attend = plans.bind(
+            "mla_attention",
+            heads=c.num_heads,
+            latent_dim=mla.kv_lora_rank,
+            rope_dim=mla.rope_dim,
+            block_size=plans.block_size,
+            x=plans.x,
+        )
+        self.attend_new = plans.bind(
+            "varlen_attention",
+            heads=c.num_heads,
+            kv_heads=c.num_heads,
+            qk_dim=mla.qk_dim,
+            v_dim=mla.v_dim,
+            x=plans.x,
+        )
 
     def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
@@ -57,8 +76,7 @@ class LatentAttention:
         latent[:, : mla.kv_lora_rank] = self.kv_norm(down[:, rank : rank + mla.kv_lora_rank])
         latent[:, mla.kv_lora_rank :] = down[:, rank + mla.kv_lora_rank :]
         self.rope(q[..., mla.nope_dim :], latent[:, None, mla.kv_lora_rank :], batch.positions)
-        problem = f"d={mla.latent_dim},block_size={cache.shape[1]},x={self.plans.x}"
-        self.plans.bind("reshape_and_cache_mla", problem)(latent, cache, batch.slots)
+        self.write(latent, cache, batch.slots)
         attended = self._prefill(q, latent, batch) if batch.fresh else self._absorbed(q, batch, cache)
         return self.out(attended.view(tokens, self.heads * mla.v_dim))
 
@@ -71,12 +89,7 @@ class LatentAttention:
         ).transpose(0, 1)
         query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
         out = q.new_empty(tokens, self.heads, mla.kv_lora_rank)
-        plan = self.plans.bind(
-            "mla_attention",
-            f"heads={self.heads},latent_dim={mla.kv_lora_rank},rope_dim={mla.rope_dim},block_size={cache.shape[1]},"
-            f"x={self.plans.x}",
-        )
-        plan(
+        self.attend(
             query,
             cache,
             batch.block_table,
@@ -87,7 +100,7 @@ class LatentAttention:
             self.scale,
             mla.kv_lora_rank,
             None,
-            self.plans.scratch(plan, tokens),
+            self.plans.scratch(self.attend, tokens),
             out,
         )
         return torch.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).contiguous()
@@ -101,11 +114,9 @@ class LatentAttention:
         k[..., mla.nope_dim :] = latent[:, None, mla.kv_lora_rank :]
         v = kv[..., mla.nope_dim :]
         out = q.new_empty(tokens, self.heads, mla.v_dim)
-        plan = self.plans.bind(
-            "varlen_attention",
-            f"heads={self.heads},kv_heads={self.heads},qk_dim={mla.qk_dim},v_dim={mla.v_dim},x={self.plans.x}",
+        self.attend_new(
+            q, k, v, batch.query_start, batch.query_start, batch.max_q, batch.max_q, self.scale, None, out
         )
-        plan(q, k, v, batch.query_start, batch.query_start, batch.max_q, batch.max_q, self.scale, None, out)
         return out
 
 

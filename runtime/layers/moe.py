@@ -29,13 +29,27 @@ class MixtureOfExperts:
         plans.own(self.bias)
         self.topk = plans.bind(
             "grouped_topk",
-            f"e={moe.num_experts},top_k={moe.top_k},n_group={moe.num_groups},topk_group={moe.top_groups},x=fp32,"
-            f"scoring={moe.scoring},bias={str(moe.choice_bias).lower()},renormalize={str(moe.norm_topk_prob).lower()}",
+            e=moe.num_experts,
+            top_k=moe.top_k,
+            n_group=moe.num_groups,
+            topk_group=moe.top_groups,
+            x="fp32",
+            scoring=moe.scoring,
+            bias=moe.choice_bias,
+            renormalize=moe.norm_topk_prob,
         )
         down = weights.linear(f"{name}.experts.down")
-        problem = f"top_k={moe.top_k},e={moe.num_experts},h={down.n},i={down.k},x={plans.x},w={down.scheme}"
-        layouts = plans.layouts("moe", problem)
-        self.experts = plans.bind("moe", problem, layouts)
+        problem = plans.problem(
+            "moe",
+            top_k=moe.top_k,
+            e=moe.num_experts,
+            h=down.n,
+            i=down.k,
+            x=plans.x,
+            w=str(down.scheme),
+        )
+        layouts = plans.layouts(problem)
+        self.experts = plans.bind_packed(problem, layouts)
         self.inner, layout = down.k, next(iter(layouts))
         self.down = pack(down, layout).tensors
         del down  # one of the two is in memory beside its packing, never both

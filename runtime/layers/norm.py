@@ -11,12 +11,11 @@ class RMSNorm:
     """RMSNorm over the last dimension. weight: [N] in the model's dtype."""
 
     def __init__(self, plans: Plans, weight: Tensor, eps: float) -> None:
-        problem = f"n={weight.shape[0]},x={plans.x}"
         self.weight = weight
         self.eps = eps
         plans.own(weight)
-        self.plan = plans.bind("rms_norm", problem)
-        self.add_plan = plans.bind("fused_add_rms_norm", problem)
+        self.plan = plans.bind("rms_norm", n=weight.shape[0], x=plans.x)
+        self.add_plan = plans.bind("fused_add_rms_norm", n=weight.shape[0], x=plans.x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, N] -> [tokens, N]."""

@@ -10,12 +10,15 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import dtype_name
 from gristmill.kernels.linear.linear import layout_for
 from gristmill.runtime.workspace import Arenas
 
+BLOCK_SIZE = 16
+"""Tokens per block of the paged cache, unless told otherwise."""
 LAYOUT_SIZES = (1, 16, 256)
 """Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
 
@@ -23,17 +26,24 @@ LAYOUT_SIZES = (1, 16, 256)
 class Plans:
     """Binds plans on `device` under `policy` (None: the one GRISTMILL_POLICY names), one for each (op, static problem).
 
-    dtype: of activations. Every plan is remembered: `bound` is what `explain` reports and what `prepare` warms up. owned: the
-    parameters, packed as they are.
+    dtype: of activations. block_size: tokens per block of the paged cache. Layers bind their plans when they are made, and call
+    them in each step; `bound`, every plan so far, is what `explain` reports. owned: the parameters, packed as they are.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        policy: Policy | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self.block_size = block_size
         self.policy = policy or Policy.current()
-        self.bound: dict[tuple[str, str, frozenset[str] | None], BoundPlan] = {}
+        self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
-        self._layouts: dict[tuple[str, frozenset[str]], frozenset[str]] = {}
+        self._layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
 
@@ -52,27 +62,35 @@ class Plans:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.owned}
         return sum(storages.values())
 
-    def bind(self, op: str, problem: str, layouts: frozenset[str] | None = None) -> BoundPlan:
-        """The plan of an operation for a static problem."""
-        key = (op, problem, layouts)
+    def problem(self, op: str, /, **axes: AxisValue) -> Problem:
+        """The static problem of an operation; AxisError names what is wrong with the axes."""
+        return default_registry().op(op).problem(axes)
+
+    def bind(self, op: str, /, **axes: AxisValue) -> BoundPlan:
+        """The plan of an operation without packed weights."""
+        return self.bind_packed(self.problem(op, **axes))
+
+    def bind_packed(self, problem: Problem, layouts: frozenset[str] | None = None) -> BoundPlan:
+        """The plan of a static problem over weights that are packed in these layouts."""
+        key = (problem, layouts)
         if key not in self.bound:
-            self.bound[key] = ops.bind(op, problem, self.device, self.policy, layouts)
+            self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)
         return self.bound[key]
 
-    def layouts(self, op: str, problem: str, without: frozenset[str] = frozenset()) -> frozenset[str]:
+    def layouts(self, problem: Problem, without: frozenset[str] = frozenset()) -> frozenset[str]:
         """The layouts in which the weights of a static problem are to be packed. without: those that cannot hold the weight."""
-        if (problem, without) not in self._layouts:
-            definition = default_registry().op(op)
-            static = definition.problem(problem)
+        key = (problem, without)
+        if key not in self._layouts:
+            definition = default_registry().op(problem.op)
             resolver = ops.resolver(self.device, self.policy)
-            if {"n", "k"} <= static.as_dict().keys():
-                chosen = resolver.plan(definition, static, LAYOUT_SIZES, without).layouts
+            if {"n", "k"} <= problem.as_dict().keys():
+                chosen = resolver.plan(definition, problem, LAYOUT_SIZES, without).layouts
             else:
                 # Experts are packed once, for the kernel of a middling batch.
-                best = resolver.resolve(definition, definition.at_bucket(static, LAYOUT_SIZES[1])).require()
-                chosen = (layout_for(best.kernel, QuantScheme.parse(static.text("w"))).name,)
-            self._layouts[problem, without] = frozenset(chosen)
-        return self._layouts[problem, without]
+                best = resolver.resolve(definition, definition.at_bucket(problem, LAYOUT_SIZES[1])).require()
+                chosen = (layout_for(best.kernel, QuantScheme.parse(problem.text("w"))).name,)
+            self._layouts[key] = frozenset(chosen)
+        return self._layouts[key]
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
         """Scratch memory for a call of this size on the current stream, uint8; None when its kernel needs none."""

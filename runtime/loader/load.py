@@ -13,7 +13,7 @@ from gristmill.kernels.common import FLOATS, torch_dtype
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
@@ -26,6 +26,7 @@ def load_model(
     quant: str | QuantScheme | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     policy: Policy | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
@@ -41,7 +42,7 @@ def load_model(
     config = parse_config(*checkpoint.config())
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size)
     weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored)
     return build_model(config, weights, plans)
 

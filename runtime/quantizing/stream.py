@@ -18,7 +18,7 @@ from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import windows_at_once
 from gristmill.runtime.kv_cache import blocks_needed
-from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.load import parse_device
@@ -27,8 +27,6 @@ from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
 from gristmill.runtime.models import make_layer, model_table
 from gristmill.runtime.quantizing.moments import Moments, watch
 from gristmill.runtime.scheduler import ScheduledRequest
-
-BLOCK_SIZE = 16
 
 
 class LayerStream:

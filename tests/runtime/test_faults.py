@@ -10,9 +10,11 @@ import torch
 
 from gristmill.runtime import runner
 from gristmill.runtime.batch import Batch
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.moe import MixtureOfExperts
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.weights import Weights
@@ -112,9 +114,8 @@ def test_swapped_shards(
 def test_the_other_rope_style(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     build = Rope.__init__
 
-    def other(self: Rope, *args: object) -> None:
-        build(self, *args)  # type: ignore[arg-type]
-        self.interleaved = not self.interleaved
+    def other(self: Rope, plans: Plans, config: ModelConfig) -> None:
+        build(self, plans, dataclasses.replace(config, rope_interleaved=not config.rope_interleaved))
 
     monkeypatch.setattr(Rope, "__init__", other)
     assert worst(make(name), name) > 10 * LIMIT

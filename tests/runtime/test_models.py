@@ -234,8 +234,12 @@ def test_what_is_left_out_of_gpt_oss_shows(fault: str, make: Callable[..., LLM],
     layer = llm.model.layers[2]  # type: ignore[attr-defined]
     if fault == "bias":
         layer.mlp.down.bias.zero_()
-    else:
-        setattr(layer.attention, fault, {"sinks": None, "window": 0}[fault])
+    elif fault == "sinks":
+        layer.attention.sinks.fill_(-1e30)
+    else:  # as the next layer, which has none
+        other = llm.model.layers[3].attention  # type: ignore[attr-defined]
+        assert (layer.attention.window, other.window) == (16, 0)
+        layer.attention.window, layer.attention.attend = 0, other.attend
     assert float((window_logits(llm.engine, IDS) - theirs).abs().max() / theirs.abs().max()) > 1e-2
 
 
