@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from gristmill._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from gristmill.runtime.config import Fields as Fields
+    from gristmill.runtime.config import ModelConfig as ModelConfig
     from gristmill.runtime.engine import Engine as Engine
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     from gristmill.runtime.llm import Chunk as Chunk
     from gristmill.runtime.llm import Completion as Completion
     from gristmill.runtime.loader.load import load_model as load_model
+    from gristmill.runtime.loader.weights import Weight as Weight
+    from gristmill.runtime.loader.weights import WeightTable as WeightTable
+    from gristmill.runtime.models import Family as Family
+    from gristmill.runtime.models.llama import Llama as Llama
+    from gristmill.runtime.models.llama import decoder_table as decoder_table
     from gristmill.runtime.runner import Runner as Runner
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason

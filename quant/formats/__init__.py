@@ -14,13 +14,18 @@ from gristmill.kernel_registry.declarations import Declarations, find_declaratio
 from gristmill.kernel_registry.plugins import PluginFailure
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats.contract import (
+    Fields,
     Format,
     FormatError,
     FormatSpec,
+    Place,
     Source,
     StoredWeight,
     Tensors,
     Writer,
+    as_bytes,
+    make,
+    new_codes,
 )
 
 ENTRY_POINTS = "gristmill.formats"
@@ -72,15 +77,20 @@ def _reported() -> str:
 
 
 __all__ = [
+    "Fields",
     "Format",
     "FormatError",
     "FormatSpec",
+    "Place",
     "Source",
     "StoredWeight",
     "Tensors",
     "Writer",
+    "as_bytes",
     "checkpoint_formats",
     "failures",
+    "make",
+    "new_codes",
     "open_format",
     "open_writer",
 ]
