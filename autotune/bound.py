@@ -24,7 +24,7 @@ class UnpreparedError(RuntimeError):
 
 
 class BoundPlan:
-    """A plan on one device: call it with the operation's arguments and outputs.
+    """A plan on one device: call it with the operation's arguments and outputs. `gristmill.ops.bind` makes it.
 
     Buckets are resolved when first met, or before by `prepare`; during CUDA-graph capture an unprepared bucket raises.
     `layouts` fixes what packed weights exist; None for operations without packed weights.
@@ -64,7 +64,13 @@ class BoundPlan:
         self.handle = 0
 
     def __call__(self, *arguments: Any) -> None:
-        """Run on `arguments` followed by the outputs, all as the kernel's layout has them."""
+        """Run on `arguments` followed by the outputs, all as the kernel's layout has them.
+
+        Raises:
+            ValueError: a tensor of another device, or a call that the plan was not made for.
+            UnpreparedError: a size that was not prepared, during CUDA-graph capture.
+            NoKernelError: a size that no kernel runs here.
+        """
         if arguments[self._tensor].get_device() != self._index:
             raise ValueError(
                 f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "

@@ -120,7 +120,13 @@ class AxisError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of `op`. `values` holds every axis in declared order; None = a dynamic axis left open (a plan)."""
+    """One call of an operation, as data: frozen, hashable, printed as ``m=16,n=4096,w=int4_g128``. `Op.problem` makes it.
+
+    Attributes:
+        op: the operation's name.
+        values: (axis, value) of every axis, in declared order; None = a dynamic axis left open, as in a plan.
+        defaults: of the axes, in the same order: values at their default are not printed.
+    """
 
     op: str
     values: tuple[tuple[str, AxisValue | None], ...]

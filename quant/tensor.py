@@ -19,6 +19,7 @@ from typing import Final, NoReturn, Self
 import torch
 from torch import Tensor
 
+from gristmill.kernel_registry.dtypes import canonical_dtype
 from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
 from gristmill.quant import numeric, sharding
 
@@ -101,6 +102,7 @@ class QuantTensor:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.codes.device
 
     @property
@@ -169,8 +171,17 @@ class QuantTensor:
         lengths = torch.tensor([e - s for s, e in zip(self.segments, ends, strict=True)], device=self.device)
         return self.global_scale.repeat_interleave(lengths, dim=-1)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [..., N, K]: (code - zero) * scale * global in float32, then rounded once to dtype."""
+    def dequantize(self, dtype: torch.dtype | str = torch.float32) -> Tensor:
+        """The weight [..., N, K]: (code - zero) * scale * global in float32, then rounded once to dtype.
+
+        Raises:
+            ValueError: the name of a dtype other than float32, float16 and bfloat16.
+        """
+        if isinstance(dtype, str):
+            short = canonical_dtype(dtype)
+            if short not in DENSE_DTYPES:
+                raise ValueError(f"dequantize rounds to {', '.join(DENSE_DTYPES)}, got {dtype!r}")
+            dtype = DENSE_DTYPES[short]
         if self.scheme.is_dense:
             return self.dense().to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device)

@@ -23,7 +23,15 @@ ROWS = 512
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean negative log-likelihood, nats a token. tokens: predicted ones. seconds: wall clock. window_losses: of each window."""
+    """The answer of `evaluate`.
+
+    Attributes:
+        loss: mean negative log-likelihood, nats per token.
+        perplexity: exp(loss).
+        tokens: predicted tokens.
+        seconds: wall clock.
+        window_losses: loss of each window, nats per token.
+    """
 
     loss: float
     perplexity: float

@@ -29,8 +29,13 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt brought. finish_reason: ``stop`` (an end token, which is in token_ids), ``length``,
-    ``abort``, or ``error`` (the model's logits were NaN)."""
+    """The answer to one prompt.
+
+    Attributes:
+        prompt_ids, token_ids: token ids of the prompt and of the answer, a final end token included.
+        text: the answer as text; empty for a model without a tokenizer.
+        finish_reason: ``stop`` (an end token), ``length``, ``abort``, or ``error`` (the model's logits were NaN).
+    """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -40,7 +45,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A step's part of one prompt's answer. index: which prompt. finish_reason: None until its last chunk."""
+    """One step's part of the answer to one prompt.
+
+    Attributes:
+        index: which prompt, from 0.
+        token_ids: new token ids.
+        text: new text, of whole characters; a step may have none.
+        finish_reason: as of `Completion`; None until the last chunk of the prompt.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -118,6 +130,10 @@ class LLM:
         prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each; None =
         greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
         Without a tokenizer.json prompts must be ids, and `text` is empty.
+
+        Raises:
+            UsageError: an empty prompt, ids outside the vocabulary, params of another number or type.
+            RequestTooLarge: a prompt that can never fit in the cache or the model's length.
         """
         ids = self._prompts(prompts)
         tokens: list[list[int]] = [[] for _ in ids]

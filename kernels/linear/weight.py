@@ -14,8 +14,14 @@ from gristmill.kernel_registry.scheme import QuantScheme
 class LinearWeight:
     """One [N, K] weight in one or more layouts.
 
-    packed: layout name -> its tensors, in slot order. A layer binds a plan for `problem(...)`, packs for the layouts of
-    that plan, and passes `tensors(layout)` and `n` with every call.
+    A layer packs for the layouts of its plan, binds the plan for `problem(...)` with `layouts`, and passes `tensors(layout)` and
+    `n` with every call.
+
+    Attributes:
+        scheme: how the numbers are stored.
+        n, k: rows (output features) and columns (input features).
+        act_order: columns belong to groups in any order.
+        packed: layout name -> its tensors, in slot order.
     """
 
     scheme: QuantScheme
@@ -28,7 +34,9 @@ class LinearWeight:
     def pack(weight: Any, layouts: Iterable[str]) -> LinearWeight:
         """Pack a QuantTensor (or a dense [N, K] tensor) in each of `layouts`; the QuantTensor may be dropped afterwards.
 
-        Raises ValueError when no layout is given, one does not hold the scheme, or the weight is not [N, K].
+        Raises:
+            ValueError: no layout is given, one does not hold the scheme, or the weight is not [N, K].
+            UnknownError: a layout that is not there.
         """
         from gristmill.kernels.linear.linear import as_quant
         from gristmill.quant.packed import pack
@@ -56,7 +64,7 @@ class LinearWeight:
         return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)
 
     def tensors(self, layout: str | None = None) -> list[Any]:
-        """The tensors of a layout (None: the only one)."""
+        """The tensors of a layout (None: the only one); ValueError for one that it is not packed in."""
         if layout is None:
             if len(self.packed) != 1:
                 raise ValueError(f"this weight is packed as {', '.join(self.packed)}: say which layout")

@@ -84,7 +84,13 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a step, or an abort, brought one request."""
+    """What a step, or an abort, brought one request.
+
+    Attributes:
+        id: the request's.
+        new_ids: token ids of this step, in order; a final end token is among them.
+        finish_reason: why the request ended with this output; None = it goes on.
+    """
 
     id: str
     new_ids: Sequence[int]

@@ -19,12 +19,18 @@ class RequestState(Enum):
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """Why a request ended.
 
-    STOP = "stop"  # a stop id was sampled
-    LENGTH = "length"  # max_tokens, max_model_len or the pool's capacity was reached
-    ABORT = "abort"  # the caller ended it
-    ERROR = "error"  # its step failed
+    STOP: an end token was sampled.
+    LENGTH: max_tokens, max_model_len or the capacity of the cache was reached.
+    ABORT: the caller ended it.
+    ERROR: its logits were NaN.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
 
 
 class Request:

@@ -93,3 +93,12 @@ def test_a_packed_weight_writes_the_short_name() -> None:
     stored = gristmill.LinearWeight.pack(torch.ones(16, 32), ["dense_v1"])
     assert stored.problem(torch.bfloat16) == stored.problem("bfloat16") == stored.problem("bf16")
     assert "x=bf16" in stored.problem("bfloat16") and stored.layouts == {"dense_v1"}
+
+
+@pytest.mark.parametrize("short", ("fp32", "fp16", "bf16"))
+def test_dequantize_to_a_name(short: str) -> None:
+    stored = gristmill.quantize(torch.randn(4, 32), "int4_g32")
+    for name in NAMES[short]:
+        assert torch.equal(stored.dequantize(name), stored.dequantize(torch_dtype(short)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dequantize rounds to fp32, fp16, bf16, got 'int8'"):
+        stored.dequantize("int8")
