@@ -19,7 +19,7 @@ from typing import Any
 
 import gristmill
 from gristmill.autotune.operators import EVERY_OPERATION, documentation, meaning, signature
-from gristmill.kernel_registry import DTYPES, Op, canonical_dtype, default_registry
+from gristmill.kernel_registry import DTYPES, default_registry
 from gristmill.kernel_registry.dtypes import ALIASES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +66,9 @@ SECTIONS = {
     ),
 }
 """Every public name, in the order of the page."""
+
+MADE_BY_USERS = ("SamplingParams", "Policy")
+"""Dataclasses shown by the arguments that make them; of the others, which functions return, the fields are shown."""
 
 OPS_HELPERS = ("bind", "release", "resolver")
 
@@ -163,6 +166,7 @@ def members(cls: type) -> Iterator[tuple[str, str, str | None]]:
 
 
 def fenced(text: str) -> str:
+    """A code block of Markdown."""
     return f"```\n{text}\n```"
 
 
@@ -175,19 +179,12 @@ def class_section(name: str, cls: type) -> list[str]:
     if issubclass(cls, Exception):
         bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
         return [*lines, f"A kind of {bases}. {markdown(cls.__doc__)}", ""]
-    if "__init__" in vars(cls) and (
-        dataclasses.is_dataclass(cls) is False or name in ("SamplingParams", "Policy")
-    ):
-        lines += [
-            fenced(
-                signature_text(
-                    name, inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-                )
-            ),
-            "",
-        ]
+    shows_fields = dataclasses.is_dataclass(cls) and name not in MADE_BY_USERS
+    if "__init__" in vars(cls) and not shows_fields:
+        made = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+        lines += [fenced(signature_text(name, made)), ""]
     lines += [markdown(cls.__doc__), ""]
-    if dataclasses.is_dataclass(cls) and name not in ("SamplingParams", "Policy"):
+    if shows_fields:
         fields = "\n".join(
             f"{f.name}: {_short(str(f.type))}" for f in dataclasses.fields(cls) if f.name[0] != "_"
         )
@@ -211,7 +208,7 @@ def function_section(name: str, function: Callable[..., Any], level: str = "###"
 
 def ops_section() -> list[str]:
     """gristmill.ops: what it is, its helpers, its operations."""
-    lines = ["### ops", "", markdown(inspect.getmodule(gristmill.ops).__doc__), ""]  # type: ignore[union-attr]
+    lines = ["### ops", "", markdown(gristmill.ops.__doc__), ""]
     for name in OPS_HELPERS:
         lines += function_section(f"ops.{name}", getattr(gristmill.ops, name), "####")
     lines += ["#### Operations", "", markdown(EVERY_OPERATION), ""]
@@ -237,7 +234,6 @@ def page() -> str:
     lines = [HEAD, "| stored and printed | also |", "|---|---|"]
     for dtype in DTYPES:
         others = [name for name, short in ALIASES.items() if short == dtype and name != dtype]
-        assert all(canonical_dtype(name) == dtype for name in others)
         lines.append(f"| `{dtype}` | {', '.join(f'`{name}`' for name in others)} |")
     for title, names in SECTIONS.items():
         lines += ["", f"## {title}", ""]
@@ -296,7 +292,6 @@ def stub() -> str:
         for name in OPS_HELPERS
     ]
     for name, op in sorted(default_registry().ops.items()):
-        assert isinstance(op, Op)
         parts.append(stub_function(name, signature(op), documentation(op)))
     return head + "\n" + "\n\n".join(parts) + "\n"
 
