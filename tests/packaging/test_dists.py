@@ -147,6 +147,8 @@ def test_no_extra_installs_another_project_of_a_librarys_name() -> None:
     assert impostors(project()) == {}
     for extra in project()["optional-dependencies"]:  # through extras of extras, too
         assert not distributions(extra) & NOT_OURS
+    pinned = {line.partition("==")[0] for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines()}
+    assert not {normal_name(name) for name in pinned} & NOT_OURS
     planted = {
         "dependencies": [],
         "optional-dependencies": {"a": ["Deep_GEMM>=1"], "b": ["numpy"], "c": ["aiter[x]"]},
