@@ -53,7 +53,7 @@ class BoundPlan:
         self.layouts = layouts
         self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
-        self._guard = partial(op.guard or partial(_described, op), self.static)
+        self._guard = op.guard(self.static)
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
         self._tensor = next(
@@ -78,7 +78,7 @@ class BoundPlan:
             )
         try:
             size = self._guard(*arguments)
-        except IndexError as error:
+        except (IndexError, AttributeError) as error:
             raise unfit(self.op, arguments, f"planned for {self.static}") from error
         if size:
             # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.
@@ -160,15 +160,15 @@ class BoundPlan:
 
 
 def fitting(op: Op, question: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """The answer to a question about a call; ValueError where an argument has too few dimensions or tensors to be asked."""
+    """The answer to a question about a call; ValueError where an argument has too few dimensions or tensors, or is none."""
     try:
         return question(*arguments)
-    except IndexError as error:
-        raise unfit(op, arguments, f"takes ({op.arguments})") from error
+    except (IndexError, AttributeError) as error:
+        raise unfit(op, arguments, f"takes ({op.schema})") from error
 
 
 def unfit(op: Op, arguments: Sequence[Any], expected: str) -> ValueError:
-    """The error for arguments with too few dimensions: what was expected, and everything that came."""
+    """The error for arguments with too few dimensions, or that are no tensors: what was expected, and everything that came."""
 
     def shown(argument: Any) -> str:
         if isinstance(argument, list | tuple):
@@ -176,15 +176,9 @@ def unfit(op: Op, arguments: Sequence[Any], expected: str) -> ValueError:
         return str([*argument.shape]) if hasattr(argument, "shape") else repr(argument)
 
     given = ", ".join(f"{p.name} {shown(a)}" for p, a in zip(op.parameters, arguments, strict=False))
-    return ValueError(f"{op.name} {expected}: an argument has too few dimensions or tensors: {given}")
-
-
-def _described(op: Op, static: Problem, *arguments: Any) -> int:
-    """The guard of an operation that has none of its own: describe the call and compare."""
-    found = op.problem(op.describe(*arguments[: len(op.parameters)]))
-    if op.static(found) != static:
-        raise ValueError(f"{op.name} planned for {static}, called with {op.static(found)}")
-    return found.integer(op.bucket) if op.bucket else 1
+    return ValueError(
+        f"{op.name} {expected}: an argument has too few dimensions or tensors, or is none: {given}"
+    )
 
 
 def _outside_capture(name: str, runner: Runner, *arguments: Any) -> None:

@@ -73,7 +73,7 @@ def _automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
     key = (op.name, id(policy), *(_signature(argument) for argument in arguments))
     plan = _FOUND.get(key)
     if plan is None:
-        described = op.problem(fitting(op, op.describe, arguments))
+        described = fitting(op, op.describe, arguments)
         device = next(t.device for a in arguments for t in tensors(a))
         static = op.static(described)
         known = (op.name, id(policy), static, str(device))

@@ -224,7 +224,7 @@ def op_section(registry: Registry, op: Op) -> str:
     """One operation: what it is, and its kernels."""
     axes = ", ".join(f"`{a.name}`" + (" (changes per call)" if a.dynamic else "") for a in op.axes)
     lines = [f"## {op.name}", "", f"{op.summary[0].upper()}{op.summary[1:]}.", ""]
-    lines += [f"`{op.name}({op.arguments}) -> {', '.join(op.outputs) or 'in place'}`", ""]
+    lines += [f"`{op.name}({op.schema}) -> {', '.join(op.outputs) or 'in place'}`", ""]
     lines += [f"Problem: {axes}; for example `{op.bench[0]}`.", ""]
     lines += [
         "| kernel | by | language | how | needs | layouts | promises | rank | proven on |",

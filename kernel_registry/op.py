@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gristmill.kernel_registry.problem import Axis, AxisError, AxisValue, Problem, make_problem, parse_problem
+from gristmill.kernel_registry.arguments import Argument, Parameter, Tensor, parameters
+from gristmill.kernel_registry.problem import Axis, AxisError, Problem, make_problem, parse_problem
 
 
 @dataclass(frozen=True)
@@ -35,39 +36,22 @@ VERIFIED_ROWS = 257
 """Rows of a verification problem at most: odd, past every tile size in use, and quick on the reference path."""
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One argument of an operation: torch schema type, name, default text (None = required), written in place or not."""
-
-    type: str
-    name: str
-    default: str | None
-    mutable: bool
-
-
-def _parameter(text: str) -> Parameter:
-    kind, _, rest = text.partition(" ")
-    name, equals, default = rest.partition("=")
-    return Parameter(kind, name.strip(), default.strip() if equals else None, "!" in kind)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """An operation.
 
-    arguments: the inputs in torch schema syntax, in-place ones marked ``(a!)``: ``Tensor x, Tensor weight, float eps``.
-    outputs: names of the tensors it produces, () for an operation that only writes into its arguments.
+    arguments: the inputs, declared (see `arguments`): shapes, dtypes, storage order. The torch schema, `describe`, `guard`
+        and `like` come from them.
+    returns: the tensors it produces, () for an operation that only writes into its arguments.
     reference: ``reference(*arguments)`` -> the output, a tuple of them, or None (in place); plain torch, float32 inside.
-    describe: ``describe(*arguments)`` -> axis values; raises ValueError or TypeError for arguments that do not fit each
-        other, naming what was expected and what came.
-    like: ``like(*arguments)`` -> ((shape, dtype), ...) of the outputs; runs under fake tensors.
+    values: axes that are computed from the arguments: axis -> an expression of sizes and arguments.
+    rules: what the declarations cannot say, where arguments constrain each other. Each is a function whose parameters name
+        the sizes, axes and arguments that it looks at, and which returns None or a sentence. Rules that look at anything
+        that a plan does not fix run at every planned call.
     inputs: ``inputs(problem, seed, device)`` -> the arguments, as a list, for tests, verification and benchmarks.
     check: ``check(problem)`` -> what keeps its values from going together (heads that do not divide among KV heads), None if
         nothing does. Axes that are open have no value.
     bucket: the axis a plan has buckets for.
-    guard: ``guard(problem, *arguments, *outputs)`` -> the call's size on the bucket axis, read from host shapes;
-        ValueError if the call does not belong to the static part of `problem`. Runs at every planned call and keeps
-        kernels inside their buffers, in a few attribute reads. None: `describe` is run instead, slower.
     shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work); None
         caps the bucket axis at 257.
     pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
@@ -82,19 +66,18 @@ class Op:
     family: str
     summary: str
     axes: tuple[Axis, ...]
-    arguments: str
-    outputs: tuple[str, ...]
+    arguments: tuple[Argument, ...]
     reference: Callable[..., Any]
-    describe: Callable[..., Mapping[str, AxisValue]]
-    like: Callable[..., tuple[tuple[Any, Any], ...]]
     inputs: Callable[[Problem, int, str], list[Any]]
     cost: Callable[[Problem], Cost]
     tolerance: Callable[[Problem], Tolerance]
     examples: tuple[str, ...]
     bench: tuple[str, ...]
+    returns: tuple[Tensor, ...] = ()
+    values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    rules: tuple[Callable[..., str | None], ...] = ()
     check: Callable[[Problem], str | None] | None = None
     bucket: str | None = None
-    guard: Callable[..., int] | None = None
     shrink: Callable[[Problem], Problem] | None = None
     error: Callable[..., float] | None = None
     pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
@@ -104,8 +87,48 @@ class Op:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The arguments, taken apart."""
-        return tuple(_parameter(text.strip()) for text in self.arguments.split(","))
+        """The arguments in torch schema syntax, taken apart."""
+        return parameters(self.arguments)
+
+    @cached_property
+    def schema(self) -> str:
+        """The arguments in torch schema syntax, in-place ones marked ``(a!)``: ``Tensor x, Tensor weight, float eps``."""
+        return ", ".join(map(str, self.parameters))
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the tensors it produces."""
+        return tuple(tensor.name for tensor in self.returns)
+
+    @cached_property
+    def _compiled(self) -> dict[str, Any]:
+        from gristmill.kernel_registry.argument_source import compiled
+
+        return compiled(self)
+
+    @property
+    def source(self) -> str:
+        """The Python source of `describe`, `like` and the guards, generated from the declarations."""
+        return str(self._compiled["source"])
+
+    def describe(self, *arguments: Any, **named: Any) -> Problem:
+        """The problem that a call is; ValueError or TypeError for arguments that do not fit, naming the argument, what was
+        expected and what came."""
+        return self.problem(self._compiled["describe"](*arguments, **named))
+
+    def like(self, *arguments: Any, **named: Any) -> tuple[tuple[Any, Any], ...]:
+        """((shape, dtype), ...) of the outputs; runs under fake tensors."""
+        found: tuple[tuple[Any, Any], ...] = self._compiled["like"](*arguments, **named)
+        return found
+
+    def guard(self, static: Problem) -> Callable[..., int]:
+        """``guard(*arguments, *outputs)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.
+
+        It raises ValueError where a call does not belong to `static`. It runs at every planned call, and keeps kernels inside
+        their buffers, in a few attribute reads.
+        """
+        made: Callable[..., int] = self._compiled["make_guard"](static)
+        return made
 
     @cached_property
     def dynamic(self) -> frozenset[str]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gristmill.kernels.common import ITEM_BYTES as ITEM_BYTES
     from gristmill.kernels.common import dtype_name as dtype_name
     from gristmill.kernels.common import need as need
-    from gristmill.kernels.common import rows_of as rows_of
     from gristmill.kernels.common import torch_dtype as torch_dtype
     from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
 else:

@@ -36,30 +36,8 @@ def need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def rows_of(name: str, x: Any) -> int:
-    """Rows of x seen as [rows, x.shape[-1]].
-
-    ValueError unless the last dimension is contiguous and the leading ones flatten to one row stride.
-    """
-    if x.dim() < 1:
-        raise ValueError(f"{name}: expected at least one dimension, got a scalar")
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {tuple(x.stride())}")
-    rows, stride = 1, None
-    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size != 1 and stride is not None and step != stride:
-            raise ValueError(
-                f"{name}: leading dimensions must flatten to rows of one stride, got shape {tuple(x.shape)} "
-                f"with strides {tuple(x.stride())}; call .contiguous() first"
-            )
-        if size != 1 or stride is not None:
-            stride = step * size
-        rows *= size
-    return rows
-
-
 def row_stride(x: Any) -> int:
-    """Elements between rows of x seen as [rows, x.shape[-1]] (see `rows_of`)."""
+    """Elements between rows of x seen as [rows, x.shape[-1]], whose leading dimensions flatten to one stride."""
     if x.dim() == 2:
         return int(x.stride(0))
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
@@ -76,37 +54,6 @@ def need_plain(op: str, dtype: str, **tensors: Any) -> None:
                 f"{op}: {name} must be a contiguous {dtype} tensor, got {x.dtype} {tuple(x.shape)} with strides "
                 f"{tuple(x.stride())}"
             )
-
-
-def need_vectors(op: str, **tensors: Any) -> None:
-    """ValueError unless the last dimension of every tensor is contiguous, and the rows of `out` do not overlap."""
-    for name, x in tensors.items():
-        if name == "out" and 0 in x.stride() and not x.is_contiguous():
-            raise ValueError(
-                f"{op}: out is written, so its rows must not overlap; got {tuple(x.shape)} with strides {tuple(x.stride())}"
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(
-                f"{op}: the last dimension of {name} must be contiguous, got {tuple(x.shape)} with strides "
-                f"{tuple(x.stride())}"
-            )
-
-
-def separate_rows(x: Any) -> bool:
-    """Whether no two rows of x (see `rows_of`) overlap, as what is written must not."""
-    return x.is_contiguous() or row_stride(x) >= x.shape[-1]
-
-
-def need_rows(op: str, reads: dict[str, Any], writes: dict[str, Any]) -> None:
-    """ValueError unless `rows_of` takes every tensor and the rows of the written ones do not overlap."""
-    for name, x in (reads | writes).items():
-        rows_of(f"{op}: {name}", x)
-    for name, x in writes.items():
-        need(
-            separate_rows(x),
-            f"{op}: {name} is written, so its rows must not overlap; got shape {tuple(x.shape)} with "
-            f"strides {tuple(x.stride())}",
-        )
 
 
 def need_workspace(op: str, given: Any, size: int, device: Any) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import ROWS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 
 def reference(x: Any) -> Any:
@@ -18,40 +19,6 @@ def reference(x: Any) -> Any:
 
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
-
-
-def describe(x: Any) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    rows = rows_of("silu_and_mul: x", x)
-    need(
-        x.shape[-1] % 2 == 0 and x.shape[-1] > 0,
-        f"silu_and_mul: x holds gate and up side by side, so its last dimension must be even, got {tuple(x.shape)}",
-    )
-    return {"m": rows, "n": x.shape[-1] // 2, "x": dtype_name(x.dtype)}
-
-
-def guard(problem: Problem, x: Any, out: Any) -> int:
-    """Rows of a planned call; ValueError if it is not one of `problem`."""
-    shape, made, kind, n = x.shape, out.shape, x.dtype, problem.values[1][1]
-    if (
-        shape[-1] != 2 * n
-        or made[-1] != n
-        or made[:-1] != shape[:-1]
-        or out.dtype != kind
-        or dtype_name(kind) != problem.values[2][1]
-    ):
-        raise ValueError(
-            f"silu_and_mul planned for {problem}: got x {tuple(shape)} {kind}, out {tuple(made)} {out.dtype}"
-        )
-    if not (x.is_contiguous() and out.is_contiguous()):
-        need_rows("silu_and_mul", {"x": x}, {"out": out})
-    return out.numel() // n
-
-
-def like(x: Any) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    need(x.dim() > 0, "silu_and_mul: x: expected at least one dimension, got a scalar")
-    return (((*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -85,12 +52,9 @@ OP = Op(
         Axis("n", "int", "length of gate, of up, and of an output row", minimum=1),
         Axis("x", "dtype", "dtype of x and the output", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor x",
-    outputs=("out",),
+    arguments=(Tensor("x", "... 2*n", strides=ROWS),),
+    returns=(Tensor("out", "... n", strides=ROWS),),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     cost=cost,
     tolerance=tolerance,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import dtype_name, need, need_vectors
+from gristmill.kernels.common import need
 
 UNUSED_BLOCK = 2**30
 """What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
@@ -136,13 +136,6 @@ def starts(counts: Sequence[int]) -> list[int]:
     return found
 
 
-def need_table(op: str, block_table: Any) -> None:
-    """ValueError unless a block table is int32 with contiguous rows."""
-    if dtype_name(block_table.dtype) != "int32":
-        raise ValueError(f"{op}: block_table must be int32, got {block_table.dtype}")
-    need_vectors(op, block_table=block_table)
-
-
 def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[list[list[int]], int]:
     """Shuffled blocks for each context, and how many blocks the cache has (a few belong to nobody)."""
     counts = [-(-context // block_size) for context in contexts]
@@ -176,51 +169,25 @@ def owned_slots(tables: Sequence[Sequence[int]], contexts: Sequence[int], block_
     return torch.cat(parts)
 
 
-def check_ragged(op: str, q: Any, query_start: Any, others: Sequence[tuple[str, Any]]) -> int:
-    """Check the index tensors of a ragged call: int32, contiguous, on q's device; `others` have one row a sequence.
-
-    Returns the number of sequences. TypeError or ValueError says what came instead.
-    """
-    seqs = query_start.shape[0] - 1 if query_start.dim() == 1 else -1
-    need(
-        seqs >= 1,
-        f"{op}: query_start must be [seqs + 1] with at least one sequence, got {tuple(query_start.shape)}",
-    )
-    for name, tensor in (("query_start", query_start), *others):
-        if str(tensor.dtype) != "torch.int32":
-            raise TypeError(f"{op}: {name} must be int32, got {tensor.dtype}")
-        need(tensor.device == q.device, f"{op}: {name} is on {tensor.device}, q on {q.device}")
-        need(
-            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
-            f"{op}: the last dimension of {name} must be contiguous",
-        )
-        if name != "query_start":
-            need(
-                tensor.shape[0] == seqs,
-                f"{op}: {name} has {tensor.shape[0]} rows, query_start has {seqs} sequences",
-            )
-    return int(seqs)
+def queries_fit(q_tokens: int, seqs: int, max_q: int) -> str | None:
+    """The new tokens fit in the sequences."""
+    if q_tokens <= seqs * max_q:
+        return None
+    return f"q has {q_tokens} tokens, more than {seqs} sequences of at most max_q {max_q}"
 
 
-def check_heads(op: str, name: str, x: Any, dims: int) -> None:
-    """x has `dims` dimensions and a contiguous last one; ValueError says what came instead."""
-    need(x.dim() == dims, f"{op}: {name} must have {dims} dimensions, got {tuple(x.shape)}")
-    need(
-        x.stride(-1) == 1 or x.shape[-1] == 1,
-        f"{op}: the last dimension of {name} must be contiguous, got strides {tuple(x.stride())}",
-    )
+def contexts_fit(total_ctx: int, seqs: int, max_ctx: int) -> str | None:
+    """The keys fit in the sequences."""
+    if total_ctx <= seqs * max_ctx:
+        return None
+    return f"k has {total_ctx} rows, more than {seqs} sequences of at most max_ctx {max_ctx}"
 
 
-def check_stated(op: str, name: str, x: Any, shape: tuple[int, ...], q: Any) -> None:
-    """x is None or a contiguous float32 tensor of this shape on q's device; TypeError or ValueError otherwise."""
-    if x is None:
-        return
-    if str(x.dtype) != "torch.float32":
-        raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
-    need(
-        tuple(x.shape) == shape and x.is_contiguous() and x.device == q.device,
-        f"{op}: {name} must be a contiguous {list(shape)} on {q.device}, got {tuple(x.shape)} on {x.device}",
-    )
+def table_fits(max_ctx: int, max_blocks: int, block_size: int) -> str | None:
+    """A row of the block table has the blocks of the longest context."""
+    if max_ctx <= max_blocks * block_size:
+        return None
+    return f"max_ctx {max_ctx} is more than the {max_blocks} blocks of {block_size} hold that block_table has for a sequence"
 
 
 def attention_error(limits: tuple[float, float], outputs: Sequence[Any], references: Sequence[Any]) -> float:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 NAME = "merge_attention_states"
 
@@ -35,63 +36,6 @@ def reference(a: Any, a_lse: Any, b: Any, b_lse: Any) -> tuple[Any, Any]:
     empty = total == 0
     out = (terms[0] + terms[1]) / torch.where(empty, 1.0, total)[..., None]
     return out.to(a.dtype), most + torch.log(total)
-
-
-def describe(a: Any, a_lse: Any, b: Any, b_lse: Any) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    need(a.dim() == 3, f"{NAME}: a must be [tokens, heads, head size], got {tuple(a.shape)}")
-    need(b.shape == a.shape, f"{NAME}: b must have a's shape {tuple(a.shape)}, got {tuple(b.shape)}")
-    for name, tensor, dtype in (
-        ("b", b, dtype_name(a.dtype)),
-        ("a_lse", a_lse, "fp32"),
-        ("b_lse", b_lse, "fp32"),
-    ):
-        if dtype_name(tensor.dtype) != dtype:
-            raise TypeError(f"{NAME}: {name} must be {dtype}, got {tensor.dtype}")
-        need(tensor.device == a.device, f"{NAME}: {name} is on {tensor.device}, a on {a.device}")
-        need(
-            name == "b" or tensor.shape == a.shape[:2],
-            f"{NAME}: {name} must be {tuple(a.shape[:2])}, got {tuple(tensor.shape)}",
-        )
-    for name, tensor in (("a", a), ("b", b), ("a_lse", a_lse), ("b_lse", b_lse)):
-        need(tensor.is_contiguous(), f"{NAME}: {name} must be contiguous, got strides {tensor.stride()}")
-    return {"t": a.shape[0], "h": a.shape[1], "d": a.shape[2], "x": dtype_name(a.dtype)}
-
-
-def guard(problem: Problem, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> int:
-    """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    shape, kind = a.shape, a.dtype
-    (_, _), (_, h), (_, d), (_, x) = problem.values
-    if (
-        len(shape) != 3
-        or shape[1] != h
-        or shape[2] != d
-        or b.shape != shape
-        or out.shape != shape
-        or b.dtype != kind
-        or out.dtype != kind
-        or dtype_name(kind) != x
-    ):
-        raise ValueError(
-            f"{NAME} planned for {problem}: got a {tuple(shape)} {kind}, b {tuple(b.shape)} {b.dtype}, "
-            f"out {tuple(out.shape)} {out.dtype}"
-        )
-    for tensor in (a_lse, b_lse, lse):
-        if tensor.shape != shape[:2] or dtype_name(tensor.dtype) != "fp32" or not tensor.is_contiguous():
-            raise ValueError(
-                f"{NAME}: every lse must be a contiguous fp32 {tuple(shape[:2])}, got {tuple(tensor.shape)} "
-                f"{tensor.dtype} with strides {tensor.stride()}"
-            )
-    need(
-        a.is_contiguous() and b.is_contiguous() and out.is_contiguous(),
-        f"{NAME}: a, b and out must be contiguous",
-    )
-    return int(shape[0])
-
-
-def like(a: Any, a_lse: Any, b: Any, b_lse: Any) -> tuple[tuple[Any, Any], ...]:
-    """Shapes and dtypes of the merged output and its lse."""
-    return ((a.shape, a.dtype), (a_lse.shape, a_lse.dtype))
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -159,12 +103,14 @@ OP = Op(
         Axis("d", "int", "elements of a head", minimum=1),
         Axis("x", "dtype", "dtype of the partials and the output", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor a, Tensor a_lse, Tensor b, Tensor b_lse",
-    outputs=("out", "lse"),
+    arguments=(
+        Tensor("a", "t h d"),
+        Tensor("a_lse", "t h", dtype="fp32"),
+        Tensor("b", "t h d"),
+        Tensor("b_lse", "t h", dtype="fp32"),
+    ),
+    returns=(Tensor("out", "t h d"), Tensor("lse", "t h", dtype="fp32")),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     cost=cost,
     tolerance=tolerance,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention.causal import causal_attention
@@ -18,25 +19,19 @@ from gristmill.kernels.attention.lengths import (
     RAGGED_AXES,
     attention_error,
     block_tables,
-    check_heads,
-    check_ragged,
-    check_stated,
     lengths,
     misfit,
-    need_table,
     owned_slots,
+    queries_fit,
     shrunk,
     starts,
+    table_fits,
     table_tensor,
     visible_keys,
 )
 from gristmill.kernels.common import (
     FLOATS,
     ITEM_BYTES,
-    dtype_name,
-    need,
-    need_plain,
-    need_vectors,
     torch_dtype,
 )
 
@@ -78,145 +73,6 @@ def reference(
         if lse is not None:
             lse[rows] = total
     return out
-
-
-def describe(
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int = 512,
-    lse: Any = None,
-    workspace: Any = None,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    op = "mla_attention"
-    check_heads(op, "q", q, 3)
-    check_heads(op, "cache", cache, 3)
-    need(cache.device == q.device, f"{op}: cache is on {cache.device}, q on {q.device}")
-    if cache.dtype != q.dtype:
-        raise TypeError(f"{op}: cache must have q's dtype {q.dtype}, got {cache.dtype}")
-    tokens, heads, dim = q.shape
-    need(cache.shape[2] == dim, f"{op}: rows of the cache have {cache.shape[2]} elements, q's heads {dim}")
-    need(1 <= latent_dim <= dim, f"{op}: latent_dim must be 1 to {dim}, got {latent_dim}")
-    need(
-        block_table.dim() == 2 and seq_lens.dim() == 1,
-        f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
-        f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}",
-    )
-    seqs = check_ragged(op, q, query_start, (("seq_lens", seq_lens), ("block_table", block_table)))
-    need(
-        max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}"
-    )
-    need(
-        max_ctx <= block_table.shape[1] * cache.shape[1],
-        f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {cache.shape[1]} hold",
-    )
-    need(
-        tokens <= seqs * max_q,
-        f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}",
-    )
-    check_stated(op, "lse", lse, (tokens, heads), q)
-    return {
-        "q_tokens": tokens,
-        "seqs": seqs,
-        "max_q": max_q,
-        "max_ctx": max_ctx,
-        "heads": heads,
-        "latent_dim": latent_dim,
-        "rope_dim": dim - latent_dim,
-        "block_size": cache.shape[1],
-        "x": dtype_name(q.dtype),
-        "lse": lse is not None,
-    }
-
-
-def guard(
-    problem: Problem,
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int,
-    lse: Any,
-    workspace: Any,
-    out: Any,
-) -> int:
-    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
-    heads, latent, rope, block_size, x, stated = (value for _, value in problem.values[5:])
-    tokens, seqs = q.shape[0], seq_lens.shape[0]
-    if (
-        q.shape[1:] != (heads, latent + rope)
-        or cache.shape[1:] != (block_size, latent + rope)
-        or latent_dim != latent
-    ):
-        raise ValueError(
-            f"mla_attention planned for {problem}: got q {tuple(q.shape)}, cache {tuple(cache.shape)}, "
-            f"latent_dim {latent_dim}"
-        )
-    if (
-        out.shape != (tokens, heads, latent)
-        or q.dtype != cache.dtype
-        or q.dtype != out.dtype
-        or dtype_name(q.dtype) != x
-    ):
-        raise ValueError(
-            f"mla_attention planned for {problem}: got q {q.dtype}, cache {cache.dtype}, out {out.dtype} "
-            f"{tuple(out.shape)}"
-        )
-    if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
-        raise ValueError(
-            f"mla_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}"
-        )
-    need_vectors("mla_attention", q=q, cache=cache, out=out)
-    need_plain("mla_attention", "fp32", lse=lse)
-    need_plain("mla_attention", "int32", query_start=query_start, seq_lens=seq_lens)
-    need_table("mla_attention", block_table)
-    if (
-        query_start.shape != (seqs + 1,)
-        or seq_lens.dim() != 1
-        or block_table.dim() != 2
-        or block_table.shape[0] != seqs
-    ):
-        raise ValueError(
-            f"mla_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
-            f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]"
-        )
-    if max_ctx > block_table.shape[1] * block_size or tokens > seqs * max_q:
-        raise ValueError(
-            f"mla_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and block_table "
-            f"{tuple(block_table.shape)}"
-        )
-    return int(tokens)
-
-
-def like(
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int = 512,
-    lse: Any = None,
-    workspace: Any = None,
-) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    need(
-        1 <= latent_dim <= q.shape[2],
-        f"mla_attention: latent_dim must be 1 to {q.shape[2]}, the width of q, got {latent_dim}",
-    )
-    return (((*q.shape[:2], latent_dim), q.dtype),)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -299,13 +155,22 @@ OP = Op(
         Axis("x", "dtype", "dtype of q, the cache and the output", default="bf16", choices=FLOATS),
         Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
     ),
-    arguments="Tensor q, Tensor cache, Tensor block_table, Tensor query_start, Tensor seq_lens, int max_q, int max_ctx, "
-    "float scale, int latent_dim=512, Tensor(a!)? lse=None, Tensor(w!)? workspace=None",
-    outputs=("out",),
+    arguments=(
+        Tensor("q", "q_tokens heads latent_dim+rope_dim", strides=VECTORS),
+        Tensor("cache", "blocks block_size latent_dim+rope_dim", strides=VECTORS),
+        Tensor("block_table", "seqs max_blocks", dtype="int32", strides=VECTORS),
+        Tensor("query_start", "seqs+1", dtype="int32"),
+        Tensor("seq_lens", "seqs", dtype="int32"),
+        Scalar("max_q", "int", minimum=1),
+        Scalar("max_ctx", "int", minimum=1),
+        Scalar("scale", "float"),
+        Scalar("latent_dim", "int", 512),
+        Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
+        Scratch(),
+    ),
+    returns=(Tensor("out", "q_tokens heads latent_dim", strides=VECTORS),),
+    rules=(queries_fit, table_fits),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=misfit,
     cost=cost,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention.causal import causal_attention
@@ -17,25 +18,19 @@ from gristmill.kernels.attention.lengths import (
     RAGGED_AXES,
     attention_error,
     block_tables,
-    check_heads,
-    check_ragged,
-    check_stated,
     lengths,
     misfit,
-    need_table,
     owned_slots,
+    queries_fit,
     shrunk,
     starts,
+    table_fits,
     table_tensor,
     visible_keys,
 )
 from gristmill.kernels.common import (
     FLOATS,
     ITEM_BYTES,
-    dtype_name,
-    need,
-    need_plain,
-    need_vectors,
     torch_dtype,
 )
 
@@ -80,148 +75,6 @@ def reference(
         if lse is not None:
             lse[rows] = total
     return out
-
-
-def describe(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int = 0,
-    sinks: Any = None,
-    lse: Any = None,
-    workspace: Any = None,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    op = "paged_attention"
-    check_heads(op, "q", q, 3)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_heads(op, name, cache, 4)
-        need(cache.device == q.device, f"{op}: {name} is on {cache.device}, q on {q.device}")
-        need(cache.shape[3] == q.shape[2], f"{op}: {name} has head_dim {cache.shape[3]}, q has {q.shape[2]}")
-        if cache.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {cache.dtype}")
-    need(
-        k_cache.shape == v_cache.shape,
-        f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}",
-    )
-    tokens, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
-    need(
-        kv_heads >= 1 and heads % kv_heads == 0,
-        f"{op}: {heads} query heads do not divide among {kv_heads} KV heads",
-    )
-    need(
-        block_table.dim() == 2 and seq_lens.dim() == 1,
-        f"{op}: block_table must be [seqs, max_blocks] and seq_lens [seqs], "
-        f"got {tuple(block_table.shape)} and {tuple(seq_lens.shape)}",
-    )
-    seqs = check_ragged(op, q, query_start, (("seq_lens", seq_lens), ("block_table", block_table)))
-    need(
-        max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}"
-    )
-    need(
-        max_ctx <= block_table.shape[1] * block_size,
-        f"{op}: max_ctx {max_ctx} is more than {block_table.shape[1]} blocks of {block_size} hold",
-    )
-    need(
-        tokens <= seqs * max_q,
-        f"{op}: {tokens} tokens are more than {seqs} sequences of at most max_q {max_q}",
-    )
-    check_stated(op, "sinks", sinks, (heads,), q)
-    check_stated(op, "lse", lse, (tokens, heads), q)
-    return {
-        "q_tokens": tokens,
-        "seqs": seqs,
-        "max_q": max_q,
-        "max_ctx": max_ctx,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "block_size": block_size,
-        "x": dtype_name(q.dtype),
-        "window": max(0, window),
-        "sinks": sinks is not None,
-        "lse": lse is not None,
-    }
-
-
-def guard(
-    problem: Problem,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
-) -> int:
-    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
-    heads, kv_heads, head_dim, block_size, x, wide, sunk, stated = (value for _, value in problem.values[5:])
-    if q.shape[1:] != (heads, head_dim) or out.shape != q.shape:
-        raise ValueError(
-            f"paged_attention: planned for q [*, {heads}, {head_dim}], got q {tuple(q.shape)}, out {tuple(out.shape)}"
-        )
-    if k_cache.shape[1:] != (block_size, kv_heads, head_dim) or v_cache.shape != k_cache.shape:
-        raise ValueError(
-            f"paged_attention: planned for caches [*, {block_size}, {kv_heads}, {head_dim}], got "
-            f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
-        )
-    if (
-        q.dtype != k_cache.dtype
-        or q.dtype != v_cache.dtype
-        or q.dtype != out.dtype
-        or dtype_name(q.dtype) != x
-    ):
-        raise ValueError(
-            f"paged_attention: planned for {x}, got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}, out {out.dtype}"
-        )
-    if max(0, window) != wide or (sinks is not None) != sunk or (lse is not None) != stated:
-        raise ValueError(
-            f"paged_attention: planned for window={wide}, sinks={sunk}, lse={stated}; called otherwise"
-        )
-    if stated and lse.shape != q.shape[:2]:
-        raise ValueError(f"paged_attention: lse must be {tuple(q.shape[:2])}, got {tuple(lse.shape)}")
-    if sunk and sinks.shape != (heads,):
-        raise ValueError(f"paged_attention: sinks must be [{heads}], got {tuple(sinks.shape)}")
-    need_vectors("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    need_plain("paged_attention", "fp32", sinks=sinks, lse=lse)
-    need_plain("paged_attention", "int32", query_start=query_start, seq_lens=seq_lens)
-    need_table("paged_attention", block_table)
-    seqs = seq_lens.shape[0]
-    if (
-        query_start.shape != (seqs + 1,)
-        or seq_lens.dim() != 1
-        or block_table.dim() != 2
-        or block_table.shape[0] != seqs
-    ):
-        raise ValueError(
-            f"paged_attention: seq_lens {tuple(seq_lens.shape)}, query_start {tuple(query_start.shape)} and block_table "
-            f"{tuple(block_table.shape)} must be [seqs], [seqs + 1] and [seqs, max_blocks]"
-        )
-    if max_ctx > block_table.shape[1] * block_size or q.shape[0] > seqs * max_q:
-        raise ValueError(
-            f"paged_attention: max_q {max_q} or max_ctx {max_ctx} does not fit q {tuple(q.shape)} and "
-            f"block_table {tuple(block_table.shape)}"
-        )
-    return int(q.shape[0])
-
-
-def like(q: Any, *rest: Any) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    return ((q.shape, q.dtype),)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -300,13 +153,25 @@ OP = Op(
         Axis("sinks", "bool", "one more softmax logit a head", default=False),
         Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
     ),
-    arguments="Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, int max_q, "
-    "int max_ctx, float scale, int window=0, Tensor? sinks=None, Tensor(a!)? lse=None, Tensor(w!)? workspace=None",
-    outputs=("out",),
+    arguments=(
+        Tensor("q", "q_tokens heads head_dim", strides=VECTORS),
+        Tensor("k_cache", "blocks block_size kv_heads head_dim", strides=VECTORS),
+        Tensor("v_cache", "blocks block_size kv_heads head_dim", strides=VECTORS),
+        Tensor("block_table", "seqs max_blocks", dtype="int32", strides=VECTORS),
+        Tensor("query_start", "seqs+1", dtype="int32"),
+        Tensor("seq_lens", "seqs", dtype="int32"),
+        Scalar("max_q", "int", minimum=1),
+        Scalar("max_ctx", "int", minimum=1),
+        Scalar("scale", "float"),
+        Scalar("window", "int", 0),
+        Tensor("sinks", "heads", dtype="fp32", optional=True),
+        Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
+        Scratch(),
+    ),
+    returns=(Tensor("out", "q_tokens heads head_dim", strides=VECTORS),),
+    values={"window": "max(0, window)"},
+    rules=(queries_fit, table_fits),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=misfit,
     cost=cost,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention.causal import causal_attention
@@ -16,11 +17,10 @@ from gristmill.kernels.attention.lengths import (
     LIMITS,
     RAGGED_AXES,
     attention_error,
-    check_heads,
-    check_ragged,
-    check_stated,
+    contexts_fit,
     lengths,
     misfit,
+    queries_fit,
     shrunk,
     starts,
     visible_keys,
@@ -28,10 +28,6 @@ from gristmill.kernels.attention.lengths import (
 from gristmill.kernels.common import (
     FLOATS,
     ITEM_BYTES,
-    dtype_name,
-    need,
-    need_plain,
-    need_vectors,
     torch_dtype,
 )
 
@@ -68,113 +64,6 @@ def reference(
         if lse is not None:
             lse[rows] = total
     return out
-
-
-def describe(
-    q: Any,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    context_start: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    lse: Any = None,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    op = "varlen_attention"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_heads(op, name, x, 3)
-        need(x.device == q.device, f"{op}: {name} is on {x.device}, q on {q.device}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {x.dtype}")
-    tokens, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    need(
-        k.shape[:2] == v.shape[:2] and k.shape[2] == dim,
-        f"{op}: k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each other or q {tuple(q.shape)}",
-    )
-    need(
-        kv_heads >= 1 and heads % kv_heads == 0,
-        f"{op}: {heads} query heads do not divide among {kv_heads} KV heads",
-    )
-    need(
-        context_start.dim() == 1 and context_start.shape == query_start.shape,
-        f"{op}: query_start is {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}",
-    )
-    seqs = check_ragged(op, q, query_start, ())
-    check_ragged(op, q, context_start, ())
-    need(
-        max_q >= 1 and max_ctx >= 1, f"{op}: max_q and max_ctx must be at least 1, got {max_q} and {max_ctx}"
-    )
-    need(
-        tokens <= seqs * max_q and k.shape[0] <= seqs * max_ctx,
-        f"{op}: {tokens} tokens or {k.shape[0]} keys are more than {seqs} sequences of max_q {max_q} and max_ctx {max_ctx} have",
-    )
-    check_stated(op, "lse", lse, (tokens, heads), q)
-    return {
-        "q_tokens": tokens,
-        "seqs": seqs,
-        "max_q": max_q,
-        "max_ctx": max_ctx,
-        "total_ctx": k.shape[0],
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "qk_dim": dim,
-        "v_dim": v.shape[2],
-        "x": dtype_name(q.dtype),
-        "lse": lse is not None,
-    }
-
-
-def guard(
-    problem: Problem,
-    q: Any,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    context_start: Any,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    lse: Any,
-    out: Any,
-) -> int:
-    """Tokens of a call that belongs to `problem`; ValueError otherwise. What the index tensors hold is not looked at."""
-    heads, kv_heads, qk_dim, v_dim, x, stated = (value for _, value in problem.values[5:])
-    tokens = q.shape[0]
-    fits = (
-        q.shape[1:] == (heads, qk_dim)
-        and k.shape[1:] == (kv_heads, qk_dim)
-        and out.shape == (tokens, heads, v_dim)
-    )
-    if not fits or v.shape != (k.shape[0], kv_heads, v_dim):
-        raise ValueError(
-            f"varlen_attention planned for {problem}: got q {tuple(q.shape)}, k {tuple(k.shape)}, "
-            f"v {tuple(v.shape)}, out {tuple(out.shape)}"
-        )
-    if not q.dtype == k.dtype == v.dtype == out.dtype or dtype_name(q.dtype) != x:
-        raise ValueError(
-            f"varlen_attention planned for {problem}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, out {out.dtype}"
-        )
-    if (lse is not None) != stated or (stated and lse.shape != (tokens, heads)):
-        raise ValueError(
-            f"varlen_attention planned for {problem}: got lse {None if lse is None else tuple(lse.shape)}"
-        )
-    need_vectors("varlen_attention", q=q, k=k, v=v, out=out)
-    need_plain("varlen_attention", "fp32", lse=lse)
-    need_plain("varlen_attention", "int32", query_start=query_start, context_start=context_start)
-    if query_start.shape != context_start.shape or tokens > (query_start.shape[0] - 1) * max_q:
-        raise ValueError(
-            f"varlen_attention: query_start {tuple(query_start.shape)}, context_start {tuple(context_start.shape)}, "
-            f"max_q {max_q} do not fit q {tuple(q.shape)}"
-        )
-    return int(tokens)
-
-
-def like(q: Any, k: Any, v: Any, *rest: Any) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    return (((*q.shape[:2], v.shape[2]), q.dtype),)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -245,13 +134,20 @@ OP = Op(
         Axis("x", "dtype", "dtype of q, k, v and the output", default="bf16", choices=FLOATS),
         Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
     ),
-    arguments="Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context_start, int max_q, int max_ctx, float scale, "
-    "Tensor(a!)? lse=None",
-    outputs=("out",),
+    arguments=(
+        Tensor("q", "q_tokens heads qk_dim", strides=VECTORS),
+        Tensor("k", "total_ctx kv_heads qk_dim", strides=VECTORS),
+        Tensor("v", "total_ctx kv_heads v_dim", strides=VECTORS),
+        Tensor("query_start", "seqs+1", dtype="int32"),
+        Tensor("context_start", "seqs+1", dtype="int32"),
+        Scalar("max_q", "int", minimum=1),
+        Scalar("max_ctx", "int", minimum=1),
+        Scalar("scale", "float"),
+        Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
+    ),
+    returns=(Tensor("out", "q_tokens heads v_dim", strides=VECTORS),),
+    rules=(queries_fit, contexts_fit),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=misfit,
     cost=cost,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
-from gristmill.kernels.kv_cache.slots import check_slots, describe_cache, describe_slots, random_slots, store
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
 
 NAME = "reshape_and_cache"
 
@@ -24,66 +25,6 @@ def reference(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mappi
     check_slots(NAME, slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     store(key, key_cache, slot_mapping)
     store(value, value_cache, slot_mapping)
-
-
-def describe(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    for name, tokens, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        need(
-            tokens.dim() == 3, f"{NAME}: {name} must be [tokens, heads, head size], got {tuple(tokens.shape)}"
-        )
-        need(
-            tokens.stride(2) == 1 or tokens.shape[2] == 1,
-            f"{NAME}: a head of {name} must be contiguous, got strides {tokens.stride()}",
-        )
-        describe_cache(NAME, f"{name}_cache", cache, tokens, "[blocks, block_size, heads, head size]")
-    need(value.shape[:2] == key.shape[:2], f"{NAME}: value is {tuple(value.shape)}, key {tuple(key.shape)}")
-    need(
-        value_cache.shape[:2] == key_cache.shape[:2],
-        f"{NAME}: value_cache is {tuple(value_cache.shape)}, key_cache {tuple(key_cache.shape)}",
-    )
-    if value.dtype != key.dtype:
-        raise TypeError(f"{NAME}: value must have key's dtype {key.dtype}, got {value.dtype}")
-    need(value.device == key.device, f"{NAME}: value is on {value.device}, key on {key.device}")
-    describe_slots(NAME, slot_mapping, key.shape[0], key.device)
-    return {
-        "t": key.shape[0],
-        "h": key.shape[1],
-        "d": key.shape[2],
-        "dv": value.shape[2],
-        "block_size": key_cache.shape[1],
-        "x": dtype_name(key.dtype),
-    }
-
-
-def guard(problem: Problem, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> int:
-    """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    (_, _), (_, h), (_, d), (_, dv), (_, size), (_, x) = problem.values
-    tokens, kind, shape = key.shape[0], key.dtype, key_cache.shape
-    if (
-        key.shape == (tokens, h, d)
-        and value.shape == (tokens, h, dv)
-        and shape[1:] == (size, h, d)
-        and value_cache.shape == (shape[0], size, h, dv)
-        and slot_mapping.shape == (tokens,)
-        and dtype_name(kind) == x
-        and value.dtype == kind
-        and key_cache.dtype == kind
-        and value_cache.dtype == kind
-        and dtype_name(slot_mapping.dtype) == "int64"
-        and key_cache.is_contiguous()
-        and value_cache.is_contiguous()
-        and slot_mapping.is_contiguous()
-        and key.stride(2) == 1
-        and value.stride(2) == 1
-    ):
-        return int(tokens)
-    # Anything else is described whole: other orders of the cache pass, and what does not fit is named.
-    found = describe(key, value, key_cache, value_cache, slot_mapping)
-    for name, planned in problem.values:
-        if planned is not None and found[name] != planned:
-            raise ValueError(f"{NAME} planned for {problem}: got {found}")
-    return int(found["t"])
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -118,12 +59,14 @@ OP = Op(
         Axis("block_size", "int", "tokens of a block", default=16, minimum=1),
         Axis("x", "dtype", "dtype of tokens and cache", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping",
-    outputs=(),
+    arguments=(
+        Tensor("key", "t h d", strides=VECTORS),
+        Tensor("value", "t h dv", strides=VECTORS),
+        Tensor("key_cache", "blocks block_size h d", strides=VECTORS, mutable=True),
+        Tensor("value_cache", "blocks block_size h dv", strides=VECTORS, mutable=True),
+        Tensor("slot_mapping", "t", dtype="int64"),
+    ),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=lambda key, value, key_cache, value_cache, slot_mapping: (),
     inputs=inputs,
     cost=cost,
     tolerance=lambda problem: Tolerance("exact", 0.0),

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
-from gristmill.kernels.kv_cache.slots import check_slots, describe_cache, describe_slots, random_slots, store
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
 
 NAME = "reshape_and_cache_mla"
 
@@ -22,47 +23,6 @@ def reference(latent: Any, cache: Any, slot_mapping: Any) -> None:
     """
     check_slots(NAME, slot_mapping, cache.shape[0] * cache.shape[1])
     store(latent, cache, slot_mapping)
-
-
-def describe(latent: Any, cache: Any, slot_mapping: Any) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    need(latent.dim() == 2, f"{NAME}: latent must be [tokens, size], got {tuple(latent.shape)}")
-    need(
-        latent.stride(1) == 1 or latent.shape[1] == 1,
-        f"{NAME}: a latent must be contiguous, got {latent.stride()}",
-    )
-    describe_cache(NAME, "cache", cache, latent, "[blocks, block_size, size]")
-    describe_slots(NAME, slot_mapping, latent.shape[0], latent.device)
-    return {
-        "t": latent.shape[0],
-        "d": latent.shape[1],
-        "block_size": cache.shape[1],
-        "x": dtype_name(latent.dtype),
-    }
-
-
-def guard(problem: Problem, latent: Any, cache: Any, slot_mapping: Any) -> int:
-    """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    (_, _), (_, d), (_, size), (_, x) = problem.values
-    tokens, kind = latent.shape[0], latent.dtype
-    if (
-        latent.shape == (tokens, d)
-        and cache.shape[1:] == (size, d)
-        and slot_mapping.shape == (tokens,)
-        and dtype_name(kind) == x
-        and cache.dtype == kind
-        and dtype_name(slot_mapping.dtype) == "int64"
-        and cache.is_contiguous()
-        and slot_mapping.is_contiguous()
-        and latent.stride(1) == 1
-    ):
-        return int(tokens)
-    # Anything else is described whole: other strides of the cache pass, and what does not fit is named.
-    found = describe(latent, cache, slot_mapping)
-    for name, planned in problem.values:
-        if planned is not None and found[name] != planned:
-            raise ValueError(f"{NAME} planned for {problem}: got {found}")
-    return int(found["t"])
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -96,12 +56,12 @@ OP = Op(
         Axis("block_size", "int", "tokens of a block", default=64, minimum=1),
         Axis("x", "dtype", "dtype of latents and cache", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor latent, Tensor(a!) cache, Tensor slot_mapping",
-    outputs=(),
+    arguments=(
+        Tensor("latent", "t d", strides=VECTORS),
+        Tensor("cache", "blocks block_size d", strides=VECTORS, mutable=True),
+        Tensor("slot_mapping", "t", dtype="int64"),
+    ),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=lambda latent, cache, slot_mapping: (),
     inputs=inputs,
     cost=cost,
     tolerance=lambda problem: Tolerance("exact", 0.0),

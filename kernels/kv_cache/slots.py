@@ -9,45 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gristmill.kernels.common import dtype_name, need
-
-
-def describe_slots(op: str, slot_mapping: Any, tokens: int, device: Any) -> None:
-    """ValueError or TypeError unless `slot_mapping` is a contiguous int64 [tokens] on `device`."""
-    need(
-        tuple(slot_mapping.shape) == (tokens,),
-        f"{op}: slot_mapping must be [{tokens}], got {tuple(slot_mapping.shape)}",
-    )
-    need(slot_mapping.is_contiguous(), f"{op}: slot_mapping must be contiguous")
-    if dtype_name(slot_mapping.dtype) != "int64":
-        raise TypeError(f"{op}: slot_mapping must be int64, got {slot_mapping.dtype}")
-    need(
-        slot_mapping.device == device,
-        f"{op}: slot_mapping is on {slot_mapping.device}, the tokens on {device}",
-    )
-
-
-def describe_cache(op: str, name: str, cache: Any, tokens: Any, shape: str) -> None:
-    """ValueError or TypeError unless `cache` is [blocks, block_size, *tokens.shape[1:]] with contiguous last dimension."""
-    need(
-        cache.dim() == tokens.dim() + 1 and cache.shape[2:] == tokens.shape[1:] and cache.shape[1] > 0,
-        f"{op}: {name} must be {shape} for tokens {tuple(tokens.shape)}, got {tuple(cache.shape)}",
-    )
-    need(
-        cache.stride(-1) == 1 or cache.shape[-1] == 1,
-        f"{op}: the last dimension of {name} must be contiguous, got strides {cache.stride()}",
-    )
-    need(
-        all(
-            step >= cache.shape[-1]
-            for size, step in zip(cache.shape[:-1], cache.stride()[:-1], strict=True)
-            if size > 1
-        ),
-        f"{op}: {name} is written, but its rows overlap: shape {tuple(cache.shape)} with strides {cache.stride()}",
-    )
-    if cache.dtype != tokens.dtype:
-        raise TypeError(f"{op}: {name} must have the tokens' dtype {tokens.dtype}, got {cache.dtype}")
-    need(cache.device == tokens.device, f"{op}: {name} is on {cache.device}, the tokens on {tokens.device}")
+from gristmill.kernels.common import need
 
 
 def check_slots(op: str, slot_mapping: Any, slots: int) -> None:

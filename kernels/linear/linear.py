@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from gristmill.kernel_registry.arguments import MATRIX, Scalar, Scratch, Tensor, Weight
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.quantized_inputs import misfit, quantized
 
 EPILOGUE = ("bias", "residual", "silu_mul")
@@ -66,163 +67,6 @@ def as_quant(weight: Any) -> Any:
             )
         weight = weight[0]
     return weight if isinstance(weight, QuantTensor) else QuantTensor.from_dense(weight)
-
-
-def describe(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    residual: Any = None,
-    silu_mul: bool = False,
-    n: int = 0,
-    workspace: Any = None,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit.
-
-    Packed tensors do not say their scheme: without a plan only a QuantTensor or a list of one dense [N, K] is described.
-    """
-    if isinstance(weight, list | tuple):
-        need(
-            len(weight) == 1,
-            f"linear: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed for, or one "
-            "dense [N, K] tensor in a list",
-        )
-        weight = weight[0]
-        need(weight.dim() == 2, f"linear: a dense weight must be [N, K], got {tuple(weight.shape)}")
-        need(
-            weight.is_contiguous(), f"linear: weight must be contiguous, got strides {tuple(weight.stride())}"
-        )
-        scheme, act_order = dtype_name(weight.dtype), False
-        if scheme not in FLOATS:
-            raise TypeError(
-                f"linear: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan"
-            )
-    else:
-        scheme, act_order = str(weight.scheme), weight.g_idx is not None
-    rows = rows_of("linear: x", x)
-    rows_w, k = weight.shape
-    if x.dtype not in (torch_dtype(name) for name in FLOATS):
-        raise TypeError(f"linear: x must be {', '.join(FLOATS)}, got {x.dtype}")
-    need(x.shape[-1] == k, f"linear: x {tuple(x.shape)} does not fit a weight [{rows_w}, {k}]: K is {k}")
-    need(n in (0, rows_w), f"linear: n is {n}, but the weight has {rows_w} rows")
-    need(weight.device == x.device, f"linear: weight is on {weight.device}, x on {x.device}")
-    need(
-        not silu_mul or rows_w % 2 == 0,
-        f"linear: silu_mul needs an even number of rows (gate, then up), got {rows_w}",
-    )
-    out = (*x.shape[:-1], rows_w // 2 if silu_mul else rows_w)
-    for name, tensor, shape in (("bias", bias, (rows_w,)), ("residual", residual, out)):
-        if tensor is None:
-            continue
-        need(tuple(tensor.shape) == shape, f"linear: {name} must be {shape}, got {tuple(tensor.shape)}")
-        need(tensor.is_contiguous(), f"linear: {name} must be contiguous")
-        need(tensor.device == x.device, f"linear: {name} is on {tensor.device}, x on {x.device}")
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"linear: {name} must have x's dtype {x.dtype}, got {tensor.dtype}")
-    given = (bias is not None, residual is not None, silu_mul)
-    epilogue = "+".join(flag for flag, on in zip(EPILOGUE, given, strict=True) if on) or "none"
-    return {
-        "m": rows,
-        "n": rows_w,
-        "k": k,
-        "x": dtype_name(x.dtype),
-        "w": scheme,
-        "epilogue": epilogue,
-        "act_order": act_order,
-    }
-
-
-_EPILOGUES = {
-    "+".join(flag for flag, on in zip(EPILOGUE, bits, strict=True) if on) or "none": bits
-    for bits in ((b, r, s) for b in (False, True) for r in (False, True) for s in (False, True))
-}
-
-
-def guard(
-    problem: Problem,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
-    silu_mul: bool,
-    n: int,
-    workspace: Any,
-    out: Any,
-) -> int:
-    """Rows of a planned call; ValueError if it is not one of `problem`, or its packed tensors are too small for it."""
-    values = problem.values
-    rows_w, k = values[1][1], values[2][1]
-    shape = x.shape
-    if (
-        shape[-1] != k
-        or dtype_name(x.dtype) != values[3][1]
-        or out.dtype != x.dtype
-        or out.shape[-1] != (rows_w >> 1 if silu_mul else rows_w)
-        or out.shape[:-1] != shape[:-1]
-        or not out.is_contiguous()
-        or (x.stride(-1) != 1 and k != 1)
-        or (len(shape) > 2 and not x.is_contiguous())
-    ):
-        raise ValueError(
-            f"linear planned for {problem}: got x {tuple(shape)} {x.dtype} strides {x.stride()}, out {tuple(out.shape)} "
-            f"{out.dtype} strides {out.stride()}; x's rows must be contiguous (all of x with more than 2 dimensions), out too"
-        )
-    if (bias is not None, residual is not None, silu_mul) != _EPILOGUES[values[5][1]]:
-        raise ValueError(
-            f"linear planned for {problem}: the call has bias={bias is not None}, "
-            f"residual={residual is not None}, silu_mul={silu_mul}"
-        )
-    if bias is not None and (bias.numel() != rows_w or bias.dtype != x.dtype or not bias.is_contiguous()):
-        raise ValueError(
-            f"linear planned for {problem}: bias must be a contiguous [{rows_w}] of x's dtype, got "
-            f"{tuple(bias.shape)} {bias.dtype}"
-        )
-    if residual is not None and (
-        residual.shape != out.shape or residual.dtype != x.dtype or not residual.is_contiguous()
-    ):
-        raise ValueError(
-            f"linear planned for {problem}: residual must be contiguous, of out's shape {tuple(out.shape)} and "
-            f"dtype, got {tuple(residual.shape)} {residual.dtype}"
-        )
-    first = weight[0]
-    if (
-        first.nbytes < _code_bytes(values[4][1], rows_w, k)
-        or first.device != x.device
-        or not first.is_contiguous()
-    ):
-        raise ValueError(
-            f"linear planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
-            f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}"
-        )
-    return x.numel() // k
-
-
-def _code_bytes(scheme: str, n: int, k: int, _seen: dict[tuple[str, int, int], int] = {}) -> int:  # noqa: B006
-    key = (scheme, n, k)
-    found = _seen.get(key)
-    if found is None:
-        found = _seen[key] = n * QuantScheme.parse(scheme).code_bytes(k)
-    return found
-
-
-def like(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    residual: Any = None,
-    silu_mul: bool = False,
-    n: int = 0,
-    workspace: Any = None,
-) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output. n = 0 reads the rows of W off its first tensor: dense_v1 and plain_v1 have them."""
-    rows, listed = n, isinstance(weight, list | tuple)
-    if not rows:
-        first = weight[0] if listed else weight
-        need(not listed or first.dim() == 2, "linear: this packing does not tell the rows of W; pass n")
-        rows = first.shape[-2]
-    most = 2 * weight[0].nbytes if listed and weight else rows  # a row has at least half a byte
-    need(1 <= rows <= most, f"linear: n is {n}: a weight has rows, and no more than its bytes can hold")
-    return (((*x.shape[:-1], rows // 2 if silu_mul else rows), x.dtype),)
 
 
 def check(problem: Problem) -> str | None:
@@ -365,13 +209,17 @@ OP = Op(
         Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
     ),
-    arguments="Tensor x, Tensor[] weight, Tensor? bias=None, Tensor? residual=None, bool silu_mul=False, int n=0, "
-    "Tensor(w!)? workspace=None",
-    outputs=("out",),
+    arguments=(
+        Tensor("x", "... k", strides=MATRIX),
+        Weight("weight", "n k"),
+        Tensor("bias", "n", optional=True),
+        Tensor("residual", "... n//(1+silu_mul)", optional=True),
+        Scalar("silu_mul", "bool", False),
+        Scalar("n", "int", 0, states="n"),
+        Scratch(),
+    ),
+    returns=(Tensor("out", "... n//(1+silu_mul)"),),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=check,
     cost=cost,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 
 def reference(y: Any, inverse: Any, weights: Any) -> Any:
@@ -27,59 +28,6 @@ def reference(y: Any, inverse: Any, weights: Any) -> Any:
         term = weights[:, k, None] * y[places[:, k].clamp(min=0)].float()
         out = torch.where(here[:, None], out + term, out)
     return out.to(y.dtype)
-
-
-def describe(y: Any, inverse: Any, weights: Any) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    need(y.dim() == 2 and y.shape[1] >= 1, f"combine: y must be [rows, hidden], got {tuple(y.shape)}")
-    need(y.is_contiguous(), f"combine: y must be contiguous, got strides {y.stride()}")
-    need(
-        weights.dim() == 2 and weights.shape[1] >= 1,
-        f"combine: weights must be [tokens, top_k], got {tuple(weights.shape)}",
-    )
-    if dtype_name(y.dtype) not in FLOATS:
-        raise TypeError(f"combine: y must be {', '.join(FLOATS)}, got {y.dtype}")
-    for name, t, dtype in (("inverse", inverse, "int32"), ("weights", weights, "fp32")):
-        if dtype_name(t.dtype) != dtype:
-            raise TypeError(f"combine: {name} must be {dtype}, got {t.dtype}")
-        need(
-            t.numel() == weights.numel(),
-            f"combine: inverse {tuple(inverse.shape)} must have one place for each of weights "
-            f"{tuple(weights.shape)}",
-        )
-        need(t.is_contiguous(), f"combine: {name} must be contiguous")
-        need(t.device == y.device, f"combine: {name} is on {t.device}, y on {y.device}")
-    return {"m": weights.shape[0], "top_k": weights.shape[1], "h": y.shape[1], "x": dtype_name(y.dtype)}
-
-
-def guard(problem: Problem, y: Any, inverse: Any, weights: Any, out: Any) -> int:
-    """Tokens of a planned call; ValueError if it is not one of `problem`. Places in `inverse` are trusted."""
-    tokens, top_k = weights.shape
-    h = problem.values[2][1]
-    if (
-        top_k != problem.values[1][1]
-        or y.dim() != 2
-        or y.shape[1] != h
-        or out.shape != (tokens, h)
-        or out.dtype != y.dtype
-        or dtype_name(y.dtype) != problem.values[3][1]
-        or not (y.is_contiguous() and out.is_contiguous())
-        or inverse.numel() != weights.numel()
-        or not (inverse.is_contiguous() and weights.is_contiguous())
-        or dtype_name(inverse.dtype) != "int32"
-        or dtype_name(weights.dtype) != "fp32"
-    ):
-        raise ValueError(
-            f"combine planned for {problem}: got y {tuple(y.shape)} {y.dtype}, inverse {tuple(inverse.shape)} "
-            f"{inverse.dtype}, weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)}; all "
-            "contiguous"
-        )
-    return int(tokens)
-
-
-def like(y: Any, inverse: Any, weights: Any) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    return (((weights.shape[0], y.shape[1]), y.dtype),)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -119,12 +67,13 @@ OP = Op(
         Axis("h", "int", "hidden size", minimum=1),
         Axis("x", "dtype", "dtype of y and the output", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor y, Tensor inverse, Tensor weights",
-    outputs=("out",),
+    arguments=(
+        Tensor("y", "rows h"),
+        Tensor("inverse", "(m*top_k)", dtype="int32"),
+        Tensor("weights", "m top_k", dtype="fp32"),
+    ),
+    returns=(Tensor("out", "m h"),),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     cost=cost,
     tolerance=tolerance,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.linear.linear import as_quant, check, layout_for
 from gristmill.kernels.quantized_inputs import quantized
 
@@ -47,160 +48,6 @@ def reference(
         gate, up = out.chunk(2, -1)
         out = gate * gate.sigmoid() * up
     return out.to(x.dtype)
-
-
-def describe(
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any = None,
-    top_k: int = 1,
-    silu_mul: bool = False,
-    n: int = 0,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit.
-
-    Packed tensors do not say their scheme: without a plan only a QuantTensor or a list of one dense [E, N, K] is described.
-    """
-    experts, rows, k, scheme, act_order = described_weight("grouped_linear", weight, x)
-    need(x.dim() == 2 and x.shape[1] == k, f"grouped_linear: x must be [rows, {k}], got {tuple(x.shape)}")
-    need(x.is_contiguous(), f"grouped_linear: x must be contiguous, got strides {x.stride()}")
-    need(n in (0, rows), f"grouped_linear: n is {n}, but an expert has {rows} rows")
-    need(
-        not silu_mul or rows % 2 == 0,
-        f"grouped_linear: silu_mul needs an even number of rows (gate, then up), got {rows}",
-    )
-    need(top_k >= 1, f"grouped_linear: top_k is at least 1, got {top_k}")
-    for name, t, size in (
-        ("expert_offsets", expert_offsets, experts + 1),
-        ("permutation", permutation, None),
-    ):
-        if t is None:
-            continue
-        if dtype_name(t.dtype) != "int32":
-            raise TypeError(f"grouped_linear: {name} must be int32, got {t.dtype}")
-        need(
-            t.dim() == 1 and t.is_contiguous() and t.shape[0] == (size or t.shape[0]),
-            f"grouped_linear: {name} must be a contiguous [{size or 'rows'}], got {tuple(t.shape)}",
-        )
-        need(t.device == x.device, f"grouped_linear: {name} is on {t.device}, x on {x.device}")
-    return {
-        "m": x.shape[0] if permutation is None else permutation.shape[0],
-        "e": experts,
-        "n": rows,
-        "k": k,
-        "x": dtype_name(x.dtype),
-        "w": scheme,
-        "epilogue": "silu_mul" if silu_mul else "none",
-        "gather": 0 if permutation is None else top_k,
-        "act_order": act_order,
-    }
-
-
-def described_weight(op: str, weight: Any, x: Any) -> tuple[int, int, int, str, bool]:
-    """Experts, N, K, scheme and act-order of expert weights; ValueError or TypeError if they are not such."""
-    if dtype_name(x.dtype) not in FLOATS:
-        raise TypeError(f"{op}: x must be {', '.join(FLOATS)}, got {x.dtype}")
-    if isinstance(weight, list | tuple):
-        need(
-            len(weight) == 1,
-            f"{op}: {len(weight)} packed tensors do not tell their scheme; pass the plan they were packed "
-            "for, or one dense [E, N, K] tensor in a list",
-        )
-        weight = weight[0]
-        scheme, act_order = dtype_name(weight.dtype), False
-        if scheme not in FLOATS:
-            raise TypeError(
-                f"{op}: a dense weight is {', '.join(FLOATS)}, got {scheme}; quantized weights need a plan"
-            )
-        need(weight.is_contiguous(), f"{op}: weights must be contiguous, got strides {weight.stride()}")
-    else:
-        scheme, act_order = str(weight.scheme), weight.g_idx is not None
-    need(len(weight.shape) == 3, f"{op}: expert weights must be [E, N, K], got {tuple(weight.shape)}")
-    need(weight.device == x.device, f"{op}: a weight is on {weight.device}, x on {x.device}")
-    experts, rows, k = weight.shape
-    return experts, rows, k, scheme, act_order
-
-
-def guard(
-    problem: Problem,
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any,
-    top_k: int,
-    silu_mul: bool,
-    n: int,
-    out: Any,
-) -> int:
-    """Rows of a planned call; ValueError if it is not one of `problem`. Offsets and permutation are trusted."""
-    _, experts, rows_w, k, kind, scheme, epilogue, gather, _ = (value for _, value in problem.values)
-    rows = x.shape[0] if permutation is None else permutation.shape[0]
-    if (
-        x.dim() != 2
-        or x.shape[1] != k
-        or dtype_name(x.dtype) != kind
-        or out.dtype != x.dtype
-        or out.shape != (rows, rows_w >> 1 if silu_mul else rows_w)
-        or not (x.is_contiguous() and out.is_contiguous())
-        or silu_mul != (epilogue == "silu_mul")
-        or (0 if permutation is None else top_k) != gather
-        or expert_offsets.shape != (experts + 1,)
-        or not expert_offsets.is_contiguous()
-        or dtype_name(expert_offsets.dtype) != "int32"
-        or (
-            permutation is not None
-            and (
-                permutation.dim() != 1
-                or dtype_name(permutation.dtype) != "int32"
-                or not permutation.is_contiguous()
-            )
-        )
-    ):
-        raise ValueError(
-            f"grouped_linear planned for {problem}: got x {tuple(x.shape)} {x.dtype}, expert_offsets "
-            f"{tuple(expert_offsets.shape)} {expert_offsets.dtype}, permutation "
-            f"{None if permutation is None else tuple(permutation.shape)}, top_k {top_k}, silu_mul {silu_mul}, "
-            f"out {tuple(out.shape)} {out.dtype}; all contiguous"
-        )
-    need_bytes(problem, weight, str(scheme), experts * rows_w, k, x)
-    return int(rows)
-
-
-def need_bytes(problem: Problem, weight: Any, scheme: str, rows: int, k: int, x: Any) -> None:
-    """ValueError unless the first packed tensor has the codes of [rows, k] weights, on x's device."""
-    first = weight[0]
-    wanted = rows * QuantScheme.parse(scheme).code_bytes(k)
-    if first.nbytes < wanted or first.device != x.device or not first.is_contiguous():
-        raise ValueError(
-            f"{problem.op} planned for {problem}: the packed weight's first tensor, {tuple(first.shape)} "
-            f"{first.dtype} on {first.device}, is not such a weight for x on {x.device}"
-        )
-
-
-def like(
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any = None,
-    top_k: int = 1,
-    silu_mul: bool = False,
-    n: int = 0,
-) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output. n = 0 reads the rows of an expert off the first tensor: dense_v1 and plain_v1."""
-    first = weight[0] if isinstance(weight, list | tuple) else weight
-    need(bool(n) or len(first.shape) == 3, "grouped_linear: this packing does not tell the rows of W; pass n")
-    rows = n or first.shape[-2]
-    need(
-        rows >= 1 and (first is weight or rows <= 2 * first.nbytes),
-        f"grouped_linear: n is {n}, which the weight {first.shape} cannot have",
-    )
-    return (
-        (
-            (x.shape[0] if permutation is None else permutation.shape[0], rows // 2 if silu_mul else rows),
-            x.dtype,
-        ),
-    )
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -331,13 +178,21 @@ OP = Op(
         Axis("gather", "int", "top_k when rows of x are taken by permutation, 0 when x is sorted", default=0),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
     ),
-    arguments="Tensor x, Tensor[] weight, Tensor expert_offsets, Tensor? permutation=None, int top_k=1, "
-    "bool silu_mul=False, int n=0",
-    outputs=("out",),
+    arguments=(
+        Tensor("x", "rows k"),
+        Weight("weight", "e n k"),
+        Tensor("expert_offsets", "e+1", dtype="int32"),
+        Tensor("permutation", "places", dtype="int32", optional=True),
+        Scalar("top_k", "int", 1, minimum=1),
+        Scalar("silu_mul", "bool", False),
+        Scalar("n", "int", 0, states="n"),
+    ),
+    returns=(Tensor("out", "m n//(1+silu_mul)"),),
+    values={
+        "m": "rows if permutation is None else places",
+        "gather": "0 if permutation is None else top_k",
+    },
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=check,
     cost=cost,

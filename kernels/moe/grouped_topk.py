@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, rows_of, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 MOST_EXPERTS = 4096
 SCORINGS = ("sigmoid", "softmax")
@@ -95,117 +96,6 @@ def misfit(experts: int, top_k: int, n_group: int, topk_group: int) -> str | Non
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
     return misfit(*(problem.integer(axis) for axis in ("e", "top_k", "n_group", "topk_group")))
-
-
-def describe(
-    logits: Any,
-    top_k: int,
-    bias: Any = None,
-    n_group: int = 1,
-    topk_group: int = 1,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    rows = rows_of("grouped_topk: logits", logits)
-    experts = logits.shape[-1]
-    if dtype_name(logits.dtype) not in FLOATS:
-        raise TypeError(f"grouped_topk: logits must be {', '.join(FLOATS)}, got {logits.dtype}")
-    wrong = misfit(experts, top_k, n_group, topk_group)
-    need(wrong is None, f"grouped_topk: {wrong}")
-    need(scoring in SCORINGS, f"grouped_topk: scoring is {' or '.join(SCORINGS)}, got {scoring!r}")
-    need(math.isfinite(scale), f"grouped_topk: scale must be finite, got {scale}")
-    if bias is not None:
-        if str(bias.dtype) != "torch.float32":
-            raise TypeError(f"grouped_topk: bias must be float32, got {bias.dtype}")
-        need(
-            tuple(bias.shape) == (experts,) and bias.is_contiguous(),
-            f"grouped_topk: bias must be a contiguous [{experts}], got {tuple(bias.shape)}",
-        )
-        need(
-            bias.device == logits.device, f"grouped_topk: bias is on {bias.device}, logits on {logits.device}"
-        )
-    return {
-        "m": rows,
-        "e": experts,
-        "top_k": top_k,
-        "n_group": n_group,
-        "topk_group": topk_group,
-        "x": dtype_name(logits.dtype),
-        "scoring": scoring,
-        "bias": bias is not None,
-        "renormalize": renormalize,
-    }
-
-
-def guard(
-    problem: Problem,
-    logits: Any,
-    top_k: int,
-    bias: Any,
-    n_group: int,
-    topk_group: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    weights: Any,
-    ids: Any,
-) -> int:
-    """Rows of a planned call; ValueError if it is not one of `problem`."""
-    values = [value for _, value in problem.values]
-    experts = values[1]
-    lead = logits.shape[:-1]
-    found = [
-        None,
-        logits.shape[-1],
-        top_k,
-        n_group,
-        topk_group,
-        dtype_name(logits.dtype),
-        scoring,
-        bias is not None,
-        renormalize,
-    ]
-    if found[1:] != values[1:] or (
-        bias is not None
-        and (bias.shape != (experts,) or not bias.is_contiguous() or dtype_name(bias.dtype) != "fp32")
-    ):
-        raise ValueError(
-            f"grouped_topk planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype}, "
-            f"{top_k} of {n_group} groups ({topk_group} kept), {scoring}, bias {bias is not None}"
-        )
-    for name, out, dtype in (("weights", weights, "fp32"), ("ids", ids, "int32")):
-        if out.shape != (*lead, top_k) or not out.is_contiguous() or dtype_name(out.dtype) != dtype:
-            raise ValueError(
-                f"grouped_topk: {name} must be a contiguous {(*lead, top_k)} {dtype}, got {tuple(out.shape)} "
-                f"{out.dtype}"
-            )
-    if not logits.is_contiguous():
-        rows_of("grouped_topk: logits", logits)
-    return logits.numel() // experts
-
-
-def like(
-    logits: Any,
-    top_k: int,
-    bias: Any = None,
-    n_group: int = 1,
-    topk_group: int = 1,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the outputs."""
-    import torch
-
-    experts = logits.shape[-1]
-    need(
-        1 <= top_k <= experts,
-        f"grouped_topk: top_k must be 1 to {experts}, the number of experts, got {top_k}",
-    )
-    shape = (*logits.shape[:-1], top_k)
-    return (shape, torch.float32), (shape, torch.int32)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -315,13 +205,18 @@ OP = Op(
         Axis("bias", "bool", "a bias for the choice alone", default=False),
         Axis("renormalize", "bool", "weights of a token sum to scale", default=True),
     ),
-    arguments="Tensor logits, int top_k, Tensor? bias=None, int n_group=1, int topk_group=1, str scoring='softmax', "
-    "bool renormalize=True, float scale=1.0",
-    outputs=("weights", "ids"),
+    arguments=(
+        Tensor("logits", "... e", strides=ROWS),
+        Scalar("top_k", "int", maximum="e"),
+        Tensor("bias", "e", dtype="fp32", optional=True),
+        Scalar("n_group", "int", 1),
+        Scalar("topk_group", "int", 1),
+        Scalar("scoring", "str", "softmax"),
+        Scalar("renormalize", "bool", True),
+        Scalar("scale", "float", 1.0, finite=True),
+    ),
+    returns=(Tensor("weights", "... top_k", dtype="fp32"), Tensor("ids", "... top_k", dtype="int32")),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=check,
     cost=cost,

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gristmill.kernel_registry.arguments import Scalar, Scratch, Tensor, Weight
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.linear.linear import as_quant, layout_for
-from gristmill.kernels.moe.grouped_linear import behind_silu, described_weight, need_bytes, random_experts
+from gristmill.kernels.moe.grouped_linear import behind_silu, random_experts
 from gristmill.kernels.quantized_inputs import misfit
 
 
@@ -39,87 +40,6 @@ def reference(
     for k in range(ids.shape[1]):
         out += weights[:, k, None] * terms[:, k]
     return out.to(x.dtype)
-
-
-def describe(
-    x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit. Packed weights need a plan."""
-    experts, rows, hidden, scheme, act_order = described_weight("moe", w13, x)
-    experts2, hidden2, inner, scheme2, act_order2 = described_weight("moe", w2, x)
-    need(rows % 2 == 0, f"moe: w13 must be [E, 2 I, H], gate rows first; its second size is {rows}")
-    need(
-        (experts2, hidden2, inner) == (experts, hidden, rows // 2),
-        f"moe: w2 must be [{experts}, {hidden}, {rows // 2}] for w13 [{experts}, {rows}, {hidden}], got "
-        f"[{experts2}, {hidden2}, {inner}]",
-    )
-    need(scheme == scheme2, f"moe: w13 and w2 must have one scheme, got {scheme} and {scheme2}")
-    need(inter in (0, inner), f"moe: inter is {inter}, but w2 has {inner} columns")
-    need(x.dim() == 2 and x.shape[1] == hidden, f"moe: x must be [tokens, {hidden}], got {tuple(x.shape)}")
-    need(x.is_contiguous(), f"moe: x must be contiguous, got strides {x.stride()}")
-    need(
-        ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape[1] >= 1,
-        f"moe: ids must be [{x.shape[0]}, top_k], got {tuple(ids.shape)}",
-    )
-    need(
-        weights.shape == ids.shape,
-        f"moe: weights must be {tuple(ids.shape)} as ids, got {tuple(weights.shape)}",
-    )
-    for name, t, dtype in (("ids", ids, "int32"), ("weights", weights, "fp32")):
-        if dtype_name(t.dtype) != dtype:
-            raise TypeError(f"moe: {name} must be {dtype}, got {t.dtype}")
-        need(t.is_contiguous() and t.device == x.device, f"moe: {name} must be contiguous and on {x.device}")
-    return {
-        "m": x.shape[0],
-        "top_k": ids.shape[1],
-        "e": experts,
-        "h": hidden,
-        "i": inner,
-        "x": dtype_name(x.dtype),
-        "w": scheme,
-        "act_order": act_order or act_order2,
-    }
-
-
-def guard(
-    problem: Problem, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
-) -> int:
-    """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    _, top_k, experts, hidden, inner, kind, scheme, _ = (value for _, value in problem.values)
-    tokens = x.shape[0]
-    if (
-        x.dim() != 2
-        or x.shape[1] != hidden
-        or dtype_name(x.dtype) != kind
-        or out.dtype != x.dtype
-        or out.shape != x.shape
-        or ids.shape != (tokens, top_k)
-        or weights.shape != ids.shape
-        or dtype_name(ids.dtype) != "int32"
-        or dtype_name(weights.dtype) != "fp32"
-        or not x.is_contiguous()
-        or not out.is_contiguous()
-        or not ids.is_contiguous()
-        or not weights.is_contiguous()
-        or inter not in (0, inner)
-        or w13[0].shape[0] != experts
-        or w2[0].shape[0] != experts
-    ):
-        raise ValueError(
-            f"moe planned for {problem}: got x {tuple(x.shape)} {x.dtype}, ids {tuple(ids.shape)} {ids.dtype}, "
-            f"weights {tuple(weights.shape)} {weights.dtype}, out {tuple(out.shape)} {out.dtype}, inter {inter}, "
-            f"{w13[0].shape[0]} and {w2[0].shape[0]} experts; all contiguous"
-        )
-    need_bytes(problem, w13, scheme, experts * 2 * inner, hidden, x)
-    need_bytes(problem, w2, scheme, experts * hidden, inner, x)
-    return int(tokens)
-
-
-def like(
-    x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
-) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    return ((x.shape, x.dtype),)
 
 
 def check(problem: Problem) -> str | None:
@@ -250,12 +170,17 @@ OP = Op(
         Axis("w", "scheme", "how both weights are stored", default="bf16"),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
     ),
-    arguments="Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, int inter=0, Tensor(w!)? workspace=None",
-    outputs=("out",),
+    arguments=(
+        Tensor("x", "m h"),
+        Tensor("weights", "m top_k", dtype="fp32"),
+        Tensor("ids", "m top_k", dtype="int32"),
+        Weight("w13", "e 2*i h"),
+        Weight("w2", "e h i"),
+        Scalar("inter", "int", 0, states="i"),
+        Scratch(),
+    ),
+    returns=(Tensor("out", "m h"),),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     check=check,
     cost=cost,

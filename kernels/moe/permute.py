@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import dtype_name, need
 
 
 def reference(ids: Any, experts: int) -> tuple[Any, Any, Any]:
@@ -30,48 +30,9 @@ def reference(ids: Any, experts: int) -> tuple[Any, Any, Any]:
     return offsets.to(torch.int32), permutation.to(torch.int32), inverse.to(torch.int32)
 
 
-def describe(ids: Any, experts: int) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    if dtype_name(ids.dtype) != "int32":
-        raise TypeError(f"permute: ids must be int32, got {ids.dtype}")
-    need(
-        ids.dim() == 2 and ids.shape[1] >= 1, f"permute: ids must be [tokens, top_k], got {tuple(ids.shape)}"
-    )
-    need(ids.is_contiguous(), f"permute: ids must be contiguous, got strides {ids.stride()}")
-    need(ids.numel() < 2**31, f"permute: fewer than 2^31 entries, got {ids.numel()}")
-    need(experts >= 1, f"permute: at least one expert, got {experts}")
-    return {"m": ids.shape[0], "top_k": ids.shape[1], "e": experts}
-
-
-def guard(problem: Problem, ids: Any, experts: int, offsets: Any, permutation: Any, inverse: Any) -> int:
-    """1 always: offsets are written for no tokens too. ValueError if the call is not one of `problem`."""
-    if ids.dim() != 2 or ids.shape[1] != problem.values[1][1] or experts != problem.values[2][1]:
-        raise ValueError(f"permute planned for {problem}: got ids {tuple(ids.shape)}, {experts} experts")
-    entries = ids.numel()
-    for name, t, size in (
-        ("ids", ids, entries),
-        ("expert_offsets", offsets, experts + 1),
-        ("permutation", permutation, entries),
-        ("inverse", inverse, entries),
-    ):
-        if (
-            t.numel() != size
-            or (t is not ids and t.dim() != 1)
-            or dtype_name(t.dtype) != "int32"
-            or not t.is_contiguous()
-        ):
-            raise ValueError(
-                f"permute: {name} must be {size} contiguous int32, got {tuple(t.shape)} {t.dtype}"
-            )
-    return max(1, int(ids.shape[0]))
-
-
-def like(ids: Any, experts: int) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the outputs."""
-    import torch
-
-    need(1 <= experts < 2**31, f"permute: experts must be at least 1 and fit the int32 ids, got {experts}")
-    return ((experts + 1,), torch.int32), ((ids.numel(),), torch.int32), ((ids.numel(),), torch.int32)
+def entries_fit_int32(m: int, top_k: int) -> str | None:
+    """Entries are numbered in int32."""
+    return None if m * top_k < 2**31 else f"ids must have fewer than 2^31 entries, got {m} times {top_k}"
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -106,12 +67,18 @@ OP = Op(
         Axis("top_k", "int", "experts a token", minimum=1),
         Axis("e", "int", "experts", minimum=1),
     ),
-    arguments="Tensor ids, int experts",
-    outputs=("expert_offsets", "permutation", "inverse"),
+    arguments=(
+        Tensor("ids", "m top_k", dtype="int32"),
+        Scalar("experts", "int", minimum=1, maximum=2**31 - 1),
+    ),
+    returns=(
+        Tensor("expert_offsets", "e+1", dtype="int32"),
+        Tensor("permutation", "m*top_k", dtype="int32"),
+        Tensor("inverse", "m*top_k", dtype="int32"),
+    ),
+    values={"e": "experts"},
+    rules=(entries_fit_int32,),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     cost=cost,
     tolerance=tolerance,

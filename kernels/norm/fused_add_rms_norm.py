@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, need_rows, rows_of, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 
 def reference(x: Any, residual: Any, weight: Any, eps: float) -> Any:
@@ -22,60 +23,6 @@ def reference(x: Any, residual: Any, weight: Any, eps: float) -> Any:
     wide = residual.float()
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * scale * weight.float()).to(x.dtype)
-
-
-def describe(x: Any, residual: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    name = "fused_add_rms_norm"
-    rows = rows_of(f"{name}: x", x)
-    need(x.shape[-1] > 0, f"{name}: the last dimension of x is empty: {tuple(x.shape)}")
-    need(
-        residual.shape == x.shape,
-        f"{name}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}",
-    )
-    need_rows(name, {}, {"residual": residual})
-    need(
-        weight.dim() == 1 and weight.shape[0] == x.shape[-1],
-        f"{name}: weight must be [{x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}",
-    )
-    need(weight.stride(0) == 1 or weight.shape[0] == 1, f"{name}: weight must be contiguous")
-    for other, tensor in (("residual", residual), ("weight", weight)):
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: {other} must have x's dtype {x.dtype}, got {tensor.dtype}")
-        need(tensor.device == x.device, f"{name}: {other} is on {tensor.device}, x on {x.device}")
-    need(eps >= 0, f"{name}: eps must not be negative, got {eps}")
-    return {"m": rows, "n": x.shape[-1], "x": dtype_name(x.dtype)}
-
-
-def guard(problem: Problem, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> int:
-    """Rows of a planned call; ValueError if it is not one of `problem`."""
-    shape, kind, n = x.shape, x.dtype, problem.values[1][1]
-    if (
-        shape[-1] != n
-        or residual.shape != shape
-        or out.shape != shape
-        or weight.shape != (n,)
-        or residual.dtype != kind
-        or out.dtype != kind
-        or weight.dtype != kind
-        or dtype_name(kind) != problem.values[2][1]
-    ):
-        raise ValueError(
-            f"fused_add_rms_norm planned for {problem}: got x {tuple(shape)} {kind}, residual "
-            f"{tuple(residual.shape)} {residual.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
-            f"out {tuple(out.shape)} {out.dtype}"
-        )
-    if not (
-        x.is_contiguous() and residual.is_contiguous() and out.is_contiguous() and weight.is_contiguous()
-    ):
-        need_rows("fused_add_rms_norm", {"x": x}, {"residual": residual, "out": out})
-        need(weight.is_contiguous(), "fused_add_rms_norm: weight must be contiguous")
-    return x.numel() // n
-
-
-def like(x: Any, residual: Any, weight: Any, eps: float) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    return ((x.shape, x.dtype),)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -112,12 +59,14 @@ OP = Op(
         Axis("n", "int", "row length (hidden size)", minimum=1),
         Axis("x", "dtype", "dtype of x, residual, weight and the output", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor x, Tensor(a!) residual, Tensor weight, float eps",
-    outputs=("out",),
+    arguments=(
+        Tensor("x", "... n", strides=ROWS),
+        Tensor("residual", "... n", strides=ROWS, mutable=True),
+        Tensor("weight", "n"),
+        Scalar("eps", "float", minimum=0),
+    ),
+    returns=(Tensor("out", "... n", strides=ROWS),),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     cost=cost,
     tolerance=tolerance,

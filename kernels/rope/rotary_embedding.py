@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 STYLES = ("neox", "gptj")
 TABLE_ROWS = 4096
@@ -50,103 +51,9 @@ def pairs(rot: int, interleaved: bool) -> tuple[slice, slice]:
     return slice(0, rot // 2), slice(rot // 2, rot)
 
 
-def describe(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    name = "rotary_embedding"
-    for which, x in (("q", q), ("k", k)):
-        if x is None and which == "k":
-            continue
-        need(x.dim() == 3, f"{name}: {which} must be [tokens, heads, head size], got {tuple(x.shape)}")
-        need(
-            x.stride(2) == 1 or x.shape[2] == 1,
-            f"{name}: a head of {which} must be contiguous, got strides {x.stride()}",
-        )
-        need(
-            _separate(x),
-            f"{name}: {which} is written in place, but its heads overlap: shape {tuple(x.shape)} with "
-            f"strides {x.stride()}",
-        )
-        need(x.shape[0] == q.shape[0], f"{name}: k has {x.shape[0]} tokens, q {q.shape[0]}")
-        need(
-            x.shape[2] == q.shape[2],
-            f"{name}: heads of k have {x.shape[2]} elements, those of q {q.shape[2]}",
-        )
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: k must have q's dtype {q.dtype}, got {x.dtype}")
-    need(
-        tuple(positions.shape) == (q.shape[0],),
-        f"{name}: positions must be [{q.shape[0]}], got {tuple(positions.shape)}",
-    )
-    need(positions.is_contiguous(), f"{name}: positions must be contiguous")
-    need(
-        cos_sin.dim() == 2 and cos_sin.shape[0] > 0,
-        f"{name}: cos_sin must be [positions, rot], got {tuple(cos_sin.shape)}",
-    )
-    rot = cos_sin.shape[1]
-    need(
-        rot % 2 == 0 and 2 <= rot <= q.shape[2],
-        f"{name}: cos_sin's row of {rot} must be even and at most the head size {q.shape[2]}",
-    )
-    need(cos_sin.is_contiguous(), f"{name}: cos_sin must be contiguous")
-    for which, x, wanted in (("positions", positions, "int64"), ("cos_sin", cos_sin, "fp32")):
-        if dtype_name(x.dtype) != wanted:
-            raise TypeError(f"{name}: {which} must be {wanted}, got {x.dtype}")
-    for which, x in (("k", k), ("positions", positions), ("cos_sin", cos_sin)):
-        need(x is None or x.device == q.device, f"{name}: {which} is on another device than q ({q.device})")
-    return {
-        "t": q.shape[0],
-        "hq": q.shape[1],
-        "hk": 0 if k is None else k.shape[1],
-        "d": q.shape[2],
-        "rot": rot,
-        "style": STYLES[bool(interleaved)],
-        "x": dtype_name(q.dtype),
-    }
-
-
-def _separate(x: Any) -> bool:
-    """Whether no two heads share memory: tokens outside heads, or heads outside tokens."""
-    (tokens, heads, size), (by_token, by_head, _) = x.shape, x.stride()
-    by_token, by_head = (by_token if tokens > 1 else 1 << 62), (by_head if heads > 1 else 1 << 62)
-    inner, count, outer = (by_head, heads, by_token) if by_head <= by_token else (by_token, tokens, by_head)
-    return inner >= size and outer >= inner * (count - 1) + size if inner < 1 << 62 else True
-
-
-def guard(problem: Problem, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> int:
-    """Tokens of a planned call; ValueError if it is not one of `problem`."""
-    (_, _), (_, hq), (_, hk), (_, d), (_, rot), (_, style), (_, x) = problem.values
-    shape, kind = q.shape, q.dtype
-    tokens = shape[0]
-    fits = (
-        shape == (tokens, hq, d)
-        and dtype_name(kind) == x
-        and positions.shape == (tokens,)
-        and cos_sin.shape[-1] == rot
-        and cos_sin.dim() == 2
-        and cos_sin.shape[0] > 0
-        and dtype_name(positions.dtype) == "int64"
-        and dtype_name(cos_sin.dtype) == "fp32"
-        and STYLES[interleaved] == style
-        and ((k is None and hk == 0) or (k is not None and k.shape == (tokens, hk, d) and k.dtype == kind))
-    )
-    if not (
-        fits
-        and _plain(q)
-        and (k is None or _plain(k))
-        and positions.is_contiguous()
-        and cos_sin.is_contiguous()
-    ):
-        # Described whole: other strides pass, and what does not fit is named.
-        found = describe(q, k, positions, cos_sin, interleaved)
-        if not fits:
-            raise ValueError(f"rotary_embedding planned for {problem}: got {found}")
-    return int(tokens)
-
-
-def _plain(x: Any) -> bool:
-    """Whether heads lie apart inside tokens that lie apart, the order of every projection's output."""
-    (_, heads, size), (by_token, by_head, unit) = x.shape, x.stride()
-    return bool(unit == 1 and by_head >= size and by_token >= by_head * (heads - 1) + size)
+def table_has_rows(positions: int) -> str | None:
+    """cos_sin has a row to clamp other positions to."""
+    return None if positions else "cos_sin must have a row for at least one position, got none"
 
 
 def check(problem: Problem) -> str | None:
@@ -216,12 +123,16 @@ OP = Op(
         Axis("style", "choice", "pairs: halves (neox) or neighbours (gptj)", default="neox", choices=STYLES),
         Axis("x", "dtype", "dtype of q and k", default="bf16", choices=FLOATS),
     ),
-    arguments="Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved=False",
-    outputs=(),
+    arguments=(
+        Tensor("q", "t hq d", strides=VECTORS, mutable=True),
+        Tensor("k", "t hk d", strides=VECTORS, mutable=True, optional=True, required=True),
+        Tensor("positions", "t", dtype="int64"),
+        Tensor("cos_sin", "positions rot", dtype="fp32"),
+        Scalar("interleaved", "bool", False),
+    ),
+    values={"style": "'gptj' if interleaved else 'neox'"},
+    rules=(table_has_rows,),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=lambda q, k, positions, cos_sin, interleaved=False: (),
     inputs=inputs,
     check=check,
     cost=cost,

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import VECTORS, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import ITEM_BYTES, dtype_name, need, torch_dtype
+from gristmill.kernels.common import ITEM_BYTES, torch_dtype
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 LOGITS = ("fp32", "bf16")
-_PARAMETERS = (
-    ("temperature", "fp32"),
-    ("top_k", "int32"),
-    ("top_p", "fp32"),
-    ("min_p", "fp32"),
-    ("seed", "int64"),
-    ("index", "int64"),
-)
 
 
 def reference(
@@ -92,87 +85,9 @@ def kept(z: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
     return keep & ((z.double() - top).exp() >= floor[:, None])
 
 
-def describe(
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any = None,
-) -> dict[str, Any]:
-    """Axis values of a call; ValueError or TypeError for arguments that do not fit."""
-    need(logits.dim() == 2, f"sample: logits must be [requests, vocabulary], got {tuple(logits.shape)}")
-    m, v = logits.shape
-    need(1 <= v < 2**31, f"sample: the vocabulary must have 1 to 2^31 - 1 tokens, got {v}")
-    need(
-        v == 1 or logits.stride(1) == 1,
-        f"sample: rows of logits must be contiguous, got strides {logits.stride()}",
-    )
-    if dtype_name(logits.dtype) not in LOGITS:
-        raise TypeError(f"sample: logits must be {' or '.join(LOGITS)}, got {logits.dtype}")
-    given = (temperature, top_k, top_p, min_p, seed, index)
-    for (name, dtype), tensor in zip(_PARAMETERS, given, strict=True):
-        if dtype_name(tensor.dtype) != dtype:
-            raise TypeError(f"sample: {name} must be {dtype}, got {tensor.dtype}")
-        need(
-            tuple(tensor.shape) == (m,) and tensor.is_contiguous(),
-            f"sample: {name} must be a contiguous [{m}], one for each row of logits, got {tuple(tensor.shape)}",
-        )
-        need(
-            tensor.device == logits.device, f"sample: {name} is on {tensor.device}, logits on {logits.device}"
-        )
-    return {"m": m, "v": v, "x": dtype_name(logits.dtype)}
-
-
-def guard(
-    problem: Problem,
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any,
-    ids: Any,
-) -> int:
-    """Rows of a planned call; ValueError if it is not one of `problem`."""
-    m = logits.shape[0]
-    if (
-        logits.dim() != 2
-        or logits.shape[1] != problem.values[1][1]
-        or dtype_name(logits.dtype) != problem.values[2][1]
-        or (logits.stride(1) != 1 and logits.shape[1] != 1)
-    ):
-        raise ValueError(
-            f"sample planned for {problem}: got logits {tuple(logits.shape)} {logits.dtype} with strides "
-            f"{logits.stride()}"
-        )
-    given = (temperature, top_k, top_p, min_p, seed, index, ids)
-    for (name, dtype), tensor in zip((*_PARAMETERS, ("ids", "int64")), given, strict=True):
-        if tensor.shape != (m,) or dtype_name(tensor.dtype) != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"sample: {name} must be a contiguous [{m}] {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
-    return int(m)
-
-
-def like(
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any = None,
-) -> tuple[tuple[Any, Any], ...]:
-    """Shape and dtype of the output."""
-    import torch
-
-    return (((logits.shape[0],), torch.int64),)
+def vocabulary_fits_int32(v: int) -> str | None:
+    """Tokens are numbered in int32."""
+    return None if v < 2**31 else f"logits must have at most 2^31 - 1 tokens, got {v}"
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -222,13 +137,19 @@ OP = Op(
         Axis("v", "int", "vocabulary", minimum=1),
         Axis("x", "dtype", "dtype of the logits", default="fp32", choices=LOGITS),
     ),
-    arguments="Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor index, "
-    "Tensor(w!)? workspace=None",
-    outputs=("ids",),
+    arguments=(
+        Tensor("logits", "m v", strides=VECTORS),
+        Tensor("temperature", "m", dtype="fp32"),
+        Tensor("top_k", "m", dtype="int32"),
+        Tensor("top_p", "m", dtype="fp32"),
+        Tensor("min_p", "m", dtype="fp32"),
+        Tensor("seed", "m", dtype="int64"),
+        Tensor("index", "m", dtype="int64"),
+        Scratch(),
+    ),
+    returns=(Tensor("ids", "m", dtype="int64"),),
+    rules=(vocabulary_fits_int32,),
     reference=reference,
-    describe=describe,
-    guard=guard,
-    like=like,
     inputs=inputs,
     cost=cost,
     tolerance=tolerance,

@@ -30,6 +30,18 @@ import torch
 import gristmill.ops as ops
 x, s = torch.randn(5, 9), torch.rand(5)
 assert torch.equal(ops.scale_rows(x, s), x * s[:, None])
+assert str(op.describe(x, s)) == "m=5,n=9,x=fp32"
+for wrong, said in (
+    ((x, s[:4]), "s must be [m] = [5]"),
+    ((torch.randn(9, 5).t(), s), "x must be contiguous"),
+    ((x, s.half()), "s must be torch.float32"),
+):
+    try:
+        ops.scale_rows(*wrong)
+    except (TypeError, ValueError) as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
 print(" ".join(sorted(ran)))
 """
 
@@ -67,12 +79,7 @@ def write(folder: Path, found: dict[str, str]) -> Path:
 
 def test_the_worked_examples_run_and_match(tmp_path: Path) -> None:
     found = files()
-    assert set(found) == {
-        "scale_rows.py",
-        "scale_rows_torch.py",
-        "scale_rows_triton.py",
-        "_scale_rows_triton.py",
-    }
+    assert set(found) == {"scale_rows.py", "scale_rows_triton.py", "_scale_rows_triton.py"}
     done = run(write(tmp_path / "worked", found), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["scale_rows_torch", "scale_rows_triton"]

@@ -38,9 +38,9 @@ class Runnable:
 
     def __call__(self, *arguments: Any) -> None:
         """Launch on arguments and outputs exactly as given, strides included, after the operation's own checks."""
-        problem = self.op.problem(self.op.describe(*arguments[: len(self.op.parameters)]))
+        problem = self.op.describe(*arguments[: len(self.op.parameters)])
         assert self.kernel.accepts(problem) is None
-        if self.op.guard is not None and not self.op.guard(self.op.static(problem), *arguments):
+        if not self.op.guard(self.op.static(problem))(*arguments):
             return
         load(self.kernel)(self.kernel.config(problem, self.target), *arguments)
 

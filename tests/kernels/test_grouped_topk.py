@@ -148,19 +148,19 @@ def test_row_strides(implementation: Runnable) -> None:
 def test_refusals() -> None:
     logits = torch.zeros(2, 16)
     for arguments, message in (
-        ((logits, 17), "top_k must be 1 to 16"),
+        ((logits, 17), r"top_k must be at most 16 .e., got 17"),
         ((logits, 3, None, 8, 1), "top_k must be 1 to 2"),
         ((logits, 2, None, 3, 1), "does not divide"),
-        ((logits, 2, None, 4, 5), "topk_group must be"),
-        ((logits, 2, torch.zeros(15)), r"bias must be a contiguous \[16\]"),
-        ((logits, 2, None, 1, 1, "tanh"), "scoring is"),
+        ((logits, 2, None, 4, 5), "topk_group must be 1 to 4"),
+        ((logits, 2, torch.zeros(15)), r"bias must be \[e\] = \[16\], e as in logits, got \[15\]"),
+        ((logits, 2, None, 1, 1, "tanh"), "scoring must be one of sigmoid, softmax, got 'tanh'"),
         ((logits, 2, None, 1, 1, "softmax", True, float("nan")), "scale must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            grouped_topk.describe(*arguments)
+            grouped_topk.OP.describe(*arguments)
     for arguments in ((logits.int(), 2), (logits, 2, torch.zeros(16).bfloat16())):
         with pytest.raises(TypeError):
-            grouped_topk.describe(*arguments)
+            grouped_topk.OP.describe(*arguments)
 
 
 def test_through_the_operator(policy_file: Any) -> None:

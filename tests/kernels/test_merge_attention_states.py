@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gristmill import ops
-from gristmill.kernels.attention.merge_attention_states import OP, guard, reference
+from gristmill.kernels.attention.merge_attention_states import OP, reference
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 INF = math.inf
@@ -76,18 +76,18 @@ def test_nan_stays_in_its_row_and_out_may_be_a(implementation: Runnable) -> None
 def test_refusals_and_guards() -> None:
     a, b, a_lse, b_lse = torch.randn(4, 2, 8), torch.randn(4, 2, 8), torch.randn(4, 2), torch.randn(4, 2)
     cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (ValueError, r"a must be \[tokens", (a[0], a_lse, b, b_lse)),
-        (ValueError, "b must have a's shape", (a, a_lse, b[:3], b_lse)),
-        (TypeError, "b must be fp32", (a, a_lse, b.half(), b_lse)),
-        (TypeError, "a_lse must be fp32", (a, a_lse.half(), b, b_lse)),
-        (ValueError, r"b_lse must be \(4, 2\)", (a, a_lse, b, b_lse.t())),
+        (ValueError, r"a must be \[t, h, d\]", (a[0], a_lse, b, b_lse)),
+        (ValueError, r"b must be \[t, h, d\] = \[4, 2, 8\]", (a, a_lse, b[:3], b_lse)),
+        (TypeError, "b must have a's dtype torch.float32", (a, a_lse, b.half(), b_lse)),
+        (TypeError, "a_lse must be torch.float32", (a, a_lse.half(), b, b_lse)),
+        (ValueError, r"b_lse must be \[t, h\] = \[4, 2\]", (a, a_lse, b, b_lse.t())),
         (ValueError, "b must be contiguous", (a, a_lse, torch.randn(2, 4, 8).transpose(0, 1), b_lse)),
     ]
     for kind, message, arguments in cases:
         with pytest.raises(kind, match=message):
             ops.merge_attention_states(*arguments)
     static, out, lse = OP.static(OP.problem("h=2,d=8,x=fp32")), torch.empty_like(a), torch.empty_like(a_lse)
-    assert guard(static, a, a_lse, b, b_lse, out, lse) == 4
+    assert OP.guard(static)(a, a_lse, b, b_lse, out, lse) == 4
     for wrong in (
         (a, a_lse, b, b_lse, out[:3], lse),
         (a, a_lse, b, b_lse, out, lse[:3]),
@@ -98,7 +98,7 @@ def test_refusals_and_guards() -> None:
         (a, a_lse, b, torch.empty(2, 4).t(), out, lse),
     ):
         with pytest.raises(ValueError, match="planned for|contiguous"):
-            guard(static, *wrong)
+            OP.guard(static)(*wrong)
 
 
 def base_two(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:

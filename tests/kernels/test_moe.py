@@ -91,7 +91,7 @@ def test_permute_extremes(implementation: Runnable) -> None:
         torch.empty(0, 2).int(),
         torch.arange(1030, dtype=torch.int32).view(-1, 2) % 8,
     ):
-        found = [torch.full(shape, -9, dtype=dtype) for shape, dtype in permute.like(ids, 8)]
+        found = [torch.full(shape, -9, dtype=dtype) for shape, dtype in permute.OP.like(ids, 8)]
         implementation(ids, 8, *found)
         for out, wanted in zip(found, permute.reference(ids, 8), strict=True):
             assert torch.equal(out, wanted)
@@ -170,7 +170,7 @@ def test_only_experts_with_rows_are_read(implementation: Runnable) -> None:
         weight = QuantTensor.from_dense(dense)
     x, offsets = torch.randn(5, 64), _i32(0, 0, 2, 5, 5)
     kernel, op = implementation.kernel, implementation.op
-    problem = op.problem({**op.describe(x, weight, offsets)})
+    problem = op.describe(x, weight, offsets)
     arguments = kernel_arguments(op, kernel, [x, weight, offsets, None, 1, False, 32])
     out = torch.full((5, 32), float("nan"))
     kernel.load()(kernel.config(problem, implementation.target), *arguments, out)
@@ -212,27 +212,38 @@ def test_expert_parallel_halves_add_up() -> None:
 def test_refusals() -> None:
     x, w13, w2 = torch.zeros(3, 8), torch.zeros(2, 12, 8), torch.zeros(2, 8, 6)
     ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
-    assert moe.describe(x, weights, ids, [w13], [w2])["i"] == 6
+    assert moe.OP.describe(x, weights, ids, [w13], [w2])["i"] == 6
     for arguments, message in (
-        ((x, weights, ids, [w13], [w2.transpose(1, 2).contiguous()]), "w2 must be"),
-        ((x[:, :7].contiguous(), weights, ids, [w13], [w2]), "x must be"),
-        ((x, weights[:, :1].contiguous(), ids, [w13], [w2]), "weights must be"),
-        ((x, weights, ids, [torch.zeros(2, 11, 8)], [w2]), "gate rows first"),
+        (
+            (x, weights, ids, [w13], [w2.transpose(1, 2).contiguous()]),
+            r"w13 must be \[e, 2\*i, h\] = \[2, 16, 8\], i as in w2",
+        ),
+        (
+            (x[:, :7].contiguous(), weights, ids, [w13], [w2]),
+            r"w13 must be \[e, 2\*i, h\] = \[2, 12, 7\], i as in w2, h as in x, got \[2, 12, 8\]",
+        ),
+        (
+            (x, weights[:, :1].contiguous(), ids, [w13], [w2]),
+            r"ids must be \[m, top_k\] = \[3, 1\], m as in x, top_k as in weights",
+        ),
+        ((x, weights, ids, [torch.zeros(2, 11, 8)], [w2]), r"w13 must be \[e, 2\*i, h\] = \[2, 12, 8\]"),
         ((x, weights, ids, [w13, w13], [w2]), "do not tell their scheme"),
-        ((x, weights, ids, [w13], [w2.bfloat16()]), "one scheme"),
+        ((x, weights, ids, [w13], [w2.bfloat16()]), "w2 must be of w13's scheme fp32, got 'bf16'"),
     ):
         with pytest.raises(ValueError, match=message):
-            moe.describe(*arguments)
-    with pytest.raises(TypeError, match="ids must be int32"):
-        moe.describe(x, weights, ids.long(), [w13], [w2])
-    with pytest.raises(ValueError, match="n is 5"):
-        grouped_linear.describe(x, [w13], _i32(0, 1, 3), n=5)
-    with pytest.raises(ValueError, match="expert_offsets must be"):
-        grouped_linear.describe(x, [w13], _i32(0, 3))
-    with pytest.raises(TypeError, match="ids must be int32"):
-        permute.describe(ids.long(), 4)
-    with pytest.raises(ValueError, match="one place for each"):
-        combine.describe(torch.zeros(6, 8), _i32(0, 1), weights)
+            moe.OP.describe(*arguments)
+    with pytest.raises(TypeError, match="ids must be torch.int32"):
+        moe.OP.describe(x, weights, ids.long(), [w13], [w2])
+    with pytest.raises(ValueError, match="n must be 0 or the n of the weight, 12, got 5"):
+        grouped_linear.OP.describe(x, [w13], _i32(0, 1, 3), n=5)
+    with pytest.raises(
+        ValueError, match=r"expert_offsets must be \[e\+1\] = \[3\], e as in weight, got \[2\]"
+    ):
+        grouped_linear.OP.describe(x, [w13], _i32(0, 3))
+    with pytest.raises(TypeError, match="ids must be torch.int32"):
+        permute.OP.describe(ids.long(), 4)
+    with pytest.raises(ValueError, match=r"inverse must be \(m\*top_k\) elements = \[6\]"):
+        combine.OP.describe(torch.zeros(6, 8), _i32(0, 1), weights)
 
 
 def test_through_a_plan(policy_file: Any) -> None:

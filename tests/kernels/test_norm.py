@@ -9,6 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gristmill import ops
+from gristmill.kernel_registry.op import Op
 from gristmill.kernels.norm import fused_add_rms_norm, rms_norm
 from tests.kernels.running import Runnable, close, padded_rows, runnables, verify_fault
 
@@ -135,23 +136,31 @@ def test_zero_rows_give_zero_and_nan_stays_in_its_row(implementation: Runnable) 
 def test_refusals_say_what_was_expected() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     cases: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, r"weight must be \[8\]", lambda: ops.rms_norm(x, torch.randn(7), EPS)),
+        (
+            ValueError,
+            r"weight must be \[n\] = \[8\], n as in x, got \[7\]",
+            lambda: ops.rms_norm(x, torch.randn(7), EPS),
+        ),
         (TypeError, "weight must have x's dtype", lambda: ops.rms_norm(x, weight.bfloat16(), EPS)),
         (
             ValueError,
-            "last dimension must be contiguous",
+            "x must be rows of one stride, contiguous in the last dimension",
             lambda: ops.rms_norm(x.t().contiguous().t(), weight, EPS),
         ),
-        (ValueError, "eps must not be negative", lambda: ops.rms_norm(x, weight, -1.0)),
-        (ValueError, "int8", lambda: ops.rms_norm(x.to(torch.int8), weight.to(torch.int8), EPS)),
+        (ValueError, "eps must be at least 0, got -1.0", lambda: ops.rms_norm(x, weight, -1.0)),
+        (
+            TypeError,
+            "x must be torch.float32 or torch.float16 or torch.bfloat16, got torch.int8",
+            lambda: ops.rms_norm(x.to(torch.int8), weight.to(torch.int8), EPS),
+        ),
         (
             ValueError,
-            "last dimension of x is empty",
+            r"x must be \[..., n\] with n at least 1, got \[4, 0\]",
             lambda: ops.rms_norm(torch.empty(4, 0), torch.empty(0), EPS),
         ),
         (
             ValueError,
-            "residual must have x's shape",
+            r"residual must be \[..., n\] = \[4, 8\], n as in x, got \[3, 8\]",
             lambda: ops.fused_add_rms_norm(x, x[:3].clone(), weight, EPS),
         ),
         (
@@ -161,7 +170,7 @@ def test_refusals_say_what_was_expected() -> None:
         ),
         (
             ValueError,
-            "rows must not overlap",
+            "residual is written, so its elements must not overlap",
             lambda: ops.fused_add_rms_norm(x, torch.randn(1, 8).expand(4, 8), weight, EPS),
         ),
     ]
@@ -170,15 +179,14 @@ def test_refusals_say_what_was_expected() -> None:
             call()
 
 
-@pytest.mark.parametrize("guard", [rms_norm.guard, fused_add_rms_norm.guard])
-def test_guards_refuse_what_would_read_or_write_elsewhere(guard: Any) -> None:
-    fused = guard is fused_add_rms_norm.guard
-    op = fused_add_rms_norm.OP if fused else rms_norm.OP
+@pytest.mark.parametrize("op", [rms_norm.OP, fused_add_rms_norm.OP])
+def test_guards_refuse_what_would_read_or_write_elsewhere(op: Op) -> None:
+    fused = op is fused_add_rms_norm.OP
     static = op.static(op.problem("n=8,x=fp32"))
 
     def call(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
         arguments = (x, torch.zeros_like(x), weight) if fused else (x, weight)
-        return guard(static, *arguments, EPS, out)
+        return op.guard(static)(*arguments, EPS, out)
 
     x, weight = torch.randn(4, 8), torch.randn(8)
     assert call(x, weight, torch.empty(4, 8)) == 4

@@ -217,7 +217,7 @@ def test_plans_are_verified_on_contexts_of_many_blocks(size: int, flags: str) ->
     queries, contexts = lengths(small, 0)
     assert max(contexts) == 333 and sum(queries) == small.integer("q_tokens") <= 67
     arguments = OP.inputs(small, 0, "cpu")
-    assert OP.static(OP.problem(OP.describe(*arguments))) == static
+    assert OP.static(OP.describe(*arguments)) == static
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -313,20 +313,45 @@ def test_cpu_kernel_refuses_indices_that_do_not_exist(name: str, value: list[Any
 
 
 BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
-    ("q", lambda q: q[0], ValueError, "q must have 3 dimensions"),
-    ("q", lambda q: q[..., ::2], ValueError, "last dimension of q must be contiguous"),
+    ("q", lambda q: q[0], ValueError, r"q must be \[q_tokens, heads, head_dim\]"),
+    (
+        "q",
+        lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+        ValueError,
+        "q must be contiguous in its last dimension",
+    ),
     ("q", lambda q: q[:, :1].repeat(1, 3, 1), ValueError, "3 query heads do not divide among 2"),
-    ("k_cache", lambda k: k.double(), TypeError, "k_cache must have q's dtype"),
-    ("v_cache", lambda v: v[:, :3], ValueError, "k_cache is .* v_cache"),
-    ("k_cache", lambda k: k[..., :32].contiguous(), ValueError, "k_cache has head_dim 32, q has 64"),
-    ("block_table", lambda t: t.long(), TypeError, "block_table must be int32"),
-    ("block_table", lambda t: t[:1], ValueError, "block_table has 1 rows, query_start has 3"),
-    ("seq_lens", lambda t: t[:2], ValueError, "seq_lens has 2 rows"),
+    (
+        "k_cache",
+        lambda k: k.double(),
+        TypeError,
+        "k_cache must have q's dtype torch.float32, got torch.float64",
+    ),
+    ("v_cache", lambda v: v[:, :3], ValueError, "v_cache must be .*block_size as in k_cache"),
+    ("k_cache", lambda k: k[..., :32].contiguous(), ValueError, "k_cache must be .*head_dim as in q"),
+    ("block_table", lambda t: t.long(), TypeError, "block_table must be torch.int32, got torch.int64"),
+    (
+        "block_table",
+        lambda t: t[:1],
+        ValueError,
+        r"query_start must be \[seqs\+1\] = \[2\], seqs as in block_table, got \[4\]",
+    ),
+    (
+        "seq_lens",
+        lambda t: t[:2],
+        ValueError,
+        r"seq_lens must be \[seqs\] = \[3\], seqs as in block_table, got \[2\]",
+    ),
     ("query_start", lambda t: t[:1], ValueError, "query_start must be"),
     ("max_ctx", lambda n: 1000, ValueError, "max_ctx 1000 is more than"),
-    ("max_q", lambda n: 0, ValueError, "max_q and max_ctx must be at least 1"),
-    ("sinks", lambda s: torch.zeros(3), ValueError, "sinks must be a contiguous"),
-    ("lse", lambda s: torch.zeros(5, 4).half(), TypeError, "lse must be float32"),
+    ("max_q", lambda n: 0, ValueError, "max_q must be at least 1, got 0"),
+    (
+        "sinks",
+        lambda s: torch.zeros(3),
+        ValueError,
+        r"sinks must be \[heads\] = \[4\], heads as in q, got \[3\]",
+    ),
+    ("lse", lambda s: torch.zeros(5, 4).half(), TypeError, "lse must be torch.float32"),
 ]
 
 
@@ -366,7 +391,7 @@ def test_guard_refuses(name: str, change: Callable[[Any], Any]) -> None:
         "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32"
     )
     static, out = OP.static(problem), torch.empty(5, 4, 64)
-    assert OP.guard is not None and OP.guard(static, *a.values(), out) == 5
+    assert OP.guard(static)(*a.values(), out) == 5
     a[name] = change(a[name])
     with pytest.raises(ValueError, match="paged_attention"):
-        OP.guard(static, *a.values(), out)
+        OP.guard(static)(*a.values(), out)

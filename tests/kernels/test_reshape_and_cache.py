@@ -107,29 +107,41 @@ def test_refusals_and_guards() -> None:
     cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
         (
             ValueError,
-            r"key must be \[tokens, heads, head size\]",
+            r"key must be \[t, h, d\]",
             (key[0], value, key_cache, value_cache, SLOTS),
         ),
         (ValueError, r"key_cache must be \[blocks", (key, value, key_cache[:, :, :1], value_cache, SLOTS)),
         (ValueError, r"value_cache must be \[blocks", (key, value, key_cache, value_cache[..., :7], SLOTS)),
-        (ValueError, "value is", (key, value[:5], key_cache, value_cache, SLOTS)),
-        (ValueError, "value_cache is", (key, value, key_cache, value_cache[:3], SLOTS)),
+        (
+            ValueError,
+            r"value must be \[t, h, dv\] = \[6, 2, 8\]",
+            (key, value[:5], key_cache, value_cache, SLOTS),
+        ),
+        (
+            ValueError,
+            r"value_cache must be \[blocks, block_size, h, dv\] = \[4, 4, 2, 8\]",
+            (key, value, key_cache, value_cache[:3], SLOTS),
+        ),
         (
             TypeError,
-            "key_cache must have the tokens' dtype",
+            "key_cache must have key's dtype torch.float32",
             (key, value, key_cache.half(), value_cache, SLOTS),
         ),
-        (TypeError, "slot_mapping must be int64", (key, value, key_cache, value_cache, SLOTS.int())),
-        (ValueError, r"slot_mapping must be \[6\]", (key, value, key_cache, value_cache, SLOTS[:5])),
+        (TypeError, "slot_mapping must be torch.int64", (key, value, key_cache, value_cache, SLOTS.int())),
+        (ValueError, r"slot_mapping must be \[t\] = \[6\]", (key, value, key_cache, value_cache, SLOTS[:5])),
         (
             ValueError,
             "slot_mapping must be contiguous",
             (key, value, key_cache, value_cache, torch.arange(12)[::2]),
         ),
-        (ValueError, "rows overlap", (key, value, key_cache[:, :1].expand(4, 4, 2, 8), value_cache, SLOTS)),
         (
             ValueError,
-            "last dimension of key_cache must be contiguous",
+            "key_cache is written, so its elements must not overlap",
+            (key, value, key_cache[:, :1].expand(4, 4, 2, 8), value_cache, SLOTS),
+        ),
+        (
+            ValueError,
+            "key_cache must be contiguous in its last dimension",
             (key, value, torch.randn(4, 4, 8, 2).transpose(2, 3), value_cache, SLOTS),
         ),
     ]
@@ -137,21 +149,23 @@ def test_refusals_and_guards() -> None:
     for kind, message, arguments in cases:
         with pytest.raises(kind, match=message):
             ops.reshape_and_cache(*arguments)
-        with pytest.raises(kind, match=message):
-            reshape_and_cache.guard(static, *arguments)
-    assert reshape_and_cache.guard(static, key, value, key_cache, value_cache, SLOTS) == 6
+        with pytest.raises(
+            ValueError, match=f"planned for h=2,d=8,dv=8,block_size=4,x=fp32: {message.partition(' ')[0]}"
+        ):
+            reshape_and_cache.OP.guard(static)(*arguments)
+    assert reshape_and_cache.OP.guard(static)(key, value, key_cache, value_cache, SLOTS) == 6
     with pytest.raises(ValueError, match="planned for"):
-        reshape_and_cache.guard(static, key, value, key_cache[:, :3], value_cache[:, :3], SLOTS)
+        reshape_and_cache.OP.guard(static)(key, value, key_cache[:, :3], value_cache[:, :3], SLOTS)
     latent, cache = torch.randn(6, 8), torch.randn(4, 4, 8)
     static = reshape_and_cache_mla.OP.static(reshape_and_cache_mla.OP.problem("d=8,block_size=4,x=fp32"))
-    assert reshape_and_cache_mla.guard(static, latent, cache, SLOTS) == 6
+    assert reshape_and_cache_mla.OP.guard(static)(latent, cache, SLOTS) == 6
     for wrong in (
         (latent[:, :7], cache, SLOTS),
         (latent.half(), cache, SLOTS),
         (latent, cache[:, :2], SLOTS),
     ):
         with pytest.raises((ValueError, TypeError)):
-            reshape_and_cache_mla.guard(static, *wrong)
+            reshape_and_cache_mla.OP.guard(static)(*wrong)
 
 
 def off_by_one(config: Any, *arguments: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from gristmill import ops
 from gristmill.kernels.rope.cache import RopeParameters, inverse_frequencies, rope_cache
-from gristmill.kernels.rope.rotary_embedding import OP, error, guard, reference
+from gristmill.kernels.rope.rotary_embedding import OP, error, reference
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -256,27 +256,39 @@ def test_positions_outside_the_table_become_nan_and_read_nothing(
 def test_refusals() -> None:
     q, k, positions, table = _arguments(4, 2, 1, 16, 16, torch.float32)
     cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (ValueError, r"q must be \[tokens, heads, head size\]", (q[0], k, positions, table)),
-        (ValueError, "k has 3 tokens, q 4", (q, k[:3], positions, table)),
-        (ValueError, "heads of k have 8 elements", (q, k[..., :8], positions, table)),
-        (TypeError, "k must have q's dtype", (q, k.bfloat16(), positions, table)),
-        (ValueError, r"positions must be \[4\]", (q, k, positions[:3], table)),
-        (TypeError, "positions must be int64", (q, k, positions.int(), table)),
-        (TypeError, "cos_sin must be fp32", (q, k, positions, table.bfloat16())),
         (
             ValueError,
-            "even and at most the head size",
+            r"q must be \[t, hq, d\] .t: tokens; hq: heads of q; d: elements of a head.,",
+            (q[0], k, positions, table),
+        ),
+        (
+            ValueError,
+            r"k must be \[t, hk, d\] = \[4, 1, 16\], t as in q, d as in q, got \[3, 1, 16\]",
+            (q, k[:3], positions, table),
+        ),
+        (ValueError, r"k must be .* got \[4, 1, 8\]", (q, k[..., :8], positions, table)),
+        (TypeError, "k must have q's dtype", (q, k.bfloat16(), positions, table)),
+        (ValueError, r"positions must be \[t\] = \[4\], t as in q, got \[3\]", (q, k, positions[:3], table)),
+        (TypeError, "positions must be torch.int64, got torch.int32", (q, k, positions.int(), table)),
+        (TypeError, "cos_sin must be torch.float32, got torch.bfloat16", (q, k, positions, table.bfloat16())),
+        (
+            ValueError,
+            "rot must be even, at least 2 and at most the head size 16, got 18",
             (q, k, positions, rope_cache(18, 8, RopeParameters())),
         ),
         (
             ValueError,
-            "head of q must be contiguous",
+            "q must be contiguous in its last dimension",
             (torch.randn(4, 16, 2).transpose(1, 2), k, positions, table),
         ),
-        (ValueError, "heads overlap", (q[:, :1].expand(4, 2, 16), k, positions, table)),
         (
             ValueError,
-            "heads overlap",
+            "q is written, so its elements must not overlap",
+            (q[:, :1].expand(4, 2, 16), k, positions, table),
+        ),
+        (
+            ValueError,
+            "q is written, so its elements must not overlap",
             (torch.randn(100).as_strided((4, 2, 16), (16, 8, 1)), k, positions, table),
         ),
         (ValueError, "cos_sin must be contiguous", (q, k, positions, torch.randn(500, 32)[:, :16])),
@@ -286,15 +298,15 @@ def test_refusals() -> None:
             ops.rotary_embedding(*arguments)
         static = OP.static(OP.problem("hq=2,hk=1,d=16,rot=16,x=fp32"))
         with pytest.raises((ValueError, TypeError)):
-            guard(static, *arguments)
-    assert guard(static, q, k, positions, table) == 4
+            OP.guard(static)(*arguments, *(False,)[len(arguments) - 4 :])
+    assert OP.guard(static)(q, k, positions, table, False) == 4
     for arguments in (
         (q, None, positions, table),
         (q, k, positions, table, True),
         (q, q.clone(), positions, table),
     ):
         with pytest.raises(ValueError, match="planned for"):
-            guard(static, *arguments)
+            OP.guard(static)(*arguments, *(False,)[len(arguments) - 4 :])
 
 
 def swapped_halves(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:

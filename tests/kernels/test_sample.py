@@ -367,16 +367,16 @@ def test_seeds_and_positions_are_independent() -> None:
 
 def test_refusals() -> None:
     logits, parameters = torch.zeros(2, 16), _parameters(2)
-    with pytest.raises(ValueError, match=r"\[requests, vocabulary\]"):
-        sample.describe(logits[0], *parameters)
+    with pytest.raises(ValueError, match=r"logits must be \[m, v\] .m: requests; v: vocabulary., got \[16\]"):
+        sample.OP.describe(logits[0], *parameters)
     with pytest.raises(TypeError, match="logits must be"):
-        sample.describe(logits.half(), *parameters)
-    with pytest.raises(TypeError, match="seed must be int64"):
-        sample.describe(logits, *parameters[:4], parameters[4].int(), parameters[5])
-    with pytest.raises(ValueError, match="top_k must be a contiguous"):
-        sample.describe(logits, parameters[0], parameters[1][:1], *parameters[2:])
-    with pytest.raises(ValueError, match="rows of logits must be contiguous"):
-        sample.describe(logits.T.contiguous().T, *parameters)
+        sample.OP.describe(logits.half(), *parameters)
+    with pytest.raises(TypeError, match="seed must be torch.int64, got torch.int32"):
+        sample.OP.describe(logits, *parameters[:4], parameters[4].int(), parameters[5])
+    with pytest.raises(ValueError, match=r"top_k must be \[m\] = \[2\], m as in logits, got \[1\]"):
+        sample.OP.describe(logits, parameters[0], parameters[1][:1], *parameters[2:])
+    with pytest.raises(ValueError, match="logits must be contiguous in its last dimension"):
+        sample.OP.describe(logits.T.contiguous().T, *parameters)
 
 
 def test_through_the_operator(policy_file: Any) -> None:

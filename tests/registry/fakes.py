@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gristmill.kernel_registry.arguments import Scratch, Tensor, Weight
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
@@ -24,11 +25,14 @@ OP = Op(
         Axis("x", "dtype", "activations", default="bf16"),
         Axis("w", "scheme", "weights", default="int4_g128"),
     ),
-    arguments="Tensor x, Tensor[] weight, Tensor? bias=None, Tensor(w!)? workspace=None",
-    outputs=("out",),
+    arguments=(
+        Tensor("x", "... k"),
+        Weight("weight", "n k"),
+        Tensor("bias", "n", optional=True),
+        Scratch(),
+    ),
+    returns=(Tensor("out", "... n"),),
     reference=lambda *arguments: None,
-    describe=lambda *arguments: {},
-    like=lambda *arguments: (),
     inputs=lambda problem, seed, device: [],
     cost=lambda p: Cost(
         bytes=p.integer("n") * p.integer("k") // 2, flops=2 * p.integer("m") * p.integer("n") * p.integer("k")

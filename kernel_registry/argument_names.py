@@ -1,0 +1,190 @@
+"""What the names in declared shapes, rules and computed axes of an operation stand for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight
+
+if TYPE_CHECKING:
+    from gristmill.kernel_registry.op import Op
+
+
+def names_in(text: str) -> list[str]:
+    """The names in an expression."""
+    nodes = ast.walk(ast.parse(text, mode="eval"))
+    return list(
+        dict.fromkeys(
+            node.id for node in nodes if isinstance(node, ast.Name) and node.id not in ("min", "max")
+        )
+    )
+
+
+def is_name(size: str) -> bool:
+    """Whether a size is a plain name, not a number or an expression."""
+    return size.isidentifier()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A declared shape, taken apart."""
+
+    text: str
+
+    @property
+    def flat(self) -> bool:
+        """A number of elements in any shape."""
+        return self.text.startswith("(")
+
+    @property
+    def leading(self) -> bool:
+        """Any leading dimensions before `sizes`."""
+        return self.text.startswith("...")
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The size of each dimension (of a flat shape: the number of elements), without the leading ones."""
+        return (self.text,) if self.flat else tuple(size for size in self.text.split() if size != "...")
+
+    def places(self) -> Iterator[tuple[int, str]]:
+        """(index, size) of each dimension: from the end where there are leading ones; nothing of a flat shape."""
+        if not self.flat:
+            back = len(self.sizes) if self.leading else 0
+            yield from ((place - back, size) for place, size in enumerate(self.sizes))
+
+
+class Names:
+    """The names of one operation.
+
+    sizes: told by shapes. static: axes that a plan fixes, and the arguments that its flags fix.
+    stated: optional tensors whose presence a plan fixes. scalar_axes: numbers that are static axes (all numbers that are axes,
+    where nothing is planned yet).
+    """
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.axes = {axis.name: axis for axis in op.axes}
+        self.tensors = [a for a in op.arguments if isinstance(a, Tensor)]
+        self.weights = [a for a in op.arguments if isinstance(a, Weight)]
+        self.scalars = [a for a in op.arguments if isinstance(a, Scalar)]
+        self.arguments: tuple[str, ...] = tuple(a.name for a in op.arguments)
+        self.parameters = ", ".join(
+            p.name if p.default is None else f"{p.name}={p.default}" for p in op.parameters
+        )
+        plain = {scalar.name for scalar in self.scalars if not scalar.states}
+        declared: list[Tensor | Weight] = [*self.tensors, *self.weights]
+        self.shapes = {item.name: item.shape for item in declared}
+        self.sizes = {name for shape in self.shapes.values() for name in self.of(shape)} - plain
+        if any(Shape(shape).leading for shape in self.shapes.values()) and op.bucket is not None:
+            self.sizes.add(op.bucket)
+        flags = {flag for axis in op.axes if axis.kind == "flags" for flag in axis.choices}
+        self.flags = {axis.name for axis in op.axes if axis.kind == "flags"}
+        self.static = {axis.name for axis in op.axes if not axis.dynamic} | flags
+        self.stated = [
+            t.name for t in self.tensors if t.optional and (t.name in flags or self._kind(t.name) == "bool")
+        ]
+        self.scalar_axes = [
+            name for name in plain if name in self.static and name not in self.sizes and name not in op.values
+        ]
+        self.scalar_axes.sort(key=self.arguments.index)
+
+    def _kind(self, name: str) -> str:
+        return self.axes[name].kind if name in self.axes else ""
+
+    def of(self, shape: str) -> list[str]:
+        """The names in a shape."""
+        sizes = [size for size in Shape(shape).sizes if size != "..."]
+        return list(dict.fromkeys(name for size in sizes for name in names_in(size)))
+
+    def legend(self, shape: str) -> str:
+        """What the sizes of a shape are, for people: of those that are axes."""
+        known = [f"{name}: {self.axes[name].help}" for name in self.of(shape) if name in self.axes]
+        return f" ({'; '.join(known)})" if known else ""
+
+    def sizes_in(self, text: str) -> list[str]:
+        """The sizes in an expression."""
+        return [name for name in names_in(text) if name in self.sizes]
+
+    def only_in(self, argument: str) -> set[str]:
+        """Sizes that no argument but this one tells."""
+        others = {n for name, shape in self.shapes.items() if name != argument for n in self.of(shape)}
+        return self.sizes.intersection(self.of(self.shapes.get(argument, ""))) - others
+
+    def variable(self, name: str, planned: bool) -> str:
+        """What holds the value of a name: of a size ``s_<name>``, of what a plan fixes too, else the argument."""
+        if name in self.sizes or name in self.op.values or (planned and name in self.static):
+            return f"s_{name}"
+        if name in self.arguments:
+            return name
+        raise ValueError(f"{self.op.name}: {name} is neither a size of its arguments nor one of them")
+
+    def resolve(self, text: str, planned: bool) -> str:
+        """An expression of sizes as source."""
+        return self._replaced(text, lambda name: self.variable(name, planned))
+
+    def computed(self, axis: str) -> str:
+        """The expression of a computed axis as source. Its names are sizes and arguments, whatever axes are called."""
+        return self._replaced(
+            self.op.values[axis],
+            lambda name: (
+                name if name in self.arguments and name not in self.sizes else self.variable(name, False)
+            ),
+        )
+
+    def _replaced(self, text: str, variable: Callable[[str], str]) -> str:
+        tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id not in ("min", "max"):
+                node.id = variable(node.id)
+        return ast.unparse(tree)
+
+    def solve(self, text: str, name: str, planned: bool) -> tuple[str, str]:
+        """(factor, "") of ``2*name`` or ("", offset) of ``name+2``; ValueError for an expression of another form."""
+        tree = ast.parse(text, mode="eval").body
+        if isinstance(tree, ast.BinOp):
+            sides = [ast.unparse(tree.left), ast.unparse(tree.right)]
+            if sides.count(name) == 1:
+                other = self.resolve(sides[1 - sides.index(name)], planned)
+                if isinstance(tree.op, ast.Mult):
+                    return other, ""
+                if isinstance(tree.op, ast.Add):
+                    return "", other
+        raise ValueError(f"{self.op.name}: {name} cannot be told from a size {text}")
+
+    def call(self, rule: Callable[..., Any], planned: bool) -> str:
+        """The arguments of a rule: it names what it looks at."""
+        return ", ".join(self.variable(name, planned) for name in signature(rule).parameters)
+
+    def changes(self, rule: Callable[..., Any]) -> bool:
+        """Whether a rule looks at anything that a plan does not fix."""
+        return any(name not in self.static for name in signature(rule).parameters)
+
+    def axis_values(self) -> dict[str, str]:
+        """Axis -> the expression of its value where a call is described. Dynamic axes that nothing tells are left out."""
+        found = {}
+        for axis in self.op.axes:
+            if axis.name in self.sizes or axis.name in self.op.values or axis.kind == "dtype":
+                found[axis.name] = f"s_{axis.name}"
+            elif axis.kind == "flags":
+                found[axis.name] = " ".join(
+                    ["'+'.join(name for name, on in (", *map(self._flag, axis.choices), ") if on) or 'none'"]
+                )
+            elif any(weight.scheme == axis.name for weight in self.weights):
+                found[axis.name] = f"s_{axis.name}"
+            elif any(weight.act_order == axis.name for weight in self.weights):
+                found[axis.name] = " or ".join(f"order_{w.name}" for w in self.weights)
+            elif axis.name in self.stated:
+                found[axis.name] = f"{axis.name} is not None"
+            elif axis.name in self.arguments:
+                found[axis.name] = axis.name
+            elif not axis.dynamic:
+                raise ValueError(f"{self.op.name}: no argument tells axis {axis.name}")
+        return found
+
+    def _flag(self, name: str) -> str:
+        given = f"{name} is not None" if name in self.stated else name
+        return f"({name!r}, {given}),"

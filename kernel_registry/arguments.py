@@ -1,0 +1,122 @@
+"""Declarations of an operation's arguments: their shapes, dtypes and storage order, each written once.
+
+From them come the torch schema of the operator and the source of `describe`, `guard` and `like` (see `argument_source`).
+
+A shape is a string of sizes, one per dimension: ``"blocks block_size kv_heads head_dim"``. A size is an axis of the operation,
+another name that ties arguments to each other (``blocks``), a number, or an expression of those without spaces (``2*n``,
+``seqs+1``, ``n//(1+silu_mul)``; the last needs its names from elsewhere). ``...``, in front, stands for any leading dimensions:
+their product is the operation's bucket axis, and they are the same for every argument that has them. A shape in brackets,
+``"(m*top_k)"``, is a number of elements in any shape. A size that only an absent optional argument would tell is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+CONTIGUOUS = "contiguous"
+VECTORS = "vectors"
+ROWS = "rows"
+MATRIX = "matrix"
+STRIDES = {
+    CONTIGUOUS: "contiguous",
+    VECTORS: "contiguous in its last dimension",
+    ROWS: "rows of one stride, contiguous in the last dimension",
+    MATRIX: "contiguous, or at most two-dimensional with a contiguous last dimension",
+}
+"""What a tensor's strides may be."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor argument, or an output.
+
+    dtype: an axis of kind ``dtype``, whose choices are the dtypes taken and which all its tensors share, or a dtype's name.
+    optional: None is taken, and the default unless `required`. An axis of kind ``bool`` with the argument's name says
+        whether it is given; so does a ``flags`` axis that has the name among its choices.
+    mutable: written in place. No two elements of a tensor that is written may share memory.
+    strides: one of `STRIDES`.
+    """
+
+    name: str
+    shape: str
+    dtype: str = "x"
+    optional: bool = False
+    required: bool = False
+    mutable: bool = False
+    strides: str = CONTIGUOUS
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number, a flag or a text. It is the value of the axis of its name where no shape tells that.
+
+    kind: ``int``, ``float``, ``bool`` or ``str``. default: None = required.
+    minimum, maximum, finite: what is asked of it where a call is described; `maximum` may be an expression of sizes.
+    states: the size that it repeats, 0 = not stated: packed weights need not tell their number of rows.
+    """
+
+    name: str
+    kind: str
+    default: int | float | bool | str | None = None
+    minimum: float | None = None
+    maximum: int | str | None = None
+    finite: bool = False
+    states: str = ""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A packed weight, ``Tensor[]`` in the schema: a QuantTensor or a list of one dense tensor where it is described, the
+    tensors of a layout where it is planned.
+
+    shape: sizes of the weight itself, ``"n k"``, or ``"e n k"`` of one per expert. scheme: the axis of its scheme.
+    act_order: the axis that says whether the columns of its groups are in any order.
+    """
+
+    name: str
+    shape: str
+    scheme: str = "w"
+    act_order: str = "act_order"
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel that will run; kernels check it, who know its size."""
+
+    name: ClassVar[str] = "workspace"
+
+
+Argument = Tensor | Scalar | Weight | Scratch
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of an operation: torch schema type, name, default text (None = required), written in place or not."""
+
+    type: str
+    name: str
+    default: str | None
+    mutable: bool
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}" + ("" if self.default is None else f"={self.default}")
+
+
+def parameters(arguments: tuple[Argument, ...]) -> tuple[Parameter, ...]:
+    """The arguments in torch schema syntax; those written in place are ``(a!)``, ``(b!)``, ..., a workspace ``(w!)``."""
+    found, letters = [], iter("abcdefgh")
+    for argument in arguments:
+        if isinstance(argument, Scratch):
+            found.append(Parameter("Tensor(w!)?", argument.name, "None", True))
+        elif isinstance(argument, Weight):
+            found.append(Parameter("Tensor[]", argument.name, None, False))
+        elif isinstance(argument, Scalar):
+            default = None if argument.default is None else repr(argument.default)
+            found.append(Parameter(argument.kind, argument.name, default, False))
+        else:
+            alias = f"({next(letters)}!)" if argument.mutable else ""
+            default = "None" if argument.optional and not argument.required else None
+            kind = f"Tensor{alias}{'?' if argument.optional else ''}"
+            found.append(Parameter(kind, argument.name, default, argument.mutable))
+    return tuple(found)

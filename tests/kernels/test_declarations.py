@@ -1,0 +1,313 @@
+"""What operations declare of their arguments: the torch schema, and one refusal for each declared property.
+
+Every property of every argument and output of every operation is violated alone, on a call that is otherwise right; `describe`
+and the guard of a plan must refuse it, with an error that names an argument tied to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from traceback import format_exception
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.autotune.bound import fitting
+from gristmill.autotune.verify import kernel_arguments
+from gristmill.kernel_registry.argument_checks import apart, matrix, rows, vectors
+from gristmill.kernel_registry.argument_names import Names, Shape, names_in
+from gristmill.kernel_registry.arguments import CONTIGUOUS, ROWS, VECTORS, Scalar, Tensor, Weight
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+
+REGISTRY = default_registry()
+SCHEMAS = {
+    "combine": ("Tensor y, Tensor inverse, Tensor weights", ("out",)),
+    "fused_add_rms_norm": ("Tensor x, Tensor(a!) residual, Tensor weight, float eps", ("out",)),
+    "grouped_linear": (
+        "Tensor x, Tensor[] weight, Tensor expert_offsets, Tensor? permutation=None, int top_k=1, "
+        "bool silu_mul=False, int n=0",
+        ("out",),
+    ),
+    "grouped_topk": (
+        "Tensor logits, int top_k, Tensor? bias=None, int n_group=1, int topk_group=1, "
+        "str scoring='softmax', bool renormalize=True, float scale=1.0",
+        ("weights", "ids"),
+    ),
+    "linear": (
+        "Tensor x, Tensor[] weight, Tensor? bias=None, Tensor? residual=None, bool silu_mul=False, "
+        "int n=0, Tensor(w!)? workspace=None",
+        ("out",),
+    ),
+    "merge_attention_states": ("Tensor a, Tensor a_lse, Tensor b, Tensor b_lse", ("out", "lse")),
+    "mla_attention": (
+        "Tensor q, Tensor cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
+        "int max_q, int max_ctx, float scale, int latent_dim=512, Tensor(a!)? lse=None, "
+        "Tensor(w!)? workspace=None",
+        ("out",),
+    ),
+    "moe": (
+        "Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, int inter=0, "
+        "Tensor(w!)? workspace=None",
+        ("out",),
+    ),
+    "paged_attention": (
+        "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, "
+        "Tensor seq_lens, int max_q, int max_ctx, float scale, int window=0, Tensor? sinks=None, "
+        "Tensor(a!)? lse=None, Tensor(w!)? workspace=None",
+        ("out",),
+    ),
+    "permute": ("Tensor ids, int experts", ("expert_offsets", "permutation", "inverse")),
+    "reshape_and_cache": (
+        "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping",
+        (),
+    ),
+    "reshape_and_cache_mla": ("Tensor latent, Tensor(a!) cache, Tensor slot_mapping", ()),
+    "rms_norm": ("Tensor x, Tensor weight, float eps", ("out",)),
+    "rotary_embedding": (
+        "Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved=False",
+        (),
+    ),
+    "sample": (
+        "Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
+        "Tensor index, Tensor(w!)? workspace=None",
+        ("ids",),
+    ),
+    "silu_and_mul": ("Tensor x", ("out",)),
+    "varlen_attention": (
+        "Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context_start, int max_q, "
+        "int max_ctx, float scale, Tensor(a!)? lse=None",
+        ("out",),
+    ),
+}
+"""The schemas of the torch operators, (arguments, outputs), as callers and exported programs know them."""
+
+MORE = {
+    "paged_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,sinks=true,lse=true",
+    "mla_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=140,total_ctx=60,heads=4,lse=true",
+    "varlen_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,lse=true",
+    "linear": "m=5,n=32,k=64,epilogue=bias+residual+silu_mul",
+    "grouped_linear": "m=12,e=5,n=34,k=67,gather=2,epilogue=silu_mul",
+    "grouped_topk": "m=5,e=16,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
+    "rotary_embedding": "t=5,hq=4,hk=2,d=64,rot=32",
+}
+"""Problems with every optional argument, where the examples have none that is small."""
+
+
+def call_of(op: Op) -> tuple[Problem, list[Any]]:
+    """A problem with every argument, and a right call: dense weights in a list, outputs behind the arguments."""
+    sizes = [axis.name for axis in op.axes if axis.kind == "int" and axis.default != 0]
+    texts = [MORE[op.name]] if op.name in MORE else op.examples
+    problem = next(p for p in map(op.problem, texts) if all(p.integer(name) > 1 for name in sizes))
+    arguments = op.inputs(problem, 0, "cpu")
+    if op.pack is not None:
+        dense = next(k for k in REGISTRY.kernels_of(op.name) if k.layouts == ("dense_v1",))
+        arguments = kernel_arguments(op, dense, arguments)
+    outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in op.like(*arguments)]
+    return problem, [*arguments, *outputs]
+
+
+def every_other(x: torch.Tensor) -> torch.Tensor:
+    """x with a last dimension that is not contiguous."""
+    return x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))[..., ::2].copy_(x)
+
+
+def violations(op: Op, item: Tensor, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(what, a tensor that lacks one declared property, whether only a plan can tell)."""
+    shape, names = Shape(item.shape), Names(op)
+    for place, size in shape.places():
+        inside = set(names_in(size))
+        alone = item.name in names.shapes and inside <= names.only_in(
+            item.name
+        )  # another size is another problem
+        if not alone or inside & names.static:
+            yield f"{size} longer", torch.cat([x, x.narrow(place, 0, 1)], place), alone
+            yield f"{size} shorter", x.narrow(place, 0, x.shape[place] - 1).contiguous(), alone
+    if shape.flat:
+        yield "elements", x.reshape(-1)[:-1].clone(), False
+    elif not shape.leading:
+        yield "a dimension more", x[None], False
+    yield "no dimension", x.reshape(-1)[0].clone(), False
+    for dtype in (torch.float64, torch.int16):
+        yield f"{dtype}", x.to(dtype), False
+    yield "strides", every_other(x), False
+    if item.strides == ROWS:
+        yield "rows of two strides", x.new_empty(2, 3, *x.shape)[:, 0].copy_(x), False
+    if item.strides == CONTIGUOUS and x.dim() > 1:
+        yield "rows apart", x.new_empty(x.shape[0], 3, *x.shape[1:])[:, 1].copy_(x), False
+    if item.mutable or item in op.returns:
+        for place in range(x.dim()):
+            if x.shape[place] > 1:
+                yield f"dimension {place} overlaps", x.narrow(place, 0, 1).expand_as(x), False
+
+
+def bad_scalars(op: Op, scalar: Scalar, value: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers out of the declared bounds."""
+    axis = Names(op).axes.get(scalar.name)
+    if scalar.minimum is not None:
+        yield "below", scalar.minimum - 1
+    elif scalar.kind == "int" and axis is not None and axis.minimum and not scalar.states:
+        yield "below", axis.minimum - 1
+    if scalar.maximum is not None:
+        yield "above", 2**40
+    if scalar.finite:
+        yield "not finite", float("nan")
+    if scalar.states:
+        yield "another size", value + 1
+    if axis is not None and axis.choices:
+        yield "no choice", "nonsense"
+
+
+def tied(op: Op, item: Tensor | Weight | Scalar) -> set[str]:
+    """The arguments that an error about `item` may name: itself, and those that share a size or a dtype with it."""
+    items = [i for i in (*op.arguments, *op.returns) if isinstance(i, Tensor | Weight)]
+    if isinstance(item, Scalar):
+        return {item.name, *(i.name for i in items)}
+    names = set(Names(op).of(item.shape)) | {op.bucket}
+    return (
+        {item.name}
+        | {
+            i.name
+            for i in items
+            if names & {*Names(op).of(i.shape)} or "..." in i.shape or i.shape.startswith("(")
+        }
+        | {"max_q", "max_ctx", "rot"}
+    )
+
+
+def refused(op: Op, kind: str, item: Any, ask: Any, what: str) -> str | None:
+    try:
+        ask()
+    except (ValueError, TypeError) as error:
+        said = str(error)
+        named = any(re.search(rf"\b{name}\b", said) for name in tied(op, item))
+        return None if named and op.name in said else f"{kind} {item.name}: {what}: says {said!r}"
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is the finding)
+        return f"{kind} {item.name}: {what}: {type(error).__name__} {error}"
+    return f"{kind} {item.name}: {what}: accepted"
+
+
+def findings(op: Op, checked: Op | None = None) -> list[str]:
+    """What violates the declarations of `op` and is not refused as it should be, by itself or by `checked`."""
+    checked = checked or op
+    problem, call = call_of(op)
+    count, guard = len(op.arguments), checked.guard(op.static(problem))
+    found: list[str | None] = []
+
+    def ask(place: int, item: Any, what: str, bad: Any, described: bool = True, planned: bool = True) -> None:
+        changed = [*call[:place], bad, *call[place + 1 :]]
+        if described and place < count:
+            question = partial(fitting, op, checked.describe, changed[:count])
+            found.append(refused(op, "describe", item, question, what))
+        if planned:
+            found.append(refused(op, "guard", item, partial(fitting, op, guard, changed), what))
+
+    others = {a.name for a in op.arguments if isinstance(a, Tensor | Weight)}
+    for place, item in enumerate((*op.arguments, *op.returns)):
+        given = call[place]
+        if isinstance(item, Tensor):
+            assert given is not None, f"{op.name}: no example with {item.name}"
+            for what, bad, open_size in violations(op, item, given):
+                ask(place, item, what, bad, described=not open_size)
+            if others != {item.name}:
+                ask(place, item, "device", given.to("meta"), planned=False)
+            if not item.optional:
+                ask(place, item, "None", None)
+        elif isinstance(item, Weight):
+            ask(place, item, "fewer rows", [given[0][..., :-1, :].contiguous()])
+            ask(place, item, "strides", [every_other(given[0])])
+            ask(place, item, "device", [given[0].to("meta")])
+            ask(place, item, "dtype", [given[0].to(torch.uint8)])
+            ask(place, item, "no tensors", [])
+            ask(place, item, "two tensors", [given[0], given[0]], planned=False)
+            ask(place, item, "dimensions", [given[0][None]], planned=False)
+        elif isinstance(item, Scalar):
+            for what, bad in bad_scalars(op, item, given):
+                ask(place, item, what, bad, planned=bool(item.states))
+            if item.name in Names(op).scalar_axes:
+                other = (
+                    "softmax"
+                    if isinstance(given, str)
+                    else type(given)(1 - given if given < 2 else given + 1)
+                )
+                ask(place, item, "not planned", other, described=False)
+    return [line for line in found if line]
+
+
+def test_schemas_are_those_that_callers_know() -> None:
+    assert {name: (op.schema, op.outputs) for name, op in REGISTRY.ops.items()} == SCHEMAS
+
+
+@pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
+def test_every_declared_property_is_checked(op: Op) -> None:
+    problem, call = call_of(op)
+    assert op.static(op.describe(*call[: len(op.arguments)])) == op.static(problem)
+    assert op.guard(op.static(problem))(*call) == problem.integer(str(op.bucket))
+    found = findings(op)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "forgotten", "said"),
+    [
+        ("rms_norm", "weight", {"shape": "anything"}, "describe weight: n longer: accepted"),
+        ("rms_norm", "x", {"strides": VECTORS}, "describe x: rows of two strides: accepted"),
+        ("rms_norm", "eps", {"minimum": None}, "describe eps: below: accepted"),
+        ("linear", "bias", {"shape": "anything"}, "guard bias: n longer: accepted"),
+        ("moe", "inter", {"states": ""}, "guard inter: another size: accepted"),
+        ("combine", "inverse", {"shape": "anything"}, "guard inverse: elements: accepted"),
+        ("combine", "y", {"strides": VECTORS}, "describe y: rows apart: accepted"),
+        (
+            "reshape_and_cache",
+            "key_cache",
+            {"mutable": False},
+            "guard key_cache: dimension 0 overlaps: accepted",
+        ),
+        ("grouped_topk", "scale", {"finite": False}, "describe scale: not finite: accepted"),
+    ],
+)
+def test_a_forgotten_property_is_found(
+    name: str, argument: str, forgotten: dict[str, Any], said: str
+) -> None:
+    """The sweep fails on an operation that checks all but one of the properties."""
+    op = REGISTRY.op(name)
+    arguments = tuple(replace(a, **forgotten) if a.name == argument else a for a in op.arguments)
+    assert any(said in line for line in findings(op, replace(op, arguments=arguments)))
+
+
+def test_the_source_is_shown() -> None:
+    op = REGISTRY.op("rms_norm")
+    guard = op.guard(op.static(op.problem("n=8")))
+    assert (
+        "if (" in inspect.getsource(guard) and inspect.getsource(guard).strip().splitlines()[0] in op.source
+    )
+    with pytest.raises(ValueError, match="weight must be") as caught:
+        guard(torch.zeros(2, 8).bfloat16(), torch.zeros(7).bfloat16(), 1e-5, torch.zeros(2, 8).bfloat16())
+    assert "raise wrong_shape(where, 'weight'" in "".join(format_exception(caught.value))
+
+
+def test_strides() -> None:
+    x = torch.zeros(4, 3, 8)
+    assert all(question(x) for question in (rows, vectors, apart))
+    assert rows(x[:, :2, :5][:, :1]) and not rows(x[:, :2]) and vectors(x[:, :2]) and apart(x[:, :2])
+    assert not vectors(x[..., ::2]) and apart(x[..., ::2]) and apart(x.permute(2, 0, 1))
+    assert not apart(x[:1].expand(4, 3, 8)) and not apart(torch.zeros(100).as_strided((4, 8), (7, 1)))
+    assert apart(torch.zeros(0, 3)[:, :1].expand(0, 3))
+    assert matrix(x[0, :, :5]) and not matrix(x[..., :5]) and matrix(x)
+
+
+def test_mistakes_in_declarations_are_named() -> None:
+    op = REGISTRY.op("rms_norm")
+    for arguments, said in (
+        ((Tensor("x", "m k"),), "no argument tells axis n"),
+        ((Tensor("x", "m n*n"),), "n cannot be told from a size n.n"),
+        ((Tensor("lead", "m n"),), "lead: the generated checks use this name"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            replace(op, arguments=arguments, returns=()).source  # noqa: B018
