@@ -237,7 +237,7 @@ def test_what_is_left_out_of_gpt_oss_shows(fault: str, make: Callable[..., LLM],
     elif fault == "sinks":
         layer.attention.sinks.fill_(-1e30)
     else:  # as the next layer, which has none
-        other = llm.model.layers[3].attention  # type: ignore[attr-defined]
+        other = llm.model.layers[1].attention  # type: ignore[attr-defined]
         assert (layer.attention.window, other.window) == (16, 0)
         layer.attention.window, layer.attention.attend = 0, other.attend
     assert float((window_logits(llm.engine, IDS) - theirs).abs().max() / theirs.abs().max()) > 1e-2
