@@ -1,1 +1,1 @@
-"""From a Hugging Face directory to a configuration and tensors: config.json, safetensors, quantization at load."""
+"""From a model on disk to a configuration and parameters: Hugging Face directories, GGUF files, quantization at load."""

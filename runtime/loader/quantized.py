@@ -64,6 +64,8 @@ def write_quantized(
     target = _writer(source, table, scheme, form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder: name a new one")
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a model directory: no other checkpoint is quantized to disk")
     checkpoint, config = SafetensorsCheckpoint(source), read_json(source / "config.json")
     if config.get("quantization_config"):
         raise UsageError(f"{source} is quantized already: {config['quantization_config']}")

@@ -157,3 +157,19 @@ def test_gpt_oss_is_refused_by_name(tmp_path: Path, policy: Policy) -> None:
         rules.folds(config, 0, weights)
     with pytest.raises(UsageError, match="GptOssForCausalLM has its experts in one tensor"):
         Awq(tmp_path, [1] * 128, 64, 2, policy=policy)
+
+
+@pytest.mark.parametrize("part", ["qkv", "gate_up"])
+def test_parts_that_the_checkpoint_has_fused_are_refused(part: str) -> None:
+    """Rows of v, and of up, are found by their tensors: of a fused one, others would be divided."""
+    config = load_config(MODELS / LLAMA)
+    weights = tuple(w for w in model_table(config).weights if w.target.startswith("layers.0."))
+    assert len(rules.folds(config, 0, weights)) == 4
+    fused = tuple(
+        replace(w, sources=(f"model.layers.0.{part}_proj",), rows=(sum(w.rows),))
+        if w.target.endswith(part)
+        else w
+        for w in weights
+    )
+    with pytest.raises(UsageError, match=f"stores {part} in 1 tensors, not in .: no rule says where to fold"):
+        rules.folds(config, 0, fused)

