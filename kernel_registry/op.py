@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import Argument, Parameter, Tensor, parameters
 from gristmill.kernel_registry.problem import Axis, AxisError, Problem, make_problem, parse_problem
+
+if TYPE_CHECKING:
+    from gristmill.kernel_registry.arguments import Argument, Parameter, Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Tolerance:
 
     metric: str
     limit: float
+
+    @staticmethod
+    def by_dtype(metric: str, **limits: float) -> Callable[[Problem], Tolerance]:
+        """An operation's `tolerance` with one limit for each dtype of its axis x."""
+        return lambda problem: Tolerance(metric, limits[problem.text("x")])
 
 
 VERIFIED_ROWS = 257
@@ -88,6 +95,8 @@ class Op:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The arguments in torch schema syntax, taken apart."""
+        from gristmill.kernel_registry.arguments import parameters
+
         return parameters(self.arguments)
 
     @cached_property

@@ -147,6 +147,10 @@ class Problem:
             raise AxisError(f"{self.op}: axis {axis} is {value!r}, not an integer")
         return value
 
+    def integers(self, *axes: str) -> tuple[int, ...]:
+        """Several integer axes."""
+        return tuple(self.integer(axis) for axis in axes)
+
     def text(self, axis: str) -> str:
         """A text axis (dtype, scheme, choice, flags)."""
         value = self[axis]
@@ -193,6 +197,11 @@ class Problem:
             )
             parts.append(f"{name}={text}")
         return ",".join(parts)
+
+
+def problems(text: str) -> tuple[str, ...]:
+    """The texts of several problems, which are separated by blanks or new lines."""
+    return tuple(text.split())
 
 
 def make_problem(op: str, axes: tuple[Axis, ...], given: Mapping[str, object]) -> Problem:

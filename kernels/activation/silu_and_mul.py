@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import ROWS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 
@@ -26,7 +26,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    m, n = problem.integer("m"), problem.integer("n")
+    m, n = problem.integers("m", "n")
     x = torch.randn(m, 2 * n, generator=generator)
     x[:, :n] *= 4
     return [x.to(torch_dtype(problem.text("x"))).to(device)]
@@ -34,13 +34,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 def cost(problem: Problem) -> Cost:
     """Both halves read once, the product written once."""
-    m, n = problem.integer("m"), problem.integer("n")
+    m, n = problem.integers("m", "n")
     return Cost(bytes=3 * m * n * ITEM_BYTES[problem.text("x")], flops=5 * m * n, unit="fp32")
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """One rounding step of the output dtype beside the reference's own."""
-    return Tolerance("relative", {"fp32": 4e-6, "fp16": 1.1e-3, "bf16": 8.5e-3}[problem.text("x")])
 
 
 OP = Op(
@@ -57,15 +52,14 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=tolerance,
+    # One rounding step of the output dtype beside the reference's own.
+    tolerance=Tolerance.by_dtype("relative", fp32=4e-6, fp16=1.1e-3, bf16=8.5e-3),
     bucket="m",
-    examples=(
-        "m=0,n=64,x=fp32",
-        "m=1,n=1,x=fp32",
-        "m=7,n=257,x=bf16",
-        "m=33,n=768,x=fp16",
-        "m=3,n=4097,x=bf16",
-        "m=257,n=65,x=fp32",
+    examples=problems(
+        """
+        m=0,n=64,x=fp32  m=1,n=1,x=fp32  m=7,n=257,x=bf16  m=33,n=768,x=fp16  m=3,n=4097,x=bf16
+        m=257,n=65,x=fp32
+        """
     ),
     bench=("m=1,n=14336", "m=64,n=14336", "m=1024,n=14336", "m=8192,n=18432"),
 )

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from gristmill.kernel_registry.op import Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.common import need
 
@@ -190,15 +191,18 @@ def table_fits(max_ctx: int, max_blocks: int, block_size: int) -> str | None:
     return f"max_ctx {max_ctx} is more than the {max_blocks} blocks of {block_size} hold that block_table has for a sequence"
 
 
-def attention_error(limits: tuple[float, float], outputs: Sequence[Any], references: Sequence[Any]) -> float:
-    """max over elements of |Δ| / max(|ref|, RMS of its row); a wrong log-sum-exp counts in proportion to its own limit.
+def tolerance(problem: Problem) -> Tolerance:
+    """The output's rounding and one of the weights; see `error`."""
+    return Tolerance("scaled", LIMITS[problem.text("x")][0])
 
-    limits: (limit of the outputs, absolute limit of the log-sum-exp). outputs: (out,) or (out, lse).
-    """
+
+def error(problem: Problem, arguments: Any, outputs: Sequence[Any], references: Sequence[Any]) -> float:
+    """max over elements of |Δ| / max(|ref|, RMS of its row); the log-sum-exp, when asked for, counts in proportion to its own limit."""
     import math
 
     import torch
 
+    limits = LIMITS[problem.text("x")]
     out, ref = outputs[0].double(), references[0].double()
     worst = 0.0
     if out.numel():

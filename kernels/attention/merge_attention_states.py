@@ -11,7 +11,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 NAME = "merge_attention_states"
@@ -43,7 +43,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    t, h, d = (problem.integer(axis) for axis in ("t", "h", "d"))
+    t, h, d = problem.integers("t", "h", "d")
     a, b = (torch.randn(t, h, d, generator=generator) for _ in range(2))
     a_lse = 5 * torch.randn(t, h, generator=generator)
     b_lse = a_lse + torch.where(torch.rand(t, h, generator=generator) < 0.2, 40.0, 2.0) * torch.randn(
@@ -60,16 +60,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 def cost(problem: Problem) -> Cost:
     """Both partials read once, the output written once, and three log-sum-exps a row."""
-    t, h, d = (problem.integer(axis) for axis in ("t", "h", "d"))
+    t, h, d = problem.integers("t", "h", "d")
     return Cost(bytes=t * h * (3 * d * ITEM_BYTES[problem.text("x")] + 12), flops=4 * t * h * d, unit="fp32")
 
 
 LSE_LIMIT = 4e-6
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """One rounding step of the dtype, of the sum of the weighted magnitudes."""
-    return Tolerance("merge", {"fp32": 4e-6, "fp16": 1.1e-3, "bf16": 8.5e-3}[problem.text("x")])
 
 
 def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
@@ -89,7 +84,7 @@ def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> fl
     delta = (outputs[0].double() - references[0].double()).abs()
     worst = torch.where(delta == 0, 0.0, delta / (size + 1e-30)).max()
     gap = torch.where(found == lse, 0.0, (found - lse).abs() / lse.abs().clamp_min(1)).max()
-    figure = max(float(worst), float(gap) / LSE_LIMIT * tolerance(problem).limit)
+    figure = max(float(worst), float(gap) / LSE_LIMIT * OP.tolerance(problem).limit)
     return math.inf if math.isnan(figure) else figure
 
 
@@ -113,16 +108,15 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=tolerance,
+    # One rounding step of the dtype, of the sum of the weighted magnitudes.
+    tolerance=Tolerance.by_dtype("merge", fp32=4e-6, fp16=1.1e-3, bf16=8.5e-3),
     error=error,
     bucket="t",
-    examples=(
-        "t=0,h=2,d=8,x=fp32",
-        "t=1,h=1,d=1,x=fp32",
-        "t=7,h=3,d=33",
-        "t=33,h=5,d=64,x=fp16",
-        "t=17,h=8,d=128",
-        "t=65,h=4,d=96,x=fp32",
+    examples=problems(
+        """
+        t=0,h=2,d=8,x=fp32  t=1,h=1,d=1,x=fp32  t=7,h=3,d=33  t=33,h=5,d=64,x=fp16  t=17,h=8,d=128
+        t=65,h=4,d=96,x=fp32
+        """
     ),
     bench=("t=1,h=32,d=128", "t=64,h=32,d=128", "t=4096,h=32,d=128", "t=1024,h=128,d=512"),
 )

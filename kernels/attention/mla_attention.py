@@ -11,24 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
-from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention import lengths as ragged
 from gristmill.kernels.attention.causal import causal_attention
-from gristmill.kernels.attention.lengths import (
-    LIMITS,
-    RAGGED_AXES,
-    attention_error,
-    block_tables,
-    lengths,
-    misfit,
-    owned_slots,
-    queries_fit,
-    shrunk,
-    starts,
-    table_fits,
-    table_tensor,
-    visible_keys,
-)
 from gristmill.kernels.common import (
     FLOATS,
     ITEM_BYTES,
@@ -79,26 +65,22 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments within the bounds: shuffled blocks, unowned slots NaN, unused table entries out of range."""
     import torch
 
-    queries, contexts = lengths(problem, seed)
-    tokens, heads, latent = (
-        problem.integer("q_tokens"),
-        problem.integer("heads"),
-        problem.integer("latent_dim"),
-    )
+    queries, contexts = ragged.lengths(problem, seed)
+    tokens, heads, latent = problem.integers("q_tokens", "heads", "latent_dim")
     dim, block_size = latent + problem.integer("rope_dim"), problem.integer("block_size")
     dtype, max_ctx = torch_dtype(problem.text("x")), problem.integer("max_ctx")
     generator = torch.Generator(device).manual_seed(seed)
-    tables, blocks = block_tables(contexts, block_size, seed)
+    tables, blocks = ragged.block_tables(contexts, block_size, seed)
     q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
     cache = torch.full((blocks * block_size, dim), float("nan"), dtype=dtype, device=device)
-    slots = owned_slots(tables, contexts, block_size).to(device)
+    slots = ragged.owned_slots(tables, contexts, block_size).to(device)
     cache[slots] = torch.randn(len(slots), dim, generator=generator, device=device).to(dtype)
     lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
     return [
         q.to(dtype),
         cache.view(blocks, block_size, dim),
-        table_tensor(tables, -(-max_ctx // block_size)).to(device),
-        torch.tensor(starts(queries), dtype=torch.int32, device=device),
+        ragged.table_tensor(tables, -(-max_ctx // block_size)).to(device),
+        torch.tensor(ragged.starts(queries), dtype=torch.int32, device=device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         problem.integer("max_q"),
         max_ctx,
@@ -117,7 +99,7 @@ def cost(problem: Problem) -> Cost:
         ITEM_BYTES[problem.text("x")],
     )
     dim = latent + problem.integer("rope_dim")
-    read, pairs = visible_keys(problem)
+    read, pairs = ragged.visible_keys(problem)
     rows = problem.integer("q_tokens") * heads
     return Cost(
         bytes=(rows * (dim + latent) + read * dim) * item + (4 * rows if problem["lse"] else 0),
@@ -126,22 +108,12 @@ def cost(problem: Problem) -> Cost:
     )
 
 
-def tolerance(problem: Problem) -> Tolerance:
-    """The output's rounding and one of the weights; see `attention_error`."""
-    return Tolerance("scaled", LIMITS[problem.text("x")][0])
-
-
-def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
-    """The figure that `tolerance` limits; the log-sum-exp, when asked for, counts in proportion to its own limit."""
-    return attention_error(LIMITS[problem.text("x")], outputs, references)
-
-
 OP = Op(
     name="mla_attention",
     family="attention",
     summary="multi-head latent attention over a paged latent cache, absorbed; prefill and decode mixed",
     axes=(
-        *RAGGED_AXES,
+        *ragged.RAGGED_AXES,
         Axis("heads", "int", "query heads", minimum=1),
         Axis(
             "latent_dim",
@@ -169,14 +141,14 @@ OP = Op(
         Scratch(),
     ),
     returns=(Tensor("out", "q_tokens heads latent_dim", strides=VECTORS),),
-    rules=(queries_fit, table_fits),
+    rules=(ragged.queries_fit, ragged.table_fits),
     reference=reference,
     inputs=inputs,
-    check=misfit,
+    check=ragged.misfit,
     cost=cost,
-    tolerance=tolerance,
-    error=error,
-    shrink=shrunk,
+    tolerance=ragged.tolerance,
+    error=ragged.error,
+    shrink=ragged.shrunk,
     bucket="q_tokens",
     examples=(
         "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=1,latent_dim=64,rope_dim=16,x=fp32",

@@ -10,24 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
-from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention import lengths as ragged
 from gristmill.kernels.attention.causal import causal_attention
-from gristmill.kernels.attention.lengths import (
-    LIMITS,
-    RAGGED_AXES,
-    attention_error,
-    block_tables,
-    lengths,
-    misfit,
-    owned_slots,
-    queries_fit,
-    shrunk,
-    starts,
-    table_fits,
-    table_tensor,
-    visible_keys,
-)
 from gristmill.kernels.common import (
     FLOATS,
     ITEM_BYTES,
@@ -82,20 +68,20 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     of a wider buffer (as after a fused QKV projection), scores with a spread of about 2 so that single keys matter."""
     import torch
 
-    queries, contexts = lengths(problem, seed)
-    heads, kv_heads, dim = problem.integer("heads"), problem.integer("kv_heads"), problem.integer("head_dim")
+    queries, contexts = ragged.lengths(problem, seed)
+    heads, kv_heads, dim = problem.integers("heads", "kv_heads", "head_dim")
     block_size, dtype = problem.integer("block_size"), torch_dtype(problem.text("x"))
     generator = torch.Generator(device).manual_seed(seed)
-    tables, blocks = block_tables(contexts, block_size, seed)
+    tables, blocks = ragged.block_tables(contexts, block_size, seed)
     tokens = problem.integer("q_tokens")
     wide = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator, device=device) * 2
     cache = torch.full((2, blocks * block_size, kv_heads, dim), float("nan"), dtype=dtype, device=device)
-    slots = owned_slots(tables, contexts, block_size).to(device)
+    slots = ragged.owned_slots(tables, contexts, block_size).to(device)
     for part in cache:
         part[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator, device=device).to(dtype)
     caches = cache.view(2, blocks, block_size, kv_heads, dim)
     max_ctx = max(problem.integer("max_ctx"), 1)
-    table = table_tensor(tables, -(-max_ctx // block_size))
+    table = ragged.table_tensor(tables, -(-max_ctx // block_size))
     sinks = torch.randn(heads, generator=generator, device=device) + 1 if problem["sinks"] else None
     lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
     return [
@@ -103,7 +89,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
         caches[0],
         caches[1],
         table.to(device),
-        torch.tensor(starts(queries), dtype=torch.int32, device=device),
+        torch.tensor(ragged.starts(queries), dtype=torch.int32, device=device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         problem.integer("max_q"),
         max_ctx,
@@ -118,7 +104,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 def cost(problem: Problem) -> Cost:
     """q and out once, every visible key and value once; two multiply-adds for each visible pair and head element."""
     heads, dim, item = problem.integer("heads"), problem.integer("head_dim"), ITEM_BYTES[problem.text("x")]
-    read, pairs = visible_keys(problem, problem.integer("window"))
+    read, pairs = ragged.visible_keys(problem, problem.integer("window"))
     rows = problem.integer("q_tokens") * heads
     return Cost(
         bytes=(2 * rows + 2 * read * problem.integer("kv_heads")) * dim * item
@@ -128,22 +114,12 @@ def cost(problem: Problem) -> Cost:
     )
 
 
-def tolerance(problem: Problem) -> Tolerance:
-    """The output's rounding and one of the weights; see `attention_error`."""
-    return Tolerance("scaled", LIMITS[problem.text("x")][0])
-
-
-def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
-    """The figure that `tolerance` limits; the log-sum-exp, when asked for, counts in proportion to its own limit."""
-    return attention_error(LIMITS[problem.text("x")], outputs, references)
-
-
 OP = Op(
     name="paged_attention",
     family="attention",
     summary="causal attention over a paged KV cache, prefill and decode mixed",
     axes=(
-        *RAGGED_AXES,
+        *ragged.RAGGED_AXES,
         Axis("heads", "int", "query heads", minimum=1),
         Axis("kv_heads", "int", "KV heads; divides heads", minimum=1),
         Axis("head_dim", "int", "elements of a head", default=128, minimum=1),
@@ -170,14 +146,14 @@ OP = Op(
     ),
     returns=(Tensor("out", "q_tokens heads head_dim", strides=VECTORS),),
     values={"window": "max(0, window)"},
-    rules=(queries_fit, table_fits),
+    rules=(ragged.queries_fit, ragged.table_fits),
     reference=reference,
     inputs=inputs,
-    check=misfit,
+    check=ragged.misfit,
     cost=cost,
-    tolerance=tolerance,
-    error=error,
-    shrink=shrunk,
+    tolerance=ragged.tolerance,
+    error=ragged.error,
+    shrink=ragged.shrunk,
     bucket="q_tokens",
     examples=(
         "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=2,kv_heads=2,head_dim=64,x=fp32",

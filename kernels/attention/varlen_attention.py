@@ -10,21 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
-from gristmill.kernel_registry.op import Cost, Op, Tolerance
+from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.attention import lengths as ragged
 from gristmill.kernels.attention.causal import causal_attention
-from gristmill.kernels.attention.lengths import (
-    LIMITS,
-    RAGGED_AXES,
-    attention_error,
-    contexts_fit,
-    lengths,
-    misfit,
-    queries_fit,
-    shrunk,
-    starts,
-    visible_keys,
-)
 from gristmill.kernels.common import (
     FLOATS,
     ITEM_BYTES,
@@ -70,12 +59,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments within the bounds; k and v are parts of one wider projection, as MLA has them."""
     import torch
 
-    queries, contexts = lengths(problem, seed)
-    tokens, heads, kv_heads = (
-        problem.integer("q_tokens"),
-        problem.integer("heads"),
-        problem.integer("kv_heads"),
-    )
+    queries, contexts = ragged.lengths(problem, seed)
+    tokens, heads, kv_heads = problem.integers("q_tokens", "heads", "kv_heads")
     dim, width, dtype = problem.integer("qk_dim"), problem.integer("v_dim"), torch_dtype(problem.text("x"))
     generator = torch.Generator(device).manual_seed(seed)
     q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
@@ -85,8 +70,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
         q.to(dtype),
         wide[..., :dim],
         wide[..., dim:],
-        torch.tensor(starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(starts(contexts), dtype=torch.int32, device=device),
+        torch.tensor(ragged.starts(queries), dtype=torch.int32, device=device),
+        torch.tensor(ragged.starts(contexts), dtype=torch.int32, device=device),
         problem.integer("max_q"),
         problem.integer("max_ctx"),
         dim**-0.5,
@@ -102,7 +87,7 @@ def cost(problem: Problem) -> Cost:
         ITEM_BYTES[problem.text("x")],
     )
     both = problem.integer("qk_dim") + problem.integer("v_dim")
-    read, pairs = visible_keys(problem)
+    read, pairs = ragged.visible_keys(problem)
     rows = problem.integer("q_tokens") * heads
     return Cost(
         bytes=(rows + read * kv_heads) * both * item + (4 * rows if problem["lse"] else 0),
@@ -111,22 +96,12 @@ def cost(problem: Problem) -> Cost:
     )
 
 
-def tolerance(problem: Problem) -> Tolerance:
-    """The output's rounding and one of the weights; see `attention_error`."""
-    return Tolerance("scaled", LIMITS[problem.text("x")][0])
-
-
-def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
-    """The figure that `tolerance` limits; the log-sum-exp, when asked for, counts in proportion to its own limit."""
-    return attention_error(LIMITS[problem.text("x")], outputs, references)
-
-
 OP = Op(
     name="varlen_attention",
     family="attention",
     summary="causal attention over dense sequences of different lengths (un-absorbed MLA prefill)",
     axes=(
-        *RAGGED_AXES,
+        *ragged.RAGGED_AXES,
         Axis("heads", "int", "query heads", minimum=1),
         Axis("kv_heads", "int", "KV heads; divides heads", minimum=1),
         Axis("qk_dim", "int", "elements of a query or key head", default=192, minimum=1),
@@ -146,14 +121,14 @@ OP = Op(
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
     ),
     returns=(Tensor("out", "q_tokens heads v_dim", strides=VECTORS),),
-    rules=(queries_fit, contexts_fit),
+    rules=(ragged.queries_fit, ragged.contexts_fit),
     reference=reference,
     inputs=inputs,
-    check=misfit,
+    check=ragged.misfit,
     cost=cost,
-    tolerance=tolerance,
-    error=error,
-    shrink=shrunk,
+    tolerance=ragged.tolerance,
+    error=ragged.error,
+    shrink=ragged.shrunk,
     bucket="q_tokens",
     examples=(
         "q_tokens=0,seqs=1,max_q=1,max_ctx=1,total_ctx=0,heads=2,kv_heads=2,qk_dim=24,v_dim=16,x=fp32",

@@ -10,7 +10,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
 
@@ -32,7 +32,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    t, h, d, dv, size = (problem.integer(axis) for axis in ("t", "h", "d", "dv", "block_size"))
+    t, h, d, dv, size = problem.integers("t", "h", "d", "dv", "block_size")
     dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
     made = [
         torch.randn(*shape, generator=generator).to(dtype).to(device)
@@ -71,12 +71,11 @@ OP = Op(
     cost=cost,
     tolerance=lambda problem: Tolerance("exact", 0.0),
     bucket="t",
-    examples=(
-        "t=0,h=2,d=8,dv=8,x=fp32",
-        "t=1,h=1,d=1,dv=1,block_size=1,x=fp32",
-        "t=7,h=3,d=33,dv=17",
-        "t=33,h=2,d=64,dv=64,block_size=5,x=fp16",
-        "t=65,h=8,d=128,dv=128,x=bf16",
+    examples=problems(
+        """
+        t=0,h=2,d=8,dv=8,x=fp32  t=1,h=1,d=1,dv=1,block_size=1,x=fp32  t=7,h=3,d=33,dv=17
+        t=33,h=2,d=64,dv=64,block_size=5,x=fp16  t=65,h=8,d=128,dv=128,x=bf16
+        """
     ),
     bench=("t=1,h=8,d=128,dv=128", "t=64,h=8,d=128,dv=128", "t=4096,h=8,d=128,dv=128"),
 )

@@ -30,7 +30,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    t, d, size = (problem.integer(axis) for axis in ("t", "d", "block_size"))
+    t, d, size = problem.integers("t", "d", "block_size")
     dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
     latent, cache = torch.randn(t, d, generator=generator), torch.randn(blocks, size, d, generator=generator)
     return [
@@ -42,7 +42,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 def cost(problem: Problem) -> Cost:
     """Every latent read once and written once."""
-    t, d = problem.integer("t"), problem.integer("d")
+    t, d = problem.integers("t", "d")
     return Cost(bytes=t * (2 * d * ITEM_BYTES[problem.text("x")] + 8), flops=0)
 
 

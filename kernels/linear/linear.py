@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from gristmill.kernel_registry.arguments import MATRIX, Scalar, Scratch, Tensor, Weight
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.quantized_inputs import misfit, quantized
@@ -85,7 +86,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    m, n, k = (problem.integer(axis) for axis in "mnk")
+    m, n, k = problem.integers(*"mnk")
     dtype, scheme = torch_dtype(problem.text("x")), QuantScheme.parse(problem.text("w"))
 
     def normal(*shape: int) -> Any:
@@ -101,19 +102,22 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     return [x.to(dtype).to(device), packed, bias, residual, "silu_mul" in flags, n, None]
 
 
-def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme.
+def pack(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of an operation with its weights packed in the first layout of `kernel` that holds their scheme.
 
     A wrapped library whose packing is its own business declares no layout: its spec module has ``pack_weight``.
     """
+    from gristmill.kernel_registry.registry import default_registry
     from gristmill.quant.packed import pack as packed
 
     given = list(arguments)
-    weight = as_quant(given[1])
-    if kernel.layouts:
-        given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
-    else:
-        given[1] = import_module(kernel.module).pack_weight(weight)
+    for place, argument in enumerate(default_registry().op(kernel.op).arguments):
+        if isinstance(argument, Weight):
+            weight = as_quant(given[place])
+            if kernel.layouts:
+                given[place] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+            else:
+                given[place] = import_module(kernel.module).pack_weight(weight)
     return given
 
 
@@ -163,7 +167,7 @@ def error(
 
 def cost(problem: Problem) -> Cost:
     """x and the weight read once, the output written once, and what the epilogue reads."""
-    m, n, k = (problem.integer(axis) for axis in "mnk")
+    m, n, k = problem.integers(*"mnk")
     item, flags = ITEM_BYTES[problem.text("x")], problem.flags("epilogue")
     scheme = QuantScheme.parse(problem.text("w"))
     columns = n // 2 if "silu_mul" in flags else n
@@ -188,7 +192,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
 def shrink(problem: Problem) -> Problem:
     """At most 257 rows, and a cut-out of large weights with the same remainders of N and K."""
-    m, n, k = (problem.integer(axis) for axis in "mnk")
+    m, n, k = problem.integers(*"mnk")
     n = n if n <= LONGEST_N else 1024 + n % 512
     k = k if k <= LONGEST_K else LONGEST_K - 512 + k % 512
     return problem.with_values(m=min(m, VERIFIED_ROWS), n=n, k=k)
@@ -229,40 +233,27 @@ OP = Op(
     pack=pack,
     unplanned=frozenset({"dense_v1"}),
     bucket="m",
-    examples=(
-        "m=0,n=32,k=64,x=bf16",
-        "m=1,n=1,k=1,x=fp32,w=fp32",
-        "m=7,n=257,k=129,x=bf16",
-        "m=3,n=40,k=67,x=fp16,w=fp16",
-        "m=33,n=96,k=256,x=fp32,w=fp32,epilogue=bias+residual+silu_mul",
-        "m=2,n=30,k=64,x=bf16,w=fp32,epilogue=bias",
-        "m=1,n=257,k=256,x=bf16,w=int4_g128",
-        "m=7,n=66,k=96,x=fp32,w=int4_g32_zp,epilogue=bias+silu_mul",
-        "m=5,n=48,k=192,x=fp16,w=int4_g64,act_order=true",
-        "m=4,n=33,k=129,x=bf16,w=int4_ch_zp,epilogue=residual",
-        "m=2,n=17,k=129,x=bf16,w=int8_ch",
-        "m=19,n=31,k=256,x=bf16,w=int8_g128",
-        "m=3,n=50,k=77,x=fp32,w=fp8",
-        "m=1,n=65,k=129,x=fp16,w=fp8_ch",
-        "m=9,n=257,k=129,x=bf16,w=fp8_block",
-        "m=2,n=70,k=96,x=bf16,w=mxfp8",
-        "m=7,n=34,k=96,x=bf16,w=mxfp4,epilogue=bias",
-        "m=6,n=39,k=144,x=bf16,w=nvfp4",
-        "m=3,n=20,k=80,x=fp32,w=nvfp4",
-        "m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128",
-        "m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token",
-        "m=3,n=40,k=104,w=int4_g64",
-        "m=2,n=33,k=40,x=fp16,w=int8_g128",
-        "m=4,n=24,k=136,w=mxfp4,act_order=true",
+    examples=problems(
+        """
+        m=0,n=32,k=64,x=bf16  m=1,n=1,k=1,x=fp32,w=fp32  m=7,n=257,k=129,x=bf16  m=3,n=40,k=67,x=fp16,w=fp16
+        m=33,n=96,k=256,x=fp32,w=fp32,epilogue=bias+residual+silu_mul
+        m=2,n=30,k=64,x=bf16,w=fp32,epilogue=bias  m=1,n=257,k=256,x=bf16,w=int4_g128
+        m=7,n=66,k=96,x=fp32,w=int4_g32_zp,epilogue=bias+silu_mul
+        m=5,n=48,k=192,x=fp16,w=int4_g64,act_order=true
+        m=4,n=33,k=129,x=bf16,w=int4_ch_zp,epilogue=residual  m=2,n=17,k=129,x=bf16,w=int8_ch
+        m=19,n=31,k=256,x=bf16,w=int8_g128  m=3,n=50,k=77,x=fp32,w=fp8  m=1,n=65,k=129,x=fp16,w=fp8_ch
+        m=9,n=257,k=129,x=bf16,w=fp8_block  m=2,n=70,k=96,x=bf16,w=mxfp8
+        m=7,n=34,k=96,x=bf16,w=mxfp4,epilogue=bias  m=6,n=39,k=144,x=bf16,w=nvfp4
+        m=3,n=20,k=80,x=fp32,w=nvfp4  m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128
+        m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token  m=3,n=40,k=104,w=int4_g64
+        m=2,n=33,k=40,x=fp16,w=int8_g128  m=4,n=24,k=136,w=mxfp4,act_order=true
+        """
     ),
-    bench=(
-        "m=1,n=4096,k=4096",
-        "m=1,n=4096,k=4096,w=int4_g128",
-        "m=16,n=4096,k=4096,w=int4_g128",
-        "m=256,n=4096,k=4096,w=int4_g128",
-        "m=1,n=4096,k=4096,w=fp8_block",
-        "m=1,n=4096,k=4096,w=mxfp4",
-        "m=1,n=4096,k=4096,w=nvfp4",
-        "m=256,n=4096,k=4096",
+    bench=problems(
+        """
+        m=1,n=4096,k=4096  m=1,n=4096,k=4096,w=int4_g128  m=16,n=4096,k=4096,w=int4_g128
+        m=256,n=4096,k=4096,w=int4_g128  m=1,n=4096,k=4096,w=fp8_block  m=1,n=4096,k=4096,w=mxfp4
+        m=1,n=4096,k=4096,w=nvfp4  m=256,n=4096,k=4096
+        """
     ),
 )

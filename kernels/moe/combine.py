@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 
@@ -37,7 +37,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     from gristmill.kernels.moe.permute import reference as permute
 
     generator = torch.Generator().manual_seed(seed)
-    m, k, h = problem.integer("m"), problem.integer("top_k"), problem.integer("h")
+    m, k, h = problem.integers("m", "top_k", "h")
     inverse = permute(torch.randint(-1, 9, (m, k), generator=generator).to(torch.int32), 9)[2]
     y = torch.randn(m * k, h, generator=generator) * torch.exp(torch.randn(m * k, 1, generator=generator))
     weights = torch.rand(m, k, generator=generator) + 0.1
@@ -46,15 +46,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 def cost(problem: Problem) -> Cost:
     """Every row read once, every token written once."""
-    m, k, h = problem.integer("m"), problem.integer("top_k"), problem.integer("h")
+    m, k, h = problem.integers("m", "top_k", "h")
     return Cost(
         bytes=m * (k + 1) * h * ITEM_BYTES[problem.text("x")] + 8 * m * k, flops=2 * m * k * h, unit="fp32"
     )
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """One rounding step of the output; float32 sums differ by whether products are rounded (fma)."""
-    return Tolerance("scaled", {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}[problem.text("x")])
 
 
 OP = Op(
@@ -76,14 +71,14 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=tolerance,
+    # One rounding step of the output; float32 sums differ by whether products are rounded (fma).
+    tolerance=Tolerance.by_dtype("scaled", fp32=2e-6, fp16=4e-3, bf16=3e-2),
     bucket="m",
-    examples=(
-        "m=0,top_k=2,h=16",
-        "m=1,top_k=1,h=1,x=fp32",
-        "m=7,top_k=3,h=257",
-        "m=33,top_k=8,h=130,x=fp16",
-        "m=5,top_k=2,h=1024,x=fp32",
+    examples=problems(
+        """
+        m=0,top_k=2,h=16  m=1,top_k=1,h=1,x=fp32  m=7,top_k=3,h=257  m=33,top_k=8,h=130,x=fp16
+        m=5,top_k=2,h=1024,x=fp32
+        """
     ),
     bench=("m=1,top_k=8,h=7168", "m=64,top_k=8,h=7168", "m=4096,top_k=8,h=7168"),
 )

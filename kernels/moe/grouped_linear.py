@@ -7,10 +7,10 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.linear.linear import as_quant, check, layout_for
+from gristmill.kernels.linear.linear import as_quant, check, pack
 from gristmill.kernels.quantized_inputs import quantized
 
 EPILOGUE = ("silu_mul",)
@@ -57,7 +57,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     from gristmill.kernels.moe.permute import reference as permute
 
     generator = torch.Generator().manual_seed(seed)
-    m, e, n, k = (problem.integer(axis) for axis in "menk")
+    m, e, n, k = problem.integers(*"menk")
     dtype, gather = torch_dtype(problem.text("x")), problem.integer("gather")
     ids = (e * torch.rand(m, 1, generator=generator) ** 2).int().clamp(max=e - 1)
     ids[(ids == 1) & (e > 2)] = 2
@@ -92,16 +92,6 @@ def random_experts(
         / k**0.5
     )
     return quantized(weight.to(device), scheme, act_order, generator)
-
-
-def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with the weight packed in the first layout of `kernel` that holds its scheme."""
-    from gristmill.quant.packed import pack as packed
-
-    given = list(arguments)
-    weight = as_quant(given[1])
-    given[1] = packed(weight, layout_for(kernel, weight.scheme)).tensors
-    return given
 
 
 def error(
@@ -139,7 +129,7 @@ def behind_silu(z: Any, size: Any) -> Any:
 
 def cost(problem: Problem) -> Cost:
     """x and the output once, and the weights of as many experts as the rows can reach."""
-    m, e, n, k = (problem.integer(axis) for axis in "menk")
+    m, e, n, k = problem.integers(*"menk")
     item, scheme = ITEM_BYTES[problem.text("x")], QuantScheme.parse(problem.text("w"))
     columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
     return Cost(
@@ -157,7 +147,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
 def shrink(problem: Problem) -> Problem:
     """At most 257 rows, 16 experts and a cut-out of large weights with the same remainders."""
-    n, k, e = problem.integer("n"), problem.integer("k"), problem.integer("e")
+    n, k, e = problem.integers("n", "k", "e")
     n = n if n <= 768 else 512 + n % 256
     k = k if k <= 2048 else 1536 + k % 512
     return problem.with_values(m=min(problem.integer("m"), VERIFIED_ROWS), n=n, k=k, e=min(e, 16))
@@ -202,25 +192,22 @@ OP = Op(
     pack=pack,
     unplanned=frozenset({"dense_v1"}),
     bucket="m",
-    examples=(
-        "m=0,e=3,n=16,k=32,x=bf16",
-        "m=1,e=1,n=1,k=1,x=fp32,w=fp32",
-        "m=33,e=5,n=34,k=67,x=bf16,gather=2",
-        "m=50,e=4,n=48,k=96,x=fp32,w=fp32,epilogue=silu_mul,gather=3",
-        "m=21,e=3,n=40,k=64,x=fp16,w=fp16,epilogue=silu_mul",
-        "m=19,e=4,n=33,k=256,x=bf16,w=int4_g128,gather=8",
-        "m=9,e=3,n=34,k=96,x=fp32,w=int4_g32_zp,epilogue=silu_mul",
-        "m=7,e=3,n=18,k=128,x=fp16,w=int4_g64,act_order=true",
-        "m=17,e=3,n=20,k=129,x=bf16,w=int8_ch",
-        "m=11,e=3,n=150,k=130,x=bf16,w=fp8_block,epilogue=silu_mul",
-        "m=6,e=3,n=18,k=77,x=fp32,w=fp8",
-        "m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4",
-        "m=8,e=3,n=39,k=80,x=bf16,w=nvfp4",
-        "m=5,e=2,n=17,k=64,x=fp16,w=mxfp8",
+    examples=problems(
+        """
+        m=0,e=3,n=16,k=32,x=bf16  m=1,e=1,n=1,k=1,x=fp32,w=fp32  m=33,e=5,n=34,k=67,x=bf16,gather=2
+        m=50,e=4,n=48,k=96,x=fp32,w=fp32,epilogue=silu_mul,gather=3
+        m=21,e=3,n=40,k=64,x=fp16,w=fp16,epilogue=silu_mul  m=19,e=4,n=33,k=256,x=bf16,w=int4_g128,gather=8
+        m=9,e=3,n=34,k=96,x=fp32,w=int4_g32_zp,epilogue=silu_mul
+        m=7,e=3,n=18,k=128,x=fp16,w=int4_g64,act_order=true  m=17,e=3,n=20,k=129,x=bf16,w=int8_ch
+        m=11,e=3,n=150,k=130,x=bf16,w=fp8_block,epilogue=silu_mul  m=6,e=3,n=18,k=77,x=fp32,w=fp8
+        m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4  m=8,e=3,n=39,k=80,x=bf16,w=nvfp4
+        m=5,e=2,n=17,k=64,x=fp16,w=mxfp8
+        """
     ),
-    bench=(
-        "m=8,e=128,n=1536,k=2048,epilogue=silu_mul",
-        "m=512,e=128,n=1536,k=2048,w=fp8_block,epilogue=silu_mul",
-        "m=8,e=128,n=1536,k=2048,w=int4_g128,epilogue=silu_mul",
+    bench=problems(
+        """
+        m=8,e=128,n=1536,k=2048,epilogue=silu_mul  m=512,e=128,n=1536,k=2048,w=fp8_block,epilogue=silu_mul
+        m=8,e=128,n=1536,k=2048,w=int4_g128,epilogue=silu_mul
+        """
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 MOST_EXPERTS = 4096
@@ -95,7 +95,7 @@ def misfit(experts: int, top_k: int, n_group: int, topk_group: int) -> str | Non
 
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
-    return misfit(*(problem.integer(axis) for axis in ("e", "top_k", "n_group", "topk_group")))
+    return misfit(*problem.integers("e", "top_k", "n_group", "topk_group"))
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -103,7 +103,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    m, e = problem.integer("m"), problem.integer("e")
+    m, e = problem.integers("m", "e")
     logits = 1.5 * torch.randn(m, e, generator=generator)
     tied = torch.rand(m, e, generator=generator) < 0.1
     logits = torch.where(tied, torch.full_like(logits, 1.25), logits)
@@ -177,17 +177,12 @@ def near_ties(logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int,
 
 def cost(problem: Problem) -> Cost:
     """Logits and bias read once, weights and ids written once."""
-    m, e, k = problem.integer("m"), problem.integer("e"), problem.integer("top_k")
+    m, e, k = problem.integers("m", "e", "top_k")
     return Cost(
         bytes=m * e * ITEM_BYTES[problem.text("x")] + (4 * e if problem["bias"] else 0) + 8 * m * k,
         flops=m * e * (4 + k),
         unit="fp32",
     )
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """ids exact; weights within some float32 rounding steps (a softmax and a sum)."""
-    return Tolerance("relative", 4e-6)
 
 
 OP = Op(
@@ -220,26 +215,27 @@ OP = Op(
     inputs=inputs,
     check=check,
     cost=cost,
-    tolerance=tolerance,
+    tolerance=lambda problem: Tolerance(
+        "relative", 4e-6
+    ),  # ids exact; weights within some float32 rounding steps (a softmax and a sum).
     error=error,
     bucket="m",
-    examples=(
-        "m=0,e=16,top_k=2",
-        "m=1,e=16,top_k=2,n_group=8,topk_group=2,x=bf16,scoring=sigmoid,bias=true",
-        "m=33,e=128,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
-        "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-        "m=33,e=384,top_k=8,x=bf16,scoring=sigmoid,bias=true",
-        "m=5,e=512,top_k=22,scoring=sigmoid,bias=true",
-        "m=7,e=60,top_k=4,renormalize=false",
-        "m=9,e=160,top_k=6,n_group=8,topk_group=3,x=fp16,renormalize=false",
-        "m=17,e=8,top_k=2,x=bf16",
-        "m=3,e=1,top_k=1",
-        "m=4,e=12,top_k=3,n_group=12,topk_group=5,bias=true",
+    examples=problems(
+        """
+        m=0,e=16,top_k=2  m=1,e=16,top_k=2,n_group=8,topk_group=2,x=bf16,scoring=sigmoid,bias=true
+        m=33,e=128,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true
+        m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true
+        m=33,e=384,top_k=8,x=bf16,scoring=sigmoid,bias=true  m=5,e=512,top_k=22,scoring=sigmoid,bias=true
+        m=7,e=60,top_k=4,renormalize=false
+        m=9,e=160,top_k=6,n_group=8,topk_group=3,x=fp16,renormalize=false  m=17,e=8,top_k=2,x=bf16
+        m=3,e=1,top_k=1  m=4,e=12,top_k=3,n_group=12,topk_group=5,bias=true
+        """
     ),
-    bench=(
-        "m=1,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-        "m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-        "m=4096,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true",
-        "m=64,e=128,top_k=8,x=bf16",
+    bench=problems(
+        """
+        m=1,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true
+        m=64,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true
+        m=4096,e=256,top_k=8,n_group=8,topk_group=4,scoring=sigmoid,bias=true  m=64,e=128,top_k=8,x=bf16
+        """
     ),
 )

@@ -10,10 +10,10 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import Scalar, Scratch, Tensor, Weight
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.linear.linear import as_quant, layout_for
+from gristmill.kernels.linear.linear import as_quant, pack
 from gristmill.kernels.moe.grouped_linear import behind_silu, random_experts
 from gristmill.kernels.quantized_inputs import misfit
 
@@ -54,7 +54,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    m, k, e, h, i = (problem.integer(axis) for axis in ("m", "top_k", "e", "h", "i"))
+    m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     ids = (e * torch.rand(m, k, generator=generator) ** 1.5).int().clamp(max=e - 1)
     ids[(ids == 1) & (e > 2)] = 2
     ids[torch.rand(m, k, generator=generator) < 0.03] = -1
@@ -73,17 +73,6 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
         i,
         None,
     ]
-
-
-def pack(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with both weights packed in the first layout of `kernel` that holds their scheme."""
-    from gristmill.quant.packed import pack as packed
-
-    given = list(arguments)
-    for place in (3, 4):
-        weight = as_quant(given[place])
-        given[place] = packed(weight, layout_for(kernel, weight.scheme)).tensors
-    return given
 
 
 def error(
@@ -127,7 +116,7 @@ def error(
 
 def cost(problem: Problem) -> Cost:
     """x and the output once, and both weights of as many experts as the tokens can reach."""
-    m, k, e, h, i = (problem.integer(axis) for axis in ("m", "top_k", "e", "h", "i"))
+    m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     scheme, item = QuantScheme.parse(problem.text("w")), ITEM_BYTES[problem.text("x")]
     read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i))
     return Cost(bytes=2 * m * h * item + 8 * m * k + read, flops=6 * m * k * h * i, unit=problem.text("x"))
@@ -141,7 +130,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
 def shrink(problem: Problem) -> Problem:
     """At most 65 tokens, 16 experts and a cut-out of large weights with the same remainders."""
-    h, i = problem.integer("h"), problem.integer("i")
+    h, i = problem.integers("h", "i")
     return problem.with_values(
         m=min(problem.integer("m"), 65),
         e=min(problem.integer("e"), 16),
@@ -152,7 +141,7 @@ def shrink(problem: Problem) -> Problem:
 
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
     """Gate and up [2 I, H], and down [H, I], of an expert."""
-    h, i = problem.integer("h"), problem.integer("i")
+    h, i = problem.integers("h", "i")
     return (2 * i, h), (h, i)
 
 
@@ -191,20 +180,19 @@ OP = Op(
     unplanned=frozenset({"dense_v1"}),
     weights=weight_shapes,
     bucket="m",
-    examples=(
-        "m=0,top_k=2,e=4,h=32,i=16",
-        "m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32",
-        "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32",
-        "m=9,top_k=2,e=4,h=48,i=33",
-        "m=5,top_k=4,e=6,h=64,i=40,x=fp16,w=fp16",
-        "m=7,top_k=2,e=3,h=128,i=64,w=int4_g32_zp",
-        "m=6,top_k=2,e=3,h=140,i=130,w=fp8_block",
-        "m=3,top_k=3,e=4,h=64,i=96,w=mxfp4",
-        "m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4",
+    examples=problems(
+        """
+        m=0,top_k=2,e=4,h=32,i=16  m=1,top_k=1,e=1,h=1,i=1,x=fp32,w=fp32
+        m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32  m=9,top_k=2,e=4,h=48,i=33
+        m=5,top_k=4,e=6,h=64,i=40,x=fp16,w=fp16  m=7,top_k=2,e=3,h=128,i=64,w=int4_g32_zp
+        m=6,top_k=2,e=3,h=140,i=130,w=fp8_block  m=3,top_k=3,e=4,h=64,i=96,w=mxfp4
+        m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4
+        """
     ),
-    bench=(
-        "m=1,top_k=8,e=128,h=2048,i=768",
-        "m=64,top_k=8,e=128,h=2048,i=768,w=fp8_block",
-        "m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128",
+    bench=problems(
+        """
+        m=1,top_k=8,e=128,h=2048,i=768  m=64,top_k=8,e=128,h=2048,i=768,w=fp8_block
+        m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128
+        """
     ),
 )

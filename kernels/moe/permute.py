@@ -6,7 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 
 
 def reference(ids: Any, experts: int) -> tuple[Any, Any, Any]:
@@ -40,7 +40,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    m, k, e = problem.integer("m"), problem.integer("top_k"), problem.integer("e")
+    m, k, e = problem.integers("m", "top_k", "e")
     ids = (e * torch.rand(m, k, generator=generator) ** 2).int().clamp(max=e - 1)
     foreign = torch.rand(m, k, generator=generator) < 0.05
     ids = torch.where(foreign, torch.where(ids % 2 == 0, -1, e), ids)
@@ -51,11 +51,6 @@ def cost(problem: Problem) -> Cost:
     """ids read once, two index lists and the offsets written."""
     entries = problem.integer("m") * problem.integer("top_k")
     return Cost(bytes=12 * entries + 4 * problem.integer("e") + 4, flops=0, unit="fp32")
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """A stable sort has one answer."""
-    return Tolerance("exact", 0.0)
 
 
 OP = Op(
@@ -81,14 +76,13 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=tolerance,
+    # A stable sort has one answer.
+    tolerance=lambda problem: Tolerance("exact", 0.0),
     bucket="m",
-    examples=(
-        "m=0,top_k=2,e=4",
-        "m=1,top_k=1,e=1",
-        "m=7,top_k=3,e=5",
-        "m=33,top_k=8,e=64",
-        "m=257,top_k=2,e=7",
+    examples=problems(
+        """
+        m=0,top_k=2,e=4  m=1,top_k=1,e=1  m=7,top_k=3,e=5  m=33,top_k=8,e=64  m=257,top_k=2,e=7
+        """
     ),
     bench=("m=1,top_k=8,e=256", "m=64,top_k=8,e=256", "m=4096,top_k=8,e=256"),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 
@@ -45,11 +45,6 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=(4 * m * n + n) * item, flops=5 * m * n, unit="fp32")
 
 
-def tolerance(problem: Problem) -> Tolerance:
-    """One rounding step of the dtype beside the reference's own, for the sum and for the norm."""
-    return Tolerance("relative", {"fp32": 4e-6, "fp16": 1.1e-3, "bf16": 8.5e-3}[problem.text("x")])
-
-
 OP = Op(
     name="fused_add_rms_norm",
     family="norm",
@@ -69,16 +64,14 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=tolerance,
+    # One rounding step of the dtype beside the reference's own, for the sum and for the norm.
+    tolerance=Tolerance.by_dtype("relative", fp32=4e-6, fp16=1.1e-3, bf16=8.5e-3),
     bucket="m",
-    examples=(
-        "m=0,n=64,x=fp32",
-        "m=1,n=1,x=fp32",
-        "m=7,n=257,x=bf16",
-        "m=33,n=768,x=fp16",
-        "m=5,n=4096,x=bf16",
-        "m=257,n=256,x=fp32",
-        "m=2,n=16387,x=bf16",
+    examples=problems(
+        """
+        m=0,n=64,x=fp32  m=1,n=1,x=fp32  m=7,n=257,x=bf16  m=33,n=768,x=fp16  m=5,n=4096,x=bf16
+        m=257,n=256,x=fp32  m=2,n=16387,x=bf16
+        """
     ),
     bench=("m=1,n=4096", "m=64,n=7168", "m=1024,n=7168", "m=16384,n=7168"),
 )

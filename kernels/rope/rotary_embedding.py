@@ -12,7 +12,7 @@ from typing import Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
 STYLES = ("neox", "gptj")
@@ -58,7 +58,7 @@ def table_has_rows(positions: int) -> str | None:
 
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
-    rot, size = problem.integer("rot"), problem.integer("d")
+    rot, size = problem.integers("rot", "d")
     return (
         None
         if rot % 2 == 0 and 2 <= rot <= size
@@ -73,7 +73,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     from gristmill.kernels.rope.cache import RopeParameters, rope_cache
 
     generator = torch.Generator().manual_seed(seed)
-    t, hq, hk, d, rot = (problem.integer(axis) for axis in ("t", "hq", "hk", "d", "rot"))
+    t, hq, hk, d, rot = problem.integers("t", "hq", "hk", "d", "rot")
     dtype = torch_dtype(problem.text("x"))
     q, k = (torch.randn(t, heads, d, generator=generator).to(dtype).to(device) for heads in (hq, hk))
     positions = torch.randint(0, TABLE_ROWS, (t,), generator=generator)
@@ -87,11 +87,6 @@ def cost(problem: Problem) -> Cost:
     t, heads = problem.integer("t"), problem.integer("hq") + problem.integer("hk")
     rot, item = problem.integer("rot"), ITEM_BYTES[problem.text("x")]
     return Cost(bytes=t * (2 * heads * rot * item + rot * 4 + 8), flops=3 * t * heads * rot, unit="fp32")
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """One rounding step of the dtype, of the length of the pair (a rotation keeps it)."""
-    return Tolerance("pairs", {"fp32": 4e-7, "fp16": 1.1e-3, "bf16": 8.5e-3}[problem.text("x")])
 
 
 def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
@@ -136,23 +131,22 @@ OP = Op(
     inputs=inputs,
     check=check,
     cost=cost,
-    tolerance=tolerance,
+    # One rounding step of the dtype, of the length of the pair (a rotation keeps it).
+    tolerance=Tolerance.by_dtype("pairs", fp32=4e-7, fp16=1.1e-3, bf16=8.5e-3),
     error=error,
     bucket="t",
-    examples=(
-        "t=0,hq=2,hk=1,d=16,rot=16,x=fp32",
-        "t=1,hq=1,hk=0,d=2,rot=2,x=fp32",
-        "t=7,hq=3,hk=1,d=80,rot=22,style=gptj",
-        "t=33,hq=5,hk=2,d=64,rot=64,x=fp16",
-        "t=5,hq=16,hk=1,d=128,rot=128",
-        "t=9,hq=3,hk=1,d=64,rot=64,style=gptj,x=fp32",
-        "t=257,hq=2,hk=2,d=96,rot=96,x=fp32",
-        "t=3,hq=2,hk=1,d=96,rot=24",
+    examples=problems(
+        """
+        t=0,hq=2,hk=1,d=16,rot=16,x=fp32  t=1,hq=1,hk=0,d=2,rot=2,x=fp32
+        t=7,hq=3,hk=1,d=80,rot=22,style=gptj  t=33,hq=5,hk=2,d=64,rot=64,x=fp16
+        t=5,hq=16,hk=1,d=128,rot=128  t=9,hq=3,hk=1,d=64,rot=64,style=gptj,x=fp32
+        t=257,hq=2,hk=2,d=96,rot=96,x=fp32  t=3,hq=2,hk=1,d=96,rot=24
+        """
     ),
-    bench=(
-        "t=1,hq=32,hk=8,d=128,rot=128",
-        "t=64,hq=32,hk=8,d=128,rot=128",
-        "t=4096,hq=32,hk=8,d=128,rot=128",
-        "t=4096,hq=128,hk=1,d=64,rot=64,style=gptj",
+    bench=problems(
+        """
+        t=1,hq=32,hk=8,d=128,rot=128  t=64,hq=32,hk=8,d=128,rot=128  t=4096,hq=32,hk=8,d=128,rot=128
+        t=4096,hq=128,hk=1,d=64,rot=64,style=gptj
+        """
     ),
 )

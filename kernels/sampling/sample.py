@@ -95,7 +95,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    m, v = problem.integer("m"), problem.integer("v")
+    m, v = problem.integers("m", "v")
     logits = (2 * torch.randn(m, v, generator=generator)).to(torch_dtype(problem.text("x")))
     tied = torch.rand(m, v, generator=generator) < 0.05
     logits = torch.where(tied & (torch.arange(m) % 2 == 0)[:, None], logits.amax(-1, keepdim=True), logits)
@@ -119,13 +119,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 def cost(problem: Problem) -> Cost:
     """Logits read once. Philox and two logarithms for each token."""
-    m, v = problem.integer("m"), problem.integer("v")
+    m, v = problem.integers("m", "v")
     return Cost(bytes=m * v * ITEM_BYTES[problem.text("x")] + 40 * m, flops=100 * m * v, unit="fp32")
-
-
-def tolerance(problem: Problem) -> Tolerance:
-    """The same ids: scores are float64, so two implementations differ about once in 10^13 draws."""
-    return Tolerance("exact", 0.0)
 
 
 OP = Op(
@@ -152,7 +147,9 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=tolerance,
+    tolerance=lambda problem: Tolerance(
+        "exact", 0.0
+    ),  # The same ids: scores are float64, so two implementations differ about once in 10^13 draws.
     bucket="m",
     examples=("m=0,v=16", "m=1,v=1", "m=33,v=7", "m=7,v=257,x=bf16", "m=19,v=1000", "m=5,v=4099,x=bf16"),
     bench=("m=1,v=128256", "m=8,v=128256", "m=64,v=128256", "m=256,v=128256", "m=64,v=32000,x=bf16"),
