@@ -20,7 +20,7 @@ def render(data: Mapping[str, Any]) -> str:
     models = list(dict.fromkeys(model for model, scheme, _ in rows if scheme == "float"))
     head = [
         "format",
-        "bits a weight",
+        "bits per weight",
         *(f"{model}: {name}" if name == "nearest" else name for model in models for name in NAMES.values()),
     ]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
@@ -44,7 +44,7 @@ def _sentence(model: str, rows: Mapping[tuple[str, str, str], Mapping[str, Any]]
         f"{NAMES[m]} {value:+.4f}" + (f" ({value / lost['rtn']:.0%})" if m != "rtn" else "")
         for m, value in lost.items()
     ]
-    return f"{model} in `int4_g128`, nats a token over the model as stored: {', '.join(parts)}."
+    return f"{model} in `int4_g128`, nats per token over the model as stored: {', '.join(parts)}."
 
 
 def bits(scheme: str) -> float:

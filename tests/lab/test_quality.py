@@ -81,12 +81,12 @@ def data(**losses: float) -> dict[str, Any]:
 
 def test_the_table_says_what_the_rows_say() -> None:
     assert render(data(rtn=2.25, awq=2.125)).splitlines() == [
-        "| format | bits a weight | m: nearest | GPTQ | AWQ |",
+        "| format | bits per weight | m: nearest | GPTQ | AWQ |",
         "|---|---:|---:|---:|---:|",
         "| as stored | 16 | 7.389 |  |  |",
         "| `int4_g128` | 4.12 | 7.250 | - | 7.125 |",
         "",
-        "m in `int4_g128`, nats a token over the model as stored: nearest +0.2500, AWQ +0.1250 (50%).",
+        "m in `int4_g128`, nats per token over the model as stored: nearest +0.2500, AWQ +0.1250 (50%).",
     ]
     two = data(rtn=2.5, gptq=2.1)
     two["rows"] += [{**row, "model": "n", "perplexity": 1.0} for row in data(rtn=2.5)["rows"]]
