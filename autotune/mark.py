@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import Verification
 
 POLL = 0.05
@@ -63,7 +64,7 @@ def _read(descriptor: int) -> str:
 def _parse(text: str) -> Verification | None:
     """The record in a mark; None for an empty one, and for one that was cut off as it was written: nothing ran then."""
     try:
-        return Verification(**json.loads(text)) if text else None
+        return Verification(**migrated(json.loads(text))) if text else None
     except (ValueError, TypeError):
         return None
 

@@ -38,14 +38,19 @@ def tracked() -> list[str]:
     ]
 
 
+def carried(name: str) -> bool:
+    """Whether a file of the tree belongs in a wheel: what Python runs, and the tables that kernels read."""
+    return name.startswith(FOLDERS) and (
+        name.endswith(RUN) or (name.startswith("kernels/") and name.endswith(".json"))
+    )
+
+
 def problems(dist: Path) -> list[str]:
     """What is wrong with one file, a line each."""
     found = []
     if dist.suffix == ".whl":
         names = set(zipfile.ZipFile(dist).namelist())
-        wanted = {
-            f"gristmill/{name}" for name in tracked() if name.startswith(FOLDERS) and name.endswith(RUN)
-        }
+        wanted = {f"gristmill/{name}" for name in tracked() if carried(name)}
         wanted |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
         wanted |= {
             "gristmill/__init__.py",
@@ -65,7 +70,9 @@ def problems(dist: Path) -> list[str]:
         with tarfile.open(dist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
         wanted = {
-            name for name in tracked() if name.startswith(FOLDERS) and Path(name).suffix in {*RUN, *NATIVE}
+            name
+            for name in tracked()
+            if carried(name) or (name.startswith(FOLDERS) and Path(name).suffix in NATIVE)
         }
         wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
         found += [

@@ -19,6 +19,7 @@ from gristmill.kernel_registry.build import Build, normal_name
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry, default_registry
+from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
@@ -116,7 +117,7 @@ def reported() -> dict[str, frozenset[str]]:
     """Kernel -> "target: device" of the reports (`kernelbench bench --results`) in which it matched the reference and was timed."""
     found: dict[str, set[str]] = {}
     for path in sorted(RESULTS.glob("*/operations/*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = migrated(json.loads(path.read_text(encoding="utf-8")))
         where = f"{report['environment']['target']}: {report['environment']['device']}"
         for row in report["rows"]:
             if row["us"] is not None:

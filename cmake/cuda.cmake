@@ -1,5 +1,6 @@
-# libgristmill_cuda_<arch>.so: every kernels/**/_*_sm90.cu, compiled by nvcc to a cubin and embedded beside its host code
-# (kernels/_native/gm_cuda.h). GRISTMILL_CUDA=auto builds it when nvcc is there, on requires nvcc, off skips it.
+# libgristmill_cuda_<arch>.so: every kernels/**/_*_sm90.cu and the generated sources of linear (frag16_sm90.cmake), compiled by
+# nvcc to cubins and embedded beside their host code (kernels/_native/gm_cuda.h). GRISTMILL_CUDA=auto builds it when nvcc is
+# there, on requires nvcc, off skips it.
 set(_default auto)
 if(DEFINED ENV{GRISTMILL_CUDA})
   set(_default "$ENV{GRISTMILL_CUDA}")
@@ -17,7 +18,10 @@ function(gm_cuda_status text)
 endfunction()
 
 set(GM_CUDA_MANIFEST "")
+include(cmake/frag16_sm90.cmake)
 file(GLOB_RECURSE GM_SM90_SOURCES CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu")
+gm_frag16_sources(_generated)
+list(APPEND GM_SM90_SOURCES ${_generated})
 if(GRISTMILL_SM90_SOURCES)  # for tests of the build itself: these alone
   set(GM_SM90_SOURCES ${GRISTMILL_SM90_SOURCES})
 endif()
@@ -65,15 +69,22 @@ set(GM_SM90_OBJECTS "")
 foreach(source IN LISTS GM_SM90_SOURCES)
   get_filename_component(stem "${source}" NAME_WE)
   string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
+  set(_beside "")  # a generated source includes what lies beside its template
+  get_source_file_property(_origin "${source}" GM_ORIGIN)
+  if(_origin)
+    list(GET _origin 0 _origin)
+    get_filename_component(_origin "${_origin}" DIRECTORY)
+    set(_beside -I "${_origin}")
+  endif()
   add_custom_command(
     OUTPUT "${_dir}/${stem}.cubin"
-    COMMAND "${GRISTMILL_NVCC}" ${GM_CUBIN_FLAGS} ${_include} -MD -MF "${_dir}/${stem}.cubin.d"
+    COMMAND "${GRISTMILL_NVCC}" ${GM_CUBIN_FLAGS} ${_include} ${_beside} -MD -MF "${_dir}/${stem}.cubin.d"
             -o "${_dir}/${stem}.cubin" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.cubin.d" VERBATIM COMMENT "nvcc sm_90a ${stem}.cu")
   # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.
   add_custom_command(
     OUTPUT "${_dir}/${stem}.o"
-    COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} -DGM_CUBIN_SYMBOL=${symbol}
+    COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} ${_beside} -DGM_CUBIN_SYMBOL=${symbol}
             -MD -MF "${_dir}/${stem}.o.d" -c -o "${_dir}/${stem}.o" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.o.d" VERBATIM COMMENT "host half of ${stem}.cu")
   file(CONFIGURE OUTPUT "${_dir}/${stem}_cubin.cpp" CONTENT

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from gristmill.kernel_registry.renamed import is_named
 
 POLICY_VARIABLE = "GRISTMILL_POLICY"
 
@@ -55,13 +56,13 @@ class Policy:
     def rank(self, op: str, kernel: str) -> int | None:
         """Place of `kernel` among the pins of `op`, None when it is not pinned."""
         for place, pattern in enumerate(self.pinned(op)):
-            if fnmatchcase(kernel, pattern):
+            if is_named(kernel, pattern):
                 return place
         return None
 
     def excludes(self, kernel: str) -> str | None:
         """The exclusion pattern that matches `kernel`, if any."""
-        return next((pattern for pattern in self.exclude if fnmatchcase(kernel, pattern)), None)
+        return next((pattern for pattern in self.exclude if is_named(kernel, pattern)), None)
 
     @property
     def store_path(self) -> Path:

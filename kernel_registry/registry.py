@@ -14,6 +14,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
+from gristmill.kernel_registry.renamed import present_name
 from gristmill.kernel_registry.requirement import Requirement
 
 ENTRY_POINTS = "gristmill.kernels"
@@ -70,8 +71,10 @@ class Registry:
         return tuple(sorted(self.kernels.get(op, ()), key=lambda k: (-k.priority, k.name)))
 
     def kernel(self, op: str, name: str) -> Kernel:
-        """One kernel of an operation; UnknownError lists near names."""
-        return _find({kernel.name: kernel for kernel in self.kernels_of(op)}, name, f"kernel of {op}")
+        """One kernel of an operation, by its name or a former one; UnknownError lists near names."""
+        known = {kernel.name: kernel for kernel in self.kernels_of(op)}
+        present = present_name(name)
+        return _find(known, present if name not in known and present in known else name, f"kernel of {op}")
 
     def layout(self, name: str) -> Layout:
         """The weight layout called `name`; UnknownError lists near names."""

@@ -63,3 +63,8 @@ def need_workspace(op: str, given: Any, size: int, device: Any) -> None:
             f"{op}: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
             f"got {given.nbytes} on {given.device}"
         )
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)

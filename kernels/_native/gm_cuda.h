@@ -42,6 +42,7 @@ enum : int {
   GM_E_SHAPE = -2,
   GM_E_ARG = -5,
   GM_E_DRIVER = -6,
+  GM_E_ABI = -7,  // the caller was built against another version of an argument struct
   GM_E_CUDA = -1000
 };
 

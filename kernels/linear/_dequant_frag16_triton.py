@@ -11,9 +11,10 @@ import triton.language as tl
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.common import cdiv
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.kernels.linear._slots import gather
-from gristmill.kernels.linear.frag16_shapes import ceil, format_of
+from gristmill.quant.layouts.w4_frag16_v1 import groups_per_tile, tile_bytes
 
 INT4, FP4, INT8, FP8 = range(4)
 CHUNK = 1 << 24
@@ -155,11 +156,11 @@ def launch(
     scheme, rows = QuantScheme.parse(str(config["scheme"])), out.shape[-1] * (2 if silu_mul else 1)
     flat = gather(x.reshape(-1, x.shape[-1]), perm if perm.numel() else None)
     k = flat.shape[1]
-    form, count, groups = format_of(scheme), ceil(rows, 16), ceil(k, 128)
-    if tiles.numel() != count * groups * form.tile_bytes:
+    size, count, groups = tile_bytes(scheme), cdiv(rows, 16), cdiv(k, 128)
+    if tiles.numel() != count * groups * size:
         raise ValueError(
             f"linear of {scheme}: {tiles.numel()} bytes of tiles do not pack a [{rows}, {k}] weight; expected "
-            f"{count * groups * form.tile_bytes}"
+            f"{count * groups * size}"
         )
     plain = bias is None and residual is None and not silu_mul
     z = out.view(-1, rows) if plain else torch.empty(flat.shape[0], rows, dtype=x.dtype, device=x.device)
@@ -179,8 +180,8 @@ def launch(
             count,
             groups,
             first,
-            TILE_WORDS=form.tile_bytes // 4,
-            P=max(1, 128 // scheme.group_size) if scheme.group_size else 1,
+            TILE_WORDS=size // 4,
+            P=groups_per_tile(scheme),
             ORDER=order,
             ZERO=scheme.zero_points,
             NVFP4=scheme.weight == "nvfp4",

@@ -13,7 +13,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.frag16_shapes import ceil
+from gristmill.kernels.common import cdiv
 from gristmill.kernels.linear.linear_triton import accepts_quantized
 from gristmill.kernels.linear.linear_triton import config as whole_config
 from gristmill.kernels.linear.linear_triton import space as whole_space
@@ -46,14 +46,14 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 
 
 def _split(problem: Problem, target: Target, base: Config) -> Config:
-    tiles = ceil(problem.integer("n"), int(base["bn"])) * ceil(max(1, problem.integer("m")), int(base["bm"]))
-    steps = ceil(problem.integer("k"), int(base["bk"]))
-    return {**base, "split": max(1, min(steps, ceil(PROGRAMS * (target.multiprocessors or 64), tiles)))}
+    tiles = cdiv(problem.integer("n"), int(base["bn"])) * cdiv(max(1, problem.integer("m")), int(base["bm"]))
+    steps = cdiv(problem.integer("k"), int(base["bk"]))
+    return {**base, "split": max(1, min(steps, cdiv(PROGRAMS * (target.multiprocessors or 64), tiles)))}
 
 
 def flag_bytes(m: int, n: int, config: Config) -> int:
     """Bytes of the counters, one a tile; the sums begin after them."""
-    return ceil(4 * prod((ceil(n, int(config["bn"])), ceil(m, int(config["bm"])))), 256) * 256
+    return cdiv(4 * prod((cdiv(n, int(config["bn"])), cdiv(m, int(config["bm"])))), 256) * 256
 
 
 def scratch_bytes(m: int, n: int, config: Config) -> int:

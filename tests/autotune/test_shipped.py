@@ -16,13 +16,14 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.select import Selection, select
 from gristmill.kernel_registry.store import SHIPPED, Store, Timing, shipped_times
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear import frag16_fed_shapes as fed_shapes
-from gristmill.kernels.linear import frag16_shapes as shapes
+from gristmill.kernels.linear.frag16_sm90.instances import schedule
 
 OP = default_registry().op("linear")
-FEW, FED = ("linear_w4a16_sm90", "linear_w8a16_sm90"), ("linear_w4a16_fed_sm90", "linear_w8a16_fed_sm90")
-DECODE = FEW + FED
-MANY = ("linear_w4a16_tma_sm90", "linear_w8a16_tma_sm90")
+SCHEDULES = {
+    f"linear_w{bits}a16_{name}_sm90": name for name in ("decode", "decode_ws", "gemm_ws") for bits in (4, 8)
+}
+DECODE = tuple(name for name, schedule_name in SCHEDULES.items() if schedule_name != "gemm_ws")
+GEMM = tuple(name for name, schedule_name in SCHEDULES.items() if schedule_name == "gemm_ws")
 BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",), triton_backends=("cuda",))
 
 
@@ -52,13 +53,13 @@ def faults(timing: Timing) -> list[str]:
         found.append(f"{timing.kernel} does not take {problem}")
     if set(timing.config) != set(kernel.config(problem, Target.parse("h200"))):
         found.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
-    if timing.kernel in DECODE:
-        form = shapes.format_of(QuantScheme.parse(problem.text("w")))
-        family, names = (
-            (fed_shapes, ("nt", "rt", "wn", "wk")) if timing.kernel in FED else (shapes, ("nt", "rt", "wk"))
-        )
-        key = tuple(timing.config.get(name) for name in names)
-        if key not in [tuple(getattr(shape, name) for name in names) for shape in family.shapes_of(form)]:
+    if timing.kernel in SCHEDULES:
+        of = schedule(SCHEDULES[timing.kernel])
+        form = of.format_of(QuantScheme.parse(problem.text("w")))
+        if form is None:
+            return [*found, f"not a format of {of.name}: {problem}"]
+        key = tuple(timing.config.get(name) for name in of.key)
+        if key not in [tuple(shape[name] for name in of.key) for shape in of.shapes_of(form)]:
             found.append(f"no instance {key} of {form.name}")
         if (timing.config.get("format"), timing.config.get("tile_bytes")) != (form.name, form.tile_bytes):
             found.append(f"not the format of {problem}")
@@ -75,7 +76,7 @@ def test_every_record_speaks_of_something() -> None:
 
 
 def test_a_wrong_record_would_show() -> None:
-    good = next(t for t in shipped_times() if t.kernel == "linear_w4a16_sm90")
+    good = next(t for t in shipped_times() if t.kernel == "linear_w4a16_decode_sm90")
     assert not faults(good)
     assert faults(replace(good, kernel="linear_w9a16_sm90"))
     assert faults(replace(good, config={**good.config, "rt": 3}))
@@ -120,13 +121,13 @@ def test_a_plan_keeps_one_packing_for_every_size(scheme: str) -> None:
         if (
             entry.m_max is not None and entry.m_max <= 256
         ):  # at M = 16 some formats are faster by the kernels for many rows
-            allowed = DECODE if entry.m_max <= 8 else DECODE + MANY
+            allowed = DECODE if entry.m_max <= 8 else DECODE + GEMM
             assert entry.kernel in allowed and entry.source in ("measured", "near"), entry
 
 
 def test_what_a_user_measured_replaces_what_was_shipped(tmp_path: Path) -> None:
     path = tmp_path / "store.json"
-    shipped = next(t for t in shipped_times() if t.kernel == "linear_w4a16_sm90")
+    shipped = next(t for t in shipped_times() if t.kernel == "linear_w4a16_decode_sm90")
     save(path, [replace(shipped, us=0.125)])
     merged = Store.read_over_shipped(path)
     same = [t for t in merged.timings if t.key == shipped.key]

@@ -35,7 +35,7 @@ def studied(text: str) -> Studied:
     one = Studied(Job(OP, OP.problem(text)), exact=False)
     for number, option in enumerate(options(one.job, HERE, every=True)):
         key = option.kernel.name, config_key(option.config)
-        kernel = 5.0 if option.kernel.name == "linear_w4a16_sm90" else 20.0
+        kernel = 5.0 if option.kernel.name == "linear_w4a16_decode_sm90" else 20.0
         one.times[key] = [kernel * (1 + ((number * 7 + 3) % 50) / 100)] * regret.ROUNDS
         one.configs[key] = dict(option.config)
         one.defaults |= {key} if option.default else set()
@@ -67,7 +67,7 @@ def test_another_default_has_another_regret(
 ) -> None:
     """What a replay is for: a better default shows without a device."""
     then, data = written
-    kernel = default_registry().kernel("linear", "linear_w4a16_sm90")
+    kernel = default_registry().kernel("linear", "linear_w4a16_decode_sm90")
     best = {str(one.job.problem): one.configs[one.best] for one in then if one.best}
     better = replace(kernel, config=lambda problem, target: best[str(problem)])
     kernels = [better if k.name == kernel.name else k for k in default_registry().kernels["linear"]]

@@ -134,7 +134,7 @@ def test_a_repro_is_of_the_rows_own_configuration_and_way(results: Path, tmp_pat
     tuned = {
         "op": "linear",
         "problem": "m=1,n=64,k=64,w=int4_g32",
-        "kernel": "linear_w4a16_tma_sm90",
+        "kernel": "linear_w4a16_gemm_ws_sm90",
         "us": 1.0,
         "config": {"mt": 8, "ctas": 1},
     }

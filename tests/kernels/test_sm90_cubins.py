@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.kernels.linear import frag16_fed_shapes as fed
-from gristmill.kernels.linear import frag16_tma_shapes as tma
-from gristmill.kernels.linear.frag16_shapes import ALL, FEW
+from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 STACK_ON_RECORD = {
-    "linear_tma": 16,
-    "linear_fed_int4_g128_bf16_2x8x2x4": 8,
-    "linear_fed_int4_g128_bf16_half_2x8x2x4": 8,
+    "linear_gemm_ws": 16,
+    "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
+    "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }
 """Bytes of stack allowed, by the start of a kernel's name; 0 for the others."""
 
@@ -71,17 +69,24 @@ def usage() -> dict[str, tuple[int, int]]:
     return {name: (int(registers), int(stack)) for name, registers, stack in pairs}
 
 
+def instances() -> set[str]:
+    """The kernels that the table asks for: linear_<schedule>_<format>_<type of x>[_<type of scales>]_<shape>."""
+    found = set()
+    for name, row in table()["schedules"].items():
+        for form in schedule(name).formats:
+            for variant in table()["formats"][form.name][row["decoder"]]:
+                x, scales = variant.split("/")
+                label = x if scales == "any" else f"{x}_{scales}"
+                for shape in schedule(name).shapes_of(form):
+                    key = "x".join(str(shape[field]) for field in row["key"])
+                    found.add(f"linear_{name}_{form.name}_{label}_{key}")
+    return found
+
+
 def test_registers_and_stack() -> None:
     found = usage()
-    # By pairs of types of x and of scales. Few rows: int4_g128 for three, nine formats for two; all shapes of int4_g128, with and
-    # without zero points, and of mxfp4, nvfp4, int8 and fp8.
-    decode = [name for name in found if not name.startswith(("linear_tma", "linear_fed", "gather"))]
-    assert len(decode) == (3 + 5 * 2) * len(ALL) + 4 * 2 * len(FEW), sorted(decode)
-    special = [name for name in found if name.startswith("linear_fed")]
-    assert len(special) == (3 + 5 * 2) * len(fed.ALL) + 4 * 2 * len(fed.FEW), sorted(special)
-    # Many rows: int4 for three, int8 for four, the others for two.
-    many = [name for name in found if name.startswith("linear_tma")]
-    assert len(many) == (2 * 3 + 4 + 3 * 2) * len(tma.ALL) + 4 * 3 * len(tma.FEW), sorted(many)
+    assert set(found) - {"gather_columns"} == instances()
+    assert len(instances()) == 508 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
     for name, (registers, stack) in found.items():
         assert registers <= 255
         allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
@@ -96,11 +101,11 @@ def test_promised_instructions() -> None:
         if name == "gather_columns":
             continue
         assert "UBLKCP" in text, f"{name}: no bulk copy"
-        assert ("HGMMA" if "tma" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
-        if "tma" in name or "fed" in name:
+        assert ("HGMMA" if "gemm_ws" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
+        if "_ws_" in name:
             assert "UTMALDG.2D" in text, f"{name}: no tensor copy"
             assert "USETMAXREG" in text, f"{name}: registers are not handed over"
-        if "tma" in name:
+        if "gemm_ws" in name:
             assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
             products = text[text.index("HGMMA") : text.rindex("HGMMA")]
             assert "R2UR" not in products and "LDL" not in products, (
@@ -110,6 +115,6 @@ def test_promised_instructions() -> None:
             assert len(re.findall(r"STG\.E desc", text)) == 1, (
                 f"{name}: y in pieces of 4 bytes"
             )  # the one store sets a flag back
-        if "tma" not in name and ("fp4" in name or "fp8" in name):
+        if "gemm_ws" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"

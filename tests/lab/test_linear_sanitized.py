@@ -23,16 +23,16 @@ def test_every_way_is_reached(scheme: str, monkeypatch: pytest.MonkeyPatch) -> N
         for kernel in kernels
         for config in program.configs(kernel, scheme, *(int(part) for part in text.split("x")))
     ]
-    few, many = [c for c in found if "nt" in c], [c for c in found if "mt" in c]
+    decode, gemm = [c for c in found if "nt" in c], [c for c in found if "mt" in c]
     assert (
-        {c["nt"] for c in few} == {1, 2}
-        and {c["split"] for c in few} >= {1, 2}
-        and {"wn" in c for c in few} == {True, False}
+        {c["nt"] for c in decode} == {1, 2}
+        and {c["split"] for c in decode} >= {1, 2}
+        and {"wn" in c for c in decode} == {True, False}
     )
     assert (
-        {c["mt"] for c in many} >= {32, 64, 128}
-        and {c["split"] for c in many} >= {1, 2}
-        and {c["even"] for c in many} >= {0, 1}
+        {c["mt"] for c in gemm} >= {32, 64, 128}
+        and {c["split"] for c in gemm} >= {1, 2}
+        and {c["even"] for c in gemm} >= {0, 1}
     )
     if scheme != "int4_g32_zp":  # has no slices
-        assert {c["slices"] for c in many} > {1}
+        assert {c["slices"] for c in gemm} > {1}

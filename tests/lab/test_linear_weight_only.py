@@ -143,8 +143,8 @@ def test_a_kernel_whose_layouts_do_not_take_the_scheme_is_refused_by_name() -> N
     """Not an error of the program: such a kernel is a row of `refused`."""
     shape = object.__new__(program.Shape)
     shape.scheme, shape.registry = "fp8_block", default_registry()
-    with pytest.raises(LayoutError, match="no layout of linear_w4a16_sm90 takes fp8_block"):
-        shape.weights(shape.registry.kernel("linear", "linear_w4a16_sm90"))
+    with pytest.raises(LayoutError, match="no layout of linear_w4a16_decode_sm90 takes fp8_block"):
+        shape.weights(shape.registry.kernel("linear", "linear_w4a16_decode_sm90"))
 
 
 class Graph:

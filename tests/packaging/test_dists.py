@@ -28,11 +28,7 @@ def test_tests_import_this_tree() -> None:
 
 
 def good_wheel_names() -> list[str]:
-    names = [
-        f"gristmill/{name}"
-        for name in check_wheel.tracked()
-        if name.startswith(check_wheel.FOLDERS) and name.endswith(check_wheel.RUN)
-    ]
+    names = [f"gristmill/{name}" for name in check_wheel.tracked() if check_wheel.carried(name)]
     names += [
         "gristmill/__init__.py",
         "gristmill/_lazy.py",

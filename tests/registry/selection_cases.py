@@ -185,15 +185,15 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_121 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_110 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
-linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_sm90
-linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_tma_sm90
-linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_tma_sm90
-linear | m=64,n=28672,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_tma_sm90
-linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w4a16_sm90
-linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_sm90
-linear | m=33,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_tma_sm90
-linear | m=33,n=4096,k=4096,w=int8_ch | sm_90 | sm90a | - | linear_w8a16_tma_sm90
-linear | m=4,n=4096,k=4096,w=fp8_block | sm_90 | sm90a | - | linear_w8a16_sm90
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_decode_sm90
+linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
+linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
+linear | m=64,n=28672,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
+linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w4a16_decode_sm90
+linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_decode_sm90
+linear | m=33,n=4096,k=4096,w=nvfp4 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
+linear | m=33,n=4096,k=4096,w=int8_ch | sm_90 | sm90a | - | linear_w8a16_gemm_ws_sm90
+linear | m=4,n=4096,k=4096,w=fp8_block | sm_90 | sm90a | - | linear_w8a16_decode_sm90
 linear | m=16,n=4096,k=4096,w=int4_ch | gfx90a | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128_zp | gfx1201 | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g32_zp | gfx1100 | hip | - | linear_w_triton
@@ -290,8 +290,8 @@ linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | deepgemm | deepgemm 
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_121 lacks tcgen05, wgmma
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | none of it runs on sm_110
 linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_humming | hardware | runs on nvidia; gfx942 is amd
-linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | sm90a | - | linear_w4a16_sm90 | hardware | sm_120 lacks wgmma
-linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_w4a16_tma_sm90 | build | no code for sm_90a
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | sm90a | - | linear_w4a16_decode_sm90 | hardware | sm_120 lacks wgmma
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_w4a16_gemm_ws_sm90 | build | no code for sm_90a
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | humming | humming | linear_humming | hardware | sm_70 lacks mma.bf16
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_75 | humming | humming | linear_humming | hardware | sm_75 lacks mma.bf16
 rms_norm | m=1,n=4096 | sm_70 | flashinfer | flashinfer | rms_norm_flashinfer | hardware | sm_70 lacks ldmatrix

@@ -39,7 +39,7 @@ def names(*patterns: str) -> list[str]:
 
 
 PYTHON = names("kernels/**/*.py", "quant/**/*.py", "kernel_registry/*.py")
-NATIVE = names("kernels/**/*.cpp", "kernels/**/*.cu", "kernels/**/*.h", "kernels/**/*.cuh")
+NATIVE = names(*(f"kernels/**/*.{end}" for end in ("cpp", "cu", "cu.in", "h", "cuh", "json")))
 
 
 # An oracle that shares nothing with the code under test: ast and imports for Python, g++ for includes.
@@ -114,9 +114,9 @@ def python_reach(modules: tuple[str, ...]) -> frozenset[str]:
 
 @cache
 def included(name: str) -> frozenset[str]:
-    """What a native source is made of, by the compiler, for either side of a source that is read twice."""
+    """What a native source or template is made of, by the compiler, for either side of one that is read twice."""
     found: set[str] = set()
-    for side in ((), ("-D__CUDACC__",)) if name.endswith(".cu") else ((),):
+    for side in ((), ("-D__CUDACC__",)) if ".cu" in name else ((),):
         command = [
             "g++",
             "-x",
@@ -131,6 +131,9 @@ def included(name: str) -> frozenset[str]:
         ]
         said = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=True).stdout
         found |= {os.path.normpath(part) for part in said.replace("\\\n", " ").split()[1:]}
+    if name.endswith(".in"):  # and the table that it is filled from
+        (table,) = re.findall(r"gm-table: (\S+)", (PACKAGE / name).read_text())
+        found.add(str(Path(name).parent / table))
     return frozenset(one for one in found if (PACKAGE / one).is_file())
 
 
@@ -155,9 +158,9 @@ def native_reach(entries: frozenset[str]) -> frozenset[str]:
     """Files of the sources that define `entries`, of those whose entries they name, and of the libraries' own."""
     found: set[str] = set()
     for name in NATIVE:
-        if not name.endswith((".cpp", ".cu")) or name.startswith("kernels/_native/"):
+        if not name.endswith((".cpp", ".cu", ".cu.in")) or name.startswith("kernels/_native/"):
             continue
-        text = (PACKAGE / name).read_text()
+        text = (PACKAGE / name).read_text().replace("@", "_")  # any text stands for a placeholder
         if any(re.search(rf"(GM_KERNEL\(|GM_CUDA_ENTRY\(|#define GM_ENTRY ){e}\b", text) for e in entries):
             files = included(name)
             found |= files
@@ -272,7 +275,7 @@ def test_what_else_of_the_registry_a_kernel_imports_only_describes_it() -> None:
                     taken |= {file_of(home) or "" for home in homes}
     described = {
         f"kernel_registry/{name}.py"
-        for name in ("arguments", "kernel", "op", "problem", "requirement", "target")
+        for name in ("arguments", "kernel", "layout", "op", "problem", "requirement", "target")
     }
     described |= {"kernel_registry/registry.py", "kernel_registry/__init__.py"}
     assert {name for name in taken if not counted(name)} <= described

@@ -1,0 +1,101 @@
+"""What the kernels over frag16 tiles say of themselves, from the table of instances: one kernel per schedule and width of a code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from gristmill.kernel_registry.kernel import Config, Kernel, Workspace, no_workspace
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.frag16_sm90.instances import Format, Schedule
+
+Ranked = Callable[[Format, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
+
+
+class Family(NamedTuple):
+    """The kernels of one schedule.
+
+    ranked: configurations by the cost model, best first, for (format, m, n, k, multiprocessors); tried: how many of them a tuning
+    tries. rows: the most rows of x. summary: with a place for the weights.
+    """
+
+    schedule: Schedule
+    ranked: Ranked
+    tried: int
+    rows: int | None
+    summary: str
+    priority: int
+    workspace: Callable[[Problem, Config], Workspace] = no_workspace
+
+
+def kernel(name: str, family: Family, bits: int) -> Kernel:
+    """The spec of the kernel of a family that multiplies weights of `bits` bits."""
+
+    def accepts(problem: Problem) -> str | None:
+        scheme = QuantScheme.parse(problem.text("w"))
+        form = family.schedule.format_of(scheme)
+        if form is None or form.bits != bits:
+            known = ", ".join(one for form in _formats(family, bits) for one in form.schemes)
+            return f"multiplies weight-only formats of {bits} bits, not {scheme}; it is compiled for {known}"
+        if problem.text("x") not in ("fp16", "bf16"):
+            return f"takes fp16 or bf16 activations, not {problem.text('x')}"
+        if family.rows is not None and problem.integer("m") > family.rows:
+            return f"made for M <= {family.rows}, not {problem.integer('m')}"
+        return None
+
+    def form(problem: Problem) -> Format:
+        found = family.schedule.format_of(QuantScheme.parse(problem.text("w")))
+        if found is None:
+            raise ValueError(f"{name}: {accepts(problem)}")
+        return found
+
+    def ranked(problem: Problem, target: Target) -> tuple[tuple[float, dict[str, int]], ...]:
+        m, n, k = (problem.integer(axis) for axis in "mnk")
+        return family.ranked(form(problem), max(m, 1), n, k, target.multiprocessors or 132)
+
+    def first(problem: Problem, target: Target, count: int) -> list[Config]:
+        of = form(problem)
+        return [
+            {"format": of.name, "tile_bytes": of.tile_bytes, **one}
+            for _, one in ranked(problem, target)[:count]
+        ]
+
+    def space(problem: Problem, target: Target) -> Iterable[Config]:
+        return first(problem, target, family.tried)
+
+    def config(problem: Problem, target: Target) -> Config:
+        # Asked of every candidate of a selection: one, not the space.
+        return first(problem, target, 1)[0]
+
+    def estimate(problem: Problem, target: Target) -> float | None:
+        # Microseconds on a Hopper with HBM3e.
+        return ranked(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
+
+    return Kernel(
+        op="linear",
+        name=name,
+        provider="gristmill",
+        language="cuda",
+        target=f"gristmill.kernels.linear.frag16_sm90._launch_{family.schedule.name}:launch",
+        requires=Requirement(
+            features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"
+        ),
+        summary=family.summary.format(f"{bits}-bit weights"),
+        accepts=accepts,
+        config=config,
+        space=space,
+        workspace=family.workspace,
+        estimate=estimate,
+        layouts=tuple(dict.fromkeys(form.layout for form in _formats(family, bits))),
+        waits=True,
+        triggers=True,
+        priority=family.priority,
+        proven="sm_90: H200",
+    )
+
+
+def _formats(family: Family, bits: int) -> list[Format]:
+    return [form for form in family.schedule.formats if form.bits == bits]

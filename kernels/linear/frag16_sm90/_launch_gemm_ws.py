@@ -1,0 +1,43 @@
+"""Launching the schedule `gemm_ws`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.common import need_workspace
+from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, checked, copyable, run
+from gristmill.kernels.linear.frag16_sm90.gemm_ws import FLAG_BYTES, scratch_bytes
+from gristmill.kernels.native import cuda_function
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Any,
+    residual: Any,
+    silu_mul: bool,
+    n: int,
+    workspace: Any,
+    out: Tensor,
+) -> None:
+    """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; any number of rows in one launch."""
+    call = checked(config, x, weight, silu_mul, out)
+    if call is not None:
+        scratch = _scratch(workspace, scratch_bytes(config), x.device) if config["even"] else None
+        entry = cuda_function(f"gm_linear_{config['format']}_gemm_ws_sm90", "sm_90a", ARGUMENTS)
+        run(entry, config, copyable(call), weight, bias, residual, silu_mul, scratch, out)
+
+
+def _scratch(given: Any, size: int, device: Any) -> Tensor:
+    """The caller's workspace, or fresh memory. ValueError for one that is too small or elsewhere."""
+    if given is None:
+        fresh = torch.empty(size, dtype=torch.uint8, device=device)
+        fresh[:FLAG_BYTES].zero_()
+        return fresh
+    need_workspace("linear", given, size, device)
+    return given  # type: ignore[no-any-return]

@@ -1,0 +1,142 @@
+// Schedule decode_ws: decode.cuh warp-specialised. There, warps spend a quarter of their instructions on
+// copying at M = 16. Here one warpgroup copies and the others only multiply, with the registers that it gives
+// up:
+//  - One ring of slots per CTA. A slot holds 128 k of all its rows of W (bulk copies, one lane per block of
+//  64
+//    rows) and of x (the tensor copy engine, in the 128-byte swizzle).
+//  - WK slices of WN warps take turns at the slots; a slice keeps to its own, so that it can tell by parity
+//    which pass a slot is in.
+//  - Weights do not depend on the kernel before: their copies run ahead of griddepcontrol.wait.
+// Sums meet as in decode.cuh, in a fixed order.
+#pragma once
+#include "decode_common.cuh"
+
+#ifdef __CUDACC__
+#include <cuda.h>
+
+namespace gm {
+
+// W: the kind of weight, a class of decoders_mma.cuh.  NT: columns of x in eights.  RT: tiles of 16
+// rows per warp.  WN x WK: warps along N and along K.
+template <typename T, typename W, int NT, int RT, int WN, int WK>
+__device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CUtensorMap& x_map) {
+  constexpr int kWarps = WN * WK, kTile = W::kBytes, kTiles = WN * RT, kSlot = kTiles * kTile,
+                kXSlot = NT * 8 * kTileK * 2;
+  static_assert(kWarps % 4 == 0, "registers change hands between warpgroups");
+  // Registers of a launched thread, what a copying one keeps, and what a multiplying one gets.
+  constexpr int kThreads = kWarps * 32 + 128, kLaunched = 65536 / kThreads / 8 * 8, kKept = 32;
+  constexpr int kRoom = (kLaunched * kThreads - 128 * kKept) / (kWarps * 32) / 8 * 8,
+                kRegisters = kRoom > 232 ? 232 : kRoom;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, depth = p.depth;
+  const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
+  const int kb0 = (p.groups * rank) >> p.log_split, kb1 = (p.groups * (rank + 1)) >> p.log_split;
+  const uint32_t x_ring = smem_u32(smem), w_ring = x_ring + depth * kXSlot, full = x_ring + p.bars,
+                 empty = full + kMaxDepth * 8;
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < depth; ++i) mbar_init(full + i * 8, 2), mbar_init(empty + i * 8, WN * kArriving);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  if (warp >= kWarps) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kKept));
+    int at = 0;
+    uint32_t parity =
+        1;  // a ring's first pass finds its slots empty: the phase before the first counts as over
+    const auto next = [&] {
+      if (++at == depth) at = 0, parity ^= 1;
+    };
+    if (warp == kWarps && lane == 0) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 1
+      for (int group = kb0; group < kb1; ++group, next()) {
+        const uint32_t to = x_ring + at * kXSlot, bar = full + at * 8;
+        mbar_wait(empty + at * 8, parity);
+        mbar_expect(bar, kXSlot);
+        tensor_load(to, &x_map, group * kTileK, 0, bar);
+        tensor_load(to + kXSlot / 2, &x_map, group * kTileK + kTileK / 2, 0, bar);
+      }
+    } else if (warp == kWarps + 1) {
+      const int first = block * kTiles, last = min(first + kTiles, p.tiles), base = (first & ~3) + lane * 4;
+      const int from = max(first, base), in_block = min(4, p.tiles - base);
+      const int bytes = max(0, min(last, base + 4) - from) *
+                        kTile;  // rows past the end: nothing to copy, their sums are never stored
+      const char* src = reinterpret_cast<const char*>(p.w) +
+                        (static_cast<int64_t>(base) * p.groups + kb0 * in_block + (from - base)) * kTile;
+      const uint32_t to = w_ring + (from - first) * kTile;
+      uint64_t policy;
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll 1
+      for (int group = kb0; group < kb1; ++group, next()) {
+        const uint32_t bar = full + at * 8;
+        mbar_wait(empty + at * 8, parity);
+        if (lane == 0) mbar_expect(bar, (last - first) * kTile);
+        __syncwarp();
+        if (bytes > 0) bulk_load(to + at * kSlot, src, bytes, bar, policy);
+        src += in_block * kTile;
+      }
+    }
+    __syncwarp();
+    __syncthreads();  // this and what follows are the barriers of the end: all threads of the CTA count
+    if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    __syncthreads();
+    if (split > 1) {
+      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                       : "memory");
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  const int wn = warp % WN, wk = warp / WN;
+  if (p.row_scale != nullptr &&
+      threadIdx.x * 32 < kTiles * kTileRows) {  // the kernel's last read, fetched with its first
+    const int row = block * kTiles * kTileRows + threadIdx.x * 32;
+    if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  float acc[RT][NT][4];
+#pragma unroll
+  for (int r = 0; r < RT; ++r)
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[r][n][i] = 0.f;
+  // Where the lane's row of the B fragments lies; rows past M are zeros and never stored.
+  uint32_t swizzle[NT];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) swizzle[n] = ((lane >> 3) ^ (lane & 7)) * 16;
+  int at = wk;
+  uint32_t parity = 0, zero;
+  asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+#pragma unroll 1
+  for (int group = kb0 + wk; group < kb1; group += WK) {
+    mbar_wait(full + at * 8, parity);
+    uint4 x[NT][4];
+    uint32_t rows[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) rows[n] = x_ring + at * kXSlot + (n * 8 + (lane & 7)) * 128;
+    load_x(x, rows, swizzle, kXSlot / 2);
+    uint32_t any = multiply_tiles<T, W, NT, RT>(acc, smem + depth * kXSlot + at * kSlot + wn * RT * kTile, x,
+                                                lane, p.scales_half);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) any |= x[n][0].x | x[n][1].x | x[n][2].x | x[n][3].x;
+    __syncwarp();
+    if ((lane | (any & zero)) < kArriving) mbar_arrive(empty + at * 8);
+    if ((at += WK) >= depth) at -= depth, parity ^= 1;
+  }
+
+  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the
+                    // cluster's other CTAs
+  if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  leave_sums<W>(acc, smem, wk * WN + wn, lane);
+  finish_sums<T, NT, kTiles, WK, kWarps * 32>(p, smem, block * kTiles, rank);
+}
+
+}  // namespace gm
+#endif

@@ -1,0 +1,389 @@
+// Schedule gemm_ws: y[M, N] = x[M, K] · W[N, K]^T at any M, a warp-specialised, persistent product.
+//
+// The product is transposed, Y^T = W X^T: decoded weights are wgmma's register operand, so a weight is
+// decoded once for MT rows of x and never touches shared memory again; x is the shared operand. A CTA owns C
+// blocks of 64 rows of W and MT rows of x:
+//  - Two threads of the last warpgroup fill a ring each: weights (a slot is a group of 128 k, by bulk copies)
+//    and x (64 k per slot, by the tensor copy engine in the 128-byte swizzle). Weights do not depend on the
+//    kernel before: their copies run ahead of griddepcontrol.wait.
+//  - Each other warpgroup takes 64 rows of W: it decodes the 16 k of a product while the product before runs,
+//    with the registers that the last warpgroup gives up.
+// CTAs walk over tiles of Y, and the copies of the next tile run during the end of the last; one half of the
+// warpgroups may stay behind the other, so that its products run then, too. What does not fill the machine
+// evenly is dealt out along K: partial sums meet in scratch memory, in a fixed order. Or a tile is shared by
+// the CTAs of a cluster, which add their sums in the order of ranks. Or warpgroups take turns along K over
+// the same rows of W, one tile per CTA, and add their sums in shared memory, in the order of slices.
+#pragma once
+#include "decoders_wgmma.cuh"
+#include "gemm_ws_tiles.cuh"
+#include "wgmma.cuh"
+
+#ifdef __CUDACC__
+#include <cuda.h>
+
+namespace gm {
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Place in a ring of N slots of SIZE bytes, SLOTS bytes into shared memory: the addresses of a slot and of
+// its barrier "filled", which is BARS bytes into it, N * 8 before the one "emptied"; and the parity of this
+// pass over the ring.
+template <int N, int SIZE, int SLOTS, int BARS>
+struct Ring {
+  uint32_t slot, full, parity = 0;
+  __device__ __forceinline__ Ring(uint32_t base, int first = 0)
+      : slot(base + SLOTS + first * SIZE), full(base + BARS + first * 8) {}
+  __device__ __forceinline__ uint32_t empty() const { return full + N * 8; }
+  template <int STEPS = 1>
+  __device__ __forceinline__ void next(uint32_t base) {
+    slot += STEPS * SIZE, full += STEPS * 8;
+    if constexpr (STEPS == 1) {
+      if (full == base + BARS + N * 8) slot = base + SLOTS, full = base + BARS, parity ^= 1;
+    } else {
+      if (full >= base + BARS + N * 8) slot -= N * SIZE, full -= N * 8, parity ^= 1;
+    }
+  }
+};
+
+template <int REGISTERS>
+__device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of
+// the rings.  CHAINS: sums that products take turns to add to, where a product is too short to hide the one
+// before it.  PENDING: products at work.
+template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
+__device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtensorMap& x_map) {
+  using T = typename W::Type;
+  using Shape = Cta<MT, C, SLICES, CTAS>;
+  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
+  constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile,
+                kThreads = C * SLICES * 128;
+  constexpr int kMine = Shape::kMine, kStored = Shape::kPairs, kBuffers = PENDING + 1;
+  constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  uint32_t base;  // volatile: computed once
+  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
+  constexpr int kExchange = kStaging + C * SLICES * 4 * kStagingSize, kBars = kExchange + Shape::kExchange;
+  constexpr int kAhead =
+      kBars + (XS + WS) * 16;  // a barrier for each slot of x: the first warpgroup is done with it
+  using XRing = Ring<XS, kXSlot, 0, kBars>;
+  using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
+  if (threadIdx.x == 0) {  // one thread, addresses that are known: where lanes have barriers of their own,
+                           // each takes a round of a loop
+    const XRing x(base);
+    const WRing w(base);
+    for (int i = 0; i < XS; ++i)
+      mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4 * kArriving);
+    for (int i = 0; i < WS; ++i)
+      mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArriving);
+    if constexpr (Shape::kTurns)
+      for (int i = 0; i < XS; ++i) mbar_init(base + kAhead + i * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  if (warp >= C * SLICES * 4) {
+    registers_down<Shape::kGiven>();
+    // A ring's first pass finds its slots empty: the phase before the first counts as over.
+    if (threadIdx.x == kThreads) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map)
+                   : "memory");  // not before the barrier: all would wait for it
+      Walk walk(p);
+      XRing x(base);
+      int index, k;
+#pragma unroll 1
+      for (int groups; (groups = walk.next(p, index, k)) > 0;) {
+        const int row = tile_at(p, index).m * MT;
+        k *= kTileK;
+        asm volatile("griddepcontrol.wait;" ::
+                         : "memory");  // here, so that a kernel's first divisions do not come after it
+#pragma unroll 1
+        for (int h = groups * 2; h > 0; --h, k += kXSlotK) {
+          mbar_wait(x.empty(), x.parity ^ 1);
+          mbar_expect(x.full, kXSlot);
+          tensor_load(x.slot, &x_map, k, row, x.full);
+          x.next(base);
+        }
+      }
+    } else if (threadIdx.x == kThreads + 32) {  // immutable weights: nothing to wait for but an empty slot
+      Walk walk(p);
+      WRing w(base);
+      uint64_t policy;
+      if (p.m_tiles > 1)
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+      else
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      int index, k;
+#pragma unroll 1
+      for (int groups; (groups = walk.next(p, index, k)) > 0;) {
+        const int block = tile_at(p, index).n * C, here = p.tiles16 - block * 4;
+        const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
+        const uint8_t* from = p.w + block * block_bytes;
+        if (here >= C * 4) {  // not by way of min(here, C * 4) kept above 0: ptxas 13.0 then branched wrongly
+          from += k * (4 * kTile);
+#pragma unroll 1
+          for (int left = groups; left > 0; --left, from += 4 * kTile) {
+            mbar_wait(w.empty(), w.parity ^ 1);
+            mbar_expect(w.full, kWSlot);
+#pragma unroll
+            for (int b = 0; b < C; ++b)
+              bulk_load(w.slot + b * 4 * kTile, from + b * block_bytes, 4 * kTile, w.full, policy);
+            w.next(base);
+          }
+        } else {  // the last rows of W
+#pragma unroll 1
+          for (int last = k + groups; k < last; ++k) {
+            mbar_wait(w.empty(), w.parity ^ 1);
+            mbar_expect(w.full, here * kTile);
+#pragma unroll 1
+            for (int b = 0; b * 4 < here; ++b) {
+              const int bytes = min(4, here - b * 4) * kTile;
+              bulk_load(w.slot + b * 4 * kTile, from + b * block_bytes + k * static_cast<int64_t>(bytes),
+                        bytes, w.full, policy);
+            }
+            w.next(base);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (p.log_split > 0) {
+      cluster_barrier();
+      cluster_barrier();
+    }
+  } else {
+    registers_up<Shape::kRegisters>();
+    Walk walk(p);
+    const int slice = SLICES == 1 ? 0 : warp / (C * 4),
+              my_rows = SLICES == 1 ? warp : warp % (C * 4);  // 16 of W
+    XRing x(base, slice * 2);
+    WRing w(base, slice);
+    const uint32_t my_tile = my_rows * kTile, staging = base + kStaging + warp * kStagingSize;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    const bool ahead_of_others = Shape::kTurns && p.lag > 0 && threadIdx.x == 0;
+    const auto done_with = [&](uint32_t slot) {
+      if (lane < kArriving) mbar_arrive(slot);
+      if (ahead_of_others) mbar_arrive(slot + (kAhead - kBars - XS * 8));
+    };
+    int index, k;
+#pragma unroll 1
+    for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) >
+                     0;) {  // so that the compiler sees one value a warp
+      const int mine =
+          (groups + SLICES - 1 - slice) / SLICES;  // never 0: a tile has as many groups as there are slices
+      float acc[CHAINS][MT / 2];
+      uint32_t a[PENDING + 1][4];
+      if (p.row_scale != nullptr &&
+          lane == 0) {  // from memory, which would be a long wait at the end of the tile
+        const int row = (tile_at(p, index).n * C * 4 + my_rows) * kTileRows;
+        if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+      }
+      if (Shape::kTurns && p.lag > 0 &&
+          warp >= C * 2) {  // so that one half multiplies while the other stores
+        const int slots = min(p.lag, groups) * 2 - 1;
+        uint32_t ahead = x.full + (kAhead - kBars) + slots * 8;
+        const bool around = ahead >= base + kAhead + XS * 8;
+        mbar_wait(around ? ahead - XS * 8 : ahead, around ? x.parity ^ 1 : x.parity);
+      }
+      typename W::Part part[2];
+      W weights;
+      mbar_wait(w.full, w.parity);
+      part[0].load(w.slot + my_tile, lane, 0);
+      uint32_t last_x = 0;
+      int add = 0;
+#pragma unroll 1
+      for (int left = mine; left > 0; --left) {
+        part[1].load(w.slot + my_tile, lane, 1);
+        weights.decode(0, part[0], a[0], p.scales_half);
+        uint64_t rows = 0;
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+          if (s % 4 == 0) {
+            mbar_wait(x.full, x.parity);
+            rows = swizzled_rows(x.slot);
+          }
+          wgmma_fence();
+          Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
+                              s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
+          wgmma_commit();
+          wgmma_wait<PENDING>();  // that many products at work: the operands of the one before them may
+                                  // change
+          if (s % 4 == PENDING - 1 && (s > 3 || add != 0))
+            done_with(last_x);  // and its slot of x is done with
+          if (s == 3) last_x = x.empty(), x.next(base);
+          if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
+          if (s == 0) {
+            // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on
+            // them.
+            uint32_t zero;
+            asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArriving) mbar_arrive(w.empty());
+            w.template next<SLICES>(base);
+          }
+          if (s == 3 && left > 1) {
+            mbar_wait(w.full, w.parity);
+            part[0].load(w.slot + my_tile, lane, 0);
+          }
+          if (s < 7) weights.decode(s + 1, part[(s + 1) >> 2], a[(s + 1) % kBuffers], p.scales_half);
+        }
+        add = 1;
+      }
+      // What the end of the tile needs is loaded while the last products run.
+      const Tile tile = tile_at(p, index);
+      const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kMine * 8;
+      float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
+      if (p.row_scale != nullptr) {
+        const int row = n0 + (lane >> 2);
+        if (row < p.n) by[0] = p.row_scale[row];
+        if (row + 8 < p.n) by[1] = p.row_scale[row + 8];
+      }
+      if (p.bias != nullptr) {
+        const int row = n0 + (lane >> 2);
+        if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
+        if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
+      }
+      wgmma_wait<0>();
+      done_with(last_x);
+      if constexpr (CHAINS == 2) {
+#pragma unroll
+        for (int i = 0; i < MT / 2; ++i) acc[0][i] += acc[1][i];
+      }
+      float (&sum)[MT / 2] = acc[0];
+      if constexpr (SLICES > 1) {
+        // Each slice ends up with its share of the rows of x, and gives away the others'. They are added in
+        // the order of slices.
+        const auto place = [&](int owner, int from, int f) {  // from: of the SLICES - 1 others
+          return base + kExchange +
+                 (((owner * (SLICES - 1) + from) * kMine + f) * 128 + (threadIdx.x & 127)) * 16;
+        };
+#pragma unroll
+        for (int f = 0; f < SLICES * kMine; ++f)
+          if (f / kMine != slice)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             place(f / kMine, slice - (slice > f / kMine), f % kMine)),
+                         "f"(sum[f * 4]), "f"(sum[f * 4 + 1]), "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
+                         : "memory");
+        asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+#pragma unroll
+        for (int f = 0; f < kMine; ++f) {
+          float all[4];
+#pragma unroll
+          for (int o = 0; o < SLICES; ++o) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = sum[(o * kMine + f) * 4 + i];
+            if (o != slice)
+              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                           : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                           : "r"(place(slice, o - (o > slice), f))
+                           : "memory");
+#pragma unroll
+            for (int i = 0; i < 4; ++i) all[i] = o == 0 ? v[i] : all[i] + v[i];
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[f * 4 + i] = all[i];
+        }
+      }
+
+      if (groups < p.groups && p.log_split == 0) {
+        // Sums lie as the threads hold them; a flag a warp. Whoever has a tile's first groups adds the
+        // others' sums, in the order of k.
+        constexpr int kPartBytes = MT * C * 256;
+        uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
+        uint8_t* parts = p.scratch + kFlagBytes;
+        int first = Walk::part();
+        const auto flag_of = [&](int part) { return flags + part * C * SLICES * 4 + warp; };
+        const auto sums_of = [&](int part) {
+          return reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
+        };
+        if (k > 0) {
+          float4* to = sums_of(first);
+#pragma unroll
+          for (int f = 0; f < kMine; ++f)
+            __stcg(to + f * kThreads,
+                   make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
+          __syncwarp();
+          if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag_of(first)) : "memory");
+          continue;
+        }
+        const int end = (index + 1) * p.groups;
+        for (int count = 32; count == 32;) {  // the flags of 32 parts at a time, a lane each
+          const bool there = Walk::begin(p, ++first + lane) < end;
+          uint32_t* flag = flag_of(first + lane);
+          uint32_t set = 1;
+          do {
+            if (there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
+          } while (
+              __any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
+          __syncwarp();
+          if (there) *flag = 0;
+          count = __popc(__ballot_sync(0xffffffffu, there));
+#pragma unroll(kParts)
+          for (int part = first; part < first + count; ++part) {
+            const float4* from = sums_of(part);
+#pragma unroll
+            for (int f = 0; f < kMine; ++f) {
+              const float4 v = __ldcg(from + f * kThreads);
+              sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
+            }
+          }
+          first += 31;
+        }
+      }
+
+      if (p.log_split == 0) {
+#pragma unroll
+        for (int f = 0; f < kMine; f += kStored * 2) {
+          float v[kStored * 8];
+#pragma unroll
+          for (int i = 0; i < kStored * 8; ++i) v[i] = sum[f * 4 + i];
+          store_fragments<T, kStored>(p, v, by, bias, staging, n0, m0 + f * 8, p.m);
+        }
+      } else {
+        // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the
+        // fragments.
+        __syncwarp();
+        cluster_barrier();
+        const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kMine >> p.log_split;
+#pragma unroll
+        for (int f = 0; f < kMine; ++f) {
+          const int owner = f / share;
+          uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
+          asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
+          asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(sum[f * 4]),
+                       "f"(sum[f * 4 + 1]), "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
+                       : "memory");
+        }
+        cluster_barrier();
+#pragma unroll 1
+        for (int f = 0; f < share; f += 2) {
+          float v[8] = {};
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            for (int r = 0; r < split && f + i < share; ++r) {
+              const float4 part =
+                  reinterpret_cast<const float4*>(smem)[(r * share + f + i) * kThreads + threadIdx.x];
+              v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
+            }
+          const int first = rank * share + f, end = first + min(2, share - f);
+          store_fragments<T, 1>(p, v, by, bias, staging, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace gm
+#endif

@@ -1,0 +1,195 @@
+"""The schedule `gemm_ws`, for any number of rows: which shapes of a CTA fit a problem, and a model of their time on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from math import log2
+from typing import NamedTuple
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.common import cdiv
+from gristmill.kernels.linear.frag16_sm90.instances import Format, limits, schedule
+
+SCHEDULE = schedule("gemm_ws")
+FLAG_BYTES = limits()["flag_bytes"]
+BAND, BAND_BYTES = 8, 16 << 20
+"""Tiles along M that follow each other in time: no more, and no more bytes of x, which stay in L2 beside the weights."""
+L2_BYTES, RESIDENT = 50 << 20, 20 << 20
+"""An H200's L2, of which an operand can keep half; weights of so few bytes stay there from one tile along M to the next."""
+
+
+class Shape(NamedTuple):
+    """A CTA: rows of x, blocks of 64 rows of W, warpgroups that take turns along K for each of those, CTAs a multiprocessor, slots of x
+    (64 k), slots of 4-bit and of 8-bit weights (128 k), sums that products take turns at, products at work."""
+
+    mt: int
+    c: int
+    slices: int
+    ctas: int
+    xs: int
+    ws4: int
+    ws8: int
+    chains: int
+    pending: int
+
+
+@cache
+def shapes_of(form: Format) -> tuple[Shape, ...]:
+    """The instances of a format."""
+    return tuple(Shape(**row) for row in SCHEDULE.shapes_of(form))
+
+
+def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
+    """Groups by which half of a CTA's warpgroups may stay behind the other: fewer than there are slots of weights."""
+    slots = shape.ws8 if form.bits == 8 else shape.ws4
+    return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots)
+
+
+def scratch_bytes(config: Config) -> int:
+    """Bytes of flags, which must be zero and are left so, and of the partial sums behind them."""
+    return (
+        FLAG_BYTES + int(config["grid"]) * int(config["mt"]) * int(config["c"]) * 256 if config["even"] else 0
+    )
+
+
+_COSTS = {
+    (32, 2, 1, 2): (0.307, 0.336, 3.54, 1.38, 0, 1.2, 0.18, 3.79, 0.972),
+    (64, 2, 1, 2): (0.373, 0.403, 3.32, 2.13, 0.153, 0.816, 0.454, 5.32, 0.684),
+    (128, 2, 1, 1): (0.6, 0.584, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (64, 1, 4, 1): (0.193, 0.193, 3.73, 0.857, 0.397, 0, 0, 3.63, 0.912),
+    (128, 1, 2, 1): (0.284, 0.284, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (128, 4, 1, 1): (1.55, 0.366, 0.91, 1.27, 2.37, 6.51, 0.871, 9.4, 0.114),
+    (256, 2, 1, 1): (1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
+}
+"""Microseconds on an H200 by shape, fitted to 694 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
+sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the part by
+which long products are slower (power)."""
+
+_LAGS = {(128, 4, 1, 1): (2, 1)}
+"""Groups by which half of a CTA's warpgroups may stay behind the other where it walks over several tiles, by shape."""
+_STORE = 0.8
+"""Microseconds of a tile's end that hide behind the other half's products then."""
+
+
+class Way(NamedTuple):
+    """How a problem is spread: CTAs that share a tile along K; what is dealt out along K: nothing, the last one or two tiles a CTA, or (2)
+    only those beyond whole tiles; CTAs; groups between the halves of their warpgroups."""
+
+    split: int
+    even: int
+    grid: int
+    lag: int = 0
+
+
+class Work(NamedTuple):
+    """Groups of the busiest multiprocessor, groups of a CTA one after the other, waves of CTAs, CTAs that a tile is dealt to, share of the
+    tiles whose CTAs are each elsewhere along K."""
+
+    busiest: float
+    chain: int
+    waves: int
+    dealt: float
+    apart: float = 0.0
+
+
+def _waves(shape: Shape, way: Way, tiles: int, groups: int, processors: int) -> Work:
+    """How the groups of `tiles` tiles fall to multiprocessors and CTAs."""
+    split, grid = way.split, way.grid
+    if way.even and tiles % grid:
+        dealt = tiles % grid if way.even == 2 else tiles if tiles < 2 * grid else tiles % grid + grid
+        chain = cdiv(dealt * groups, grid) + (tiles - dealt) // grid * groups
+        sharers = max(1.0, min(grid / dealt, groups))
+        return Work(chain * grid / processors, chain, 1, sharers, 0.0 if way.even == 2 else dealt / tiles)
+    if split == 1 and shape.slices == 1:
+        chain = cdiv(tiles, grid) * groups
+        return Work(chain * cdiv(min(tiles, grid), processors), chain, 1, 0)
+    # Whole clusters of 4 and 8 do not fill every cluster of multiprocessors.
+    busiest = cdiv(tiles * split, processors if split <= 2 else processors * 10 // 11)
+    waves = cdiv(busiest, shape.ctas)
+    return Work(busiest * cdiv(groups, split), waves * cdiv(groups, split), waves, 0)
+
+
+def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, processors: int) -> float:
+    """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, and what launch and sums cost."""
+    group, late, start, cluster, doubling, deal, part, wave, hot = _COSTS[shape[:4]]
+    if shape.mt <= 64:  # where decoding counts
+        decoding = form.cost["gemm_ws"][0]
+        group, late = group * decoding**0.5, late * decoding**0.5
+    across, down = cdiv(n, shape.c * 64), cdiv(m, shape.mt)
+    work = _waves(shape, way, across * down, cdiv(k, 128), processors)
+    weight = cdiv(n, 16) * cdiv(k, 128) * form.tile_bytes
+    memory = (weight + 2 * m * (n + k)) / 4.3e6
+    cache = 0.0
+    for size, times in ((2 * m * k, across), (weight, down)):
+        # What fits stays in L2. Of the rest, CTAs that are elsewhere along K find nothing there that another has read.
+        lost = work.apart if size > L2_BYTES / 2 else 0.0
+        cache += size * times * (lost / 4.3e6 + (1 - lost) / (7.5e6 if shape.slices == 1 else 10.5e6))
+    time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
+    time *= 1 + hot * min(1.0, time / 300)
+    sums = (
+        cluster + doubling * log2(way.split)
+        if way.split > 1
+        else deal + part * work.dealt
+        if work.dealt
+        else 0.0
+    )
+    hidden = _STORE * max(0, work.chain // cdiv(k, 128) - 1) if way.lag else 0.0
+    return float(time + start + sums + wave * (work.waves - 1) - hidden)
+
+
+def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Way]]:
+    """Shapes and ways that leave no CTA without work."""
+    groups = cdiv(k, 128)
+    for shape in shapes_of(form):
+        if shape.mt > 32 and shape.mt // 2 >= m:
+            continue  # half of it would do
+        if shape.mt < 128 and shape.mt * 4 < m:
+            continue  # weights would be decoded too often
+        tiles, full = cdiv(n, shape.c * 64) * cdiv(m, shape.mt), processors * shape.ctas
+        if shape.slices > 1:  # a tile a CTA
+            for split in (1, 2, 4, 8):
+                if (
+                    tiles * split <= 2 * processors
+                    and groups // split >= shape.slices
+                    and split <= shape.mt // 8 // shape.slices
+                ):
+                    yield shape, Way(split, 0, full)
+            continue
+        lags = (0, *lags_of(form, shape)) if tiles > full else (0,)
+        for lag in lags:
+            yield shape, Way(1, 0, full, lag)
+        for grid in sorted({processors, full}):
+            if tiles % grid and tiles * groups >= grid:
+                beyond = (2,) if tiles > grid and tiles % grid * groups >= grid else ()
+                for even in (1, *beyond):
+                    for lag in lags:
+                        yield shape, Way(1, even, grid, lag)
+        for split in (2, 4, 8):
+            if m <= shape.mt * 2 and groups >= split and split <= shape.mt // 8:
+                yield shape, Way(split, 0, full)
+
+
+def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> dict[str, int]:
+    high = cdiv(m, shape.mt)
+    if high <= 2 and cdiv(n, 16) * cdiv(k, 128) * form.tile_bytes <= RESIDENT:
+        high = 1  # as many CTAs as there are read the same rows of x at the same time
+    raster = max(1, min(high, BAND, BAND_BYTES // (k * 2 * shape.mt)))
+    return {
+        "mt": shape.mt,
+        "c": shape.c,
+        "slices": shape.slices,
+        "ctas": shape.ctas,
+        "raster": raster,
+        **way._asdict(),
+    }
+
+
+@lru_cache(maxsize=4096)
+def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
+    """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
+    found = [
+        (microseconds(form, shape, way, m, n, k, processors), config_of(form, shape, way, m, n, k))
+        for shape, way in candidates(form, m, n, k, processors)
+    ]
+    return tuple(sorted(found, key=lambda pair: pair[0]))

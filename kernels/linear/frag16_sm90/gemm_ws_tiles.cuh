@@ -1,0 +1,208 @@
+// The tiles of Y under gemm_ws: the kernel's parameters, which tiles a CTA takes and when, and how a tile is
+// written.
+#pragma once
+#include <cstdint>
+
+#include "tile.h"
+
+namespace gm {
+
+struct GemmParams {
+  const uint8_t* w;           // as in DecodeParams
+  void* y;                    // [M, N], row stride N
+  const void* bias;           // [N] or null
+  const void* residual;       // [M, N], row stride N, or null
+  const float* row_scale;     // [N], multiplies a row's sum before bias and residual; or null
+  int m, n, groups, tiles16;  // groups of 128 along K, tiles of 16 rows along N
+  uint8_t* scratch;  // kFlagBytes of flags, which are zero before and after; then partial sums of the CTAs
+  int n_tiles, m_tiles, raster;  // tiles of Y; how many along M are neighbours in time
+  // See quotient: of groups, raster * n_tiles, raster, m_tiles % raster.
+  uint32_t by_groups, by_band, by_raster, by_rest;
+  int shared_tiles;               // of the tiles, the first ones: their groups are dealt out evenly,
+  int part_groups, longer_parts;  // this many to each CTA, and one more to the first ones
+  int log_split, scales_half;     // CTAs of a cluster that share a tile; scales are fp16, not bf16
+  int vector;                     // rows of y and residual are 16-byte aligned
+  int lag;                        // groups that the second half of the warpgroups stays behind the first
+};
+
+constexpr int kXSlotK = 64;
+constexpr int kFlagBytes = 1 << 16;
+
+// A CTA of MT rows of x, C blocks of 64 rows of W, and for each block SLICES warpgroups, which take turns
+// along K. CTAS of them fit a multiprocessor.
+template <int MT, int C, int SLICES, int CTAS>
+struct Cta {
+  static constexpr int kGroups = C * SLICES, kThreads = kGroups * 128 + 128;
+  static constexpr int kRegisters = kGroups == 4 ? 112
+                                    : CTAS == 2  ? 104
+                                                 : 232,
+                       kGiven = kGroups == 4 || CTAS == 2 ? 32 : 40;
+  // Fragments of 8 rows of x that a warpgroup has in the end; pairs of them that a warp writes at a time, 512
+  // bytes of staging each.
+  static constexpr int kMine = MT / 8 / SLICES, kMost = CTAS == 1 ? 4 : 2,
+                       kPairs = kMost < kMine / 2 ? kMost : kMine / 2;
+  // Halves of the warpgroups may take turns at storing; saying so costs the loop of two too much.
+  static constexpr bool kTurns = C == 4;
+  static constexpr int kExchange = (SLICES - 1) * C * MT * 256;  // bytes of sums that slices give each other
+  static constexpr int smem(int xs, int ws, int tile_bytes) {
+    return xs * MT * kXSlotK * 2 + ws * C * 4 * tile_bytes + kGroups * 4 * 512 * kPairs + kExchange +
+           (xs + ws) * 16 + xs * 8;
+  }
+};
+
+// n / d for 0 <= n < 2^31 by reciprocal(d): an eighth of the instructions of a division, which would stand
+// between a launch and its first copy.
+constexpr uint32_t reciprocal(int d) { return d > 0 ? 0xffffffffu / static_cast<uint32_t>(d) : 0; }
+
+}  // namespace gm
+
+#ifdef __CUDACC__
+#include "ptx.cuh"
+
+namespace gm {
+
+__device__ __forceinline__ int quotient(int n, int d, uint32_t reciprocal) {
+  const int q = __umulhi(n, reciprocal);  // right or one too small
+  return q + (n - q * d >= d);
+}
+
+struct Tile {
+  int n, m;
+};
+
+// Tiles in the order of time: `raster` tiles along M, then the next along N, so that what runs together
+// shares rows of W and of x.
+__device__ __forceinline__ Tile tile_at(const GemmParams& p, int index) {
+  const int band = p.raster * p.n_tiles, bands = quotient(index, band, p.by_band), first = bands * p.raster,
+            rest = index - bands * band;
+  const int left = p.m_tiles - first, height = min(p.raster, left),
+            n = quotient(rest, height, left < p.raster ? p.by_rest : p.by_raster);
+  return {n, first + rest - n * height};
+}
+
+// What a CTA does, in order: its equal part of the groups of the shared tiles, laid end to end, then whole
+// tiles. (Stream-K: Osama et al., PPoPP 2023.) Parts are numbered against the order of launch, so that a CTA
+// waits only for sums of CTAs launched before it.
+struct Walk {
+  int unit, tile;  // the next group of the shared tiles, the next whole tile
+  __device__ __forceinline__ static int part() { return gridDim.x - 1 - blockIdx.x; }
+  __device__ __forceinline__ static int begin(const GemmParams& p, int part) {
+    return part * p.part_groups + min(part, p.longer_parts);
+  }
+  __device__ __forceinline__ Walk(const GemmParams& p)
+      : unit(begin(p, part())),
+        tile(p.log_split > 0 ? blockIdx.x >> p.log_split : p.shared_tiles + blockIdx.x) {}
+  // The next tile, and the groups k .. k + count of it; count = 0 at the end.
+  __device__ __forceinline__ int next(const GemmParams& p, int& index, int& k) {
+    const int left = begin(p, part() + 1) - unit;
+    if (left > 0) {
+      index = quotient(unit, p.groups, p.by_groups), k = unit - index * p.groups;
+      const int count = min(p.groups - k, left);
+      unit += count;
+      return count;
+    }
+    const int tiles = p.n_tiles * p.m_tiles;
+    if (tile >= tiles) return 0;
+    index = tile, k = 0, tile += p.log_split > 0 ? tiles : gridDim.x;
+    if (p.log_split == 0) return p.groups;
+    const int rank = blockIdx.x & ((1 << p.log_split) - 1);  // the CTAs of a cluster take turns along K
+    k = (p.groups * rank) >> p.log_split;
+    return ((p.groups * (rank + 1)) >> p.log_split) - k;
+  }
+};
+
+// Writes 16 rows of W x PAIRS * 16 rows of x of Y^T, held as accumulator fragments, to y[m0 .. m_end), n0 ..
+// n0 + 16). Pairs of fragments pass through shared memory together, 512 bytes each, so that their latencies
+// overlap.
+template <typename T, int PAIRS>
+__device__ __forceinline__ void store_fragments(const GemmParams& p, const float (&v)[PAIRS * 8],
+                                                const float (&by)[2], const float (&bias)[2],
+                                                uint32_t staging, int n0, int m0, int m_end) {
+  const int lane = threadIdx.x & 31;
+  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high); a row of 16 n is
+  // 32 bytes, its halves swapped in every second four rows so that no bank is met twice.
+  const int row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
+  const uint32_t matrix_row = staging + row * 32 + ((half ^ (row >> 2 & 1)) << 4);
+  const int m = m0 + (lane >> 1), n = n0 + (lane & 1) * 8;
+  const uint32_t mine = staging + (lane >> 1) * 32 + (((lane & 1) ^ (lane >> 3 & 1)) << 4);
+  const int64_t at = static_cast<int64_t>(m) * p.n + n;
+  const int rows = n < p.n ? m_end - m : 0;  // pair i has this lane's 8 elements if i * 16 < rows
+  __syncwarp();                              // who stored before has read the staging
+  if (p.residual != nullptr) {
+    const T* from = static_cast<const T*>(p.residual) + at;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      if (i * 16 < rows && p.vector) {
+        const uint4 r = *reinterpret_cast<const uint4*>(from + i * 16 * static_cast<int64_t>(p.n));
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * 512), "r"(r.x), "r"(r.y),
+                     "r"(r.z), "r"(r.w)
+                     : "memory");
+      } else if (i * 16 < rows) {
+#pragma unroll 1
+        for (int j = 0; j < 8 && n + j < p.n; ++j)
+          asm volatile("st.shared.b16 [%0], %1;" ::"r"(mine + i * 512 + j * 2),
+                       "h"(reinterpret_cast<const uint16_t*>(from + i * 16 * static_cast<int64_t>(p.n))[j])
+                       : "memory");
+      }
+    }
+    __syncwarp();
+  }
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    float add[8] = {bias[0], bias[0], bias[1], bias[1], bias[0], bias[0], bias[1], bias[1]};
+    if (p.residual != nullptr) {
+      uint32_t got[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
+                   : "r"(matrix_row + i * 512)
+                   : "memory");
+#pragma unroll
+      for (int j = 0; j < 8; ++j) add[j] += Num<T>::wide(reinterpret_cast<const T*>(&got[j >> 1])[j & 1]);
+      __syncwarp();
+    }
+    uint32_t packed[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const T low = Num<T>::round(fmaf(v[i * 8 + 2 * j], by[j & 1], add[2 * j]));
+      const T high = Num<T>::round(fmaf(v[i * 8 + 2 * j + 1], by[j & 1], add[2 * j + 1]));
+      packed[j] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 |
+                  *reinterpret_cast<const uint16_t*>(&low);
+    }
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_row + i * 512),
+        "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+        : "memory");
+  }
+  __syncwarp();
+  T* to = static_cast<T*>(p.y) + at;
+  if (p.vector) {
+    uint4 out[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(out[i].x), "=r"(out[i].y), "=r"(out[i].z), "=r"(out[i].w)
+                   : "r"(mine + i * 512)
+                   : "memory");
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+      if (i * 16 <
+          rows)  // spelled out: as an assignment under this condition the compiler made four stores of it
+        asm volatile(
+            "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 * static_cast<int64_t>(p.n)),
+            "r"(out[i].x), "r"(out[i].y), "r"(out[i].z), "r"(out[i].w)
+            : "memory");
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < PAIRS && i * 16 < rows; ++i) {
+#pragma unroll 1
+    for (int j = 0; j < 8 && n + j < p.n; ++j) {
+      uint16_t v;
+      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(mine + i * 512 + j * 2) : "memory");
+      reinterpret_cast<uint16_t*>(to + i * 16 * static_cast<int64_t>(p.n))[j] = v;
+    }
+  }
+}
+
+}  // namespace gm
+#endif

@@ -1,0 +1,125 @@
+"""The table of compiled instances, `instances.json`: weight formats, and the shapes of a CTA under each schedule.
+
+CMake writes one source per format and schedule from it (cmake/frag16_sm90.cmake); here it says which formats and shapes there
+are to choose from. The three schedules:
+
+- ``decode``: M <= 16, warps copy for themselves into rings of their own;
+- ``decode_ws``: M <= 16, warp-specialised: one warpgroup copies, the others multiply;
+- ``gemm_ws``: any M, warp-specialised, weights are wgmma's register operand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gristmill.kernel_registry.scheme import QuantScheme
+
+TABLE = Path(__file__).parent / "instances.json"
+DECODE_ROWS = 16
+"""Rows of x that a launch of the decode schedules takes."""
+ASKED = ("m", "split", "depth", "slots", "tile_bytes")
+"""What the expressions of shared memory speak of besides a shape's fields. slots: of a ring, where it is asked to have `depth`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """A compiled weight format, one row of the table.
+
+    name: in the library, and `format` in configurations. schemes: those that are stored so. layout: of the tiles.
+    bits: of a code. tile_bytes: of 16 rows x 128 columns, scales included. whole: it has every shape of its schedules, not the common
+    ones alone. cost: of decoding a tile, as a multiple of int4_g128's, by schedule; two numbers where it depends on the
+    columns of x (8, 16).
+    """
+
+    name: str
+    schemes: tuple[str, ...]
+    layout: str
+    bits: int
+    tile_bytes: int
+    whole: bool
+    cost: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The shapes of a schedule.
+
+    fields: what the numbers of a shape mean; key: those that name an instance in a configuration. formats: those that it is
+    compiled for. shared_bytes: dynamic shared memory of a CTA of the decode schedules, a function of a shape's
+    fields and `ASKED`.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    key: tuple[str, ...]
+    common: tuple[tuple[int, ...], ...]
+    more: tuple[tuple[int, ...], ...]
+    formats: tuple[Format, ...]
+    shared_bytes: Callable[..., int]
+
+    def shapes_of(self, form: Format) -> Iterator[dict[str, int]]:
+        """The shapes that a format is compiled for, the common ones first."""
+        for row in (*self.common, *(self.more if form.whole else ())):
+            yield dict(zip(self.fields, row, strict=True))
+
+    def format_of(self, scheme: QuantScheme) -> Format | None:
+        """The format that holds a scheme, if this schedule is compiled for it."""
+        return next((form for form in self.formats if scheme.name in form.schemes), None)
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The content of `instances.json`."""
+    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def limits() -> Mapping[str, int]:
+    """max_depth: slots of a ring of the decode schedules. flag_bytes: of gemm_ws' scratch memory, which must be zero.
+    cta_bytes: shared memory that a CTA can have, reserved_bytes: of which the system keeps."""
+    return dict(table()["limits"])
+
+
+@cache
+def formats() -> Mapping[str, Format]:
+    """Every format by name."""
+    return {
+        name: Format(
+            name,
+            tuple(row["schemes"]),
+            row["layout"],
+            row["bits"],
+            row["tile_bytes"],
+            row["shapes"] == "all",
+            {schedule: tuple(cost) for schedule, cost in row["cost"].items()},
+        )
+        for name, row in table()["formats"].items()
+    }
+
+
+@cache
+def schedule(name: str) -> Schedule:
+    """A schedule by name. KeyError for one that there is not."""
+    row = table()["schedules"][name]
+    return Schedule(
+        name,
+        tuple(row["fields"]),
+        tuple(row["key"]),
+        tuple(map(tuple, row["shapes"]["common"])),
+        tuple(map(tuple, row["shapes"]["more"])),
+        tuple(formats()[form] for form, given in table()["formats"].items() if given.get(row["decoder"])),
+        _expression(row.get("shared_bytes", "0"), tuple(row["fields"])),
+    )
+
+
+def _expression(text: str, fields: tuple[str, ...]) -> Callable[..., int]:
+    """The sum that the library takes from the same text, as a function of a shape's fields and `ASKED`."""
+    parameters = ", ".join((*fields, *ASKED))
+    found: Callable[..., int] = eval(f"lambda {parameters}: {text}", {"__builtins__": {}, "max": max})
+    return found

@@ -1,0 +1,134 @@
+"""The table of instances of linear over frag16 tiles: what CMake makes of it, and the struct that both sides share."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.linear.frag16_sm90 import decode, decode_ws, gemm_ws
+from gristmill.kernels.linear.frag16_sm90._launch import Args
+from gristmill.kernels.linear.frag16_sm90.instances import TABLE, formats, schedule, table
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "kernels" / "linear" / "frag16_sm90"
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.20)
+project(table LANGUAGES NONE)
+include("{root}/cmake/frag16_sm90.cmake")
+gm_frag16_sources(sources)
+file(WRITE "${{CMAKE_BINARY_DIR}}/sources.txt" "${{sources}}")
+"""
+
+
+def offsets(header: str, folder: Path) -> dict[str, tuple[int, int]]:
+    """Offset and size of each field by a compiler, and the size of the struct under ``size of``."""
+    fields = [name for name, *_ in Args._fields_]
+    asked = "".join(
+        f'std::printf("{name} %zu %zu\\n", offsetof(S, {name}), sizeof(S::{name}));\n' for name in fields
+    )
+    (folder / "args.h").write_text(header)
+    (folder / "main.cpp").write_text(
+        '#include <cstddef>\n#include <cstdio>\n#include "args.h"\nusing S = gm_linear_frag16_args;\n'
+        f'int main() {{\n{asked}std::printf("size-of 0 %zu\\n", sizeof(S));\n}}\n'
+    )
+    subprocess.run([str(COMPILER), "main.cpp", "-o", "main"], cwd=folder, check=True, capture_output=True)
+    said = subprocess.run([folder / "main"], check=True, capture_output=True, text=True).stdout
+    return {name: (int(at), int(size)) for name, at, size in (line.split() for line in said.splitlines())}
+
+
+def of_python() -> dict[str, tuple[int, int]]:
+    found = {name: (getattr(Args, name).offset, getattr(Args, name).size) for name, *_ in Args._fields_}
+    return found | {"size-of": (0, ctypes.sizeof(Args))}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_the_struct_is_the_same_on_both_sides(tmp_path: Path) -> None:
+    header = (FOLDER / "args.h").read_text(encoding="utf-8")
+    assert offsets(header, tmp_path) == of_python()
+    code = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    assert re.findall(r"(\w+);", code.partition("{")[2].partition("}")[0]) == [
+        name for name, *_ in Args._fields_
+    ]
+    swapped = header.replace("  int32_t split;", "  int64_t split;")
+    assert swapped != header and offsets(swapped, tmp_path) != of_python()
+
+
+def test_a_configuration_with_a_name_that_is_no_field_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        Args().rb = 1  # type: ignore[attr-defined]
+
+
+def test_what_a_configuration_chooses_is_in_the_struct() -> None:
+    fields = {name for name, *_ in Args._fields_}
+    for one in (decode, decode_ws, gemm_ws):
+        assert set(one.SCHEDULE.key) <= fields
+        assert set(one.SCHEDULE.fields) == set(one.Shape._fields)
+        for form in one.SCHEDULE.formats:
+            _, config = one.ranked(form, 8, 4096, 4096, 132)[0]
+            assert set(one.SCHEDULE.key) < set(config) <= fields
+
+
+def test_every_scheme_is_of_one_format_and_its_layout_holds_it() -> None:
+    schemes = [scheme for form in formats().values() for scheme in form.schemes]
+    assert len(set(schemes)) == len(schemes) >= 15
+    for form in formats().values():
+        layout = default_registry().layout(form.layout)
+        assert all(layout.accepts(scheme) for scheme in form.schemes), form.name
+        for name, given in table()["schedules"].items():
+            if table()["formats"][form.name].get(given["decoder"]):
+                assert form in schedule(name).formats and form.cost[name], (form.name, name)
+
+
+def generate(folder: Path) -> dict[str, Path]:
+    build = folder / "build"
+    subprocess.run(["cmake", "-S", folder, "-B", build], check=True, capture_output=True)
+    paths = [Path(one) for one in (build / "sources.txt").read_text().split(";")]
+    assert set(build.rglob("*.cu")) == set(paths)
+    return {path.stem: path for path in paths}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_cmake_writes_a_source_per_format_and_schedule_and_only_what_changed(tmp_path: Path) -> None:
+    copy = tmp_path / "kernels" / "linear" / "frag16_sm90"
+    copy.mkdir(parents=True)
+    for path in (*FOLDER.glob("*.cu.in"), TABLE):
+        shutil.copy(path, copy)
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
+    first = generate(tmp_path)
+    assert set(first) == {
+        f"linear_{form.name}_{name}_sm90" for name in table()["schedules"] for form in schedule(name).formats
+    }
+    kernels = [
+        line for path in first.values() for line in path.read_text().splitlines() if "  K(linear_" in line
+    ]
+    assert len(kernels) == len(set(kernels)) == 508
+    text = first["linear_int4_g128_decode_ws_sm90"].read_text()
+    assert "@" not in text and "#define GM_ENTRY gm_linear_int4_g128_decode_ws_sm90\n" in text
+    assert "using Decoder_bf16_fp16 = Int4Tile<__nv_bfloat16, 1, false, kScaleFp16>;" in text
+    assert "K(linear_decode_ws_int4_g128_fp16_1x7x2x4, 1, 0, __half, gm::Decoder_fp16, 1, 7, 2, 4)" in text
+
+    stamps = {name: path.stat().st_mtime_ns for name, path in first.items()}
+    changed = json.loads((copy / TABLE.name).read_text())
+    changed["formats"]["fp8"]["tile_bytes"] += 16
+    del changed["formats"]["mxfp4"]["wgmma"]
+    (copy / TABLE.name).write_text(json.dumps(changed))
+    (tmp_path / "build" / "frag16_sm90" / "linear_mxfp4_gemm_ws_sm90.cu").unlink()
+    again = generate(tmp_path)
+    assert set(first) - set(again) == {"linear_mxfp4_gemm_ws_sm90"}
+    rewritten = {name for name, path in again.items() if path.stat().st_mtime_ns != stamps[name]}
+    assert rewritten == {f"linear_fp8_{name}_sm90" for name in table()["schedules"]}
+
+    changed["formats"]["fp8"]["mma"] = {"bf16": "Fp8Tile<T>"}
+    (copy / TABLE.name).write_text(json.dumps(changed))
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        generate(tmp_path)
+    assert b"expected <type of x>/<type of scales>, found bf16" in refused.value.stderr
