@@ -15,6 +15,7 @@ from gristmill.bench.regret import ROUNDS, Studied, ask
 from gristmill.bench.result_file import ResultError
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import Store, config_key, target_key
 from gristmill.kernel_registry.targets.devices import by_device_name
 
@@ -23,10 +24,11 @@ def replay(data: dict[str, Any], store: Store | None = None) -> tuple[Place, lis
     """The problems of a result file, asked again of `store` (None: the one in use, shipped times included) and of stores made
     from the file's own times.
 
-    ResultError for a file that `kernelbench regret` did not write.
+    data: as it was written, with kernels by their names of then. ResultError for a file that `kernelbench regret` did not write.
     """
     if "regret" not in data:
         raise ResultError("expected a result file of kernelbench regret: it has no regret")
+    data = migrated(data)
     here = _place(data["environment"])
     store = Store.read_over_shipped(here.policy.store_path) if store is None else store
     found = [_studied(row, here, store) for row in data["rows"] if row.get("us")]
