@@ -198,7 +198,7 @@ def edit(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot read"),
         (
             edit(architectures=["MambaForCausalLM"]),
-            "architecture MambaForCausalLM is not supported; known: Llama",
+            "architecture MambaForCausalLM is not supported; known: Deepseek",
         ),
         (edit(num_hidden_layers=5), "left unwritten"),
         (
