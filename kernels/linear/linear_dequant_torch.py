@@ -31,8 +31,8 @@ def launch(
     """
     import torch
 
+    from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
     from gristmill.kernels.linear._epilogue import finish_in_torch
-    from gristmill.kernels.linear._slots import dequantize_rows, gather, perm_of
     from gristmill.quant.activations import quantize_activation
 
     scheme = QuantScheme.parse(str(config["scheme"]))

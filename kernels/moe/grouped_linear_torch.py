@@ -24,8 +24,8 @@ def launch(
     out: Any,
 ) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
+    from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
     from gristmill.kernels.linear._epilogue import finish_in_torch
-    from gristmill.kernels.linear._slots import dequantize_rows, gather, perm_of
 
     scheme, k = QuantScheme.parse(str(config["scheme"])), x.shape[1]
     rows = out.shape[1] * (2 if silu_mul else 1)

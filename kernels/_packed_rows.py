@@ -1,4 +1,4 @@
-"""Packed weights read back in torch: float32 values of some rows, from plain_v1 or cpu_rows16_v1 slots."""
+"""Rows of packed weights read back in torch: float32 values, from plain_v1 or cpu_rows16_v1 slots."""
 
 from __future__ import annotations
 
