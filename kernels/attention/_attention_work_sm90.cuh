@@ -1,0 +1,250 @@
+// The work of attention on Hopper: which rows and which tiles of keys a CTA takes next, found on the device.
+#pragma once
+#include "_hopper_sm90.cuh"
+
+#include <cstdint>
+
+namespace gm {
+
+constexpr int kSorted = 512;  // sequences up to which the work is sorted, longest first
+enum : int { kBarTurn = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6 };  // named barriers; the first two of a pair
+constexpr int kCounters = 3;  // next piece of prefill, next piece of decode, CTAs that are done; zero between launches
+
+struct AttentionParams {
+  void* out;
+  float* lse;          // [tokens, heads] or null
+  const float* sinks;  // [heads] or null
+  const int* table;
+  const int* query_start;
+  const int* seq_lens;
+  unsigned* counters;
+  const void *k, *v;                                            // for pages that are not copied as boxes
+  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;     // strides, in elements
+  int64_t table_row, out_token, out_head;
+  int seqs, heads, kv_heads, group, tile_q, window;             // tile_q: queries of a tile
+  int blocks, page, box, log_boxes;                             // box: rows of one; 2^log_boxes of them in a tile
+  int reading;  // weight of a tile of decode against one of prefill, in eighths: how many CTAs begin with decode
+  uint32_t by_page, by_group;
+  float scale, scale_log2;
+};
+
+// n / d for 0 <= n < 2^31 by reciprocal(d).
+constexpr uint32_t reciprocal(int d) { return 0xffffffffu / static_cast<uint32_t>(d); }
+
+template <int D>
+struct AttentionShape {
+  static constexpr int kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
+  static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2, kStaging = kRows * D * 2;
+  static constexpr int kK = kQ, kV = kK + kStages * kTile, kOut = kV + kStages * kTile;
+  static constexpr int kSums = kOut + kStaging;           // of the second warpgroup: maximum and sum of 64 rows
+  static constexpr int kOrder = kSums + 64 * 8;           // sequences in the order of work
+  static constexpr int kWeights = kOrder + kSorted * 16;  // what they are ordered by
+  static constexpr int kWork = kWeights + kSorted * 4;  // for the multiplying warps, and two for the copying ones
+  static constexpr int kShare = kWork + 96, kBars = kShare + 32;
+  static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
+  static constexpr int kCopying = D / 32;  // warps: one for each 64 elements of keys and of values
+};
+
+}  // namespace gm
+
+#ifdef __CUDACC__
+namespace gm {
+
+__device__ __forceinline__ int quotient(int n, int d, uint32_t reciprocal) {
+  const int q = __umulhi(n, reciprocal);  // right or one too small
+  return q + (n - q * d >= d);
+}
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// A piece of work: the heads of one KV head for up to tile_q queries of a sequence.
+struct Work {
+  int seq, head;    // head: of the KV heads
+  int token, rows;  // the first query in q; query-head pairs, 0 at the end of all work
+  int position;     // of the first query
+  int first, count; // tiles of keys: `count` of them, down to `first`
+  int end;          // keys that exist
+};
+
+struct Sequence {
+  int token, queries, context, index;
+};
+
+__device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int i) {
+  const int token = p.query_start[i], context = p.seq_lens[i];
+  return {token, max(0, p.query_start[i + 1] - token), context, i};
+}
+
+// What sort_sequences finds out.
+enum : int { kLong, kLongPieces, kLongWork, kShortPieces, kShortWork };
+
+// Sorts the sequences: those with more than 64 rows ("long") first, within each kind longest context first. Says how
+// many are long, and of both kinds how many pieces of work a KV head has and how many tiles of keys, about, are in them.
+template <int D>
+__device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
+  using S = AttentionShape<D>;
+  int4* order = reinterpret_cast<int4*>(smem + S::kOrder);
+  unsigned* weights = reinterpret_cast<unsigned*>(smem + S::kWeights);
+  int* share = reinterpret_cast<int*>(smem + S::kShare);
+  const int tid = threadIdx.x;
+  if (tid < 8) share[tid] = 0;
+  __syncthreads();
+  if (p.seqs > kSorted) return;
+  constexpr int kMine = (kSorted + S::kThreads - 1) / S::kThreads;
+#pragma unroll 1
+  for (int j = 0; j < kMine; ++j) {
+    const int i = tid + j * S::kThreads;
+    if (i < p.seqs) {
+      const Sequence seq = sequence_at(p, i);
+      const bool many = seq.queries * p.group > 64;
+      const unsigned tiles = static_cast<unsigned>(ceil_div(max(seq.context, 0), S::kKeys));
+      weights[i] = min(tiles, 0xfffffu) | (many ? 1u << 20 : 0);
+      if (many) {
+        const int pieces = ceil_div(seq.queries, p.tile_q);
+        const unsigned work = pieces * (tiles - min(tiles, static_cast<unsigned>(seq.queries / (2 * S::kKeys))));
+        atomicAdd(share + kLong, 1), atomicAdd(share + kLongPieces, pieces);
+        atomicAdd(share + kLongWork, static_cast<int>(min(work, 1u << 20)));
+      } else if (seq.queries > 0) {
+        atomicAdd(share + kShortPieces, 1), atomicAdd(share + kShortWork, static_cast<int>(min(tiles, 1u << 20)));
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int j = 0; j < kMine; ++j) {
+    const int i = tid + j * S::kThreads;
+    if (i < p.seqs) {
+      const unsigned weight = weights[i];
+      int rank = 0;
+      for (int o = 0; o < p.seqs; ++o) rank += weights[o] > weight || (weights[o] == weight && o < i);
+      const Sequence seq = sequence_at(p, i);
+      order[rank] = make_int4(seq.token, seq.queries, seq.context, seq.index);
+    }
+  }
+  __syncthreads();
+}
+
+// Where one kind of work stands: of the sequences rank .. end in the order of work, `base` pieces come before them.
+struct Queue {
+  int rank, end, base;
+};
+
+// The place of piece `item` of a queue; false past its end. By a whole warp.
+template <int D>
+__device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* smem, Queue& queue, int item,
+                                       Work& work) {
+  using S = AttentionShape<D>;
+  const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
+  const int lane = threadIdx.x & 31;
+  while (queue.rank < queue.end) {
+    const int at = queue.rank + lane;
+    Sequence seq{0, 0, 0, 0};
+    if (at < queue.end) {
+      if (p.seqs > kSorted) {
+        seq = sequence_at(p, at);
+      } else {
+        const int4 o = order[at];
+        seq = {o.x, o.y, o.z, o.w};
+      }
+    }
+    const int pieces = ceil_div(seq.queries, p.tile_q) * p.kv_heads;
+    int sum = pieces;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const unsigned past = __ballot_sync(0xffffffffu, queue.base + sum > item);
+    if (past == 0) {
+      queue.base += __shfl_sync(0xffffffffu, sum, 31), queue.rank += 32;
+      continue;
+    }
+    const int from = __ffs(past) - 1;
+    queue.base += __shfl_sync(0xffffffffu, sum - pieces, from), queue.rank += from;
+    seq.token = __shfl_sync(0xffffffffu, seq.token, from);
+    seq.queries = __shfl_sync(0xffffffffu, seq.queries, from);
+    seq.context = __shfl_sync(0xffffffffu, seq.context, from);
+    seq.index = __shfl_sync(0xffffffffu, seq.index, from);
+    const int tiles = ceil_div(seq.queries, p.tile_q), within = item - queue.base;
+    const int before = within / p.kv_heads;
+    const int begin = (tiles - 1 - before) * p.tile_q;  // the longest first
+    const int queries = min(p.tile_q, seq.queries - begin);
+    work.seq = seq.index, work.head = within - before * p.kv_heads;
+    work.token = seq.token + begin, work.rows = queries * p.group;
+    work.position = seq.context - seq.queries + begin;
+    work.end = max(0, work.position + queries);
+    work.first = p.window > 0 ? max(0, work.position - p.window + 1) / S::kKeys : 0;
+    work.count = max(0, ceil_div(work.end, S::kKeys) - work.first);
+    return true;
+  }
+  return false;
+}
+
+// Takes pieces of work, of the kind of which the smaller part is taken, so that both end together; asks for the next one
+// ahead of time.
+template <int D>
+struct Taker {
+  Queue long_queue, short_queue;
+  unsigned long_pieces, short_pieces;  // 0 once all are taken
+  int kind, item;                      // kind: 1 for short; in the first lane
+  __device__ __forceinline__ Taker(const AttentionParams& p, const uint8_t* smem, bool takes = true) {
+    const int* share = reinterpret_cast<const int*>(smem + AttentionShape<D>::kShare);
+    const bool sorted = p.seqs <= kSorted;
+    const int many = sorted ? share[kLong] : p.seqs;
+    long_queue = {0, many, 0}, short_queue = {many, p.seqs, 0};
+    long_pieces = sorted ? share[kLongPieces] : 1, short_pieces = sorted ? share[kShortPieces] : 0;
+    kind = item = 0;
+    if (!takes) return;
+    // At first nothing is taken of either: shared out by the time they are likely to take.
+    const int64_t reading = sorted ? int64_t(share[kShortWork]) * p.reading : 0,
+                  multiplying = sorted ? int64_t(share[kLongWork]) * 8 : 1;
+    const int first = static_cast<int>(reading * gridDim.x / max(reading + multiplying, int64_t(1)));
+    kind = (static_cast<int>(blockIdx.x) < first || long_pieces == 0) && short_pieces > 0;
+    if ((threadIdx.x & 31) == 0) item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
+  }
+  __device__ __forceinline__ void ask(const AttentionParams& p) {
+    if ((threadIdx.x & 31) != 0) return;
+    if (long_pieces > 0 && short_pieces > 0) {
+      const volatile unsigned* taken = p.counters;
+      kind = static_cast<uint64_t>(taken[0]) * short_pieces > static_cast<uint64_t>(taken[1]) * long_pieces;
+    } else {
+      kind = short_pieces > 0;
+    }
+    item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
+  }
+  __device__ __forceinline__ void take(const AttentionParams& p, const uint8_t* smem, Work& work) {
+    while (true) {
+      const bool is_short = __shfl_sync(0xffffffffu, kind, 0) != 0;
+      Queue queue = is_short ? short_queue : long_queue;
+      const bool found = locate<D>(p, smem, queue, __shfl_sync(0xffffffffu, item, 0), work);
+      if (is_short) {
+        short_queue = queue;
+        if (!found) short_pieces = 0;
+      } else {
+        long_queue = queue;
+        if (!found) long_pieces = 0;
+      }
+      if (found) break;
+      if (long_pieces == 0 && short_pieces == 0) {
+        work.rows = 0, work.count = 0;
+        return;
+      }
+      ask(p);
+    }
+    ask(p);
+  }
+};
+
+__device__ __forceinline__ void put_work(uint8_t* at, const Work& work) {
+  int4* to = reinterpret_cast<int4*>(at);
+  to[0] = make_int4(work.seq, work.head, work.token, work.rows);
+  to[1] = make_int4(work.position, work.first, work.count, work.end);
+}
+
+__device__ __forceinline__ Work get_work(const uint8_t* at) {
+  const int4* from = reinterpret_cast<const int4*>(at);
+  const int4 a = from[0], b = from[1];
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+}  // namespace gm
+#endif

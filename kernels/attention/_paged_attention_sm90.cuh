@@ -1,0 +1,382 @@
+// Causal attention over a paged cache for Hopper: prefill, chunks and decodes of one batch in one launch.
+//
+// FlashAttention-3's form (Shah et al., 2024): two warpgroups multiply 64 rows each while a third one copies; the
+// scores of a tile of keys are computed while the values of the tile before are multiplied, and the two warpgroups
+// take turns, so that one multiplies while the other takes exponentials. Beyond it:
+//  - rows are (query, head of the KV group) pairs, and a page is a box of the tensor copy engine (pages of a multiple
+//    of 8 tokens; others are copied by cp.async);
+//  - nothing is planned on the host: a CTA finds its work from query_start and seq_lens, in an order that all CTAs
+//    agree on, and takes the next piece by a counter. Long and short pieces have a counter each, so that a mix of
+//    prefill, which multiplies, and decode, which reads, runs side by side;
+//  - where a sequence has at most 64 rows, the two warpgroups share its keys and add their results;
+//  - sums are multiplied by exactly 1 where a row's maximum stays, and not at all where those of a warp do; tiles of keys
+//    lie at multiples of their size. So a row's result does not depend on what else is in the batch.
+#pragma once
+#include "_attention_copy_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+// What a warpgroup keeps of its 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
+template <int D>
+struct Rows {
+  float o[D / 2], m[2], l[2];  // sums of values; reference of the exponents, in units of the raw scores; sums
+};
+
+// Tile of scores -> weights 2^(scale_log2 (s - m)), in place; factor: what the sums so far are multiplied by.
+template <int D>
+__device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&factor)[2], float scale_log2) {
+  float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], s[i]);
+  float base[2], sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
+    most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
+    const float m = fmaxf(most[r], rows.m[r]);
+    base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
+    factor[r] = most[r] > rows.m[r] ? exp2_fast(__fmul_rn(rows.m[r], scale_log2) - base[r]) : 1.f;
+    rows.m[r] = m;
+  }
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    s[i] = exp2_fast(fmaf(s[i], scale_log2, -base[i >> 1 & 1]));
+    sum[i >> 1 & 1] += s[i];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows.l[r] = fmaf(rows.l[r], factor[r], sum[r]);
+}
+
+// Scores of keys that a row does not see become -inf. ends, begins: by row, counted from this thread's first key.
+__device__ __forceinline__ void hide(float (&s)[64], const int (&begins)[2], const int (&ends)[2]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int key = (i >> 2) * 8 + (i & 1), r = i >> 1 & 1;
+    s[i] = key >= begins[r] && key < ends[r] ? s[i] : -INFINITY;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void round_weights(const float (&s)[64], uint32_t (&weights)[8][4]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) weights[i >> 2][i & 3] = packed<T>(s[2 * i], s[2 * i + 1]);
+}
+
+// Of a warpgroup: scores of 64 rows and a tile of keys.
+template <typename T, int D>
+__device__ __forceinline__ void start_scores(float (&s)[64], uint64_t q, uint64_t k) {
+  using S = AttentionShape<D>;
+#pragma unroll
+  for (int i = 0; i < D / 16; ++i)
+    Wgmma<T, S::kKeys>::scores(s, q + (i >> 2) * (S::kRows * 128 >> 4) + (i & 3) * 2,
+                               k + (i >> 2) * (S::kKeys * 128 >> 4) + (i & 3) * 2, i > 0);
+  wgmma_commit();
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void start_values(float (&o)[D / 2], const uint32_t (&weights)[8][4], uint64_t v,
+                                             int add) {
+#pragma unroll
+  for (int i = 0; i < AttentionShape<D>::kKeys / 16; ++i)
+    Wgmma<T, D>::values(o, weights[i], v + i * (2048 >> 4), i > 0 ? 1 : add);
+  wgmma_commit();
+}
+
+// The second warpgroup's sums over its keys join the first one's. By both, at barriers of both: the first says that
+// nobody reads the staging any more. What follows in it is written by the first warpgroup, or after it has passed the
+// second one a turn.
+template <int D>
+__device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bool some, float scale_log2) {
+  using S = AttentionShape<D>;
+  const int tid = threadIdx.x & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
+  float4* sums = reinterpret_cast<float4*>(smem + S::kOut) + tid;
+  float2* ends = reinterpret_cast<float2*>(smem + S::kSums);
+  bar_sync(kBarBoth, 256);
+  if (group == 1 && some) {
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i)
+      sums[i * 128] = make_float4(rows.o[i * 4], rows.o[i * 4 + 1], rows.o[i * 4 + 2], rows.o[i * 4 + 3]);
+    if ((tid & 3) == 0)
+      ends[row] = make_float2(rows.m[0], rows.l[0]), ends[row + 8] = make_float2(rows.m[1], rows.l[1]);
+  }
+  bar_sync(kBarBoth, 256);
+  if (group == 0 && some) {
+    float mine[2], theirs[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 other = ends[row + r * 8];
+      const float m = fmaxf(rows.m[r], other.x), base = m == -INFINITY ? 0.f : m * scale_log2;
+      mine[r] = exp2_fast(fmaf(rows.m[r], scale_log2, -base)), theirs[r] = exp2_fast(fmaf(other.x, scale_log2, -base));
+      rows.m[r] = m, rows.l[r] = rows.l[r] * mine[r] + other.y * theirs[r];
+    }
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      const float4 other = sums[i * 128];
+      rows.o[i * 4] = rows.o[i * 4] * mine[0] + other.x * theirs[0];
+      rows.o[i * 4 + 1] = rows.o[i * 4 + 1] * mine[0] + other.y * theirs[0];
+      rows.o[i * 4 + 2] = rows.o[i * 4 + 2] * mine[1] + other.z * theirs[1];
+      rows.o[i * 4 + 3] = rows.o[i * 4 + 3] * mine[1] + other.w * theirs[1];
+    }
+  }
+  if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read all
+}
+
+// Rows of a warp to memory: divided by their sums, through shared memory so that a row is written in one piece.
+template <typename T, int D>
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Rows<D>& rows,
+                                           uint8_t* smem, uint32_t base, int row0) {
+  using S = AttentionShape<D>;
+  const int lane = threadIdx.x & 31;
+  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  float by[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = rows.l[r];
+    const int row = row0 + (lane >> 2) + r * 8;
+    const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
+    float top = rows.m[r] == -INFINITY ? -INFINITY : rows.m[r] * p.scale_log2;  // reference of the sum, log2
+    float factor = 1.f;
+    if (p.sinks != nullptr && row < work.rows) {
+      const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
+      if (most > -INFINITY) {
+        factor = exp2_fast(top - most);
+        sum = sum * factor + exp2_fast(sink - most);
+        top = most;
+      }
+    }
+    by[r] = sum > 0.f ? factor / sum : 0.f;
+    if (p.lse != nullptr && (lane & 3) == 0 && row < work.rows)
+      p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] =
+          sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+  }
+  const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
+  const uint32_t mine = staging + (lane & 15) * (D * 2);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < D / 16; ++i)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4)),
+                 "r"(packed<T>(rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0])),
+                 "r"(packed<T>(rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1])),
+                 "r"(packed<T>(rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0])),
+                 "r"(packed<T>(rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1]))
+                 : "memory");
+  __syncwarp();
+  constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
+  const int chunk = lane % kChunks;
+#pragma unroll
+  for (int i = 0; i < 16 / kStep; ++i) {
+    const int in = i * kStep + lane / kChunks, row = row0 + in;
+    if (row < work.rows) {
+      const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
+      uint4 value;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                   : "r"(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4))
+                   : "memory");
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + (work.token + token) * p.out_token + head * p.out_head +
+                                chunk * 8) = value;
+    }
+  }
+}
+
+// A multiplying warpgroup, 0 or 1.
+template <typename T, int D, bool BOXES>
+__device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem, uint32_t base, int group) {
+  using S = AttentionShape<D>;
+  const Bars<D> bars{base + S::kBars};
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tid = threadIdx.x & 127;
+  const auto free_slot = [&](uint32_t bar) {
+    if (lane == 0) mbar_arrive(bar);
+  };
+  if (group == 1) bar_arrive(kBarTurn, 256);  // the first one begins
+  int tile = 0;
+#pragma unroll 1
+  for (uint32_t q_parity = 0;; q_parity ^= 1) {
+    mbar_wait(bars.q_full(), q_parity);
+    const Work work = get_work(smem + S::kWork);
+    if (work.rows == 0) break;
+    const bool shared = work.rows <= 64;  // the warpgroups take turns at tiles of keys, over the same rows
+    const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
+    const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
+    const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
+    int limit[2];  // of the keys that the thread's rows see, less its first column
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      limit[r] = min(work.position + static_cast<int>((mine + r * 8) * p.by_group >> 16) + 1, work.end) - (lane & 3) * 2;
+    const int reach = p.window > 0 ? p.window : none;
+    // Tiles seen_from .. seen_to are seen whole by every row.
+    const int seen_to = (max(0, work.position) + 1) / S::kKeys,
+              seen_from = p.window > 0 ? ceil_div(max(0, work.end - p.window), S::kKeys) : 0;
+    const int top = work.first + work.count - 1;
+
+    Rows<D> rows;
+    rows.m[0] = rows.m[1] = -INFINITY, rows.l[0] = rows.l[1] = 0.f;
+    float s[64];
+    uint32_t weights[8][4];
+    float factor[2];
+    const auto mask = [&](int i) {
+      const int n = top - i;
+      if (n >= seen_to || n < seen_from) {
+        const int ends[2] = {limit[0] - n * S::kKeys, limit[1] - n * S::kKeys};
+        const int begins[2] = {ends[0] - reach, ends[1] - reach};
+        hide(s, begins, ends);
+      }
+    };
+    const auto wait_keys = [&](int i) {
+      mbar_wait(bars.k_full(tile + i), Bars<D>::parity(tile + i));
+      if constexpr (!BOXES) fence_proxy();
+    };
+    const auto wait_values = [&](int i) {
+      mbar_wait(bars.v_full(tile + i), Bars<D>::parity(tile + i));
+      if constexpr (!BOXES) fence_proxy();
+      if (BOXES && i == 0 && (work.end & (p.box - 1)) != 0) {
+        // What follows the last key in its box may be anything, and 0 times that would not be 0.
+        const int from = work.end % S::kKeys, rest = p.box - (work.end & (p.box - 1));
+        const uint32_t slot = base + S::kV + (tile % S::kStages) * S::kTile + from * 128;
+        for (int c = tid; c < rest * (D / 8); c += 128) {
+          const int row = c / (D / 8), chunk = c % (D / 8);
+          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(slot + (chunk >> 3) * (S::kKeys * 128) +
+                                                                        row * 128 + (chunk & 7) * 16),
+                       "r"(0)
+                       : "memory");
+        }
+        fence_proxy();
+        bar_sync(kBarGroup + group, 128);
+      }
+    };
+    const auto keys_at = [&](int i) {
+      return tile_descriptor(uniform(base + S::kK + ((tile + i) % S::kStages) * S::kTile), 16);
+    };
+    const auto values_at = [&](int i) {
+      return tile_descriptor(uniform(base + S::kV + ((tile + i) % S::kStages) * S::kTile), S::kKeys * 128);
+    };
+    const auto turn = [&] {
+      if (!shared) bar_sync(kBarTurn + group, 256);
+    };
+    const auto pass = [&] {
+      if (!shared) bar_arrive(kBarTurn + (group ^ 1), 256);
+    };
+    // A tile of the other warpgroup: said to be done with, but not before it is there.
+    const auto skip_keys = [&](int i) {
+      mbar_wait(bars.k_full(tile + i), Bars<D>::parity(tile + i));
+      free_slot(bars.k_empty(tile + i));
+    };
+    const auto skip_values = [&](int i) {
+      mbar_wait(bars.v_full(tile + i), Bars<D>::parity(tile + i));
+      free_slot(bars.v_empty(tile + i));
+    };
+
+    int i = shared ? group : 0;  // the tile whose scores come next
+    if (shared && group == 1 && work.count > 0) skip_keys(0);
+    if (i < work.count) {
+      wait_keys(i);
+      turn();
+      wgmma_fence();
+      start_scores<T, D>(s, q, keys_at(i));
+      pass();
+      wgmma_wait<0>();
+      hold(s);
+      free_slot(bars.k_empty(tile + i));
+      mask(i);
+      softmax<D>(s, rows, factor, p.scale_log2);
+      round_weights<T>(s, weights);
+      int add = 0;
+      if (shared && group == 1) skip_values(0);
+#pragma unroll 1
+      for (i += step; i < work.count; i += step) {
+        if (shared) skip_keys(i - 1);
+        wait_keys(i);
+        turn();
+        wgmma_fence();
+        start_scores<T, D>(s, q, keys_at(i));
+        wait_values(i - step);
+        hold(rows.o);
+        wgmma_fence();
+        start_values<T, D>(rows.o, weights, values_at(i - step), add);
+        pass();
+        wgmma_wait<1>();
+        hold(s);
+        free_slot(bars.k_empty(tile + i));
+        mask(i);
+        softmax<D>(s, rows, factor, p.scale_log2);
+        hold(s);
+        // Never true: ptxas, which would put the wait before the exponentials, moves it across no such branch.
+        if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
+        wgmma_wait<0>();
+        hold(rows.o);
+        free_slot(bars.v_empty(tile + i - step));
+        if (shared) skip_values(i - 1);
+        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+          for (int j = 0; j < D / 2; ++j) rows.o[j] *= factor[j >> 1 & 1];
+        }
+        round_weights<T>(s, weights);
+        add = 1;
+      }
+      free_slot(bars.q_empty());
+      if (shared && i - step + 1 < work.count) skip_keys(i - step + 1);
+      wait_values(i - step);
+      turn();
+      wgmma_fence();
+      start_values<T, D>(rows.o, weights, values_at(i - step), add);
+      pass();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
+        rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 2);
+      }
+      wgmma_wait<0>();
+      hold(rows.o);
+      free_slot(bars.v_empty(tile + i - step));
+      if (shared && i - step + 1 < work.count) skip_values(i - step + 1);
+    } else {
+      free_slot(bars.q_empty());
+      if (work.count > 0) skip_values(0);
+#pragma unroll
+      for (int j = 0; j < D / 2; ++j) rows.o[j] = 0.f;
+    }
+    tile += work.count;
+    const bool some = row0 + warp * 16 < work.rows;
+    if (shared) join<D>(rows, smem, group, some, p.scale_log2);
+    if (some && !(shared && group == 1)) write_rows<T, D>(p, work, rows, smem, base, row0 + warp * 16);
+  }
+}
+
+template <typename T, int D, bool BOXES>
+__device__ __forceinline__ void paged_attention(const AttentionParams& p, const CUtensorMap& q_map,
+                                                const CUtensorMap& k_map, const CUtensorMap& v_map) {
+  using S = AttentionShape<D>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  uint32_t base;  // volatile: computed once
+  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  if (threadIdx.x == 0) {
+    const Bars<D> bars{base + S::kBars};
+    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8);
+    for (int i = 0; i < 2; ++i) mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), S::kCopying - 1);
+    for (int i = 0; i < S::kStages; ++i) {
+      mbar_init(bars.k_full(i), BOXES ? 1 : 128), mbar_init(bars.v_full(i), BOXES ? 1 : 128);
+      mbar_init(bars.k_empty(i), 8), mbar_init(bars.v_empty(i), 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  sort_sequences<D>(p, smem);  // begins with a barrier of all threads
+  if (warp >= 8) {
+    registers_down<56>();
+    if constexpr (BOXES) {
+      if (warp - 8 < S::kCopying) produce_boxes<D>(p, q_map, k_map, v_map, smem, base, warp - 8);
+    } else {
+      produce_rows<D>(p, q_map, smem, base);
+    }
+    if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
+      p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has asked for the last time
+  } else {
+    registers_up<224>();
+    multiply<T, D, BOXES>(p, smem, base, warp >> 2);
+  }
+}
+
+}  // namespace gm
+#endif

@@ -1,0 +1,89 @@
+"""Launching the Hopper kernel of paged attention (`_paged_attention_sm90.cu`)."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.common import dtype_name, need_workspace
+from gristmill.kernels.native import check, cuda_function
+
+ARGUMENTS = (*(c_void_p,) * 10, c_int64 * 11, *(c_int,) * 9, c_float, *(c_int,) * 3, c_void_p)
+TYPES = {"fp16": 1, "bf16": 2}
+COUNTER_BYTES = 16
+"""Of the counters that a launch needs at zero, and leaves at zero."""
+
+
+def launch(
+    config: Config,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D].
+
+    ValueError if the caches, or out, are not made of 16-byte pieces.
+    """
+    tokens, heads, dim = q.shape
+    if tokens == 0:
+        return
+    blocks, block_size, kv_heads, _ = k_cache.shape
+    if scale <= 0.0:  # the kernel looks for the largest score, not for the smallest
+        q, scale = q * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
+        q = q.contiguous()
+    if workspace is None:
+        counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=q.device)
+    else:
+        need_workspace("paged_attention", workspace, COUNTER_BYTES, q.device)
+        counters = workspace
+    device = q.get_device()
+    strides = (c_int64 * 11)(
+        *q.stride()[:2],
+        *out.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+    )
+    code = cuda_function("gm_paged_attention_sm90", "sm_90a", ARGUMENTS)(
+        out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_table.data_ptr(),
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        counters.data_ptr(),
+        strides,
+        tokens,
+        seq_lens.shape[0],
+        heads,
+        kv_heads,
+        dim,
+        blocks,
+        block_size,
+        TYPES[dtype_name(q.dtype)],
+        max(0, window),
+        scale,
+        config["reading"],
+        config["ctas"],
+        device,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    check(code, "paged_attention_sm90")
