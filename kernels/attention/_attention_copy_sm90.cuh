@@ -32,23 +32,24 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorM
   mbar_expect(bars.q_full(), p.tile_q * p.group * D * 2);
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
-    tensor_load_3d(base + h * (AttentionShape<D>::kRows * 128), &q_map, h * 64, work.head * p.group, work.token,
-                   bars.q_full());
+    tensor_load_3d(base + h * (AttentionShape<D>::kRows * 128), &q_map, h * 64, work.head * p.group,
+                   work.token, bars.q_full());
 }
 
-// Copies pages as boxes, a lane each. By S::kCopying warps: the first ones copy 64 elements of keys each, the others of
-// values; the very first also copies Q, and takes the work for all.
+// Copies pages as boxes, a lane each. By S::kCopying warps: the first ones copy 64 elements of keys each, the
+// others of values; the very first also copies Q, and takes the work for all.
 template <int D>
 __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CUtensorMap& q_map,
-                                              const CUtensorMap& k_map, const CUtensorMap& v_map, uint8_t* smem,
-                                              uint32_t base, int warp) {
+                                              const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                              uint8_t* smem, uint32_t base, int warp) {
   using S = AttentionShape<D>;
   const Bars<D> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, half = warp % (D / 64);
   const bool values = warp >= D / 64, copies = lane < 1 << p.log_boxes;
   const CUtensorMap* map = values ? &v_map : &k_map;
   const uint32_t slots = base + (values ? S::kV : S::kK) + half * (S::kKeys * 128) + lane * p.box * 128;
-  const uint32_t fulls = values ? bars.v_full(0) : bars.k_full(0), empties = values ? bars.v_empty(0) : bars.k_empty(0);
+  const uint32_t fulls = values ? bars.v_full(0) : bars.k_full(0),
+                 empties = values ? bars.v_empty(0) : bars.k_empty(0);
   Taker<D> taker(p, smem, warp == 0);
   int tile = 0;
   for (int round = 0;; ++round) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
       mbar_wait(bars.work_full(round), round >> 1 & 1);
       work = get_work(place);
       __syncwarp();
-      if (lane == 0) mbar_arrive(bars.work_empty(round));
+      if (lane < kArriving) mbar_arrive(bars.work_empty(round));
     }
     const int* row = p.table + work.seq * p.table_row;
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
@@ -86,7 +87,8 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
         if (i + 1 < work.count) next_page = page_of(--n);
         const uint32_t at = tile % S::kStages, full = fulls + at * 8;
         mbar_wait(empties + at * 8, Bars<D>::parity(tile) ^ 1);
-        if (half == 0 && lane == 0) mbar_expect(full, S::kTile);  // for all halves; a count below 0 is no harm
+        if (half == 0 && lane == 0)
+          mbar_expect(full, S::kTile);  // for all halves; a count below 0 is no harm
         __syncwarp();
         if (copies) tensor_load_4d(slots + at * S::kTile, map, half * 64, slot, work.head, page, full);
         __syncwarp();
@@ -102,11 +104,11 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
   }
 }
 
-// Copies 32 rows of a tile of keys or values, 16 bytes a lane at a time. id, slot: of the row of this lane, id < 0 where
-// it does not count. By one warp, whose rows begin at row0.
+// Copies 32 rows of a tile of keys or values, 16 bytes a lane at a time. id, slot: of the row of this lane,
+// id < 0 where it does not count. By one warp, whose rows begin at row0.
 template <int D>
-__device__ __forceinline__ void copy_rows(const char* cache, int64_t block, int64_t slot_bytes, int id, int slot,
-                                          int row0, uint32_t to) {
+__device__ __forceinline__ void copy_rows(const char* cache, int64_t block, int64_t slot_bytes, int id,
+                                          int slot, int row0, uint32_t to) {
   using S = AttentionShape<D>;
   constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
   const int lane = threadIdx.x & 31, chunk = lane % kChunks;
@@ -120,11 +122,11 @@ __device__ __forceinline__ void copy_rows(const char* cache, int64_t block, int6
   }
 }
 
-// As produce_boxes for pages that no box fits. By the whole warpgroup, a quarter of a tile a warp; the first warp takes
-// the work.
+// As produce_boxes for pages that no box fits. By the whole warpgroup, a quarter of a tile a warp; the first
+// warp takes the work.
 template <int D>
-__device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUtensorMap& q_map, uint8_t* smem,
-                                             uint32_t base) {
+__device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUtensorMap& q_map,
+                                             uint8_t* smem, uint32_t base) {
   using S = AttentionShape<D>;
   const Bars<D> bars{base + S::kBars};
   const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;

@@ -7,8 +7,14 @@
 namespace gm {
 
 constexpr int kSorted = 512;  // sequences up to which the work is sorted, longest first
-enum : int { kBarTurn = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6 };  // named barriers; the first two of a pair
-constexpr int kCounters = 3;  // next piece of prefill, next piece of decode, CTAs that are done; zero between launches
+enum : int {
+  kBarTurn = 1,
+  kBarGroup = 3,
+  kBarBoth = 5,
+  kBarCopying = 6
+};  // named barriers; the first two of a pair
+constexpr int kCounters =
+    3;  // next piece of prefill, next piece of decode, CTAs that are done; zero between launches
 
 struct AttentionParams {
   void* out;
@@ -18,12 +24,12 @@ struct AttentionParams {
   const int* query_start;
   const int* seq_lens;
   unsigned* counters;
-  const void *k, *v;                                            // for pages that are not copied as boxes
-  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;     // strides, in elements
+  const void *k, *v;                                         // for pages that are not copied as boxes
+  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides, in elements
   int64_t table_row, out_token, out_head;
-  int seqs, heads, kv_heads, group, tile_q, window;             // tile_q: queries of a tile
-  int blocks, page, box, log_boxes;                             // box: rows of one; 2^log_boxes of them in a tile
-  int reading;  // weight of a tile of decode against one of prefill, in eighths: how many CTAs begin with decode
+  int seqs, heads, kv_heads, group, tile_q, window;  // tile_q: queries of a tile
+  int blocks, page, box, log_boxes;
+  int reading;  // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;
 };
@@ -36,10 +42,11 @@ struct AttentionShape {
   static constexpr int kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
   static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2, kStaging = kRows * D * 2;
   static constexpr int kK = kQ, kV = kK + kStages * kTile, kOut = kV + kStages * kTile;
-  static constexpr int kSums = kOut + kStaging;           // of the second warpgroup: maximum and sum of 64 rows
-  static constexpr int kOrder = kSums + 64 * 8;           // sequences in the order of work
+  static constexpr int kSums = kOut + kStaging;  // of the second warpgroup: maximum and sum of 64 rows
+  static constexpr int kOrder = kSums + 64 * 8;  // sequences in the order of work
   static constexpr int kWeights = kOrder + kSorted * 16;  // what they are ordered by
-  static constexpr int kWork = kWeights + kSorted * 4;  // for the multiplying warps, and two for the copying ones
+  static constexpr int kWork =
+      kWeights + kSorted * 4;  // for the multiplying warps, and two for the copying ones
   static constexpr int kShare = kWork + 96, kBars = kShare + 32;
   static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
   static constexpr int kCopying = D / 32;  // warps: one for each 64 elements of keys and of values
@@ -58,11 +65,11 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 // A piece of work: the heads of one KV head for up to tile_q queries of a sequence.
 struct Work {
-  int seq, head;    // head: of the KV heads
-  int token, rows;  // the first query in q; query-head pairs, 0 at the end of all work
-  int position;     // of the first query
-  int first, count; // tiles of keys: `count` of them, down to `first`
-  int end;          // keys that exist
+  int seq, head;     // head: of the KV heads
+  int token, rows;   // the first query in q; query-head pairs, 0 at the end of all work
+  int position;      // of the first query
+  int first, count;  // tiles of keys: `count` of them, down to `first`
+  int end;           // keys that exist
 };
 
 struct Sequence {
@@ -77,8 +84,9 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int i)
 // What sort_sequences finds out.
 enum : int { kLong, kLongPieces, kLongWork, kShortPieces, kShortWork };
 
-// Sorts the sequences: those with more than 64 rows ("long") first, within each kind longest context first. Says how
-// many are long, and of both kinds how many pieces of work a KV head has and how many tiles of keys, about, are in them.
+// Sorts the sequences: those with more than 64 rows ("long") first, within each kind longest context first.
+// Says how many are long, and of both kinds how many pieces of work a KV head has and how many tiles of keys,
+// about, are in them.
 template <int D>
 __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
   using S = AttentionShape<D>;
@@ -100,11 +108,13 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
       weights[i] = min(tiles, 0xfffffu) | (many ? 1u << 20 : 0);
       if (many) {
         const int pieces = ceil_div(seq.queries, p.tile_q);
-        const unsigned work = pieces * (tiles - min(tiles, static_cast<unsigned>(seq.queries / (2 * S::kKeys))));
+        const unsigned work =
+            pieces * (tiles - min(tiles, static_cast<unsigned>(seq.queries / (2 * S::kKeys))));
         atomicAdd(share + kLong, 1), atomicAdd(share + kLongPieces, pieces);
         atomicAdd(share + kLongWork, static_cast<int>(min(work, 1u << 20)));
       } else if (seq.queries > 0) {
-        atomicAdd(share + kShortPieces, 1), atomicAdd(share + kShortWork, static_cast<int>(min(tiles, 1u << 20)));
+        atomicAdd(share + kShortPieces, 1),
+            atomicAdd(share + kShortWork, static_cast<int>(min(tiles, 1u << 20)));
       }
     }
   }
@@ -123,7 +133,8 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
   __syncthreads();
 }
 
-// Where one kind of work stands: of the sequences rank .. end in the order of work, `base` pieces come before them.
+// Where one kind of work stands: of the sequences rank .. end in the order of work, `base` pieces come before
+// them.
 struct Queue {
   int rank, end, base;
 };
@@ -179,7 +190,7 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
   return false;
 }
 
-// Takes pieces of work, of the kind of which the smaller part is taken, so that both end together; asks for the next one
+// Takes pieces of work, of one kind until there are no more and then of the other; asks for the next one
 // ahead of time.
 template <int D>
 struct Taker {
@@ -194,21 +205,17 @@ struct Taker {
     long_pieces = sorted ? share[kLongPieces] : 1, short_pieces = sorted ? share[kShortPieces] : 0;
     kind = item = 0;
     if (!takes) return;
-    // At first nothing is taken of either: shared out by the time they are likely to take.
+    // Shared out by the time that they are likely to take; but no more CTAs read than keep the memory busy.
     const int64_t reading = sorted ? int64_t(share[kShortWork]) * p.reading : 0,
                   multiplying = sorted ? int64_t(share[kLongWork]) * 8 : 1;
-    const int first = static_cast<int>(reading * gridDim.x / max(reading + multiplying, int64_t(1)));
+    const int first = static_cast<int>(
+        min(reading * gridDim.x / max(reading + multiplying, int64_t(1)), int64_t(gridDim.x * 5 / 8)));
     kind = (static_cast<int>(blockIdx.x) < first || long_pieces == 0) && short_pieces > 0;
     if ((threadIdx.x & 31) == 0) item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
   }
   __device__ __forceinline__ void ask(const AttentionParams& p) {
     if ((threadIdx.x & 31) != 0) return;
-    if (long_pieces > 0 && short_pieces > 0) {
-      const volatile unsigned* taken = p.counters;
-      kind = static_cast<uint64_t>(taken[0]) * short_pieces > static_cast<uint64_t>(taken[1]) * long_pieces;
-    } else {
-      kind = short_pieces > 0;
-    }
+    if ((kind == 0 ? long_pieces : short_pieces) == 0) kind ^= 1;
     item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
   }
   __device__ __forceinline__ void take(const AttentionParams& p, const uint8_t* smem, Work& work) {

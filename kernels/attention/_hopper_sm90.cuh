@@ -1,5 +1,5 @@
-// Hopper's instructions as attention uses them: mbarriers, the tensor copy engine, wgmma over 128-byte swizzled
-// tiles with the A operand in shared memory (scores) or in registers (probabilities times values).
+// Hopper's instructions as attention uses them: mbarriers, the tensor copy engine, wgmma over 128-byte
+// swizzled tiles with the A operand in shared memory (scores) or in registers (probabilities times values).
 #pragma once
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -7,7 +7,6 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-
 
 namespace gm {
 
@@ -20,23 +19,6 @@ __device__ __forceinline__ void mbar_arrive(uint32_t bar) {
 __device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-#ifdef GM_TRAP
-}
-#include <cstdio>
-namespace gm {
-__device__ __noinline__ void stuck(uint32_t bar, uint32_t parity) {
-  printf("stuck: block %d thread %d barrier %x parity %d\n", blockIdx.x, threadIdx.x, bar, parity);
-  __trap();
-}
-__device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
-  for (int i = 0; i < 4000000; ++i) {
-    uint32_t ok;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(ok) : "r"(bar), "r"(parity) : "memory");
-    if (ok) return;
-  }
-  stuck(bar, parity);
-}
-#else
 __device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra "
@@ -44,7 +26,14 @@ __device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// Lanes of a warp that say that it is done with a slot. compute-sanitizer's racecheck sees no order in one
+// lane's arrival after the other lanes' reads: it is given a build with GM_RACECHECK.
+#ifdef GM_RACECHECK
+constexpr int kArriving = 32;
+#else
+constexpr int kArriving = 1;
 #endif
+
 // The barrier counts this thread's arrival once its cp.async copies so far have landed.
 __device__ __forceinline__ void mbar_arrive_after_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
@@ -88,9 +77,7 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // Ordinary stores to shared memory before this are seen by wgmma and the copy engine after it.
-__device__ __forceinline__ void fence_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
@@ -110,8 +97,8 @@ __device__ __forceinline__ void hold(float (&d)[N]) {
 // One value a warp, which the compiler then keeps in a uniform register.
 __device__ __forceinline__ uint32_t uniform(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
 
-// Descriptor of a tile of rows of 128 bytes in the 128-byte swizzle, eight rows in 1024 bytes. `across`: bytes
-// to the next 64 elements of a row, which counts where the operand is not K-major.
+// Descriptor of a tile of rows of 128 bytes in the 128-byte swizzle, eight rows in 1024 bytes. `across`:
+// bytes to the next 64 elements of a row, which counts where the operand is not K-major.
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t across) {
   return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
          (static_cast<uint64_t>(across >> 4) << 16) | ((address & 0x3ffff) >> 4);
@@ -119,10 +106,10 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t a
 
 #define GM_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define GM_D32 GM_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GM_D64                                                                                            \
-  GM_D32                                                                                                  \
-      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
-      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GM_D64                                                                                        \
+  GM_D32                                                                                              \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define GM_F8(i)                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -130,31 +117,31 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t a
 #define GM_F32(i) GM_F16(i), GM_F16(i + 16)
 #define GM_F64(i) GM_F32(i), GM_F32(i + 32)
 
-// D[64, N] = A B + (add ? D : 0). scores: A and B in shared memory, both K-major. values: A in registers, B in
-// shared memory with its N elements in a row.
+// D[64, N] = A B + (add ? D : 0). scores: A and B in shared memory, both K-major. values: A in registers, B
+// in shared memory with its N elements in a row.
 template <typename T, int N>
 struct Wgmma;
 
 // D, F: accumulators; P0 .. P2 and A: the numbers of the operands that follow them.
-#define GM_WGMMA(T, TYPE, N, D, F, P0, P1, P2, A, P4, P5)                                                 \
-  template <>                                                                                             \
-  struct Wgmma<T, N> {                                                                                    \
-    static __device__ __forceinline__ void scores(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N    \
-                   "k16.f32." TYPE "." TYPE " {" D "}, " P0 ", " P1 ", p, 1, 1, 0, 0;\n}"                 \
-                   : F(0)                                                                                 \
-                   : "l"(a), "l"(b), "r"(add));                                                           \
-    }                                                                                                     \
-    static __device__ __forceinline__ void values(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,  \
-                                                  int add) {                                              \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N    \
-                   "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " P4 ", p, 1, 1, 1;\n}"                   \
-                   : F(0)                                                                                 \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                       \
-    }                                                                                                     \
+#define GM_WGMMA(T, TYPE, N, D, F, P0, P1, P2, A, P4, P5)                                                \
+  template <>                                                                                            \
+  struct Wgmma<T, N> {                                                                                   \
+    static __device__ __forceinline__ void scores(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N   \
+                   "k16.f32." TYPE "." TYPE " {" D "}, " P0 ", " P1 ", p, 1, 1, 0, 0;\n}"                \
+                   : F(0)                                                                                \
+                   : "l"(a), "l"(b), "r"(add));                                                          \
+    }                                                                                                    \
+    static __device__ __forceinline__ void values(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, \
+                                                  int add) {                                             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N   \
+                   "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " P4 ", p, 1, 1, 1;\n}"                  \
+                   : F(0)                                                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                      \
+    }                                                                                                    \
   };
-#define GM_WGMMAS(T, TYPE)                                                                              \
-  GM_WGMMA(T, TYPE, 64, GM_D32, GM_F32, "%32", "%33", "%34", "%32, %33, %34, %35", "%36", "%37")        \
+#define GM_WGMMAS(T, TYPE)                                                                       \
+  GM_WGMMA(T, TYPE, 64, GM_D32, GM_F32, "%32", "%33", "%34", "%32, %33, %34, %35", "%36", "%37") \
   GM_WGMMA(T, TYPE, 128, GM_D64, GM_F64, "%64", "%65", "%66", "%64, %65, %66, %67", "%68", "%69")
 GM_WGMMAS(__nv_bfloat16, "bf16")
 GM_WGMMAS(__half, "f16")

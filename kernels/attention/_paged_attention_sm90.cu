@@ -1,21 +1,24 @@
-// Paged attention for Hopper: the kernels by dtype, head size and how pages are copied, and their entry point.
+// Paged attention for Hopper: the kernels by dtype, head size and how pages are copied, and their entry
+// point.
 #include "_paged_attention_sm90.cuh"
 #include "gm_cuda.h"
 
-#define GM_EACH(K)                                                                             \
-  K(bf16, 2, __nv_bfloat16, 128, boxes, true) K(bf16, 2, __nv_bfloat16, 128, rows, false)      \
-  K(fp16, 1, __half, 128, boxes, true) K(fp16, 1, __half, 128, rows, false)                    \
-  K(bf16, 2, __nv_bfloat16, 64, boxes, true) K(bf16, 2, __nv_bfloat16, 64, rows, false)        \
-  K(fp16, 1, __half, 64, boxes, true) K(fp16, 1, __half, 64, rows, false)
+#define GM_EACH(K)                                                                      \
+  K(bf16, 2, __nv_bfloat16, 128, boxes, true)                                           \
+  K(bf16, 2, __nv_bfloat16, 128, rows, false)                                           \
+  K(fp16, 1, __half, 128, boxes, true)                                                  \
+  K(fp16, 1, __half, 128, rows, false)                                                  \
+  K(bf16, 2, __nv_bfloat16, 64, boxes, true) K(bf16, 2, __nv_bfloat16, 64, rows, false) \
+      K(fp16, 1, __half, 64, boxes, true) K(fp16, 1, __half, 64, rows, false)
 
 #ifdef __CUDACC__
 
-#define GM_ONE(type, code, T, d, label, BOXES)                                                         \
-  extern "C" __global__ void __launch_bounds__(gm::AttentionShape<d>::kThreads, 1)                     \
-      paged_attention_##type##_d##d##_##label(                                                         \
-          const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q,        \
-          const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {              \
-    gm::paged_attention<T, d, BOXES>(p, q, k, v);                                                      \
+#define GM_ONE(type, code, T, d, label, BOXES)                                                  \
+  extern "C" __global__ void __launch_bounds__(gm::AttentionShape<d>::kThreads, 1)              \
+      paged_attention_##type##_d##d##_##label(                                                  \
+          const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q, \
+          const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {       \
+    gm::paged_attention<T, d, BOXES>(p, q, k, v);                                               \
   }
 GM_EACH(GM_ONE)
 
@@ -46,7 +49,8 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, con
   if (driver == nullptr) return GM_E_DRIVER;
   cuuint64_t bytes[4];
   // A dimension of one has a stride that nobody uses, but the driver looks at it.
-  for (unsigned i = 0; i + 1 < rank; ++i) bytes[i] = sizes[i + 1] == 1 ? sizes[0] * 2 : cuuint64_t(strides[i]) * 2;
+  for (unsigned i = 0; i + 1 < rank; ++i)
+    bytes[i] = sizes[i + 1] == 1 ? sizes[0] * 2 : cuuint64_t(strides[i]) * 2;
   const cuuint32_t steps[] = {1, 1, 1, 1, 1};
   const CUresult result = driver->tensor_map(
       map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
@@ -57,16 +61,16 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, con
 
 }  // namespace
 
-// strides, in elements: q token, q head, out token, out head, k block, k slot, k head, v block, v slot, v head,
-// block_table row. dtype 1 is fp16, 2 bf16. lse and sinks may be null. counters: 3 integers that are zero, and are
-// zero again after the launch. scale > 0. reading: weight of a
-// tile of decode against one of prefill, in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte
-// pieces (GM_E_SHAPE otherwise). device < 0 asks for the bytes of shared memory.
+// strides, in elements: q token, q head, out token, out head, k block, k slot, k head, v block, v slot, v
+// head, block_table row. dtype 1 is fp16, 2 bf16. lse and sinks may be null. counters: 3 integers that are
+// zero, and are zero again after the launch. scale > 0. reading: weight of a tile of decode against one of
+// prefill, in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte pieces
+// (GM_E_SHAPE otherwise). device < 0 asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_attention_sm90)
-(void* out, void* lse, const void* q, const void* k, const void* v, const void* table, const void* query_start,
- const void* seq_lens, const void* sinks, void* counters, const int64_t* strides, int tokens, int seqs, int heads,
- int kv_heads, int head_dim, int blocks, int page, int dtype, int window, float scale, int reading, int ctas, int device,
- void* stream) {
+(void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
+ const void* query_start, const void* seq_lens, const void* sinks, void* counters, const int64_t* strides,
+ int tokens, int seqs, int heads, int kv_heads, int head_dim, int blocks, int page, int dtype, int window,
+ float scale, int reading, int ctas, int device, void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || blocks < 0)
     return GM_E_SHAPE;
@@ -106,7 +110,8 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
     const cuuint64_t sizes[] = {cuuint64_t(head_dim), cuuint64_t(page), cuuint64_t(kv_heads),
                                 cuuint64_t(blocks > 0 ? blocks : 1)};
     const cuuint32_t kv_box[] = {64, cuuint32_t(box), 1, 1};
-    const int64_t k_strides[] = {p.k_slot, p.k_head, p.k_block}, v_strides[] = {p.v_slot, p.v_head, p.v_block};
+    const int64_t k_strides[] = {p.k_slot, p.k_head, p.k_block},
+                  v_strides[] = {p.v_slot, p.v_head, p.v_block};
     if (status == GM_OK) status = tensor_map(&maps[1], k, dtype == 2, 4, sizes, k_strides, kv_box);
     if (status == GM_OK) status = tensor_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
   }
@@ -114,10 +119,11 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   // No batch of as many tokens has more pieces of work.
   const int64_t most = (int64_t(tokens) / p.tile_q + seqs) * kv_heads;
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};
-  return instance->kernel.launch(
-      device, stream,
-      {.grid_x = unsigned(most < ctas ? most : ctas), .block = gm::AttentionShape<128>::kThreads, .smem = instance->smem},
-      args);
+  return instance->kernel.launch(device, stream,
+                                 {.grid_x = unsigned(most < ctas ? most : ctas),
+                                  .block = gm::AttentionShape<128>::kThreads,
+                                  .smem = instance->smem},
+                                 args);
 }
 
 #endif

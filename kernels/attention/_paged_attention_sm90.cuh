@@ -1,15 +1,18 @@
 // Causal attention over a paged cache for Hopper: prefill, chunks and decodes of one batch in one launch.
 //
-// FlashAttention-3's form (Shah et al., 2024): two warpgroups multiply 64 rows each while a third one copies; the
-// scores of a tile of keys are computed while the values of the tile before are multiplied, and the two warpgroups
-// take turns, so that one multiplies while the other takes exponentials. Beyond it:
-//  - rows are (query, head of the KV group) pairs, and a page is a box of the tensor copy engine (pages of a multiple
+// FlashAttention-3's form (Shah et al., 2024): two warpgroups multiply 64 rows each while a third one copies;
+// the scores of a tile of keys are computed while the values of the tile before are multiplied, and the two
+// warpgroups take turns, so that one multiplies while the other takes exponentials. Beyond it:
+//  - rows are (query, head of the KV group) pairs, and a page is a box of the tensor copy engine (pages of a
+//  multiple
 //    of 8 tokens; others are copied by cp.async);
-//  - nothing is planned on the host: a CTA finds its work from query_start and seq_lens, in an order that all CTAs
-//    agree on, and takes the next piece by a counter. Long and short pieces have a counter each, so that a mix of
-//    prefill, which multiplies, and decode, which reads, runs side by side;
+//  - nothing is planned on the host: a CTA finds its work from query_start and seq_lens, in an order that all
+//  CTAs
+//    agree on, and takes the next piece by a counter. Long and short pieces have a counter each, so that a
+//    mix of prefill, which multiplies, and decode, which reads, runs side by side;
 //  - where a sequence has at most 64 rows, the two warpgroups share its keys and add their results;
-//  - sums are multiplied by exactly 1 where a row's maximum stays, and not at all where those of a warp do; tiles of keys
+//  - sums are multiplied by exactly 1 where a row's maximum stays, and not at all where those of a warp do;
+//  tiles of keys
 //    lie at multiples of their size. So a row's result does not depend on what else is in the batch.
 #pragma once
 #include "_attention_copy_sm90.cuh"
@@ -48,7 +51,8 @@ __device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&f
   for (int r = 0; r < 2; ++r) rows.l[r] = fmaf(rows.l[r], factor[r], sum[r]);
 }
 
-// Scores of keys that a row does not see become -inf. ends, begins: by row, counted from this thread's first key.
+// Scores of keys that a row does not see become -inf. ends, begins: by row, counted from this thread's first
+// key.
 __device__ __forceinline__ void hide(float (&s)[64], const int (&begins)[2], const int (&ends)[2]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
@@ -83,9 +87,9 @@ __device__ __forceinline__ void start_values(float (&o)[D / 2], const uint32_t (
   wgmma_commit();
 }
 
-// The second warpgroup's sums over its keys join the first one's. By both, at barriers of both: the first says that
-// nobody reads the staging any more. What follows in it is written by the first warpgroup, or after it has passed the
-// second one a turn.
+// The second warpgroup's sums over its keys join the first one's. By both, at barriers of both: the first
+// says that nobody reads the staging any more. What follows in it is written by the first warpgroup, or after
+// it has passed the second one a turn.
 template <int D>
 __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bool some, float scale_log2) {
   using S = AttentionShape<D>;
@@ -107,7 +111,8 @@ __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bo
     for (int r = 0; r < 2; ++r) {
       const float2 other = ends[row + r * 8];
       const float m = fmaxf(rows.m[r], other.x), base = m == -INFINITY ? 0.f : m * scale_log2;
-      mine[r] = exp2_fast(fmaf(rows.m[r], scale_log2, -base)), theirs[r] = exp2_fast(fmaf(other.x, scale_log2, -base));
+      mine[r] = exp2_fast(fmaf(rows.m[r], scale_log2, -base)),
+      theirs[r] = exp2_fast(fmaf(other.x, scale_log2, -base));
       rows.m[r] = m, rows.l[r] = rows.l[r] * mine[r] + other.y * theirs[r];
     }
 #pragma unroll
@@ -122,7 +127,8 @@ __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bo
   if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read all
 }
 
-// Rows of a warp to memory: divided by their sums, through shared memory so that a row is written in one piece.
+// Rows of a warp to memory: divided by their sums, through shared memory so that a row is written in one
+// piece.
 template <typename T, int D>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Rows<D>& rows,
                                            uint8_t* smem, uint32_t base, int row0) {
@@ -175,8 +181,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
                    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                    : "r"(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4))
                    : "memory");
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + (work.token + token) * p.out_token + head * p.out_head +
-                                chunk * 8) = value;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + (work.token + token) * p.out_token +
+                                head * p.out_head + chunk * 8) = value;
     }
   }
 }
@@ -188,7 +194,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
   const Bars<D> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tid = threadIdx.x & 127;
   const auto free_slot = [&](uint32_t bar) {
-    if (lane == 0) mbar_arrive(bar);
+    if (lane < kArriving) mbar_arrive(bar);
   };
   if (group == 1) bar_arrive(kBarTurn, 256);  // the first one begins
   int tile = 0;
@@ -204,7 +210,8 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     int limit[2];  // of the keys that the thread's rows see, less its first column
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      limit[r] = min(work.position + static_cast<int>((mine + r * 8) * p.by_group >> 16) + 1, work.end) - (lane & 3) * 2;
+      limit[r] = min(work.position + static_cast<int>((mine + r * 8) * p.by_group >> 16) + 1, work.end) -
+                 (lane & 3) * 2;
     const int reach = p.window > 0 ? p.window : none;
     // Tiles seen_from .. seen_to are seen whole by every row.
     const int seen_to = (max(0, work.position) + 1) / S::kKeys,
@@ -237,8 +244,8 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
         const uint32_t slot = base + S::kV + (tile % S::kStages) * S::kTile + from * 128;
         for (int c = tid; c < rest * (D / 8); c += 128) {
           const int row = c / (D / 8), chunk = c % (D / 8);
-          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(slot + (chunk >> 3) * (S::kKeys * 128) +
-                                                                        row * 128 + (chunk & 7) * 16),
+          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                           slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16),
                        "r"(0)
                        : "memory");
         }
@@ -302,7 +309,8 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
         mask(i);
         softmax<D>(s, rows, factor, p.scale_log2);
         hold(s);
-        // Never true: ptxas, which would put the wait before the exponentials, moves it across no such branch.
+        // Never true: ptxas, which would put the wait before the exponentials, moves it across no such
+        // branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         hold(rows.o);
@@ -354,11 +362,12 @@ __device__ __forceinline__ void paged_attention(const AttentionParams& p, const 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
     const Bars<D> bars{base + S::kBars};
-    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8);
-    for (int i = 0; i < 2; ++i) mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), S::kCopying - 1);
+    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArriving);
+    for (int i = 0; i < 2; ++i)
+      mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), (S::kCopying - 1) * kArriving);
     for (int i = 0; i < S::kStages; ++i) {
       mbar_init(bars.k_full(i), BOXES ? 1 : 128), mbar_init(bars.v_full(i), BOXES ? 1 : 128);
-      mbar_init(bars.k_empty(i), 8), mbar_init(bars.v_empty(i), 8);
+      mbar_init(bars.k_empty(i), 8 * kArriving), mbar_init(bars.v_empty(i), 8 * kArriving);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernel of paged attention (`_paged_attention_sm90.cu`)."""
+"""Launching the Hopper kernel of paged attention (`_paged_attention_sm90.cu`), alone or beside the split Triton kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.attention._paged_attention_triton import launch_split as launch_decode
+from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, is_decode
 from gristmill.kernels.common import dtype_name, need_workspace
 from gristmill.kernels.native import check, cuda_function
 
 ARGUMENTS = (*(c_void_p,) * 10, c_int64 * 11, *(c_int,) * 9, c_float, *(c_int,) * 3, c_void_p)
 TYPES = {"fp16": 1, "bf16": 2}
-COUNTER_BYTES = 16
-"""Of the counters that a launch needs at zero, and leaves at zero."""
 
 
 def launch(
@@ -36,7 +36,7 @@ def launch(
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D].
 
-    ValueError if the caches, or out, are not made of 16-byte pieces.
+    ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """
     tokens, heads, dim = q.shape
     if tokens == 0:
@@ -87,3 +87,47 @@ def launch(
         torch.cuda.current_stream(device).cuda_stream,
     )
     check(code, "paged_attention_sm90")
+
+
+def launch_split(
+    config: Config,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    query_start: Any,
+    seq_lens: Any,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Any,
+    lse: Any,
+    workspace: Any,
+    out: Any,
+) -> None:
+    """As `launch`; batches in which every sequence has few rows run in the Triton kernel that splits contexts.
+
+    What is chosen follows from host-known bounds, so a captured graph replays what was captured.
+    """
+    decode = is_decode(max_q, q.shape[1] // k_cache.shape[2])
+    if decode and workspace is not None:
+        workspace = workspace.view(torch.uint8)[COUNTER_BYTES:]  # the counters stay zero
+    run = launch_decode if decode else launch
+    run(
+        config,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        max_q,
+        max_ctx,
+        scale,
+        window,
+        sinks,
+        lse,
+        workspace,
+        out,
+    )

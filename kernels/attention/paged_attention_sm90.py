@@ -1,22 +1,42 @@
 """Paged attention in CUDA C++ for Hopper: prefill, chunked prefill and decodes of one batch in one launch.
 
 The form of FlashAttention-3 (Shah et al., 2024) over a paged cache: warp-specialised, wgmma from shared memory that the
-tensor copy engine fills, page by page. Work is found on the device, so a captured graph stays right when lengths change.
+tensor copy engine fills page by page. Work is found on the device, so a captured graph stays right when lengths change.
 docs/performance/attention_hopper.md has the measurements, and what was tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.attention import paged_attention_triton as triton
 
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
-COUNTER_BYTES = 16
+DECODE_ROWS = 16
+COUNTER_BYTES = 128
+"""Counters of the work that is taken: zero before and after a launch. Padded, so that what follows is aligned."""
 MULTIPROCESSORS = 132
+READING = 10
+"""Weight of a tile of keys of a decode against one of a prefill, in eighths: decodes read, prefills multiply."""
+
+EXAMPLES = (
+    "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,lse=true",
+    "q_tokens=261,seqs=6,max_q=257,max_ctx=300,total_ctx=900,heads=4,kv_heads=4,head_dim=64,x=fp16,window=33,sinks=true,lse=true",
+    "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,block_size=7,sinks=true",
+    "q_tokens=80,seqs=4,max_q=64,max_ctx=140,total_ctx=333,heads=16,kv_heads=1,block_size=256,x=fp16",
+    "q_tokens=70,seqs=2,max_q=65,max_ctx=300,total_ctx=450,heads=5,kv_heads=1,head_dim=64,block_size=24,window=130",
+)
+
+
+def is_decode(max_q: int, group: int) -> bool:
+    """Whether no sequence of a call has more query-head pairs a KV head than the split kernel's tiles."""
+    return max_q == 1 or max_q * group <= DECODE_ROWS
 
 
 def accepts(problem: Problem) -> str | None:
@@ -31,32 +51,66 @@ def accepts(problem: Problem) -> str | None:
 
 def config(problem: Problem, target: Target) -> Config:
     """As many CTAs as the device runs at a time."""
-    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "reading": 4}
+    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "reading": READING}
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
-    """Counters of the work that is taken."""
+    """The counters."""
     return Workspace(COUNTER_BYTES, zeroed=True)
 
 
-KERNEL = Kernel(
-    op="paged_attention",
-    name="paged_attention_sm90",
-    provider="gristmill",
-    language="cuda",
-    target="gristmill.kernels.attention._paged_attention_sm90:launch",
-    requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
-    summary="warp-specialised, wgmma over pages that the tensor copy engine brings; work found on the device",
-    accepts=accepts,
-    config=config,
-    workspace=workspace,
-    sources=(
-        "_paged_attention_sm90.cu",
-        "_paged_attention_sm90.cuh",
-        "_attention_copy_sm90.cuh",
-        "_attention_work_sm90.cuh",
-        "_hopper_sm90.cuh",
+def split_config(problem: Problem, target: Target) -> Config:
+    """That, and the tiles of the split kernel for decode."""
+    return {**triton.split_config(problem, target), **config(problem, target)}
+
+
+def split_space(problem: Problem, target: Target) -> Iterable[Config]:
+    """Tiles of the split kernel."""
+    return [{**one, **config(problem, target)} for one in triton.split_space(problem, target)]
+
+
+def split_workspace(problem: Problem, config: Config) -> Workspace:
+    """The counters, and what the split kernel asks for behind them."""
+    return Workspace(COUNTER_BYTES + triton.split_workspace(problem, config).bytes, zeroed=True)
+
+
+REQUIRES = Requirement(
+    features=(frozenset({"wgmma", "tma"}),),
+    vendors=("nvidia",),
+    packages=(("triton", ""),),
+    code="cuda:sm_90a",
+)
+KERNELS = (
+    Kernel(
+        op="paged_attention",
+        name="paged_attention_sm90",
+        provider="gristmill",
+        language="cuda",
+        target="gristmill.kernels.attention._paged_attention_sm90:launch",
+        requires=REQUIRES,
+        summary="warp-specialised, wgmma over pages that the tensor copy engine brings; work found on the device",
+        accepts=accepts,
+        config=config,
+        workspace=workspace,
+        examples=EXAMPLES,
+        batch_invariant=True,
+        priority=54,
+        proven="sm_90: H200",
     ),
-    batch_invariant=True,
-    priority=70,
+    Kernel(
+        op="paged_attention",
+        name="paged_attention_sm90_split",
+        provider="gristmill",
+        language="cuda",
+        target="gristmill.kernels.attention._paged_attention_sm90:launch_split",
+        requires=REQUIRES,
+        summary="as paged_attention_sm90; batches of decodes alone run in paged_attention_triton_split",
+        accepts=accepts,
+        config=split_config,
+        space=split_space,
+        workspace=split_workspace,
+        examples=EXAMPLES,
+        priority=70,
+        proven="sm_90: H200",
+    ),
 )

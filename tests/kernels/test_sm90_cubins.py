@@ -98,7 +98,7 @@ def test_promised_instructions() -> None:
     assert functions
     for text in functions:
         name = text.split("\n", 1)[0].strip()
-        if name == "gather_columns":
+        if name == "gather_columns" or name.startswith("paged_attention"):
             continue
         assert "UBLKCP" in text, f"{name}: no bulk copy"
         assert ("HGMMA" if "gemm_ws" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
@@ -118,3 +118,31 @@ def test_promised_instructions() -> None:
         if "gemm_ws" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"
+
+
+def test_attention() -> None:
+    """Every instance; nothing spilt; products that neither wait for each other nor for the exponentials of the tile before."""
+    usage = re.findall(
+        r"Function (paged_attention_\w+):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage")
+    )
+    names = {
+        f"paged_attention_{x}_d{d}_{by}"
+        for x in ("bf16", "fp16")
+        for d in (64, 128)
+        for by in ("boxes", "rows")
+    }
+    assert {name for name, _, _ in usage} == names
+    assert all(int(registers) == 168 and int(stack) == 0 for _, registers, stack in usage), usage
+    bodies = {text.split("\n", 1)[0].strip(): text for text in re.split(r"Function : ", dump("-sass"))[1:]}
+    for name in names:
+        text = bodies[name]
+        keys = 128 // 16  # steps of a tile of values; scores take one for each 16 elements of a head
+        scores = int(name.split("_d")[1].split("_")[0]) // 16
+        # Scores and values, each of the first or last tile and in the loop.
+        assert len(re.findall("HGMMA", text)) == 2 * (scores + keys), name
+        assert ("UTMALDG.4D" in text) == name.endswith("boxes"), f"{name}: pages as boxes"
+        assert ("LDGSTS" in text) == name.endswith("rows"), f"{name}: pages by rows"
+        assert "USETMAXREG" in text and "LDL" not in text and "STL" not in text, name
+        loop = text[text.index("gsb0, 0x1") :]
+        wait = loop.index("gsb0, 0x0")
+        assert len(re.findall("MUFU.EX2", loop[:wait])) >= 64, f"{name}: exponentials wait for the values"

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.target import Target
-from lab import gpu_graphs, linear_sanitized, linear_weight_only, loading_cases, loading_memory
+from lab import (
+    gpu_graphs,
+    linear_sanitized,
+    linear_weight_only,
+    loading_cases,
+    loading_memory,
+    paged_attention,
+)
 from tests.lab.test_linear_weight_only import Calls
 from tests.lab.test_loading import SMALL as SMALL_LAYERS
 from tests.lab.test_loading_memory import SMALL as SMALL_MODELS
@@ -26,8 +33,10 @@ PROGRAMS = [name for name in MODULES if '__name__ == "__main__"' in (ROOT / "lab
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs for GPUs with the CPU in a GPU's place: calls instead of graphs."""
-    for module in (gpu_graphs, linear_weight_only, linear_sanitized):
+    for module in (gpu_graphs, linear_weight_only, linear_sanitized, paged_attention):
         monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(paged_attention, "Graphs", Calls)
+    monkeypatch.setattr(paged_attention, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(linear_weight_only, "Graphs", Calls)
     monkeypatch.setattr(linear_weight_only, "environment", dict)
@@ -55,6 +64,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "loading": (small, "--gigabytes 0.001 --rounds 1 --case gristmill --warm-only --out OUT"),
     "loading_memory": (small, "--gigabytes 0.001 --kind dense --out OUT"),
+    "paged_attention": (
+        on_a_cpu,
+        "--cases smallest --kernels paged_attention_torch --rounds 2 --seconds 0 --out OUT",
+    ),
     "quality": (
         as_it_is,
         f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",

@@ -1,0 +1,228 @@
+"""Paged attention of given lengths on one GPU: registered kernels and torch's cuDNN attention, which has no pages, side by side.
+
+    python -m lab.paged_attention --out result.json
+    python -m lab.paged_attention --cases prefill_2k,mixed_2k_31 --set reading=2,4,8
+
+CUDA graphs over caches that rotate through four times the L2, replayed in turn; block tables are shuffled, queries random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from gristmill.autotune.device import device_target
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.attention.paged_attention import OP
+from lab.gpu_graphs import DEVICE, Graphs, cold_count, environment
+
+KERNELS = "paged_attention_sm90,paged_attention_triton_split"
+
+
+@dataclass(frozen=True)
+class Case:
+    """New tokens and contexts of each sequence; (query heads, KV heads, elements of a head); a page's tokens; the window."""
+
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    heads: tuple[int, int, int] = (32, 8, 128)
+    page: int = 16
+    window: int = 0
+
+    @property
+    def flops(self) -> int:
+        pairs = 0
+        for queries, context in zip(self.queries, self.contexts, strict=True):
+            seen = range(context - queries + 1, context + 1)
+            pairs += sum(min(keys, self.window or keys) for keys in seen)
+        return 4 * pairs * self.heads[0] * self.heads[2]
+
+
+def prefill(*lengths: int, **others: Any) -> Case:
+    return Case(lengths, lengths, **others)
+
+
+CASES = {
+    "prefill_512": prefill(512),
+    "prefill_2k": prefill(2048),
+    "prefill_8k": prefill(8192),
+    "prefill_2k_page64": prefill(2048, page=64),
+    "prefill_8k_page128": prefill(8192, page=128),
+    "prefill_2k_page1": prefill(2048, page=1),
+    "prefill_4x2k_64h": prefill(*(2048,) * 4, heads=(64, 8, 128)),
+    "prefill_8x2k": prefill(*(2048,) * 8),
+    "prefill_1k_mha": prefill(1024, heads=(32, 32, 128)),
+    "prefill_ragged_16": prefill(*(64 + 120 * i for i in range(16))),
+    "prefill_2k_d64": prefill(2048, heads=(64, 8, 64)),
+    "prefill_8k_d64": prefill(8192, heads=(64, 8, 64)),
+    "prefill_8k_d64_window128": prefill(8192, heads=(64, 8, 64), window=128),
+    "chunk_2k_at_16k": Case((2048,), (16384,)),
+    "chunk_512_at_4k": Case((512,), (4096,)),
+    "mixed_2k_31": Case((2048, *(1,) * 31), (2048, *(3000,) * 31)),
+    "mixed_512_63": Case((512, *(1,) * 63), (2048,) * 64),
+    "mixed_1k_15_at_8k": Case((1024, *(1,) * 15), (1024, *(8000,) * 15)),
+    "mixed_2k_128": Case((2048, *(1,) * 128), (2048,) * 129),
+    "mixed_4x512_8": Case((*(512,) * 4, *(1,) * 8), (*(4096,) * 4, *(4000,) * 8)),
+    "verify_q4_b16_4k": Case((4,) * 16, (4096,) * 16),
+    "decode_b1_1k": Case((1,), (1024,)),
+    "decode_b16_1k": Case((1,) * 16, (1024,) * 16),
+    "decode_b64_4k": Case((1,) * 64, (4096,) * 64),
+    "decode_b256_1k": Case((1,) * 256, (1024,) * 256),
+    "decode_b32_ragged": Case((1,) * 32, tuple(100 + 250 * i for i in range(32)), heads=(64, 8, 128)),
+    "smallest": Case((3, 1), (5, 9), heads=(2, 1, 64)),
+}
+
+
+class Inputs:
+    """Arguments of a case, as often as they leave the cache between their turns."""
+
+    def __init__(self, case: Case) -> None:
+        heads, kv_heads, dim = case.heads
+        blocks = [-(-context // case.page) for context in case.contexts]
+        size = 2 * sum(blocks) * case.page * kv_heads * dim * 2
+        ends = torch.tensor([0, *case.queries]).cumsum(0)
+        self.begin = ends.to(DEVICE, torch.int32)
+        self.contexts = torch.tensor(case.contexts, dtype=torch.int32, device=DEVICE)
+        self.sets, self.out = [], torch.empty(int(ends[-1]), heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        for _ in range(min(16, cold_count(size))):
+            caches = torch.randn(
+                2, sum(blocks), case.page, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16
+            )
+            table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+            for row, part in zip(table, torch.split(torch.randperm(sum(blocks)).int(), blocks), strict=True):
+                row[: len(part)] = part
+            self.sets.append((torch.randn_like(self.out), caches[0], caches[1], table.to(DEVICE)))
+        self.rest = (
+            self.begin,
+            self.contexts,
+            max(case.queries),
+            max(case.contexts),
+            dim**-0.5,
+            case.window,
+            None,
+            None,
+        )
+        self.problem = OP.problem(
+            f"q_tokens={int(ends[-1])},seqs={len(blocks)},max_q={max(case.queries)},max_ctx={max(case.contexts)},"
+            f"total_ctx={sum(case.contexts)},heads={heads},kv_heads={kv_heads},head_dim={dim},block_size={case.page},"
+            f"window={case.window}"
+        )
+
+
+def calls_of(inputs: Inputs, name: str, given: dict[str, int]) -> list[Callable[[], Any]]:
+    """Calls of a registered kernel with its default configuration and what is `given` in place of some of it."""
+    kernel = default_registry().kernel(OP.name, name)
+    refusal = kernel.accepts(inputs.problem)
+    if refusal is not None:
+        raise ValueError(f"{name}: {refusal}")
+    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **given}
+    space = torch.zeros(
+        max(1, kernel.workspace(inputs.problem, config).bytes), dtype=torch.uint8, device=DEVICE
+    )
+    launch = kernel.load()
+    return [partial(launch, config, *one, *inputs.rest, space, inputs.out) for one in inputs.sets]
+
+
+def cudnn_calls(case: Case) -> list[Callable[[], Any]] | None:
+    """torch's cuDNN attention of the same lengths in contiguous tensors, where they are all alike and nothing is cached."""
+    if len(set(case.queries)) > 1 or case.queries != case.contexts or case.window or DEVICE == "cpu":
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    heads, kv_heads, dim = case.heads
+
+    def made(count: int) -> torch.Tensor:
+        shape = (len(case.queries), count, case.queries[0], dim)
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    count = min(16, cold_count(4 * kv_heads * dim * sum(case.contexts)))
+    sets = [(made(heads), made(kv_heads), made(kv_heads)) for _ in range(count)]
+    return [partial(call, *one) for one in sets]
+
+
+def timed(
+    name: str, kernels: list[str], sweep: tuple[str, list[int]] | None, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """The row of a case: samples and medians in microseconds, TFLOP/s, and how far each kernel is from the first one."""
+    case = CASES[name]
+    inputs, graphs, outs = Inputs(case), Graphs(), {}
+    ways: dict[str, tuple[str, dict[str, int]]] = {kernel: (kernel, {}) for kernel in kernels}
+    if sweep is not None:
+        ways |= {f"{kernels[0]} {sweep[0]}={value}": (kernels[0], {sweep[0]: value}) for value in sweep[1]}
+    for label, (kernel, given) in ways.items():
+        calls = calls_of(inputs, kernel, given)
+        inputs.out.fill_(float("nan"))
+        calls[0]()
+        outs[label] = inputs.out.float().cpu()
+        graphs.add(label, calls)
+    peer = cudnn_calls(case)
+    if peer is not None:
+        graphs.add("cudnn_contiguous", peer)
+    graphs.settle(seconds)
+    samples = graphs.samples(rounds)
+    first = outs[kernels[0]]
+    us = {label: round(median(taken), 2) for label, taken in samples.items()}
+    return {
+        "case": name,
+        "problem": str(inputs.problem),
+        "copies": len(inputs.sets),
+        "flops": case.flops,
+        "us": us,
+        "tflops": {label: round(case.flops / value / 1e6, 1) for label, value in us.items()},
+        "difference": {label: float((out - first).norm() / first.norm()) for label, out in outs.items()},
+        "samples": {label: [round(one, 2) for one in taken] for label, taken in samples.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", default=",".join(name for name in CASES if name != "smallest"), help="by commas"
+    )
+    parser.add_argument("--kernels", default=KERNELS, help="by commas")
+    parser.add_argument(
+        "--set", help="NAME=1,2,3: the first kernel also with these values in its configuration"
+    )
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of replays before the samples of a case")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sweep = None
+    if options.set:
+        key, _, values = options.set.partition("=")
+        sweep = key, [int(value) for value in values.split(",")]
+    before, rows = environment(), []
+    command = "python -m lab.paged_attention " + shlex.join(sys.argv[1:])
+    for name in options.cases.split(","):
+        rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
+        print(name, rows[-1]["us"], rows[-1]["tflops"], flush=True)
+        if options.out:
+            options.out.write_text(
+                json.dumps(
+                    {"command": command, "before": before, "after": environment(), "rows": rows}, indent=1
+                )
+                + "\n"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,209 @@
+"""Paged attention on a Hopper against the reference: page sizes, groups, windows, mixes, lengths that change under a graph, repeats, streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.autotune.captures import capturing
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, EXAMPLES
+from tests.conftest import HAS_GPU
+
+HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+DEVICE = "cuda:0"
+OP = default_registry().op("paged_attention")
+CONFIGS = (
+    {"ctas": 132, "reading": 10},
+    {"ctas": 3, "reading": 10},
+    {"ctas": 1, "reading": 10},
+)
+MIXES = (  # q_tokens, seqs, max_q, max_ctx, total_ctx
+    (5, 5, 1, 300, 800),
+    (67, 7, 33, 257, 900),
+    (260, 3, 200, 511, 900),
+    (3, 6, 2, 37, 150),
+    (128, 1, 128, 128, 128),
+)
+
+
+def text(mix: tuple[int, ...], heads: int, kv_heads: int, **others: Any) -> str:
+    axes = dict(zip(("q_tokens", "seqs", "max_q", "max_ctx", "total_ctx"), mix, strict=True))
+    return ",".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in {**axes, "heads": heads, "kv_heads": kv_heads, **others}.items()
+    )
+
+
+def launch(config: dict[str, int], arguments: list[Any], workspace: Any, out: torch.Tensor) -> None:
+    from gristmill.kernels.attention._paged_attention_sm90 import launch
+
+    launch(config, *arguments[:12], workspace, out)
+
+
+def counters() -> torch.Tensor:
+    return torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=DEVICE)
+
+
+def wrong(given: str, config: dict[str, int] = CONFIGS[0], seed: int = 0) -> float:
+    """The error over the limit of one call into the middle of a poisoned buffer; what lies around it must stay, and a second call agree."""
+    problem = OP.problem(given)
+    arguments = OP.inputs(problem, seed, DEVICE)
+    q, begin, lse = arguments[0], arguments[4], arguments[11]
+    used, space = int(begin[-1]), counters()
+    found = []
+    for _ in range(2):
+        buffer = torch.full((q.shape[0] + 2, *q.shape[1:]), float("nan"), dtype=q.dtype, device=DEVICE)
+        launch(config, arguments, space, buffer[1:-1])
+        assert bool(buffer[0].isnan().all() and buffer[-1].isnan().all()), "wrote outside of out"
+        found.append(buffer[1 : used + 1])
+    assert torch.equal(*found), "two calls differ"
+    assert not bool(space.any()), "counters are left"
+    outputs, expected = [found[0]], [None]
+    reference = list(arguments)
+    if lse is not None:
+        outputs.append(lse[:used].clone())
+        reference[11] = torch.empty_like(lse)
+    expected = [OP.reference(*reference[:12])[:used]]
+    if lse is not None:
+        expected.append(reference[11][:used])
+    return OP.error(problem, arguments, outputs, expected) / OP.tolerance(problem).limit
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 8, 16, 24, 32, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("x", ["bf16", "fp16"])
+def test_pages(x: str, head_dim: int, block_size: int) -> None:
+    for number, mix in enumerate(MIXES):
+        for heads, kv_heads in ((4, 1), (6, 2), (3, 3)):
+            config = CONFIGS[number % 3]
+            given = text(
+                mix,
+                heads,
+                kv_heads,
+                head_dim=head_dim,
+                block_size=block_size,
+                x=x,
+                lse=number % 2 == 0,
+                sinks=number % 2 == 1,
+            )
+            assert wrong(given, config, number) < 1, given
+
+
+@pytest.mark.parametrize("window", [1, 9, 64, 128, 130, 500])
+def test_windows(window: int) -> None:
+    for number, mix in enumerate((*MIXES, (300, 2, 250, 900, 1500))):
+        for heads, kv_heads in ((8, 8), (4, 1), (16, 1)):
+            given = text(mix, heads, kv_heads, window=window, lse=True, sinks=number % 2 == 0)
+            assert wrong(given, CONFIGS[number % 3], number) < 1, given
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *EXAMPLES,
+        text((0, 1, 1, 1, 0), 2, 2),
+        text((1, 1, 1, 1, 1), 4, 1, lse=True),
+        text((7, 1, 7, 7, 7), 4, 1),
+        text((257, 1, 257, 257, 257), 4, 2, lse=True),
+        text((100, 4, 40, 900, 2000), 128, 1, head_dim=64, lse=True),
+        text((700, 600, 5, 300, 60000), 2, 1),  # more sequences than are sorted
+        text((513, 513, 1, 64, 20000), 2, 1),
+        text((512, 512, 1, 64, 20000), 2, 1),
+        text((1024, 1, 1024, 4096, 4096), 4, 1, lse=True),
+        text((543, 32, 512, 2048, 40000), 8, 2, lse=True),  # one prefill and decodes
+    ],
+)
+def test_shapes(given: str) -> None:
+    assert wrong(given) < 1
+
+
+@pytest.mark.parametrize("scale", [-0.05, 0.0, 0.3])
+def test_scales(scale: float) -> None:
+    problem = OP.problem(text((200, 3, 150, 500, 900), 8, 2))
+    arguments = OP.inputs(problem, 3, DEVICE)
+    arguments[8] = scale
+    out = torch.empty_like(arguments[0])
+    launch(CONFIGS[0], arguments, None, out)
+    error = OP.error(problem, arguments, [out], [OP.reference(*arguments[:12])])
+    assert error < OP.tolerance(problem).limit
+
+
+def test_lengths_change_under_a_graph() -> None:
+    problem = OP.problem(text((200, 3, 150, 500, 900), 8, 2))
+    arguments = OP.inputs(problem, 0, DEVICE)
+    # Room for any way of cutting the contexts into pages.
+    for index in (1, 2):
+        cache = arguments[index]
+        arguments[index] = torch.full(
+            (cache.shape[0] + 4, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=DEVICE
+        )
+    space, out, seen = counters(), torch.empty_like(arguments[0]), set()
+    arguments[0] = arguments[0].contiguous()
+    launch(CONFIGS[0], arguments, space, out)
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        launch(CONFIGS[0], arguments, space, out)
+    for seed in range(1, 6):
+        new = OP.inputs(problem, seed, DEVICE)
+        for index in (0, 3, 4, 5):
+            arguments[index].copy_(new[index])
+        for index in (1, 2):
+            arguments[index].fill_(float("nan"))
+            arguments[index][: new[index].shape[0]] = new[index]
+        graph.replay()
+        error = OP.error(problem, arguments, [out], [OP.reference(*arguments[:12])])
+        assert error < OP.tolerance(problem).limit, seed
+        seen.add(tuple(arguments[5].tolist()))
+    assert len(seen) > 1
+
+
+def test_a_row_is_the_same_in_any_batch() -> None:
+    problem = OP.problem(text((333, 5, 150, 700, 2000), 8, 2))
+    arguments = OP.inputs(problem, 1, DEVICE)
+    whole = torch.empty_like(arguments[0])
+    launch(CONFIGS[0], arguments, None, whole)
+    begin, contexts = arguments[4].tolist(), arguments[5].tolist()
+    for index, context in enumerate(contexts):
+        rows = slice(begin[index], begin[index + 1])
+        count = rows.stop - rows.start
+        if count == 0:
+            continue
+        alone = list(arguments)
+        alone[0], alone[3] = arguments[0][rows], arguments[3][index : index + 1]
+        alone[4] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        alone[5] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+        out = torch.empty_like(alone[0])
+        launch(CONFIGS[1], alone, None, out)
+        assert torch.equal(out, whole[rows]), index
+
+
+def test_many_calls_are_bitwise_equal_on_two_streams() -> None:
+    problem = OP.problem(text((543, 32, 512, 2048, 30000), 8, 2))
+    arguments = OP.inputs(problem, 1, DEVICE)
+    expected = torch.empty_like(arguments[0])
+    launch(CONFIGS[0], arguments, None, expected)
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(2):
+        stream, space = torch.cuda.Stream(), counters()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                out = torch.empty_like(expected)
+                launch(CONFIGS[0], arguments, space, out)
+                outs.append(out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_caches_off_alignment_are_refused() -> None:
+    arguments = OP.inputs(OP.problem(text((64, 1, 64, 64, 64), 4, 1)), 0, DEVICE)
+    cache = arguments[1]
+    shifted = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device=DEVICE)[1:].view(cache.shape)
+    arguments[1] = shifted
+    with pytest.raises(ValueError, match="paged_attention_sm90"):
+        launch(CONFIGS[0], arguments, None, torch.empty_like(arguments[0]))
