@@ -95,7 +95,7 @@ KERNELS = (
         examples=EXAMPLES,
         batch_invariant=True,
         priority=54,
-        proven="sm_90: H200",
+        proven="sm_90: NVIDIA H200",
     ),
     Kernel(
         op="paged_attention",
@@ -111,6 +111,6 @@ KERNELS = (
         workspace=split_workspace,
         examples=EXAMPLES,
         priority=70,
-        proven="sm_90: H200",
+        proven="sm_90: NVIDIA H200",
     ),
 )
