@@ -3,13 +3,14 @@
 #include "_paged_attention_sm90.cuh"
 #include "gm_cuda.h"
 
-#define GM_EACH(K)                                                                      \
-  K(bf16, 2, __nv_bfloat16, 128, boxes, true)                                           \
-  K(bf16, 2, __nv_bfloat16, 128, rows, false)                                           \
-  K(fp16, 1, __half, 128, boxes, true)                                                  \
-  K(fp16, 1, __half, 128, rows, false)                                                  \
-  K(bf16, 2, __nv_bfloat16, 64, boxes, true) K(bf16, 2, __nv_bfloat16, 64, rows, false) \
-      K(fp16, 1, __half, 64, boxes, true) K(fp16, 1, __half, 64, rows, false)
+#define GM_EACH(K)                            \
+  K(bf16, 2, __nv_bfloat16, 128, boxes, true) \
+  K(bf16, 2, __nv_bfloat16, 128, rows, false) \
+  K(fp16, 1, __half, 128, boxes, true)        \
+  K(fp16, 1, __half, 128, rows, false)        \
+  K(bf16, 2, __nv_bfloat16, 64, boxes, true)  \
+  K(bf16, 2, __nv_bfloat16, 64, rows, false)  \
+  K(fp16, 1, __half, 64, boxes, true) K(fp16, 1, __half, 64, rows, false)
 
 #ifdef __CUDACC__
 
