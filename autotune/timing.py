@@ -73,7 +73,8 @@ class Timed:
         graph: bool = True,
         start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._step, self._device, self._graph = step, device, None
+        self._step, self._device = step, device
+        self._graph: torch.cuda.CUDAGraph | None = None
         self.stream: torch.cuda.Stream | None = None
         self.calls = calls or 1
         if device != "cpu":
@@ -137,7 +138,8 @@ class Timed:
             after.record(stream)
             # Only this stream: work left on another one is not waited for, and an audit finds it unfinished.
             stream.synchronize()
-        return before.elapsed_time(after) * 1e3 / (self.calls if self._graph is not None else calls)
+        elapsed: float = before.elapsed_time(after)
+        return elapsed * 1e3 / (self.calls if self._graph is not None else calls)
 
 
 def measure_call(call: Callable[[], object], device: str, *, rounds: int = 9) -> Measured:

@@ -40,7 +40,7 @@ def capturing() -> Iterator[Counter[tuple[str, str]]]:
             counts[op.name, str(problem)] += 1
         plain(plan, *arguments)
 
-    BoundPlan.__call__ = call  # type: ignore[method-assign]
+    BoundPlan.__call__ = call  # type: ignore[method-assign, assignment]
     try:
         yield counts
     finally:

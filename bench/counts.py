@@ -108,7 +108,8 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
     from gristmill.autotune.metrics import error_of
     from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
 
-    neutral, calls, threads = op.inputs(problem, 0, "cpu"), [], torch.get_num_threads()
+    calls: list[Call] = []
+    neutral, threads = op.inputs(problem, 0, "cpu"), torch.get_num_threads()
     references = run_reference(op, neutral)
     arguments = kernel_arguments(op, kernel, neutral)
     kernel.load()  # its module must be there for its calls to be recorded

@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from gristmill.autotune.clock import now
 from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat
@@ -20,26 +21,29 @@ KEEP_WITHIN = 1.5
 """A candidate this many times slower than the best so far is dropped whatever the half."""
 
 
+A = TypeVar("A", bound=Arm)
+
+
 @dataclass(frozen=True)
-class Placed:
+class Placed(Generic[A]):
     """A finalist. us: median microseconds of its rounds in the final."""
 
-    arm: Arm
+    arm: A
     us: float
     samples: tuple[float, ...]
 
 
 def halve(
-    arms: Sequence[Arm],
+    arms: Sequence[A],
     *,
-    keep: Sequence[Arm] = (),
+    keep: Sequence[A] = (),
     deadline: float = math.inf,
     rounds: int = ROUNDS,
     seed: int = 0,
     clock: Callable[[], float] = now,
     mhz: Callable[[], float | None] | None = None,
-    kind: Callable[[Arm], str] | None = None,
-) -> list[Placed]:
+    kind: Callable[[A], str] | None = None,
+) -> list[Placed[A]]:
     """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
 
     kind: what an arm is one of (its kernel). The fastest so far of each kind is in the final, too, unless it is KEEP_WITHIN times slower
@@ -80,10 +84,10 @@ def halve(
 
 
 def _others(
-    arms: Sequence[Arm], seen: dict[str, list[float]], there: set[str], kind: Callable[[Arm], str]
-) -> list[Arm]:
+    arms: Sequence[A], seen: dict[str, list[float]], there: set[str], kind: Callable[[A], str]
+) -> list[A]:
     """The fastest of each kind that is not `there`, of those that come near the best."""
-    fastest: dict[str, Arm] = {}
+    fastest: dict[str, A] = {}
     timed = sorted((arm for arm in arms if seen[arm.name]), key=lambda arm: min(seen[arm.name]))
     for arm in timed:
         if kind(arm) not in there and min(seen[arm.name]) <= KEEP_WITHIN * min(seen[timed[0].name]):

@@ -28,6 +28,7 @@ from gristmill.bench.halving import KEEP_WITHIN
 from gristmill.bench.options import Job, Option, options
 from gristmill.bench.statistics.rounds import Heat
 from gristmill.bench.verifying import verify_all
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
@@ -192,7 +193,7 @@ def _candidates(job: Job, here: Place, store: Store) -> list[Option]:
     if picked is not None and all(
         (o.kernel.name, config_key(o.config)) != (picked[0].name, config_key(picked[1])) for o in found
     ):
-        found.append(Option(*picked, False))
+        found.append(Option(*picked, default=False))
     return found
 
 
@@ -305,12 +306,16 @@ def _remembered(one: Studied, here: Place) -> list[Timing]:
 
 def _with(failed: Sequence[Verification], timings: Sequence[Timing]) -> Store:
     held = Store()
-    for record in (*failed, *timings):
-        held.add(record)
+    for failure in failed:
+        held.add(failure)
+    for timing in timings:
+        held.add(timing)
     return held
 
 
-def _pick(job: Job, here: Place, store: Store, among: Collection[str] | None = None) -> Any:
+def _pick(
+    job: Job, here: Place, store: Store, among: Collection[str] | None = None
+) -> tuple[Kernel, Config] | None:
     """(kernel, configuration) that selection takes by `store`; None where nothing can run. among: kernels by name."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if among is None or k.name in among]
     best = select(job.op, job.problem, kernels, here.target, here.build, store, here.policy).best

@@ -41,7 +41,7 @@ def _place(environment: dict[str, Any]) -> Place:
     known = by_device_name(str(environment.get("device") or ""))
     there = place(known.alias if known else environment["target"])
     keyed = dict(part.partition("=")[::2] for part in str(environment.get("toolchain") or "").split(","))
-    packages = {name: str(keyed[name]) for name in ("torch", "triton") if name in keyed}
+    packages: dict[str, str] = {name: str(keyed[name]) for name in ("torch", "triton") if name in keyed}
     build = replace(
         there.build,
         packages=Build.of({**dict(there.build.packages), **packages}).packages,

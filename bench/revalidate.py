@@ -89,7 +89,8 @@ class Group:
 
 def groups(store: Store, here: Place) -> list[Group]:
     """The times of this device by the present code and another toolchain, of problems that the present one has no time of."""
-    registry, found = default_registry(), {}
+    found: dict[tuple[str, str], Group] = {}
+    registry = default_registry()
     own, tools = target_key(here.target), here.build.key()
     known = {
         (t.op, t.kernel, t.problem, config_key(t.config), t.timing)

@@ -174,7 +174,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
     except UnverifiableError as error:
         tuned.reason, fit = str(error), []
-    arms: list[Any] = []
+    arms: list[KernelArm] = []
     for option in fit:
         if arms and now() > deadline:
             break
@@ -202,7 +202,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         kind=lambda arm: by_name[arm.name].kernel.name,
     ):
         try:
-            one.arm.conclude()  # type: ignore[attr-defined]
+            one.arm.conclude()
             placed.append(one)
         except WrongResultError as error:
             tuned.wrong.append(f"{one.arm.name}: {error}")
@@ -219,7 +219,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
                 us=one.us,
                 samples=one.samples,
                 timing=one.arm.timing,
-                **where,  # type: ignore[attr-defined]
+                **where,
             )
         )
     if placed:

@@ -378,7 +378,7 @@ def supported(as_json: bool) -> None:
     from gristmill.runtime import models
 
     families = {id(family): family for family in models.families().values()}.values()
-    found = {
+    found: dict[str, list[dict[str, Any]]] = {
         "families": [
             {
                 "name": family.name,

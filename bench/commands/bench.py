@@ -226,7 +226,8 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
     from gristmill.autotune.store import save
     from gristmill.kernel_registry.store import Timing, Verification, config_key, target_key
 
-    registry, records = default_registry(), []
+    registry = default_registry()
+    records: list[Timing | Verification] = []
     for row in rows:
         if row["us"] is None:
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from gristmill import console
@@ -25,7 +27,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
     registry = default_registry()
     here = place(target)
     ops = [registry.op(op_name)] if op_name is not None else list(registry.ops.values())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for op in sorted(ops, key=lambda op: op.name):
         for kernel in registry.kernels_of(op.name):
             reasons = [*kernel.requires.check_hardware(here.target, here.build)]

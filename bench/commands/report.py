@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,7 +28,7 @@ def report(files: tuple[Path, ...], out: Path, title: str, as_json: bool) -> Non
     data = [(path.name, result_file.read(path)) for path in files]
     text = page(data, title)
     result_file.replace(out, text)
-    answer = {
+    answer: dict[str, Any] = {
         "page": str(out),
         "bytes": len(text.encode()),
         "rows": sum(len(result_file.timed(d)) for _, d in data),

@@ -230,7 +230,7 @@ def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> N
         foreign=here.device is None,
     )
     times = Times(op, problem, here.target, here.build, held)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for candidate in selection.candidates:
         if candidate.verdict not in ("selected", "eligible", "unverified"):
             continue

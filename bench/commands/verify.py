@@ -47,6 +47,7 @@ def verify(
         raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
     if op_name is not None:
         registry.op(op_name)
+    device = here.device
     work: list[tuple[Op, Kernel, str]] = []
     meant = [k for k in registry.all_kernels() if op_name in (None, k.op) and kernel_name in (None, k.name)]
     here = imported(here, meant)
@@ -65,7 +66,7 @@ def verify(
     rows, worker = [], Worker()
     for op, kernel, text in console.progress(work, lambda item: f"{item[1].name} {item[2]}", quiet=as_json):
         problem = op.problem(text)
-        outcome = worker.verify(op, kernel, kernel.config(problem, here.target), problem, here.device)
+        outcome = worker.verify(op, kernel, kernel.config(problem, here.target), problem, device)
         row = {
             "op": op.name,
             "kernel": kernel.name,

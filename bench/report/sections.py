@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from gristmill.bench.history import Series as RowHistory
 from gristmill.bench.history import history
 from gristmill.bench.report.charts import COLOURS, Axis, Mark, Roof, Series, broken, chart, key, number
 from gristmill.bench.report.rows import Files, PageRow, latest, tied
@@ -44,7 +46,7 @@ def charts(found: Sequence[str]) -> list[str]:
 
 def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     """One chart a device and operation: arithmetic intensity against the rate reached, under the ceilings measured there."""
-    limits: dict[tuple[str, str], dict] = {}
+    limits: dict[tuple[str, str], dict[str, Any]] = {}
     for _, data in sorted(files, key=lambda pair: str(pair[1].get("when") or "")):
         for op in {row["op"] for row in data["rows"]} if data.get("ceilings") else ():
             limits[device_of(data), op] = data["ceilings"]
@@ -85,7 +87,7 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     )
 
 
-def _roofs(limits: dict, rows: Sequence[PageRow]) -> list[Roof]:
+def _roofs(limits: dict[str, Any], rows: Sequence[PageRow]) -> list[Roof]:
     """The memory roof over the rows' intensities, at least a decade, and the ceilings of the units they compute in."""
     gbs, rates = limits["read_gbs"], dict(limits["tflops"])
     places = [row.flops / row.bytes for row in rows if row.flops and row.bytes]
@@ -244,14 +246,17 @@ def _changes(lines: Sequence[str]) -> list[str]:
 def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     """Rows that several files have, in order of their dates, with the changes that the samples bear out."""
     where = {(row.file, row.op, row.problem, row.series, row.device): row for row in rows}
-    groups: dict[tuple[str, str, str], list] = {}
+    groups: dict[tuple[str, str, str], list[RowHistory]] = {}
     for one in history(files):
         if len(one.points) > 1:
             groups.setdefault((one.key[0], one.key[1], one.key[3]), []).append(one)
-    changed, steady, lines = [], [], []
+    changed: list[str] = []
+    steady: list[str] = []
+    lines: list[tuple[float, str]] = []
     for (op, problem, device), members in groups.items():
         steps = sorted({(p.when, p.file) for one in members for p in one.points})
-        series, changes = [], False
+        series: list[Series] = []
+        changes = False
         for one in members:
             name, marks = one.key[2], []
             for point in one.points:
@@ -271,7 +276,7 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
                         note,
                     )
                 )
-                if note:
+                if point.change is not None:
                     changes = True
                     lines.append(
                         (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -326,7 +326,7 @@ def owned(weight: QuantTensor) -> QuantTensor:
     """The weight with a copy in place of each tensor whose memory is not torch's own: a mapped file's."""
     held = weight.tensors()
     mapped = {name: memory.copy_of(t) for name, t in held.items() if not t.untyped_storage().resizable()}
-    return replace(weight, **mapped) if mapped else weight
+    return weight.with_tensors({**held, **mapped}, weight.shape) if mapped else weight
 
 
 def wide(scales: Tensor) -> Tensor:

@@ -94,11 +94,12 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
         raise ConfigError(
             f"{where}: tokenizer.ggml.pre {pre!r} is not read; known: {', '.join(PRE)}; or a tokenizer.json beside it"
         )
-    pairs = [tuple(merge.split(" ", 1)) for merge in _strings(ggml, "merges", where)]
-    if any(len(pair) != 2 for pair in pairs):
+    halves = [merge.partition(" ") for merge in _strings(ggml, "merges", where)]
+    if not all(space for _, space, _ in halves):
         raise ConfigError(
             f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ..."
         )
+    pairs = [(left, right) for left, _, right in halves]
     whole = pre in ("llama-bpe", "llama3")  # a word that is a token is not taken apart
     backend = Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=whole))
     expression = PRE[pre]

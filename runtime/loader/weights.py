@@ -198,7 +198,7 @@ class Weights:
         made, codes = self._gathered(weight.sources, weight)
         first = made[0].pre_scale
         alike = all(
-            (p.pre_scale is None) == (first is None) and (first is None or torch.equal(first, p.pre_scale))
+            p.pre_scale is first if first is None or p.pre_scale is None else torch.equal(first, p.pre_scale)
             for p in made
         )
         if alike:
@@ -338,7 +338,7 @@ class Weights:
             if joined is not None:
                 held["codes"] = joined.put(held["codes"])
             placed = {field: tensor.to(self.device) for field, tensor in held.items()}
-            parts.append(replace(part, weight=replace(part.weight, **placed)))
+            parts.append(replace(part, weight=part.weight.with_tensors(placed, part.weight.shape)))
         return parts, None if joined is None else joined.codes
 
     def _joined(self, names: list[str], weight: Weight) -> QuantTensor:

@@ -33,8 +33,11 @@ class Rounded:
 class Method(Protocol):
     """A way to round. `identity`: the options that results depend on. `notes`: what was not done as asked, and why."""
 
-    identity: Mapping[str, Any]
-    notes: list[str]
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+    @property
+    def notes(self) -> list[str]: ...
 
     def round(
         self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
