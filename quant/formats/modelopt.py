@@ -68,7 +68,7 @@ class ModelOpt(Format):
         if isinstance(config.get("quantization"), Mapping):  # the contents of hf_quant_config.json
             fields = fields.section("quantization")
         self.where = fields.where
-        self.algorithm = fields.get("quant_algo", str).upper()
+        self.algorithm: str = fields.get("quant_algo", str).upper()
         self.excluded = fields.strings("exclude_modules") + fields.strings("ignore")
         self.layers: dict[str, str] = {}
         if self.algorithm == "MIXED_PRECISION":

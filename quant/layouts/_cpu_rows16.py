@@ -143,13 +143,13 @@ def _interleave(codes: Tensor, bits: int, pad_code: int) -> Tensor:
     if bits == 4:
         halves = codes.unflatten(-1, (-1, 2, 4))
         codes = (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
-    words = codes.unflatten(-1, (-1, 4)).unflatten(-3, (-1, ROWS))
+    words: Tensor = codes.unflatten(-1, (-1, 4)).unflatten(-3, (-1, ROWS))
     return words.transpose(-3, -2).flatten(-2).contiguous()
 
 
 def _deinterleave(lines: Tensor, bits: int) -> Tensor:
     """Inverse of _interleave, with its padding."""
-    words = lines.unflatten(-1, (ROWS, 4)).transpose(-3, -2)
+    words: Tensor = lines.unflatten(-1, (ROWS, 4)).transpose(-3, -2)
     rows = words.flatten(-4, -3).flatten(-2)
     if bits != 4:
         return rows
@@ -165,14 +165,16 @@ def _by_block(per_row: Tensor, fill: float) -> Tensor:
         shape = (*per_row.shape[:-2], missing, per_row.shape[-1])
         tail = torch.full(shape, fill, dtype=torch.float32, device=per_row.device).to(dtype)
         per_row = torch.cat([_bytes(per_row), _bytes(tail)], -2).view(dtype)
-    blocks = _bytes(per_row).unflatten(-1, (per_row.shape[-1], dtype.itemsize)).unflatten(-3, (-1, ROWS))
+    blocks: Tensor = (
+        _bytes(per_row).unflatten(-1, (per_row.shape[-1], dtype.itemsize)).unflatten(-3, (-1, ROWS))
+    )
     return blocks.transpose(-3, -2).contiguous().flatten(-2).view(dtype)
 
 
 def _by_row(blocks: Tensor, n: int) -> Tensor:
     """Inverse of _by_block: [..., blocks, G, 16] -> [..., N, G]."""
     dtype = blocks.dtype
-    octets = _bytes(blocks).unflatten(-1, (ROWS, dtype.itemsize)).transpose(-3, -2)
+    octets: Tensor = _bytes(blocks).unflatten(-1, (ROWS, dtype.itemsize)).transpose(-3, -2)
     return octets.flatten(-4, -3).contiguous().flatten(-2).view(dtype)[..., :n, :].contiguous()
 
 

@@ -150,7 +150,8 @@ def unpack(packed: Packed) -> QuantTensor:
         kept = _same_in_all(kept, packed)
         zero = None if zero is None else _same_in_all(zero, packed)
     if scheme.granularity == "tensor" and kept is not None:
-        kept, global_scale = None, collapse_segments(kept[..., 0], packed)
+        global_scale = collapse_segments(kept[..., 0], packed)
+        kept = None
     elif scheme.has_global:
         global_scale = collapse_segments(slots["row_scale"] / tail.NVFP4_UNIT, packed)
     elif scheme.granularity == "block" and kept is not None:

@@ -15,9 +15,9 @@ from gristmill.quant.layouts.w4_frag16_v1 import BLOCK_TILES, TILE_K, TILE_ROWS
 
 
 class Field(NamedTuple):
-    """`width` bits of code `index`, from bit `low` of the code, lie from bit `place` of the word."""
+    """`width` bits of code `code`, from bit `low` of it, lie from bit `place` of the word."""
 
-    index: int
+    code: int
     low: int
     width: int
     place: int
@@ -73,9 +73,10 @@ def code_tiles(codes: Tensor, order: str) -> Tensor:
         per_word = split.reshape(tiles, groups, 256, 8)
     words = torch.zeros(per_word.shape[:-1], dtype=torch.int64, device=codes.device)
     for field in FIELDS[order]:
-        bits = per_word[..., field.index].to(torch.int64) >> field.low & (1 << field.width) - 1
+        bits = per_word[..., field.code].to(torch.int64) >> field.low & (1 << field.width) - 1
         words |= bits << field.place
-    return words.view(torch.uint8).unflatten(-1, (-1, 8))[..., :4].flatten(-2)
+    octets: Tensor = words.view(torch.uint8).unflatten(-1, (-1, 8))
+    return octets[..., :4].flatten(-2)
 
 
 def codes_of_tiles(tiles: Tensor, order: str) -> Tensor:
@@ -87,7 +88,7 @@ def codes_of_tiles(tiles: Tensor, order: str) -> Tensor:
     words = tiles.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     made = torch.zeros(*words.shape, 4 if order == "fp8" else 8, dtype=torch.uint8, device=tiles.device)
     for field in FIELDS[order]:
-        made[..., field.index] |= ((words >> field.place & (1 << field.width) - 1) << field.low).to(
+        made[..., field.code] |= ((words >> field.place & (1 << field.width) - 1) << field.low).to(
             torch.uint8
         )
     if order == "fp8":
