@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.dtypes import TORCH_NAMES, canonical_dtype
 from gristmill.kernel_registry.dtypes import dtype_name as dtype_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ITEM_BYTES = {
     "fp32": 4,
@@ -23,11 +27,12 @@ CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
 """Dtype codes of the C++ entry points."""
 
 
-def torch_dtype(name: str) -> Any:
+def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a name (see `canonical_dtype`); ValueError for an unknown one."""
     import torch
 
-    return getattr(torch, TORCH_NAMES[canonical_dtype(name)])
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[canonical_dtype(name)])
+    return dtype
 
 
 def need(condition: bool, message: str) -> None:
@@ -36,7 +41,7 @@ def need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def row_stride(x: Any) -> int:
+def row_stride(x: Tensor) -> int:
     """Elements between rows of x seen as [rows, x.shape[-1]], whose leading dimensions flatten to one stride."""
     if x.dim() == 2:
         return int(x.stride(0))
@@ -46,7 +51,7 @@ def row_stride(x: Any) -> int:
     return int(x.shape[-1])
 
 
-def need_plain(op: str, dtype: str, **tensors: Any) -> None:
+def need_plain(op: str, dtype: str, **tensors: Tensor | None) -> None:
     """ValueError unless every tensor that is given has `dtype` and is contiguous: what kernels read without asking for strides."""
     for name, x in tensors.items():
         if x is not None and (dtype_name(x.dtype) != dtype or not x.is_contiguous()):
@@ -56,7 +61,7 @@ def need_plain(op: str, dtype: str, **tensors: Any) -> None:
             )
 
 
-def need_workspace(op: str, given: Any, size: int, device: Any) -> None:
+def need_workspace(op: str, given: Tensor, size: int, device: torch.device | str) -> None:
     """ValueError unless a caller's workspace has `size` bytes that a kernel can use on `device`."""
     if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
         raise ValueError(

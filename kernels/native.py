@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import gristmill
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.target import Target
 
 #: Codes for ``int dtype`` arguments, by torch's dtype name. The same numbers as in gm_cpu.h.
 DTYPE_CODES: dict[str, int] = {
@@ -158,10 +160,10 @@ def best_level(name: str, level: str) -> str:
     raise NativeLibraryError(f"{library._name} has no variant of {name} at or below {level}")
 
 
-def best_config(name: str) -> Callable[[Any, Any], dict[str, str]]:
+def best_config(name: str) -> Callable[[Problem, Target], dict[str, str]]:
     """The `config` of a C++ kernel whose one choice is the code level: the best that `name` has for a CPU target."""
 
-    def config(problem: Any, target: Any) -> dict[str, str]:
+    def config(problem: Problem, target: Target) -> dict[str, str]:
         level = target.levels[0].partition(":")[2]  # not its name: features may have been taken away
         here = set(LEVEL_CHAINS[level]) & set(manifest().get("cpu_levels", ()))
         return {"level": best_level(name, level) if here else level}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gristmill.quant.tensor import QuantTensor
 
 
 def misfit(scheme: str, k: int, act_order: bool) -> str | None:
@@ -18,7 +24,9 @@ def misfit(scheme: str, k: int, act_order: bool) -> str | None:
     return None
 
 
-def quantized(weight: Any, scheme: QuantScheme, act_order: bool, generator: Any) -> Any:
+def quantized(
+    weight: Tensor, scheme: QuantScheme, act_order: bool, generator: torch.Generator
+) -> QuantTensor:
     """weight [..., N, K], rounded to nearest, as a QuantTensor. K need not be a multiple of the group.
 
     A K that is none is what a cut across the columns leaves: the weight is quantized with a whole last group and cut.

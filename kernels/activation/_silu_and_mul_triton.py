@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -11,6 +11,9 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -25,9 +28,9 @@ def silu_and_mul_kernel(x, out, x_stride, out_stride, n, BLOCK: tl.constexpr):
     tl.store(out + row * out_stride + columns, product.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, x: Any, out: Any) -> None:
+def launch(config: Config, x: Tensor, out: Tensor) -> None:
     """x [..., 2N] -> out [..., N]."""
-    n, block = out.shape[-1], config["block"]
+    n, block = out.shape[-1], int(config["block"])
     rows = out.numel() // n
     if rows:
         silu_and_mul_kernel[(rows, -(-n // block))](

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import ROWS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
+if TYPE_CHECKING:
+    import torch
 
-def reference(x: Any) -> Any:
+
+def reference(x: torch.Tensor) -> torch.Tensor:
     """x [..., 2N], gate first -> silu(x[..., :N]) · x[..., N:], [..., N] in x's dtype.
 
     silu(g) = g / (1 + e⁻ᵍ). Computed in float32 and rounded once, where a model's own code may round silu too.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, x: Any, out: Any) -> None:
+
+def launch(config: Config, x: Tensor, out: Tensor) -> None:
     """x [..., 2N] -> out [..., N]."""
     import torch
 

@@ -7,43 +7,45 @@ On a GPU nothing is read back: host-known bounds stand for the lengths, masked, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
 
 QUERY_TILE = 256
 
-Gather = Callable[[int, int, Any], tuple[Any, Any]]
+Gather = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """gather(sequence, first, end) -> keys [end - first, kv_heads, Dk] and values [.., Dv] of these positions; past a
 sequence's context (only asked for on GPUs) anything that exists."""
 
 
 def attend_sequences(
-    q: Any,
+    q: Tensor,
     gather: Gather,
-    query_start: Any,
-    contexts: Any,
+    query_start: Tensor,
+    contexts: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    out: Tensor,
 ) -> None:
     """q [tokens, heads, Dk] -> out [tokens, heads, Dv], lse [tokens, heads] or None; contexts int32 [seqs]."""
     if q.device.type == "cpu":
-        begin = query_start.tolist()
+        starts = query_start.tolist()
         for index, context in enumerate(contexts.tolist()):
-            rows = slice(begin[index], begin[index + 1])
-            count = rows.stop - rows.start
+            mine = slice(starts[index], starts[index + 1])
+            count = mine.stop - mine.start
             if count == 0:
                 continue
             first = max(0, context - count - window + 1) if window > 0 else 0
             keys, values = gather(index, first, context)
             kept, own = torch.arange(first, context), torch.arange(context - count, context)
             _attend(
-                q[rows],
+                q[mine],
                 keys,
                 values,
                 kept,
@@ -52,8 +54,8 @@ def attend_sequences(
                 scale,
                 window,
                 sinks,
-                out[rows],
-                None if lse is None else lse[rows],
+                out[mine],
+                None if lse is None else lse[mine],
             )
         return
     if q.shape[0] == 0:
@@ -85,11 +87,11 @@ def attend_sequences(
         # Rows past this sequence's are computed, and dropped.
         rows = torch.where(inside, rows, q.shape[0])
         _scatter(out, rows, made)
-        if lse is not None:
+        if lse is not None and stated is not None:
             _scatter(lse, rows, stated)
 
 
-def _scatter(target: Any, rows: Any, values: Any) -> None:
+def _scatter(target: Tensor, rows: Tensor, values: Tensor) -> None:
     """target[rows] = values where rows < len(target); the rest is dropped."""
     padded = torch.empty((target.shape[0] + 1, *target.shape[1:]), dtype=target.dtype, device=target.device)
     padded[:-1] = target
@@ -98,17 +100,17 @@ def _scatter(target: Any, rows: Any, values: Any) -> None:
 
 
 def _attend(
-    q: Any,
-    keys: Any,
-    values: Any,
-    kept: Any,
-    own: Any,
-    context: Any,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kept: Tensor,
+    own: Tensor,
+    context: int | Tensor,
     scale: float,
     window: int,
-    sinks: Any,
-    out: Any,
-    lse: Any,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     """One sequence: q [n, heads, Dk] at positions own [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at kept [c]."""
     count, heads, dim = q.shape
@@ -146,11 +148,11 @@ def _attend(
             lse[begin : begin + QUERY_TILE] = stated[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
 
 
-def paged_gather(k_cache: Any, v_cache: Any, block_table: Any) -> Gather:
+def paged_gather(k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Gather:
     """Keys and values [.., kv_heads, D] out of caches [blocks, block_size, kv_heads, D]."""
     block_size, blocks = k_cache.shape[1], k_cache.shape[0]
 
-    def gather(index: int, first: int, end: int) -> tuple[Any, Any]:
+    def gather(index: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         start = first // block_size
         taken = block_table[index, start : -(-end // block_size)].long()
         if taken.is_cuda:
@@ -162,21 +164,21 @@ def paged_gather(k_cache: Any, v_cache: Any, block_table: Any) -> Gather:
 
 
 def launch_paged(
-    config: Any,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    config: Config,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
     gather = paged_gather(k_cache, v_cache, block_table)
@@ -184,19 +186,19 @@ def launch_paged(
 
 
 def launch_mla(
-    config: Any,
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    config: Config,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     latent_dim: int,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
     rows = cache[:, :, None]
@@ -205,22 +207,22 @@ def launch_mla(
 
 
 def launch_varlen(
-    config: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    context_start: Any,
+    config: Config,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    context_start: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
-    lse: Any,
-    out: Any,
+    lse: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
     begin = context_start.tolist() if q.device.type == "cpu" else context_start
 
-    def gather(index: int, first: int, end: int) -> tuple[Any, Any]:
+    def gather(index: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         rows = torch.arange(first, end, device=q.device) + begin[index]
         if rows.is_cuda:
             rows = rows.clamp(max=k.shape[0] - 1)

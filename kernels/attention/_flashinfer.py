@@ -8,10 +8,12 @@ nothing has written since (torch counts writes to a tensor; tensors of inference
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flashinfer
 import torch
+from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 
@@ -25,9 +27,9 @@ class Planned:
         self.wrapper = wrapper
         self.tensors: tuple[torch.Tensor, ...] = ()
         self.versions: tuple[int, ...] = ()
-        self.bounds: tuple[Any, ...] = ()
+        self.bounds: tuple[int, ...] = ()
 
-    def stale(self, tensors: tuple[torch.Tensor, ...], bounds: tuple[Any, ...]) -> bool:
+    def stale(self, tensors: tuple[torch.Tensor, ...], bounds: tuple[int, ...]) -> bool:
         """Whether the step's index tensors are others than, or were written since, the last call; remembers them."""
         if any(tensor.is_inference() for tensor in tensors):
             self.tensors = ()
@@ -42,17 +44,19 @@ class Planned:
         return True
 
 
-_PLANNED: dict[tuple[Any, ...], Planned] = {}
+_PLANNED: dict[tuple[object, ...], Planned] = {}
 
 
-def _planned(kind: str, device: torch.device, static: tuple[Any, ...], make: Any) -> Planned:
+def _planned(
+    kind: str, device: torch.device, static: tuple[object, ...], make: Callable[[Tensor], Any]
+) -> Planned:
     key = (kind, device, torch.cuda.current_stream(device).cuda_stream, static)
     if key not in _PLANNED:
         _PLANNED[key] = Planned(make(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)))
     return _PLANNED[key]
 
 
-def _pages(block_table: Any, seq_lens: Any, block_size: int) -> tuple[Any, Any, Any, Any]:
+def _pages(block_table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(page indptr, page indices on the device, length of each last page, lengths); all but the indices on the host."""
     contexts = seq_lens.cpu()
     counts = (contexts + block_size - 1) // block_size
@@ -70,20 +74,20 @@ def _pages(block_table: Any, seq_lens: Any, block_size: int) -> tuple[Any, Any, 
 
 def launch_paged(
     config: Config,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. One new token everywhere runs the decode
     wrapper, any other step the prefill wrapper."""
@@ -129,18 +133,18 @@ def launch_paged(
 
 def launch_mla(
     config: Config,
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     latent_dim: int,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
     tokens, heads, dim = q.shape
@@ -169,7 +173,7 @@ def launch_mla(
     _run(planned.wrapper, parts, out, lse)
 
 
-def _run(wrapper: Any, arguments: tuple[Any, ...], out: Any, lse: Any) -> None:
+def _run(wrapper: Any, arguments: tuple[object, ...], out: Tensor, lse: Tensor | None) -> None:
     if lse is None:
         wrapper.run(*arguments, out=out)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -10,6 +10,9 @@ import triton.language as tl
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -37,10 +40,12 @@ def merge_attention_states_kernel(
     tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
+def launch(
+    config: Config, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor
+) -> None:
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
     tokens, heads, d = a.shape
-    count, rows = tokens * heads, config["rows"]
+    count, rows = tokens * heads, int(config["rows"])
     if count:
         merge_attention_states_kernel[(-(-count // rows),)](
             a,

@@ -6,7 +6,7 @@ Tiles, bisection, split contexts and their merge are those of `_flash_triton.py`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -24,6 +24,9 @@ from gristmill.kernels.attention.tiles import (
     split_count,
     tile_bound,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -135,18 +138,18 @@ def mla_kernel(
 
 def launch(
     config: Config,
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     latent_dim: int,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]; programs > 0 in the config splits contexts.
 
@@ -155,12 +158,13 @@ def launch(
     tokens, heads, dim = q.shape
     if tokens == 0:
         return
-    rows, rope = config["m"], dim - latent_dim
+    rows, rope = int(config["m"]), dim - latent_dim
     head_tiles, tile_q = packing(heads, rows)
     seqs = seq_lens.shape[0]
     tiles = tile_bound(tokens, seqs, tile_q)
     busy = max(seqs, tokens // tile_q) * head_tiles
-    splits = split_count(busy, config["programs"], max_ctx) if config["programs"] else 1
+    programs = int(config["programs"])
+    splits = split_count(busy, programs, max_ctx) if programs else 1
     parts = parts_lse = out
     if splits > 1:
         parts, parts_lse = scratch(workspace, splits * tokens * heads, latent_dim, q.device)
@@ -179,7 +183,7 @@ def launch(
         tokens,
         heads,
         scale,
-        part_length(max_ctx, splits, config["n"]),
+        part_length(max_ctx, splits, int(config["n"])),
         block_table.stride(0),
         q.stride(0),
         q.stride(1),

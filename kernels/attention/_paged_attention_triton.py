@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
@@ -22,20 +21,20 @@ from gristmill.kernels.attention.tiles import (
 
 def launch(
     config: Config,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
     splits: int = 1,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
@@ -43,7 +42,7 @@ def launch(
     if tokens == 0:
         return
     _, block_size, kv_heads, _ = k_cache.shape
-    rows = config["m"]
+    rows, step = int(config["m"]), int(config["n"])
     head_tiles, tile_q = packing(heads // kv_heads, rows)
     seqs = seq_lens.shape[0]
     parts = parts_lse = out
@@ -70,7 +69,7 @@ def launch(
         heads,
         scale,
         window,
-        part_length(reach(max_q, max_ctx, window), splits, config["n"]),
+        part_length(reach(max_q, max_ctx, window), splits, step),
         block_table.stride(0),
         q.stride(0),
         q.stride(1),
@@ -86,7 +85,7 @@ def launch(
         BLOCK_DK=power_of_two(dim),
         BLOCK_DV=power_of_two(dim),
         BLOCK_M=rows,
-        BLOCK_N=config["n"],
+        BLOCK_N=step,
         PAGED=True,
         WINDOW=window > 0,
         SPLIT=splits > 1,
@@ -115,27 +114,27 @@ def launch(
 
 def launch_split(
     config: Config,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """As `launch`; decode batches run in small tiles with the context split when there are few of them.
 
     What is chosen follows from host-known bounds, so a captured graph replays what was captured.
     """
     kv_heads = k_cache.shape[2]
-    group, rows = q.shape[1] // kv_heads, config["decode_m"]
+    group, rows = q.shape[1] // kv_heads, int(config["decode_m"])
     few = max_q * group <= rows or max_q == 1
     if not few:
         launch(
@@ -159,7 +158,7 @@ def launch_split(
     small = {"m": rows, "n": config["decode_n"], "warps": config["decode_warps"], "stages": config["stages"]}
     head_tiles, _ = packing(group, rows)
     splits = split_count(
-        seq_lens.shape[0] * kv_heads * head_tiles, config["programs"], reach(max_q, max_ctx, window)
+        seq_lens.shape[0] * kv_heads * head_tiles, int(config["programs"]), reach(max_q, max_ctx, window)
     )
     launch(
         small,
@@ -186,7 +185,9 @@ def reach(max_q: int, max_ctx: int, window: int) -> int:
     return min(max_ctx, window + max_q) if window > 0 else max_ctx
 
 
-def scratch(workspace: Any, rows: int, dim: int, device: Any) -> tuple[Any, Any]:
+def scratch(
+    workspace: Tensor | None, rows: int, dim: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
     """(results [rows, dim], log-sum-exps [rows]) in float32, in the caller's workspace or in fresh memory without one.
 
     ValueError if the workspace is too small.

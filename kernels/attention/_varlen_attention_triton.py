@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
@@ -11,25 +11,28 @@ from gristmill.kernels.attention._flash_triton import flash_kernel
 from gristmill.kernels.attention._paged_attention_triton import flash_case
 from gristmill.kernels.attention.tiles import packing, power_of_two, tile_bound
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    q: Any,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    context_start: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    context_start: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
-    lse: Any,
-    out: Any,
+    lse: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
     tokens, heads, dk = q.shape
     if tokens == 0:
         return
-    kv_heads, dv, rows = k.shape[1], v.shape[2], config["m"]
+    kv_heads, dv, rows = k.shape[1], v.shape[2], int(config["m"])
     head_tiles, tile_q = packing(heads // kv_heads, rows)
     seqs = query_start.shape[0] - 1
     stated = out if lse is None else lse

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def causal_attention(
-    q: Any, keys: Any, values: Any, scale: float, window: int = 0, sinks: Any = None
-) -> tuple[Any, Any]:
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """q [n, heads, Dk], keys [c, kv_heads, Dk], values [c, kv_heads, Dv] -> (out [n, heads, Dv], lse [n, heads]), float32.
 
     The n queries are the last of the c positions. softmax(scale · q·k + mask) · v, the query at position p seeing keys 0..p or,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from ctypes import c_float, c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
+from gristmill.kernel_registry.kernel import ConfigValue
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import check, cpu_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ARGUMENTS = (c_void_p,) * 10 + (c_float, c_int)
 _Sizes = c_int64 * 21
@@ -14,18 +18,18 @@ _Sizes = c_int64 * 21
 
 def attend(
     name: str,
-    level: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    block_table: Any,
-    query_start: Any,
-    starts: Any,
+    level: ConfigValue,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor | None,
+    query_start: Tensor,
+    starts: Tensor,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    out: Tensor,
 ) -> None:
     """k and v [blocks, block_size, kv_heads, D] with block_table and starts = seq_lens [seqs], or, without a block_table,
     [1, keys, kv_heads, D] and starts = context_start [seqs + 1]. v may begin where k does (latent attention).
@@ -33,7 +37,6 @@ def attend(
     ValueError when an index tensor names a token, block or key that does not exist.
     """
     blocks, block_size, kv_heads, _ = k.shape
-    paged = block_table is not None
     sizes = _Sizes(
         q.shape[0],
         q.shape[1],
@@ -41,11 +44,11 @@ def attend(
         q.shape[2],
         v.shape[3],
         query_start.shape[0] - 1,
-        blocks if paged else block_size,
+        block_size if block_table is None else blocks,
         max(block_size, 1),
-        block_table.shape[1] if paged else 0,
+        0 if block_table is None else block_table.shape[1],
         window,
-        block_table.stride(0) if paged else 0,
+        0 if block_table is None else block_table.stride(0),
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -60,7 +63,7 @@ def attend(
         out.data_ptr(),
         None if lse is None else lse.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
-        block_table.data_ptr() if paged else None,
+        None if block_table is None else block_table.data_ptr(),
         query_start.data_ptr(),
         starts.data_ptr(),
         sizes,

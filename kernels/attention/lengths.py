@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.op import Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.common import need
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNUSED_BLOCK = 2**30
 """What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
@@ -147,7 +150,7 @@ def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[l
     return [order[begin[i] : begin[i + 1]] for i in range(len(contexts))], blocks
 
 
-def table_tensor(rows: Sequence[Sequence[int]], width: int) -> Any:
+def table_tensor(rows: Sequence[Sequence[int]], width: int) -> Tensor:
     """int32 [seqs, width] of block numbers, padded by UNUSED_BLOCK."""
     import torch
 
@@ -157,7 +160,7 @@ def table_tensor(rows: Sequence[Sequence[int]], width: int) -> Any:
     return table
 
 
-def owned_slots(tables: Sequence[Sequence[int]], contexts: Sequence[int], block_size: int) -> Any:
+def owned_slots(tables: Sequence[Sequence[int]], contexts: Sequence[int], block_size: int) -> Tensor:
     """int64 slots (block · block_size + offset) of every context token, sequence after sequence."""
     import torch
 
@@ -196,7 +199,9 @@ def tolerance(problem: Problem) -> Tolerance:
     return Tolerance("scaled", LIMITS[problem.text("x")][0])
 
 
-def error(problem: Problem, arguments: Any, outputs: Sequence[Any], references: Sequence[Any]) -> float:
+def error(
+    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Tensor], references: Sequence[Tensor]
+) -> float:
     """max over elements of |Δ| / max(|ref|, RMS of its row); the log-sum-exp, when asked for, counts in proportion to its own limit."""
     import math
 

@@ -7,17 +7,23 @@ the online softmax of FlashAttention (Dao et al., 2022) as FlashInfer (Ye et al.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
+if TYPE_CHECKING:
+    import torch
+
 NAME = "merge_attention_states"
 
 
-def reference(a: Any, a_lse: Any, b: Any, b_lse: Any) -> tuple[Any, Any]:
+def reference(
+    a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """a, b [T, H, D]; a_lse, b_lse float32 [T, H], natural logarithms -> out [T, H, D] in a's dtype, lse float32 [T, H].
 
     A partial whose lse is −inf saw no key: it adds nothing, whatever its values are, NaN included. Both −inf: out is
@@ -67,7 +73,12 @@ def cost(problem: Problem) -> Cost:
 LSE_LIMIT = 4e-6
 
 
-def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
+def error(
+    problem: Problem,
+    arguments: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    references: Sequence[torch.Tensor],
+) -> float:
     """Largest |Δ| of an output element / (weight·|a| + weight·|b|); |Δ| of lse / max(1, |lse|) counted in its own limit."""
     import torch
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ARGUMENTS = (*(c_void_p,) * 6, c_int64, c_int64, c_int)
 
 
-def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
+def launch(
+    config: Config, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor
+) -> None:
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
     tokens, heads, d = a.shape
     code = cpu_function("gm_merge_attention_states", config["level"], ARGUMENTS)(

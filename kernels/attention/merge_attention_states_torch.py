@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.attention.merge_attention_states import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
+
+def launch(
+    config: Config, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor
+) -> None:
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
     merged, total = reference(a, a_lse, b, b_lse)
     out.copy_(merged)

@@ -8,7 +8,7 @@ into q and the value projection left to the caller, attention is multi-query: ke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op
@@ -21,20 +21,23 @@ from gristmill.kernels.common import (
     torch_dtype,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 
 def reference(
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     latent_dim: int = 512,
-    lse: Any = None,
-    workspace: Any = None,
-) -> Any:
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """q [tokens, heads, latent_dim + rope], cache [blocks, block_size, latent_dim + rope], block_table int32 [seqs, max_blocks],
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, latent_dim] in q's dtype, float32 inside.
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     latent_dim: int,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
     rows = cache[:, :, None]

@@ -7,7 +7,7 @@ head h reads KV head h // (heads / kv_heads).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op
@@ -20,22 +20,25 @@ from gristmill.kernels.common import (
     torch_dtype,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 
 def reference(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int = 0,
-    sinks: Any = None,
-    lse: Any = None,
-    workspace: Any = None,
-) -> Any:
+    sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """q [tokens, heads, D], k_cache and v_cache [blocks, block_size, kv_heads, D], block_table int32 [seqs, max_blocks],
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
 

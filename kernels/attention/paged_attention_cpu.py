@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
     attend(

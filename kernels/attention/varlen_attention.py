@@ -7,7 +7,7 @@ rows context_start[i] .. context_start[i+1] of k and v. Query head h reads KV he
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op
@@ -20,18 +20,21 @@ from gristmill.kernels.common import (
     torch_dtype,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 
 def reference(
-    q: Any,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    context_start: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start: torch.Tensor,
+    context_start: torch.Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
-    lse: Any = None,
-) -> Any:
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """q [tokens, heads, Dk], k [ctx, kv_heads, Dk], v [ctx, kv_heads, Dv], query_start and context_start int32 [seqs + 1]
     -> out [tokens, heads, Dv] in q's dtype, float32 inside.
 

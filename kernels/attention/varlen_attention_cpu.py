@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    q: Any,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    context_start: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    context_start: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
-    lse: Any,
-    out: Any,
+    lse: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
     attend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -10,6 +10,9 @@ import triton.language as tl
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -136,10 +139,12 @@ def reshape_and_cache_mla_kernel(
         )
 
 
-def launch(config: Config, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+def launch(
+    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
     tokens, heads, d = key.shape
-    dv, block = value.shape[2], config["block"]
+    dv, block = value.shape[2], int(config["block"])
     blocks, block_size = key_cache.shape[:2]
     key_parts, value_parts = -(-heads * d // block), -(-heads * dv // block)
     if tokens:
@@ -166,9 +171,9 @@ def launch(config: Config, key: Any, value: Any, key_cache: Any, value_cache: An
         )
 
 
-def launch_mla(config: Config, latent: Any, cache: Any, slot_mapping: Any) -> None:
+def launch_mla(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
-    (tokens, d), block = latent.shape, config["block"]
+    (tokens, d), block = latent.shape, int(config["block"])
     blocks, block_size = cache.shape[:2]
     if tokens:
         reshape_and_cache_mla_kernel[(tokens, -(-d // block))](

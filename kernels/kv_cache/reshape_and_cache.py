@@ -6,7 +6,7 @@ any strides are taken as long as a head is contiguous. MLA's single latent has i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
@@ -14,10 +14,19 @@ from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
 
+if TYPE_CHECKING:
+    import torch
+
 NAME = "reshape_and_cache"
 
 
-def reference(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+def reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     """key [T, H, D], value [T, H, Dv]; key_cache [blocks, block_size, H, D] and value_cache [..., H, Dv], written in place.
 
     Token t goes to slot slot_mapping[t] (int64): place slot % block_size of block slot // block_size; −1 = not written.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.kv_cache.slots import check_slots
 from gristmill.kernels.native import best_config, check, cpu_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARGUMENTS = (
     c_void_p,
@@ -27,7 +30,7 @@ ARGUMENTS = (
 )
 
 
-def _store(config: Config, op: str, tokens: Any, cache: Any, slot_mapping: Any) -> None:
+def _store(config: Config, op: str, tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """tokens [T, H, D] -> cache [blocks, block_size, H, D]."""
     item = tokens.element_size()
     blocks, block_size = cache.shape[:2]
@@ -49,13 +52,15 @@ def _store(config: Config, op: str, tokens: Any, cache: Any, slot_mapping: Any) 
         check(code, f"{op}_cpu")
 
 
-def launch(config: Config, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+def launch(
+    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
     _store(config, "reshape_and_cache", key, key_cache, slot_mapping)
     _store(config, "reshape_and_cache", value, value_cache, slot_mapping)
 
 
-def launch_mla(config: Config, latent: Any, cache: Any, slot_mapping: Any) -> None:
+def launch_mla(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
     _store(config, "reshape_and_cache_mla", latent[:, None], cache[:, :, None], slot_mapping)
 

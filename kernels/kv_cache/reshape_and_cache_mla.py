@@ -5,7 +5,7 @@ A separate operation, not reshape_and_cache without values: a plan then knows wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
@@ -13,10 +13,13 @@ from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
 
+if TYPE_CHECKING:
+    import torch
+
 NAME = "reshape_and_cache_mla"
 
 
-def reference(latent: Any, cache: Any, slot_mapping: Any) -> None:
+def reference(latent: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """latent [T, D] (512 + 64 = 576 in DeepSeek); cache [blocks, block_size, D], written in place.
 
     Token t goes to slot slot_mapping[t] (int64): place slot % block_size of block slot // block_size; −1 = not written.

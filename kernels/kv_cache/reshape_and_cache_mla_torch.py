@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.kv_cache.reshape_and_cache_mla import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, latent: Any, cache: Any, slot_mapping: Any) -> None:
+
+def launch(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
     reference(latent, cache, slot_mapping)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.kv_cache.reshape_and_cache import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+
+def launch(
+    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
     reference(key, value, key_cache, value_cache, slot_mapping)
 

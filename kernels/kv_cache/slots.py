@@ -7,12 +7,16 @@ No two tokens of one call may have the same slot.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernels.common import need
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-def check_slots(op: str, slot_mapping: Any, slots: int) -> None:
+
+def check_slots(op: str, slot_mapping: Tensor, slots: int) -> None:
     """On a CPU, ValueError for a slot past the cache; nothing on devices, where looking would synchronise."""
     if slot_mapping.device.type != "cpu" or not slot_mapping.numel():
         return
@@ -20,7 +24,7 @@ def check_slots(op: str, slot_mapping: Any, slots: int) -> None:
     need(most < slots, f"{op}: slot {most} is past the cache of {slots} slots")
 
 
-def store(tokens: Any, cache: Any, slot_mapping: Any) -> None:
+def store(tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """cache[slot // block_size, slot % block_size] = tokens, in plain torch without synchronising.
 
     A token that must not be written repeats another one's write: same slot, same values. If none is to be written, slot 0
@@ -43,7 +47,7 @@ def store(tokens: Any, cache: Any, slot_mapping: Any) -> None:
     cache.index_put_((block, place), values)
 
 
-def random_slots(tokens: int, blocks: int, block_size: int, generator: Any) -> Any:
+def random_slots(tokens: int, blocks: int, block_size: int, generator: torch.Generator) -> Tensor:
     """Distinct slots in random order, about one in five replaced by −1."""
     import torch
 

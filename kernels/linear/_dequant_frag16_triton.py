@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels._packed_rows import gather
@@ -141,15 +141,15 @@ def dequantize(
 
 
 def launch(
-    config: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]: rows of W at a time, then torch's product."""
     tiles, second, perm = weight

@@ -6,7 +6,7 @@ next call. Nobody waits for anybody; the order of the additions is that of arriv
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -18,6 +18,9 @@ from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.common import need_workspace
 from gristmill.kernels.linear._linear_triton import INT4, INT8, SCALE_FLOAT, product, weight_arguments
 from gristmill.kernels.linear.linear_w_triton_atomic import config, flag_bytes, scratch_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -163,14 +166,14 @@ def atomic_kernel(
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K], the six tensors of plain_v1 -> out [..., N or N / 2]. ValueError for a workspace that is too small or elsewhere."""
     import torch
@@ -186,9 +189,9 @@ def launch(
     need_workspace("linear", workspace, size, x.device)
     start = flag_bytes(m, n, config)
     flags, sums = workspace[:start].view(torch.int32), workspace[start:size].view(torch.float32)
-    steps, split = triton.cdiv(sizes[0], config["bk"]), int(config["split"])
-    part = triton.cdiv(steps, split) * config["bk"]
-    grid = (triton.cdiv(columns_out, config["bn"]), triton.cdiv(m, config["bm"]), triton.cdiv(sizes[0], part))
+    bm, bn, bk = int(config["bm"]), int(config["bn"]), int(config["bk"])
+    part = triton.cdiv(triton.cdiv(sizes[0], bk), int(config["split"])) * bk
+    grid = (triton.cdiv(columns_out, bn), triton.cdiv(m, bm), triton.cdiv(sizes[0], part))
     atomic_kernel[grid](
         x,
         *tensors,

@@ -6,7 +6,7 @@ float32, so float32 scales are never rounded. e4m3 and e2m1 are decoded through 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -18,6 +18,9 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.common import row_stride
 from gristmill.kernels.linear.linear_triton import config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DENSE, INT4, E2M1, INT8, E4M3 = range(5)
 FORMATS = {"int4": INT4, "mxfp4": E2M1, "nvfp4": E2M1, "int8": INT8, "fp8": E4M3, "mxfp8": E4M3}
@@ -296,14 +299,14 @@ def linear_kernel(
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K], one dense tensor or the six tensors of plain_v1 -> out [..., N or N / 2]."""
     k, columns_out = x.shape[-1], out.shape[-1]
@@ -311,7 +314,7 @@ def launch(
     if m == 0:
         return
     tensors, sizes, constants = weight_arguments(config, x, weight)
-    grid = (triton.cdiv(columns_out, config["bn"]), triton.cdiv(m, config["bm"]))
+    grid = (triton.cdiv(columns_out, int(config["bn"])), triton.cdiv(m, int(config["bm"])))
     linear_kernel[grid](
         x,
         *tensors,
@@ -332,8 +335,8 @@ def launch(
 
 
 def weight_arguments(
-    config: Config, x: Any, weight: Any
-) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    config: Config, x: Tensor, weight: list[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """What a kernel is given of a weight: its six tensors; (columns, stride of x, bytes of a row, groups); constants."""
     import torch
 
@@ -341,7 +344,7 @@ def weight_arguments(
     scheme = QuantScheme.parse(str(config["scheme"]))
     if scheme.is_dense:
         codes = scales = zeros = row_scale = row_block = perm = weight[0]
-        flags = (False, False, False, False)
+        flags: tuple[bool, ...] = (False,) * 4
         kind, code, columns, groups = DENSE, 0, k, 1
     else:
         codes, scales, zeros, row_scale, row_block, perm = weight

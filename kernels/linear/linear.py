@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import MATRIX, Scalar, Scratch, Tensor, Weight
 from gristmill.kernel_registry.kernel import Kernel
@@ -14,20 +14,28 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.quantized_inputs import misfit, quantized
 
+if TYPE_CHECKING:
+    import torch
+
+    from gristmill.kernel_registry.layout import Layout
+    from gristmill.quant.tensor import QuantTensor
+
+    WeightLike = QuantTensor | torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
+
 EPILOGUE = ("bias", "residual", "silu_mul")
 LONGEST_N, LONGEST_K = 1536, 16384
 """Weights larger than this are verified on a cut-out: every column is an independent sum."""
 
 
 def reference(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    residual: Any = None,
+    x: torch.Tensor,
+    weight: WeightLike,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     silu_mul: bool = False,
     n: int = 0,
-    workspace: Any = None,
-) -> Any:
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [..., K] and a QuantTensor [N, K] (or a dense tensor, or a list of one) -> [..., N], [..., N / 2] with silu_mul.
 
     z = x · Wᵀ + bias; with silu_mul the first N / 2 rows of W are the gate and z = silu(gate) · up; y = z + residual.
@@ -45,7 +53,7 @@ def reference(
     return z.to(x.dtype)
 
 
-def product(x: Any, weight: Any) -> Any:
+def product(x: torch.Tensor, weight: WeightLike) -> torch.Tensor:
     """x · Wᵀ in float32, [..., N]."""
     weight = as_quant(weight)
     wide = x.float()
@@ -56,7 +64,7 @@ def product(x: Any, weight: Any) -> Any:
     return wide @ weight.dequantize().T
 
 
-def as_quant(weight: Any) -> Any:
+def as_quant(weight: WeightLike) -> QuantTensor:
     """A QuantTensor from itself, from a dense tensor, or from a list of one dense tensor."""
     from gristmill.quant.tensor import QuantTensor
 
@@ -89,7 +97,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     m, n, k = problem.integers(*"mnk")
     dtype, scheme = torch_dtype(problem.text("x")), QuantScheme.parse(problem.text("w"))
 
-    def normal(*shape: int) -> Any:
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     x = normal(m, k) * torch.exp(0.5 * normal(m, 1))
@@ -121,7 +129,7 @@ def pack(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
     return given
 
 
-def layout_for(kernel: Any, scheme: QuantScheme) -> Any:
+def layout_for(kernel: Kernel, scheme: QuantScheme) -> Layout:
     """The first layout that `kernel` reads and that holds `scheme`; ValueError if there is none."""
     from gristmill.kernel_registry.registry import default_registry
 
@@ -135,7 +143,10 @@ def layout_for(kernel: Any, scheme: QuantScheme) -> Any:
 
 
 def error(
-    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+    problem: Problem,
+    arguments: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    references: Sequence[torch.Tensor],
 ) -> float:
     """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x, of the worst column.
 

@@ -6,17 +6,20 @@ the same bits mean half there, so bytes are reinterpreted, -0 (NaN in fnuz) beco
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SCHEMES = ("fp8_ch.fp8_token", "fp8.fp8_token")
 
 
-def as_fnuz(values: Any) -> Any:
+def as_fnuz(values: Tensor) -> Tensor:
     """e4m3fn values [...] -> e4m3fnuz of half the value, bit for bit but for -0."""
     import torch
 
@@ -27,14 +30,14 @@ def as_fnuz(values: Any) -> Any:
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K] bf16 or float16, the six tensors of plain_v1 in fp8_ch or fp8 -> out [..., N or N / 2]."""
     import aiter

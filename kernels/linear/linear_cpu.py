@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -12,6 +12,9 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import CPU_DTYPE, dtype_name, need, need_plain, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6)
 FORMATS = {
@@ -32,20 +35,20 @@ _LEVEL = best_config("gm_linear_rows16")
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
     codes, scales, zeros, row_scale, perm = weight
     k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
-    columns = codes.shape[1] * config["columns"]
-    group = config["group"] or columns
+    columns = codes.shape[1] * int(config["columns"])
+    group = int(config["group"]) or columns
     blocks, ordered = -(-rows // 16), perm.numel()
     if codes.shape[0] != blocks or columns < k * (not ordered) or (ordered and ordered != columns):
         raise ValueError(
@@ -85,7 +88,7 @@ def launch(
     check(code, "linear_cpu")
 
 
-def need_slots(op: str, weight: Any, blocks: int) -> None:
+def need_slots(op: str, weight: list[Tensor], blocks: int) -> None:
     """ValueError unless the five tensors of cpu_rows16_v1 for this many blocks of rows are such as C++ reads without asking."""
     codes, scales, zeros, row_scale, perm = weight
     if dtype_name(codes.dtype) != "uint8" or codes.shape[-1] != 64:

@@ -5,23 +5,26 @@ No extra of gristmill installs it: `deep-gemm` on PyPI has no ``fp8_gemm_nt``. O
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K] bf16, the six tensors of plain_v1 in fp8_block -> out [..., N or N / 2].
 

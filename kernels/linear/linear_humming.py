@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOCKS = Workspace(8192, zeroed=True)
 """What CTAs that share a tile wait by; humming leaves it zero."""
@@ -29,14 +32,14 @@ def _text(raw: bytes) -> str:
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K] bf16, the five tensors of humming_v1 -> out [..., N or N / 2]."""
     import torch

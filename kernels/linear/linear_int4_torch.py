@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -10,19 +10,22 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 GROUPS = (32, 64, 128)
 
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
-    out: Any,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [..., K] bf16, the two tensors of tinygemm_v1 -> out [..., N or N / 2]."""
     import torch
@@ -30,7 +33,7 @@ def launch(
     from gristmill.kernels.linear._epilogue import finish_in_torch
 
     z = torch._weight_int4pack_mm(
-        x.reshape(-1, x.shape[-1]).contiguous(), weight[0], config["group"], weight[1]
+        x.reshape(-1, x.shape[-1]).contiguous(), weight[0], int(config["group"]), weight[1]
     )
     width = out.shape[-1]
     finish_in_torch(

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.dtypes import canonical_dtype
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gristmill.kernels.linear.linear import WeightLike
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +35,10 @@ class LinearWeight:
     n: int
     k: int
     act_order: bool
-    packed: Mapping[str, list[Any]]
+    packed: Mapping[str, list[Tensor]]
 
     @staticmethod
-    def pack(weight: Any, layouts: Iterable[str]) -> LinearWeight:
+    def pack(weight: WeightLike, layouts: Iterable[str]) -> LinearWeight:
         """Pack a QuantTensor (or a dense [N, K] tensor) in each of `layouts`; the QuantTensor may be dropped afterwards.
 
         Raises:
@@ -50,7 +57,7 @@ class LinearWeight:
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, packed)
 
     @staticmethod
-    def pack_for(weight: Any, kernel: Any) -> LinearWeight:
+    def pack_for(weight: WeightLike, kernel: Kernel) -> LinearWeight:
         """Pack for one kernel, in its first layout that holds the scheme, or in its library's own order."""
         from gristmill.kernels.linear.linear import as_quant, layout_for, pack
 
@@ -59,11 +66,13 @@ class LinearWeight:
         name = layout_for(kernel, weight.scheme).name if kernel.layouts else kernel.name
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, {name: tensors})
 
-    def problem(self, x: Any, *, bias: bool = False, residual: bool = False, silu_mul: bool = False) -> str:
+    def problem(
+        self, x: torch.dtype | str, *, bias: bool = False, residual: bool = False, silu_mul: bool = False
+    ) -> str:
         """The static problem of a layer with this weight, for activations of dtype `x` (``bfloat16``, a torch.dtype)."""
         return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)
 
-    def tensors(self, layout: str | None = None) -> list[Any]:
+    def tensors(self, layout: str | None = None) -> list[Tensor]:
         """The tensors of a layout (None: the only one); ValueError for one that it is not packed in."""
         if layout is None:
             if len(self.packed) != 1:
@@ -88,7 +97,7 @@ def problem_of(
     scheme: QuantScheme | str,
     n: int,
     k: int,
-    x: Any,
+    x: torch.dtype | str,
     bias: bool = False,
     residual: bool = False,
     silu_mul: bool = False,

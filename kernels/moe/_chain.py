@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.common import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGNMENT = 256
 
@@ -41,7 +44,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
 
 
-def carve(space: Any, like: Any, sizes: Sequence[int]) -> list[Any]:
+def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """uint8 tensors of `sizes` bytes out of a workspace; out of a new allocation when it is None.
 
     ValueError for a workspace that is too small, not contiguous, or on another device than `like`.
@@ -63,7 +66,7 @@ def carve(space: Any, like: Any, sizes: Sequence[int]) -> list[Any]:
     return found
 
 
-def sizes_of(w13: Any, inter: int) -> tuple[int, int]:
+def sizes_of(w13: list[Tensor], inter: int) -> tuple[int, int]:
     """Inner size and experts of packed weights: every layout keeps the experts in front, dense and plain ones the rows next.
 
     ValueError for tiled weights without `inter`.
@@ -77,15 +80,15 @@ def sizes_of(w13: Any, inter: int) -> tuple[int, int]:
 
 def run(
     parts: Parts,
-    x: Any,
-    weights: Any,
-    ids: Any,
-    w13: Any,
-    w2: Any,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
     inner: int,
     experts: int,
-    space: Any,
-    out: Any,
+    space: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the parts."""
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -10,6 +10,9 @@ import triton.language as tl
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -27,11 +30,11 @@ def combine_kernel(y, inverse, weights, out, top_k, width, BLOCK: tl.constexpr):
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, y: Any, inverse: Any, weights: Any, out: Any) -> None:
+def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
     """y [P, H] -> out [T, H]."""
     (tokens, top_k), width = weights.shape, y.shape[1]
     if tokens:
-        block = config["block"]
+        block = int(config["block"])
         combine_kernel[(tokens, triton.cdiv(width, block))](
             y, inverse, weights, out, top_k, width, BLOCK=block, num_warps=config["warps"]
         )

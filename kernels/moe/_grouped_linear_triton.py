@@ -6,7 +6,7 @@ counts the tiles of the experts before it and leaves when it is past the last.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -28,6 +28,9 @@ from gristmill.kernels.linear._linear_triton import (
     product,
 )
 from gristmill.kernels.moe.grouped_linear_triton import config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -172,14 +175,14 @@ def grouped_linear_kernel(
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None,
     top_k: int,
     silu_mul: bool,
     n: int,
-    out: Any,
+    out: Tensor,
 ) -> None:
     """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
     import torch
@@ -190,7 +193,8 @@ def launch(
     scheme = QuantScheme.parse(str(config["scheme"]))
     if scheme.is_dense:
         codes = scales = zeros = row_scale = row_block = perm = weight[0]
-        flags, kind, code, columns, groups, scale_rows = (False,) * 4, DENSE, 0, k, 0, 0
+        flags: tuple[bool, ...] = (False,) * 4
+        kind, code, columns, groups, scale_rows = DENSE, 0, k, 0, 0
     else:
         codes, scales, zeros, row_scale, row_block, perm = weight
         flags = tuple(t.numel() > 0 for t in (zeros, row_scale, row_block, perm))
@@ -198,7 +202,7 @@ def launch(
         code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
         scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
     wide = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
-    bm, bn = config["bm"], config["bn"]
+    bm, bn = int(config["bm"]), int(config["bn"])
     # Each expert wastes less than one tile, and so does the part behind the last.
     tiles = min(m, triton.cdiv(m, bm) + experts + 1)
     grouped_linear_kernel[(triton.cdiv(columns_out, bn), tiles)](

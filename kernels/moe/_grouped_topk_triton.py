@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -11,6 +11,9 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -93,16 +96,16 @@ def grouped_topk_kernel(
 
 def launch(
     config: Config,
-    logits: Any,
+    logits: Tensor,
     top_k: int,
-    bias: Any,
+    bias: Tensor | None,
     n_group: int,
     topk_group: int,
     scoring: str,
     renormalize: bool,
     scale: float,
-    weights: Any,
-    ids: Any,
+    weights: Tensor,
+    ids: Tensor,
 ) -> None:
     """logits [..., E] -> weights, ids [..., top_k]."""
     experts = logits.shape[-1]

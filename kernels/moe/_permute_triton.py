@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -10,6 +10,9 @@ import triton.language as tl
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 1024
 
@@ -53,7 +56,9 @@ def place_kernel(ids, offsets, permutation, inverse, entries, experts, BLOCK: tl
         place += tl.sum(mine.to(tl.int32), 0)
 
 
-def launch(config: Config, ids: Any, experts: int, offsets: Any, permutation: Any, inverse: Any) -> None:
+def launch(
+    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
+) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
     entries = ids.numel()
     block = min(BLOCK, triton.next_power_of_2(max(entries, 16)))

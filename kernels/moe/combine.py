@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
+if TYPE_CHECKING:
+    import torch
 
-def reference(y: Any, inverse: Any, weights: Any) -> Any:
+
+def reference(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """y [P, H], inverse int32 [T * K], weights float32 [T, K] -> [T, H] in y's dtype.
 
     out[t] = sum over k = 0, 1, ... of weights[t, k] * y[inverse[t * K + k]], in float32, rounded once. A negative place

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ARGUMENTS = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int)
 
 
-def launch(config: Config, y: Any, inverse: Any, weights: Any, out: Any) -> None:
+def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
     """y [P, H] -> out [T, H]."""
     tokens, top_k = weights.shape
     code = cpu_function("gm_moe_combine", config["level"], ARGUMENTS)(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.combine import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, y: Any, inverse: Any, weights: Any, out: Any) -> None:
+
+def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
     """y [P, H] -> out [T, H]: one gather and one addition for each k, so that the order is fixed."""
     out.copy_(reference(y, inverse, weights))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
@@ -13,18 +13,24 @@ from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 from gristmill.kernels.linear.linear import as_quant, check, pack
 from gristmill.kernels.quantized_inputs import quantized
 
+if TYPE_CHECKING:
+    import torch
+
+    from gristmill.kernels.linear.linear import WeightLike
+    from gristmill.quant.tensor import QuantTensor
+
 EPILOGUE = ("silu_mul",)
 
 
 def reference(
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any = None,
+    x: torch.Tensor,
+    weight: WeightLike,
+    expert_offsets: torch.Tensor,
+    permutation: torch.Tensor | None = None,
     top_k: int = 1,
     silu_mul: bool = False,
     n: int = 0,
-) -> Any:
+) -> torch.Tensor:
     """x, a QuantTensor [E, N, K] (or one dense tensor, or a list of it), expert_offsets int32 [E + 1] -> [P, N or N / 2].
 
     Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
@@ -80,8 +86,12 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def random_experts(
-    scheme: QuantScheme, shape: tuple[int, int, int], generator: Any, device: str, act_order: bool = False
-) -> Any:
+    scheme: QuantScheme,
+    shape: tuple[int, int, int],
+    generator: torch.Generator,
+    device: str,
+    act_order: bool = False,
+) -> QuantTensor:
     """A QuantTensor [E, N, K] whose rows have very different sizes, so that a wrong row, group or scale shows."""
     import torch
 
@@ -95,7 +105,10 @@ def random_experts(
 
 
 def error(
-    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+    problem: Problem,
+    arguments: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    references: Sequence[torch.Tensor],
 ) -> float:
     """As linear's, with each row measured by its own expert: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K), RMS over rows, the worst column."""
     import torch
@@ -120,7 +133,7 @@ def error(
     return float(delta.square().mean(0).sqrt().max())
 
 
-def behind_silu(z: Any, size: Any) -> Any:
+def behind_silu(z: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     """The size of an error of silu(gate) · up when gate and up, [.., N] = z, have errors of `size`."""
     gate, up = z.chunk(2, -1)
     of_gate, of_up = size.chunk(2, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int32, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -15,6 +15,9 @@ from gristmill.kernels.linear.linear_cpu import E8M0, NONE, TYPES, need_slots
 from gristmill.kernels.linear.linear_cpu import config as linear_config
 from gristmill.kernels.moe.grouped_linear_torch import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEVEL = best_config("gm_grouped_linear")
 
@@ -47,14 +50,14 @@ ARGUMENTS = (
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None,
     top_k: int,
     silu_mul: bool,
     n: int,
-    out: Any,
+    out: Tensor,
 ) -> None:
     """Sorted rows [P, K] and the five tensors of cpu_rows16_v1 -> out [P, N or N / 2]."""
     rows = out.shape[1] * (2 if silu_mul else 1)
@@ -76,11 +79,11 @@ def launch(
     check(code, "grouped_linear_cpu")
 
 
-def weights(config: Config, packed: Any, experts: int, n: int, k: int) -> Weights:
+def weights(config: Config, packed: list[Tensor], experts: int, n: int, k: int) -> Weights:
     """What C++ is told of packed expert weights [experts, n, k]; ValueError if the tensors are not such."""
     codes, scales, zeros, row_scale, perm = packed
-    columns, blocks, ordered = codes.shape[2] * config["columns"], -(-n // 16), perm.numel()
-    group = config["group"] or columns
+    columns, blocks, ordered = codes.shape[2] * int(config["columns"]), -(-n // 16), perm.numel()
+    group = int(config["group"]) or columns
     if (
         codes.shape[:2] != (experts, blocks)
         or columns < k * (not ordered)

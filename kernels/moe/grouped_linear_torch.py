@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -11,17 +11,20 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    x: Any,
-    weight: Any,
-    expert_offsets: Any,
-    permutation: Any,
+    x: Tensor,
+    weight: list[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None,
     top_k: int,
     silu_mul: bool,
     n: int,
-    out: Any,
+    out: Tensor,
 ) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
     from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
@@ -44,7 +47,7 @@ def launch(
     out[ends[-1] :].zero_()
 
 
-def of_expert(weight: Sequence[Any], e: int) -> list[Any]:
+def of_expert(weight: Sequence[Tensor], e: int) -> list[Tensor]:
     """The packed tensors of expert e: row_block of plain_v1 and perm, the last, are shared by all."""
     shared = (4, 5) if len(weight) == 6 else (4,)
     return [t if place in shared or not t.numel() else t[e] for place, t in enumerate(weight)]

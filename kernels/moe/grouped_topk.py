@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_EXPERTS = 4096
 SCORINGS = ("sigmoid", "softmax")
@@ -21,15 +24,15 @@ NEAR_TIE = 1e-6
 
 
 def reference(
-    logits: Any,
+    logits: torch.Tensor,
     top_k: int,
-    bias: Any = None,
+    bias: torch.Tensor | None = None,
     n_group: int = 1,
     topk_group: int = 1,
     scoring: str = "softmax",
     renormalize: bool = True,
     scale: float = 1.0,
-) -> tuple[Any, Any]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [..., E], bias float32 [E] or None -> weights float32 [..., top_k], ids int32 [..., top_k].
 
     score = sigmoid(logit), or softmax over all E, in float32. choice = score + bias. A group (E / n_group neighbours)
@@ -50,7 +53,9 @@ def reference(
     return weights * scale, ids.to(torch.int32)
 
 
-def choose(scores: Any, top_k: int, bias: Any, n_group: int, topk_group: int) -> tuple[Any, Any]:
+def choose(
+    scores: torch.Tensor, top_k: int, bias: torch.Tensor | None, n_group: int, topk_group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores and int64 ids of the experts that float32 scores [..., E] choose."""
     choice = scores if bias is None else scores + bias
     keys = _keys(choice)
@@ -66,7 +71,7 @@ def choose(scores: Any, top_k: int, bias: Any, n_group: int, topk_group: int) ->
     return scores.gather(-1, ids), ids
 
 
-def _keys(values: Any) -> Any:
+def _keys(values: torch.Tensor) -> torch.Tensor:
     """Distinct non-negative int64 keys in the order of float32 values [..., N]; the lower index is the larger of equals."""
     import torch
 
@@ -124,7 +129,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def error(
-    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+    problem: Problem,
+    arguments: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    references: Sequence[torch.Tensor],
 ) -> float:
     """Largest relative error of a weight, infinite when the ids of a row differ from the reference's.
 
@@ -149,7 +157,9 @@ def error(
     return float(delta.max()) if delta.numel() else 0.0
 
 
-def near_ties(logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int, scoring: str) -> Any:
+def near_ties(
+    logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, n_group: int, topk_group: int, scoring: str
+) -> torch.Tensor:
     """Whether each row's decision hangs on a difference below `NEAR_TIE`, which float32 cannot tell: bool [...]."""
     import torch
 
@@ -159,7 +169,7 @@ def near_ties(logits: Any, top_k: int, bias: Any, n_group: int, topk_group: int,
     choice, size = scores + offset, (scores + offset.abs()).expand_as(scores)
     close = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
 
-    def mark(values: Any, sizes: Any, cuts: slice) -> Any:
+    def mark(values: torch.Tensor, sizes: torch.Tensor, cuts: slice) -> torch.Tensor:
         ordered, order = values.sort(-1, descending=True)
         gap = (ordered[..., :-1] - ordered[..., 1:])[..., cuts]
         return ((gap > 0) & (gap < NEAR_TIE * sizes.gather(-1, order)[..., :-1][..., cuts])).any(-1)

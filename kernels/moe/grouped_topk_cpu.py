@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from ctypes import c_float, c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ARGUMENTS = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, *(c_int64,) * 5, c_int, c_int, c_float, c_int)
 
 
 def launch(
     config: Config,
-    logits: Any,
+    logits: Tensor,
     top_k: int,
-    bias: Any,
+    bias: Tensor | None,
     n_group: int,
     topk_group: int,
     scoring: str,
     renormalize: bool,
     scale: float,
-    weights: Any,
-    ids: Any,
+    weights: Tensor,
+    ids: Tensor,
 ) -> None:
     """logits [..., E] -> weights, ids [..., top_k]."""
     experts = logits.shape[-1]

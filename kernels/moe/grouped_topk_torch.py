@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.grouped_topk import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    logits: Any,
+    logits: Tensor,
     top_k: int,
-    bias: Any,
+    bias: Tensor | None,
     n_group: int,
     topk_group: int,
     scoring: str,
     renormalize: bool,
     scale: float,
-    weights: Any,
-    ids: Any,
+    weights: Tensor,
+    ids: Tensor,
 ) -> None:
     """logits [..., E] -> weights, ids [..., top_k]. The reference is plain torch operators: this runs it."""
     found = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)

@@ -6,7 +6,7 @@ Routing (grouped_topk) comes before it; shared experts are the model's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import Scalar, Scratch, Tensor, Weight
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
@@ -17,10 +17,21 @@ from gristmill.kernels.linear.linear import as_quant, pack
 from gristmill.kernels.moe.grouped_linear import behind_silu, random_experts
 from gristmill.kernels.quantized_inputs import misfit
 
+if TYPE_CHECKING:
+    import torch
+
+    from gristmill.kernels.linear.linear import WeightLike
+
 
 def reference(
-    x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int = 0, workspace: Any = None
-) -> Any:
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    w13: WeightLike,
+    w2: WeightLike,
+    inter: int = 0,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
     out[t] = Σₖ weights[t, k] · W2[e] · (silu(gate) · up), with gate, up the halves of W13[e] · x[t] (gate rows first) and
@@ -32,10 +43,10 @@ def reference(
     w13, w2 = as_quant(w13), as_quant(w2)
     wide, terms = x.float(), torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
-        token, k = torch.where(ids == e)
+        token, place = torch.where(ids == e)
         if token.numel():
             gate, up = (wide[token] @ up_proj.dequantize().T).chunk(2, -1)
-            terms[token, k] = (gate * gate.sigmoid() * up) @ down_proj.dequantize().T
+            terms[token, place] = (gate * gate.sigmoid() * up) @ down_proj.dequantize().T
     out = torch.zeros_like(wide)
     for k in range(ids.shape[1]):
         out += weights[:, k, None] * terms[:, k]
@@ -76,7 +87,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def error(
-    problem: Problem, arguments: Sequence[Any], outputs: Sequence[Any], references: Sequence[Any]
+    problem: Problem,
+    arguments: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    references: Sequence[torch.Tensor],
 ) -> float:
     """|Δ| over the size of one product's error behind everything that follows it: RMS of the worst column or worst token.
 

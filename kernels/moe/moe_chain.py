@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -13,9 +13,20 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, step_along_k
 from gristmill.kernels.moe import _chain
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch_torch(
-    config: Config, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
+    config: Config,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    inter: int,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the torch parts; without a workspace it allocates one."""
     from gristmill.kernels.moe import combine_torch, grouped_linear_torch, permute_torch
@@ -28,7 +39,15 @@ def launch_torch(
 
 
 def launch_triton(
-    config: Config, x: Any, weights: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
+    config: Config,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    inter: int,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
     from gristmill.kernels.moe import _combine_triton, _grouped_linear_triton, _permute_triton, combine_triton

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -17,12 +17,23 @@ from gristmill.kernels.moe.grouped_linear_cpu import Weights, weights
 from gristmill.kernels.moe.moe_chain import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _LEVEL = best_config("gm_moe")
 ARGUMENTS = (ctypes.POINTER(Weights), ctypes.POINTER(Weights), *(c_void_p,) * 9, *(c_int64,) * 3, c_int)
 
 
 def launch(
-    config: Config, x: Any, weights_: Any, ids: Any, w13: Any, w2: Any, inter: int, workspace: Any, out: Any
+    config: Config,
+    x: Tensor,
+    weights_: Tensor,
+    ids: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    inter: int,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 
+if TYPE_CHECKING:
+    import torch
 
-def reference(ids: Any, experts: int) -> tuple[Any, Any, Any]:
+
+def reference(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids int32 [T, K] -> expert_offsets int32 [experts + 1], permutation int32 [T * K], inverse int32 [T * K].
 
     Sorted place p holds flat entry permutation[p] = token * K + k; places of expert e are expert_offsets[e] up to

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.native import best_config, check, cpu_function
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ARGUMENTS = (*(c_void_p,) * 4, c_int64, c_int64)
 
 
-def launch(config: Config, ids: Any, experts: int, offsets: Any, permutation: Any, inverse: Any) -> None:
+def launch(
+    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
+) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
     code = cpu_function("gm_moe_permute", config["level"], ARGUMENTS)(
         ids.data_ptr(), offsets.data_ptr(), permutation.data_ptr(), inverse.data_ptr(), ids.numel(), experts

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.permute import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, ids: Any, experts: int, offsets: Any, permutation: Any, inverse: Any) -> None:
+
+def launch(
+    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
+) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
     for out, found in zip((offsets, permutation, inverse), reference(ids, experts), strict=True):
         out.copy_(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -11,6 +11,9 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -61,9 +64,9 @@ def fused_add_rms_norm_kernel(
             tl.store(out + start + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
+def launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
-    n = x.shape[-1]
+    n, block = x.shape[-1], int(config["block"])
     rows = x.numel() // n if n else 0
     if rows:
         fused_add_rms_norm_kernel[(rows,)](
@@ -76,8 +79,8 @@ def launch(config: Config, x: Any, residual: Any, weight: Any, eps: float, out: 
             row_stride(out),
             n,
             eps,
-            BLOCK=config["block"],
-            ONE_PASS=n <= config["block"],
+            BLOCK=block,
+            ONE_PASS=n <= block,
             num_warps=config["warps"],
         )
 

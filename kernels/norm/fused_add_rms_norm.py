@@ -6,15 +6,18 @@ the norm reads what was stored. So the sum is rounded to the dtype once, and nor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
+if TYPE_CHECKING:
+    import torch
 
-def reference(x: Any, residual: Any, weight: Any, eps: float) -> Any:
+
+def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., N], residual [..., N] (becomes x + residual, rounded to its dtype), weight [N] -> normed [..., N].
 
     The norm is computed in float32 from the stored sum and rounded once. The output may be x itself.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
+if TYPE_CHECKING:
+    import torch
 
-def reference(x: Any, weight: Any, eps: float) -> Any:
+
+def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., N], weight [N] -> [..., N] in x's dtype; computed in float32 and rounded once."""
     wide = x.float()
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

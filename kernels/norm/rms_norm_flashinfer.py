@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @cache
-def _host() -> Callable[..., Any]:
+def _host() -> Callable[..., Tensor]:
     from flashinfer.norm import rmsnorm
 
-    return rmsnorm  # type: ignore[no-any-return]
+    host: Callable[..., Tensor] = rmsnorm
+    return host
 
 
-def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
+def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
     n = x.shape[-1]
     # FlashInfer takes rows of any stride; a view of rows that flatten never copies.

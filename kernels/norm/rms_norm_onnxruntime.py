@@ -7,11 +7,14 @@ packed ahead and content may change in place. For comparison: it runs when pinne
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @lru_cache(maxsize=64)
@@ -35,7 +38,7 @@ def _session(kind: str, eps: float, threads: int) -> Any:
     )
 
 
-def launch(config: Config, x: Any, weight: Any, eps: float, out: Any) -> None:
+def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """x [..., N], weight [N] -> out [..., N]; rows that are not next to each other are copied."""
     import numpy
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -10,6 +10,9 @@ import triton.language as tl
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -65,12 +68,14 @@ def rotary_embedding_kernel(
         tl.store(first + HALF, (b * cos + a * sin).to(q.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+def launch(
+    config: Config, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False
+) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
     tokens, q_heads, _ = q.shape
     k_heads = 0 if k is None else k.shape[1]
     k = q if k is None else k
-    heads, (rows, rot) = config["heads"], cos_sin.shape
+    heads, (rows, rot) = int(config["heads"]), cos_sin.shape
     q_tiles, k_tiles = -(-q_heads // heads), -(-k_heads // heads)
     if tokens:
         rotary_embedding_kernel[(tokens, q_tiles + k_tiles)](

@@ -9,7 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -131,7 +135,7 @@ def _mscale(factor: float, coefficient: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 
-def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "float32") -> Any:
+def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "float32") -> Tensor:
     """Radians a position for each pair, [rot / 2], in `precision` (``float32`` or ``float64``)."""
     import torch
 
@@ -158,7 +162,7 @@ def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "
     return plain / torch.tensor(parameters.factors, dtype=dtype)
 
 
-def _llama3(plain: Any, parameters: RopeParameters) -> Any:
+def _llama3(plain: Tensor, parameters: RopeParameters) -> Tensor:
     import torch
 
     low, high, factor = parameters.low_freq_factor, parameters.high_freq_factor, parameters.factor
@@ -183,8 +187,12 @@ def _correction_range(rot: int, parameters: RopeParameters) -> tuple[float, floa
 
 
 def rope_cache(
-    rot: int, positions: int, parameters: RopeParameters, device: Any = "cpu", precision: str = "float32"
-) -> Any:
+    rot: int,
+    positions: int,
+    parameters: RopeParameters,
+    device: torch.device | str = "cpu",
+    precision: str = "float32",
+) -> Tensor:
     """Cosines, then sines, of every position: float32 [positions, rot], as `rotary_embedding` reads it."""
     import torch
 

@@ -8,19 +8,29 @@ the rotated part (GPT-NeoX, Llama) or its neighbours (GPT-J, DeepSeek). Only the
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
 
+if TYPE_CHECKING:
+    import torch
+
 STYLES = ("neox", "gptj")
 TABLE_ROWS = 4096
 """Positions in the table of generated arguments."""
 
 
-def reference(q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool = False,
+) -> None:
     """q [T, Hq, D] and k [T, Hk, D] (or None), written in place; positions int64 [T]; cos_sin float32 [P, rot].
 
     Row p of cos_sin holds the cosines, then the sines, of position p (see `gristmill.kernels.rope.cache`). Computed in
@@ -89,7 +99,12 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=t * (2 * heads * rot * item + rot * 4 + 8), flops=3 * t * heads * rot, unit="fp32")
 
 
-def error(problem: Problem, arguments: Any, outputs: Any, references: Any) -> float:
+def error(
+    problem: Problem,
+    arguments: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    references: Sequence[torch.Tensor],
+) -> float:
     """Largest |Δ| of a rotated element / length of its pair; infinite if an element past the rotated part changed."""
     rot = problem.integer("rot")
     first, second = pairs(rot, problem.text("style") == "gptj")

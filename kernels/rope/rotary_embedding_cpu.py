@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARGUMENTS = (
     c_void_p,
@@ -29,7 +32,9 @@ ARGUMENTS = (
 )
 
 
-def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+def launch(
+    config: Config, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False
+) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
     keys = (None, 0, 0, 0) if k is None else (k.data_ptr(), k.stride(0), k.stride(1), k.shape[1])
     code = cpu_function("gm_rotary_embedding", config["level"], ARGUMENTS)(

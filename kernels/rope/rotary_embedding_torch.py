@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.rope.rotary_embedding import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def launch(config: Config, q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool = False) -> None:
+
+def launch(
+    config: Config, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False
+) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
     reference(q, k, positions, cos_sin, interleaved)
 

@@ -18,7 +18,7 @@ vLLM's Triton filter avoid the sort; they bound by pivots.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -41,6 +41,9 @@ from gristmill.kernels.sampling._sample_search import (
     values_of,
 )
 from gristmill.kernels.sampling.sample_triton import LISTED, carve, group_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -208,8 +211,8 @@ def settle(
 
 
 # A vocabulary of one token would become a constant, on which Triton 3.6 fails to compile.
-@triton.jit(do_not_specialize=["v"])
-def search_kernel(
+@triton.jit(do_not_specialize=["v"])  # type: ignore[call-arg, untyped-decorator]
+def search_kernel(  # type: ignore[no-untyped-def]
     logits,
     temperatures,
     top_ks,
@@ -400,15 +403,15 @@ def pick_kernel(tops, brackets, found, scores, winners, ids, splits, listed, SPL
 
 def launch(
     config: Config,
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any,
-    ids: Any,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    workspace: Tensor | None,
+    ids: Tensor,
 ) -> None:
     """logits [B, V] -> ids [B]. No synchronisation: which rows are filtered is read on the device."""
     rows, v = logits.shape
@@ -440,7 +443,7 @@ def launch(
     unit = float(2 ** min(52, 62 - v.bit_length()))
     long = triton.next_power_of_2(listed)
     grid, each = (rows, splits), (rows,)
-    tiles: dict[str, Any] = {"BLOCK": block, "num_warps": warps}
+    tiles: dict[str, int] = {"BLOCK": block, "num_warps": warps}
     wishes = (top_k, top_p)
     peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
     bound_kernel[each](

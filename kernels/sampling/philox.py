@@ -6,7 +6,12 @@ The stream of a request: key = its 64-bit seed (low word first), counter = (outp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Word = TypeVar("Word", Tensor, int)
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -14,7 +19,9 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+def philox4x32(
+    counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
+) -> tuple[Word, Word, Word, Word]:
     """Four 32-bit words of a 4-word counter and a 2-word key, each an int64 tensor (or int) with values below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -26,7 +33,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tupl
     return c0, c1, c2, c3
 
 
-def token_uniforms(seed: Any, index: Any, vocabulary: int) -> Any:
+def token_uniforms(seed: Tensor, index: Tensor, vocabulary: int) -> Tensor:
     """float64 [B, vocabulary] uniforms in (0, 1) of requests with int64 seed [B] at int64 output index [B].
 
     The top 52 of 64 bits, centred in their cell: odd multiples of 2^-53, symmetric about 1/2, so that both tails of a

@@ -6,12 +6,15 @@ request (see philox.py), so the token depends on the request's own logits, param
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import VECTORS, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.common import ITEM_BYTES, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
@@ -19,15 +22,15 @@ LOGITS = ("fp32", "bf16")
 
 
 def reference(
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any = None,
-) -> Any:
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    index: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """logits [B, V]; for each request temperature, top_p, min_p float32 [B], top_k int32 [B], seed and index (the number of
     the output token) int64 [B] -> ids int64 [B].
 
@@ -56,7 +59,7 @@ def reference(
     return ids.masked_fill(invalid, -1)
 
 
-def kept(z: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+def kept(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Which scaled logits z float32 [B, V] survive: bool [B, V]. The filters and their order are transformers'.
 
     1. top_k (off outside 1...V-1): those below the k-th largest go; all equal to it stay.
@@ -103,7 +106,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     barred[:, 0] = False
     logits[barred] = -torch.inf
 
-    def pick(*values: float) -> Any:
+    def pick(*values: float) -> torch.Tensor:
         return torch.tensor(values)[torch.randint(len(values), (m,), generator=generator)]
 
     parameters = [

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, c_int)
 
 
 def launch(
     config: Config,
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any,
-    ids: Any,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    workspace: Tensor | None,
+    ids: Tensor,
 ) -> None:
     """logits [B, V] -> ids [B]."""
     code = cpu_function("gm_sample", config["level"], ARGUMENTS)(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.sampling.sample import reference
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def launch(
     config: Config,
-    logits: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    index: Any,
-    workspace: Any,
-    ids: Any,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    workspace: Tensor | None,
+    ids: Tensor,
 ) -> None:
     """logits [B, V] -> ids [B]. The reference is plain torch operators without synchronisation: this runs it."""
     ids.copy_(reference(logits, temperature, top_k, top_p, min_p, seed, index))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LISTED = 8192
 """Candidates of a row that have room in the workspace, and in the registers of one program; with more, the search reads the
@@ -86,7 +89,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(sum(_sizes(problem.integer("m"), problem.integer("v"), int(config["splits"]))))
 
 
-def carve(space: Any, like: Any, rows: int, v: int, splits: int) -> list[Any]:
+def carve(space: Tensor | None, like: Tensor, rows: int, v: int, splits: int) -> list[Tensor]:
     """The tensors of `pieces`, in the caller's workspace or, without one, in fresh memory.
 
     ValueError for a workspace that is too small, not contiguous, or on another device than `like`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,8 +86,8 @@ def run(
     config: Config,
     call: Call,
     weight: list[Tensor],
-    bias: Any,
-    residual: Any,
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     scratch: Tensor | None,
     out: Tensor,

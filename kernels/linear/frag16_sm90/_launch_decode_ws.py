@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
@@ -15,11 +13,11 @@ def launch(
     config: Config,
     x: Tensor,
     weight: list[Tensor],
-    bias: Any,
-    residual: Any,
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
+    workspace: Tensor | None,
     out: Tensor,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""

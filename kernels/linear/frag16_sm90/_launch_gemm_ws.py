@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,11 +16,11 @@ def launch(
     config: Config,
     x: Tensor,
     weight: list[Tensor],
-    bias: Any,
-    residual: Any,
+    bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     n: int,
-    workspace: Any,
+    workspace: Tensor | None,
     out: Tensor,
 ) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; any number of rows in one launch."""
@@ -33,11 +31,11 @@ def launch(
         run(entry, config, copyable(call), weight, bias, residual, silu_mul, scratch, out)
 
 
-def _scratch(given: Any, size: int, device: Any) -> Tensor:
+def _scratch(given: Tensor | None, size: int, device: torch.device) -> Tensor:
     """The caller's workspace, or fresh memory. ValueError for one that is too small or elsewhere."""
     if given is None:
         fresh = torch.empty(size, dtype=torch.uint8, device=device)
         fresh[:FLAG_BYTES].zero_()
         return fresh
     need_workspace("linear", given, size, device)
-    return given  # type: ignore[no-any-return]
+    return given
