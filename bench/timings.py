@@ -45,7 +45,7 @@ def kernel_rows(
 
     configs: by kernel, where it is not the default one.
 
-    baseline: what speed-ups are against, timed in the same rounds. seconds: for each kernel, all its timings together.
+    baseline: what speedups are against, timed in the same rounds. seconds: for each kernel, all its timings together.
     all_timings: False for the first of TIMINGS alone.
     """
     rows = {kernel.name: _empty(op, problem, kernel.name) for kernel in kernels}

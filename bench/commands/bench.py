@@ -38,7 +38,7 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option(
     "--baseline",
     metavar="K",
-    help="What speed-ups are against; a pattern such as *_torch picks one for each problem.",
+    help="What speedups are against; a pattern such as *_torch picks one for each problem.",
 )
 @click.option(
     "--config",
@@ -171,7 +171,7 @@ def bench(
 def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:
     timed = [name for name in _HEADS if any(name in row["times"] for row in rows)]
     heads = [_HEADS[name] if here.device != "cpu" else _HEADS[name].removesuffix(" eager") for name in timed]
-    against = ["speed-up"] if baseline else []
+    against = ["speedup"] if baseline else []
     ops = dict.fromkeys(one.op.name for one in wanted)
     several = ["operation"] if len(ops) > 1 else []
     columns = [
@@ -208,7 +208,7 @@ def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baselin
             ]
             for r in rows
         ],
-        right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speed-up"),
+        right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speedup"),
     )
 
 

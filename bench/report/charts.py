@@ -10,19 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from gristmill.bench.report.looks import Look
+
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 26, 40
 LINE = 13
 """Height of a line of text."""
-
-COLOURS = 8
-SHAPES = (
-    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
-    "m-3.6-3.6h7.2v7.2h-7.2z",
-    "m0-4.8l4.6 8h-9.2z",
-    "m0-5l5 5l-5 5l-5-5z",
-)
-"""Outlines of marks about their centre. Series differ in colour and in shape: 32 of them before a look comes again."""
 
 LABELLED = 10
 """Series whose names fit beside a chart; more have a legend below it."""
@@ -49,11 +42,11 @@ class Mark:
 
 @dataclass
 class Series:
-    """Marks of one look. name: as drawn; title: in full. joined: with a line through them."""
+    """Marks that are drawn alike. name: as drawn; title: in full. joined: connected by a line."""
 
     name: str
     title: str
-    look: int
+    look: Look
     marks: list[Mark] = field(default_factory=list)
     joined: bool = False
 
@@ -106,17 +99,9 @@ def legend(series: Sequence[Series]) -> str:
     return f'<ul class="legend">{"".join(f"<li>{key(one.look)}{html.escape(one.name)}</li>" for one in series)}</ul>'
 
 
-def key(look: int) -> str:
-    """A mark by itself, for legends and tables."""
-    return f'<svg class="key" viewBox="-6 -6 12 12" aria-hidden="true"><path class="mark {_colour(look)}" d="M0 0{_shape(look)}"/></svg>'
-
-
-def _colour(look: int) -> str:
-    return f"c{look % COLOURS}"
-
-
-def _shape(look: int) -> str:
-    return SHAPES[(look + look // COLOURS) % len(SHAPES)]
+def key(look: Look) -> str:
+    """A single mark, for legends and tables."""
+    return f'<svg class="key" viewBox="-6 -6 12 12" aria-hidden="true"><path class="mark {look.classes}" d="M0 0{look.outline}"/></svg>'
 
 
 def _frame(x: Axis, y: Axis, across: _Scale, up: _Scale, edge: float) -> str:
@@ -154,21 +139,21 @@ def _roof(roof: Roof, place: Place) -> str:
 
 
 def _series(one: Series, place: Place) -> str:
-    colour, shape, parts = _colour(one.look), _shape(one.look), []
+    classes, shape, parts = one.look.classes, one.look.outline, []
     spots = [place(mark.x, mark.y) for mark in one.marks]
     if one.joined and len(spots) > 1:
-        parts.append(f'<path class="line {colour}" d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in spots)}"/>')
+        parts.append(f'<path class="line {classes}" d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in spots)}"/>')
     for mark, (a, b) in zip(one.marks, spots, strict=True):
         if mark.low and mark.high:
             (_, low), (_, high) = place(mark.x, mark.low), place(mark.x, mark.high)
-            parts.append(f'<path class="bar {colour}" d="M{a:.1f} {low:.1f}V{high:.1f}"/>')
+            parts.append(f'<path class="bar c{one.look.colour}" d="M{a:.1f} {low:.1f}V{high:.1f}"/>')
         if mark.note:
             parts.append(
                 f'<circle class="ring" cx="{a:.1f}" cy="{b:.1f}" r="8"/>'
                 f'<text x="{a - 8:.1f}" y="{max(b - 8, TOP + 9):.1f}" class="end note">{html.escape(mark.note)}</text>'
             )
         parts.append(
-            f'<path class="mark {colour}" d="M{a:.1f} {b:.1f}{shape}" data-row="{mark.row}" role="button" tabindex="-1">'
+            f'<path class="mark {classes}" d="M{a:.1f} {b:.1f}{shape}" data-row="{mark.row}" role="button" tabindex="-1">'
             f"<title>{html.escape(mark.label)}</title></path>"
         )
     return "".join(parts)
@@ -186,7 +171,7 @@ def _names(series: Sequence[Series], place: Place, edge: float) -> str:
         if edge - a > 12 or abs(height - b) > 4:
             parts.append(f'<path class="lead" d="M{a + 5:.1f} {b:.1f}L{edge + 6:.1f} {height:.1f}"/>')
         parts.append(
-            f'<text x="{edge + 8:.1f}" y="{height + 4:.1f}" class="direct {_colour(one.look)}">{html.escape(name)}'
+            f'<text x="{edge + 8:.1f}" y="{height + 4:.1f}" class="direct c{one.look.colour}">{html.escape(name)}'
             f"<title>{html.escape(one.title)}</title></text>"
         )
     return "".join(parts)

@@ -1,5 +1,5 @@
-"""Result files as one page that needs no network: rooflines, time by size, who is fastest, history, and behind every point
-the command that repeats it.
+"""Result files as one page that needs no network: rooflines, time by size, fastest kernels, history, and for every point
+the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import json
 from importlib import resources
 
 from gristmill.bench.report import sections
-from gristmill.bench.report.charts import COLOURS, broken, key, number
+from gristmill.bench.report.charts import broken, key, number
+from gristmill.bench.report.looks import COLOURS, Look, Looks, looks
 from gristmill.bench.report.rows import Files, PageRow, page_rows
 from gristmill.bench.result_file import device_of, timed
 
@@ -18,7 +19,7 @@ COLUMNS = (
     "operation",
     "problem",
     "kernel",
-    "µs a call",
+    "µs per call",
     "spread",
     "GB/s",
     "TFLOP/s",
@@ -28,7 +29,7 @@ COLUMNS = (
     "file",
 )
 FEW_FILES = 4
-"""Files that are told of at once; more are folded away."""
+"""Number of files that are listed directly; more are collapsed."""
 
 NUMBERS = frozenset(COLUMNS[4:10])
 
@@ -36,7 +37,7 @@ NUMBERS = frozenset(COLUMNS[4:10])
 def page(files: Files, title: str = "kernelbench") -> str:
     """The page for (name, content) pairs of result files."""
     rows = page_rows(files)
-    shown = sections.looks(rows)
+    shown = looks(rows)
     parts = {
         "Files": _about(files),
         "Rooflines": sections.rooflines(files, rows, shown),
@@ -67,17 +68,17 @@ def _asset(name: str) -> str:
 
 
 def _shown(row: PageRow) -> dict[str, object]:
-    """What the panel tells of a row; nothing that is unknown."""
+    """The entries of the panel for a row; unknown values are left out."""
     spread = f"{number(row.low)} to {number(row.high)} µs" if row.low and row.high else None
     found = {
         "kernel": row.series,
         "op": row.op,
         "problem": row.problem,
-        "time": f"{number(row.us)} µs a call",
+        "time": f"{number(row.us)} µs per call",
         "timed": row.timing,
-        "middle half": spread,
+        "interquartile range": spread,
         **{name: f"{number(us)} µs" for name, us in row.others.items()},
-        "speed-up": row.speedup and f"{row.speedup[1]:.2f}× {row.speedup[0]}",
+        "speedup": row.speedup and f"{row.speedup[1]:.2f}× {row.speedup[0]}",
         "rate": row.tflops and f"{number(row.tflops)} TFLOP/s",
         "memory": row.gbs and f"{number(row.gbs)} GB/s",
         "of floor": row.floor and _share(row),
@@ -105,7 +106,7 @@ def _summary(files: Files, rows: list[PageRow]) -> str:
 
 
 def _about(files: Files) -> str:
-    """Where every file comes from."""
+    """The origin of every file."""
     items = []
     for name, data in files:
         env = data.get("environment", {})
@@ -115,9 +116,9 @@ def _about(files: Files) -> str:
             str(env.get("toolchain") or ""),
             f"{len(timed(data))} of {len(data['rows'])} rows timed",
         ]
-        asked = f"<code>{html.escape(str(env['command']))}</code>" if env.get("command") else ""
+        command = f"<code>{html.escape(str(env['command']))}</code>" if env.get("command") else ""
         items.append(
-            f"<li><b>{html.escape(name)}</b> {html.escape(' · '.join(filter(None, facts)))}{asked}</li>"
+            f"<li><b>{html.escape(name)}</b> {html.escape(' · '.join(filter(None, facts)))}{command}</li>"
         )
     unfolded = " open" if len(files) <= FEW_FILES else ""
     return (
@@ -127,7 +128,7 @@ def _about(files: Files) -> str:
     )
 
 
-def _table(rows: list[PageRow], shown: sections.Looks) -> str:
+def _table(rows: list[PageRow], shown: Looks) -> str:
     head = "".join(
         f'<th scope="col"{" class=number" if name in NUMBERS else ""}>{name}</th>' for name in COLUMNS
     )
@@ -140,14 +141,14 @@ def _table(rows: list[PageRow], shown: sections.Looks) -> str:
     return sections.section(
         "rows",
         "All rows",
-        "Spread is the middle half of the samples over their median; of floor, the time that bytes, "
-        "arithmetic and launch must take at least, over the time taken. A column's heading sorts by it.",
+        "Spread: interquartile range over median of the samples. Of floor: the least time for bytes, arithmetic and launch, "
+        "divided by the measured time. Click a column heading to sort.",
         [table] if rows else [],
         "No row of these files has a time.",
     )
 
 
-def _line(row: PageRow, look: int) -> str:
+def _line(row: PageRow, look: Look) -> str:
     spread = (row.high - row.low) / row.us if row.low and row.high else None
     numbers = [
         (row.us, number(row.us)),
@@ -172,12 +173,12 @@ def _line(row: PageRow, look: int) -> str:
 
 
 def _share(row: PageRow) -> str:
-    """The share of the floor; one above 100 % says that it cannot be."""
+    """The share of the floor; above 100 %, with the note that the floor was measured too high."""
     return f"{row.floor:.0%}" + (" (above its floor: measured too high)" if (row.floor or 0) > 1 else "")
 
 
 def _untimed(files: Files) -> str:
-    """Rows without a time and why, so that a kernel's absence from a chart is no riddle."""
+    """Rows without a time, and the reason why a kernel is missing from a chart."""
     lines = [
         f"<tr><td>{html.escape(str(row['op']))}</td><td>{broken(str(row['problem']))}</td><td>{html.escape(str(row['kernel']))}</td>"
         f"<td>{html.escape(str(row.get('verdict') or ''))}</td><td>{html.escape(str(row.get('reason') or 'no reason given'))}</td>"

@@ -1,4 +1,4 @@
-"""The rows of result files, made ready for the page: rates, spread, which device and which series they belong to."""
+"""The rows of result files, prepared for the page: rates, spread, device, provider and series."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Files = Sequence[tuple[str, dict[str, Any]]]
 
 @dataclass
 class PageRow:
-    """A row that has a time. us: median microseconds a call; low, high: the middle half of its samples, None with fewer
-    than three; margin: microseconds within which the median is known, None with fewer than five.
+    """A row that has a time. us: median microseconds per call; low, high: the quartiles of its samples, None with fewer
+    than three; margin: uncertainty of the median in microseconds, None with fewer than five.
 
-    series: the kernel, and how it was timed where that is not the usual way. static: the problem without what changes from
-    call to call; size: that, where it is one number. bytes, flops, unit: the problem's cost, None where the operation or an
-    axis is unknown today. floor: measured floor over measured time. timing: how calls were timed, "" where the file does not
-    say; others: microseconds as timed otherwise (hot, eager). speedup: over what, and how many times as fast.
+    provider: whose kernel it is. series: the kernel, and its timing mode if that is not the default. static: the problem without
+    its dynamic axes; size: the dynamic axis, if there is one. bytes, flops, unit: the cost of the problem, None if the operation
+    or an axis no longer exists. floor: measured floor over measured time. timing: the timing mode, "" if the file has none;
+    others: microseconds in other timing modes (hot, eager). speedup: the baseline and the speedup over it.
     """
 
     number: int
@@ -33,6 +33,7 @@ class PageRow:
     op: str
     problem: str
     kernel: str
+    provider: str
     series: str
     us: float
     low: float | None
@@ -65,6 +66,14 @@ def page_rows(files: Files) -> list[PageRow]:
     return [_row(number, *pair) for number, pair in enumerate(pairs)]
 
 
+def provider_of(op: str, kernel: str) -> str:
+    """The provider of a kernel; of a kernel that is not registered, the last part of its name, such as humming."""
+    try:
+        return default_registry().kernel(op, kernel).provider
+    except UnknownError:
+        return kernel.rpartition("_")[2]
+
+
 def latest(rows: Iterable[PageRow]) -> list[PageRow]:
     """Of rows that measure the same on the same device, the newest; of undated ones, the last."""
     found: dict[tuple[str, ...], PageRow] = {}
@@ -74,7 +83,7 @@ def latest(rows: Iterable[PageRow]) -> list[PageRow]:
 
 
 def tied(first: PageRow, second: PageRow) -> bool:
-    """Whether the samples leave open which of two is faster."""
+    """Whether the samples do not separate two rows."""
     return abs(first.us - second.us) <= (first.margin or 0.0) + (second.margin or 0.0)
 
 
@@ -91,6 +100,7 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
         op=row["op"],
         problem=row["problem"],
         kernel=row["kernel"],
+        provider=provider_of(row["op"], row["kernel"]),
         series=result_file.series(row, target),
         us=us,
         low=None if few else low,
@@ -119,7 +129,7 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
         op = default_registry().op(found.op)
         problem = op.problem(found.problem)
     except (UnknownError, ValueError):
-        return found  # of an operation or an axis of another day: its times still are times
+        return found  # the operation or an axis no longer exists; the times are still shown
     cost = op.cost(problem)
     found.bytes, found.flops, found.unit, found.static = (
         cost.bytes,

@@ -1,4 +1,4 @@
-"""The page's sections: rooflines, time by size, who is fastest, history. Each says so where it has nothing to show."""
+"""The sections of the page: rooflines, time by size, fastest kernels, history. A section without data says why."""
 
 from __future__ import annotations
 
@@ -9,27 +9,17 @@ from typing import Any
 
 from gristmill.bench.history import Series as RowHistory
 from gristmill.bench.history import history
-from gristmill.bench.report.charts import COLOURS, Axis, Mark, Roof, Series, broken, chart, key, number
+from gristmill.bench.report.charts import Axis, Mark, Roof, Series, broken, chart, key, number
+from gristmill.bench.report.looks import Looks
 from gristmill.bench.report.rows import Files, PageRow, latest, tied
 from gristmill.bench.result_file import device_of
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
-Looks = dict[tuple[str, str], int]
-"""Looks of series by operation: equal everywhere on the page."""
-
-BARS = "Bars span the middle half of the samples."
-
-
-def looks(rows: Iterable[PageRow]) -> Looks:
-    """A look for every series, counted within its operation."""
-    found: dict[str, set[str]] = {}
-    for row in rows:
-        found.setdefault(row.op, set()).add(row.series)
-    return {(op, series): n for op, names in found.items() for n, series in enumerate(sorted(names))}
+BARS = "Bars span the interquartile range of the samples."
 
 
 def label(row: PageRow) -> str:
-    """What a mark is called."""
+    """The accessible name of a mark."""
     return f"{row.series} {row.problem}: {number(row.us)} µs"
 
 
@@ -45,7 +35,7 @@ def charts(found: Sequence[str]) -> list[str]:
 
 
 def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
-    """One chart a device and operation: arithmetic intensity against the rate reached, under the ceilings measured there."""
+    """One chart per device and operation: throughput against arithmetic intensity, under the ceilings measured there."""
     limits: dict[tuple[str, str], dict[str, Any]] = {}
     for _, data in sorted(files, key=lambda pair: str(pair[1].get("when") or "")):
         for op in {row["op"] for row in data["rows"]} if data.get("ceilings") else ():
@@ -72,7 +62,7 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
             chart(
                 op,
                 list(series.values()),
-                Axis("operations a byte"),
+                Axis("operations per byte"),
                 Axis("TFLOP/s"),
                 _roofs(limits[device, op], members),
                 device,
@@ -81,9 +71,10 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     return section(
         "rooflines",
         "Rooflines",
-        f"The rate reached, under the memory and compute ceilings measured on the same device. {BARS}",
+        f"Throughput under the memory and compute ceilings measured on the same device. A provider has the same colour and mark on "
+        f"every chart; the fill tells its kernels apart. {BARS}",
         charts(found),
-        "No file says its ceilings, so there is no roof to draw; those of <code>kernelbench bench --results</code> do.",
+        "No file contains measured ceilings; <code>kernelbench bench --results</code> writes them.",
     )
 
 
@@ -133,7 +124,7 @@ def shapes(rows: Iterable[PageRow]) -> dict[tuple[str, str, str], list[PageRow]]
 
 
 def size_name(op: str) -> str:
-    """The size axis, as the operation explains it."""
+    """The size axis, with the operation's description."""
     try:
         known = default_registry().op(op)
         return next(f"{axis.name}: {axis.help}" for axis in known.axes if axis.name == known.bucket)
@@ -142,7 +133,7 @@ def size_name(op: str) -> str:
 
 
 def latency(rows: Sequence[PageRow], shown: Looks) -> str:
-    """Time against the size of the batch: one chart a device, operation and shape, one line a kernel."""
+    """Time against batch size: one chart per device, operation and shape, one line per kernel."""
     found = []
     for (device, op, shape), members in shapes(rows).items():
         sizes = sorted({row.size for row in members if row.size})
@@ -161,21 +152,21 @@ def latency(rows: Sequence[PageRow], shown: Looks) -> str:
                 f"{op} {shape}",
                 list(series.values()),
                 Axis(size_name(op), ticks),
-                Axis("µs a call"),
+                Axis("µs per call"),
                 about=device,
             )
         )
     return section(
         "latency",
         "Time by size",
-        f"Median microseconds a call; lower is better, both axes logarithmic. {BARS}",
+        f"Median microseconds per call; lower is better; both axes are logarithmic. {BARS}",
         charts(found),
-        "No operation and shape was measured at two sizes or more.",
+        "No operation and shape was measured at two or more sizes.",
     )
 
 
 def winners(rows: Sequence[PageRow], shown: Looks) -> str:
-    """Who is fastest: a table a device and operation, shapes down, sizes across."""
+    """The fastest kernels: one table per device and operation, with a row per shape and a column per size."""
     tables: dict[tuple[str, str], dict[str, dict[int, list[PageRow]]]] = {}
     for (device, op, shape), members in shapes(rows).items():
         for row in members:
@@ -202,10 +193,10 @@ def winners(rows: Sequence[PageRow], shown: Looks) -> str:
     return section(
         "winners",
         "Fastest, by shape and size",
-        "The fastest kernel, and how many times as long the second takes: the more, the deeper its colour. <em>tie</em>: the samples "
-        "leave the order of the two open. <em>alone</em>: nothing else was measured.",
+        "The fastest kernel, and its speedup over the second; a darker cell is a larger speedup. <em>tie</em>: the samples "
+        "do not separate the two. <em>alone</em>: no other kernel was measured.",
         found,
-        "No problem was measured with two kernels or more.",
+        "No problem was measured with two or more kernels.",
     )
 
 
@@ -223,7 +214,7 @@ def _cell(rows: Sequence[PageRow], shown: Looks) -> str:
         lead = f"{order[1].us / best.us:.2f}×"
         tint = min(34, 8 + 12 * math.log2(order[1].us / best.us))
     return (
-        f'<td class="c{look % COLOURS}{kind}" style="--tint:{tint:.0f}%"><button type="button" data-row="{best.number}">{key(look)}'
+        f'<td class="c{look.colour}{kind}" style="--tint:{tint:.0f}%"><button type="button" data-row="{best.number}">{key(look)}'
         f"{html.escape(best.short)}<small>{number(best.us)} µs, {html.escape(lead)}</small></button></td>"
     )
 
@@ -244,7 +235,7 @@ def _changes(lines: Sequence[str]) -> list[str]:
 
 
 def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
-    """Rows that several files have, in order of their dates, with the changes that the samples bear out."""
+    """Rows that several files contain, by date, with the changes that the samples support."""
     where = {(row.file, row.op, row.problem, row.series, row.device): row for row in rows}
     groups: dict[tuple[str, str, str], list[RowHistory]] = {}
     for one in history(files):
@@ -294,7 +285,7 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
             f"{op} {problem}",
             series,
             Axis("files, by date", ticks, log=False),
-            Axis("µs a call"),
+            Axis("µs per call"),
             about=device,
         )
         (changed if changes else steady).append(drawn)
@@ -311,8 +302,8 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     return section(
         "history",
         "History",
-        "Rows that several files have, in order of their dates, not to scale. A ring marks a change: more than 5&nbsp;%, and more than the "
-        f"samples' spread on both sides allows. {BARS}",
+        "Rows that several files contain, by date, not to scale. A ring marks a change of more than 5&nbsp;% that also exceeds the "
+        f"spread of the samples on both sides. {BARS}",
         found,
-        "No row is in two files or more, so there is no history.",
+        "No row is in two or more files, so there is no history.",
     )

@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.bench.cli import cli
+from gristmill.bench.report import page as page_module
 from gristmill.bench.report.charts import LINE, spread
+from gristmill.bench.report.looks import COLOURS, SHAPES, Look, provider_look
 from gristmill.bench.report.page import page
 
 
@@ -158,9 +160,9 @@ def test_a_point_tells_its_other_timings_and_its_speed_up() -> None:
     assert (
         kept[0]["timed"] == "eager,cold"
         and kept[0]["eager,hot"] == "7.00 µs"
-        and kept[0]["speed-up"] == "1.25× linear_torch"
+        and kept[0]["speedup"] == "1.25× linear_torch"
     )
-    assert "eager,cold" not in kept[0] and "eager,hot" not in kept[1] and "speed-up" not in kept[1]
+    assert "eager,cold" not in kept[0] and "eager,hot" not in kept[1] and "speedup" not in kept[1]
 
 
 def test_rows_without_a_time_say_why() -> None:
@@ -228,3 +230,74 @@ def test_a_time_below_its_floor_is_marked() -> None:
     for row, share in zip(data["rows"], (0.5, 1.0, 1.05, 2.0), strict=True):
         row["fraction_of_floor"] = share
     assert page([("a.json", data)]).count("above its floor") == 2 * 2  # in the table, and in the panel's data
+
+
+def drawn(text: str, providers: dict[str, str]) -> dict[str, set[tuple[str, str]]]:
+    """Provider -> the (colour, outline) of its marks, in charts, legends, tables and cells of a page."""
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    found: dict[str, set[tuple[str, str]]] = {}
+    for colour, outline, row in re.findall(
+        r'<path class="mark (c\d) v\d" d="M[\d.]+ [\d.]+(m[^"]*)" data-row="(\d+)"', text
+    ):
+        found.setdefault(providers[data[int(row)]["kernel"]], set()).add((colour, outline))
+    for colour, outline, kernel in re.findall(
+        r'<path class="mark (c\d) v\d" d="M0 0(m[^"]*)"/></svg>([a-z_0-9]+)</td>', text
+    ):
+        found.setdefault(providers[kernel], set()).add((colour, outline))
+    return found
+
+
+def of_kernels(op: str, kernels: tuple[str, ...], shape: str) -> dict:
+    data = content(0)
+    data["rows"] = [
+        {"op": op, "problem": f"m={m},{shape}", "kernel": kernel, "us": 5.0 + m + place}
+        for place, kernel in enumerate(kernels)
+        for m in (1, 16)
+    ]
+    return data
+
+
+PROVIDERS = {
+    "linear_cpu": "gristmill",
+    "linear_w_triton": "gristmill",
+    "linear_humming": "humming",
+    "linear_torch": "torch",
+    "rms_norm_flashinfer": "flashinfer",
+    "rms_norm_torch": "torch",
+    "rms_norm_triton": "gristmill",
+}
+LINEAR = of_kernels(
+    "linear", ("linear_torch", "linear_humming", "linear_w_triton", "linear_cpu"), "n=512,k=4096"
+)
+NORMS = of_kernels("rms_norm", ("rms_norm_triton", "rms_norm_flashinfer", "rms_norm_torch"), "n=4096")
+
+
+def test_a_provider_has_one_colour_and_mark_on_every_chart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [
+        page([("a.json", LINEAR)]),
+        page([("a.json", LINEAR), ("b.json", NORMS)]),
+        page([("b.json", NORMS)]),
+    ]
+    seen: dict[str, set[tuple[str, str]]] = {}
+    for text in pages:
+        for provider, marks in drawn(text, PROVIDERS).items():
+            seen.setdefault(provider, set()).update(marks)
+    assert seen.keys() == set(PROVIDERS.values())
+    assert all(len(marks) == 1 for marks in seen.values()), seen
+    assert len(set().union(*seen.values())) == len(seen), "two providers are drawn alike"
+
+    # The fault: colours by order of appearance.
+    def by_order(rows: list) -> dict:
+        series = dict.fromkeys((row.op, row.series) for row in rows)
+        return {key: Look(n % COLOURS, n % len(SHAPES)) for n, key in enumerate(series)}
+
+    monkeypatch.setattr(page_module, "looks", by_order)
+    wrong = drawn(page([("a.json", LINEAR), ("b.json", NORMS)]), PROVIDERS)
+    assert any(len(marks) > 1 for marks in wrong.values())
+
+
+def test_kernels_of_one_provider_differ_in_their_fill() -> None:
+    marks = set(re.findall(r'class="(mark c0 v\d)"', page([("a.json", LINEAR)])))
+    assert marks == {"mark c0 v0", "mark c0 v1"}
+    other = provider_look("someone")
+    assert other == provider_look("someone") and other.colour == COLOURS - 1

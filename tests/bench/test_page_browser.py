@@ -145,7 +145,7 @@ def test_the_table_filters_and_sorts(chromium: Any, report: Path) -> None:
             f"{seen.count()} of "
         )
         found.page.locator("#filter").fill("")
-        head = found.page.locator("#all th", has_text="µs a call")
+        head = found.page.locator("#all th", has_text="µs per call")
         for order, turned in (("ascending", False), ("descending", True)):
             head.locator("button").click()
             assert head.get_attribute("aria-sort") == order

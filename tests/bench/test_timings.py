@@ -1,4 +1,4 @@
-"""bench and compare: timings side by side, speed-ups, gaps by name, suites and models, and what a wrong kernel gets."""
+"""bench and compare: timings side by side, speedups, gaps by name, suites and models, and what a wrong kernel gets."""
 
 from __future__ import annotations
 
