@@ -45,7 +45,7 @@ class CeilingsError(ValueError):
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits. read_gbs, copy_gbs: 1e9 bytes a second, cold; a copy counts what it reads and what it writes.
+    """Measured limits. read_gbs, copy_gbs: 1e9 bytes per second, cold; a copy counts what it reads and what it writes.
     tflops: (dtype, dense matrix rate; multiply-add = 2). launch_us: the least that a call takes on the device.
     throttled: what held the device back while they were measured, in words; then they may be too low.
     """
@@ -111,8 +111,8 @@ class Floor:
 
 
 def row_floor(cost: Cost, device: str, us: float, *, captured: bool, hot: bool) -> Floor:
-    """The floor of a row that took `us` microseconds a call, timed as a graph or eagerly, its arguments in the cache or as far from
-    it as a rotation of lists puts them. Reads the bytes once a process, and once more where the row was faster."""
+    """The floor of a row that took `us` microseconds per call, timed as a graph or eagerly, its arguments in the cache or as far from
+    it as a rotation of lists puts them. Reads the bytes once per process, and once more where the row was faster."""
     read = reading(
         device, cost.bytes, copies=list_count(cost.bytes, device, hot=hot), captured=captured, beaten=us
     )
@@ -245,7 +245,7 @@ def _measured(device: str, size: int, rounds: int, products: Sequence[str]) -> C
 
 
 def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: int) -> float | None:
-    """1e12 operations a second of a square matrix product; None where torch has no such product for the device."""
+    """1e12 operations per second of a square matrix product; None where torch has no such product for the device."""
     # On few cores a small product, that ends before it is disturbed; many need a large one to be busy.
     size = 8192 if device.startswith("cuda") else 512 if torch.get_num_threads() <= 4 else 2048
     try:

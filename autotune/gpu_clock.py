@@ -10,7 +10,7 @@ SM = 1
 
 
 def sm_clock(device: str) -> Callable[[], float | None] | None:
-    """A function that reads the present clock in MHz (some microseconds a call; None where it cannot); None without one.
+    """A function that reads the present clock in MHz (some microseconds per call; None where it cannot); None without one.
 
     The device is found by its UUID, since torch and the driver may count devices differently.
     """

@@ -19,6 +19,7 @@ import torch
 from gristmill.autotune.clock import now
 from gristmill.autotune.device import free_bytes, on_device
 from gristmill.autotune.timing import GPU_CALLS, Timed, cold_bytes
+from gristmill.kernel_registry.scheme import cdiv
 
 ROUNDS, LEAST, SECONDS = 7, 3, 0.05
 """Samples of each kernel; fewer, down to the least number, where they take longer than that together."""
@@ -52,7 +53,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """A way of reading. call: reads one copy. total: the sum of all that the last call read; asked once a call."""
+    """A way of reading. call: reads one copy. total: the sum of all that the last call read; asked once per call."""
 
     name: str
     call: Callable[[torch.Tensor], object]
@@ -64,7 +65,7 @@ _memory: dict[str, torch.Tensor] = {}
 
 
 def reading(device: str, size: int, *, copies: int, captured: bool, beaten: float = math.inf) -> Reading:
-    """The time of reading `size` bytes (the whole lines of 64 among them, one at least), measured once a process.
+    """The time of reading `size` bytes (the whole lines of 64 among them, one at least), measured once per process.
 
     copies: how many lie beside each other and are read in turn; 1 = they stay in the cache. captured: on a GPU, as a graph.
     beaten: microseconds that something took which cannot be faster than this: where it was, the read is measured once more, since
@@ -89,7 +90,7 @@ def forget() -> None:
 
 def _measured(device: str, size: int, copies: int, captured: bool) -> Reading:
     count = LINE * max(1, size // (4 * LINE))
-    step = -(-count // STEP) * STEP
+    step = cdiv(count, STEP) * STEP
     need, free = 4 * step * copies, free_bytes(device)
     held = _memory[device].nbytes if device in _memory else 0
     absent = Reading(
@@ -154,7 +155,7 @@ def _triton(data: torch.Tensor, count: int) -> Iterator[Reader]:
     from gristmill.autotune import _reading_triton as code
 
     for block, parts, warps in code.SHAPES:
-        programs = -(-count // (block * parts))
+        programs = cdiv(count, block * parts)
         sink = torch.zeros(programs, dtype=torch.int32, device=data.device)
 
         def call(

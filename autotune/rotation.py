@@ -41,9 +41,9 @@ class _Set:
     content: int
 
 
-class _Knot(NamedTuple):
-    """What ties an argument list to its neighbours. flag: the last byte of its result; element: one number of its input, and
-    kept: the same elsewhere."""
+class _Dependency(NamedTuple):
+    """Makes a call depend on the one before it. flag: the last byte of this list's result; element: the first number of its
+    input; kept: a copy of that number."""
 
     flag: torch.Tensor
     element: torch.Tensor
@@ -114,7 +114,7 @@ class Rotation:
         begin = _now()
         self._take(contents)
         self._quick = contents.seconds + _now() - begin < PATIENCE
-        self._knots: list[_Knot] = []
+        self._dependencies: list[_Dependency] = []
         self.sets = [
             self._set(index % CONTENTS)
             for index in range(list_count(op.cost(problem).bytes, device, hot=hot))
@@ -152,17 +152,17 @@ class Rotation:
         """Make the next call's input depend on what the last call wrote: its first number is written once more, the same one, by
         an operation that reads the last byte of that result. Nothing of the next call that needs its input can begin before."""
         torch.where(
-            self._knots[self.turn - 1].flag,
-            self._knots[self.turn].kept,
-            self._knots[self.turn].kept,
-            out=self._knots[self.turn].element,
+            self._dependencies[self.turn - 1].flag,
+            self._dependencies[self.turn].kept,
+            self._dependencies[self.turn].kept,
+            out=self._dependencies[self.turn].element,
         )
 
     def tied(self) -> str:
         """Get ready for `tie`: "", or why no input of this operation can be made to depend on a result."""
-        if self._knots:
+        if self._dependencies:
             return ""  # once only: graphs hold them
-        knots = []
+        dependencies = []
         for here in self.sets:
             results, element = self._results(here), _element(self.op, here.arguments)
             if element is None:
@@ -170,8 +170,8 @@ class Rotation:
             if not results or not results[0].numel():
                 return "nothing is written"
             flag = results[0].view(-1)[-1:].view(torch.uint8)[-1:].view(torch.bool)
-            knots.append(_Knot(flag, element, element.clone()))
-        self._knots = knots
+            dependencies.append(_Dependency(flag, element, element.clone()))
+        self._dependencies = dependencies
         return ""
 
     def touch(self) -> None:
@@ -180,8 +180,8 @@ class Rotation:
             for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
                 for to, source in zip(tensors(mine), tensors(master), strict=True):
                     to.copy_(source)
-        for knot in self._knots:
-            knot.kept.copy_(knot.element)
+        for dependency in self._dependencies:
+            dependency.kept.copy_(dependency.element)
         self.turn = 0
 
     def snapshot(

@@ -16,6 +16,7 @@ import torch
 from gristmill.autotune import clock
 from gristmill.autotune.captures import capturing
 from gristmill.autotune.device import on_device
+from gristmill.kernel_registry.scheme import cdiv
 
 CPU_COLD = 128 << 20
 GPU_COLD = 256 << 20
@@ -34,7 +35,7 @@ def list_count(size: int, device: str, *, hot: bool = False) -> int:
 
     Small ones stay in the cache all the same: 64 of them are less than it.
     """
-    return 1 if hot else max(2, min(MAX_SETS, -(-cold_bytes(device) // max(size, 1))))
+    return 1 if hot else max(2, min(MAX_SETS, cdiv(cold_bytes(device), max(size, 1))))
 
 
 GPU_CALLS = 20
@@ -46,7 +47,7 @@ SAMPLE_US = 1000.0
 
 @dataclass(frozen=True)
 class Measured:
-    """us: median microseconds a call. spread: (third quartile - first) / median. samples: every round, microseconds."""
+    """us: median microseconds per call. spread: (third quartile - first) / median. samples: every round, microseconds."""
 
     us: float
     spread: float

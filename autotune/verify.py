@@ -30,27 +30,27 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Random arguments of a problem, and what the reference makes of them. packed: the arguments as kernels take them, by
-    `packing`, filled as they are asked for."""
+class Trial:
+    """Random arguments of a problem and the outputs of the reference. packed: the arguments in the form that kernels take, by
+    `packing`; filled on first use."""
 
     arguments: Sequence[Any]
     reference: Sequence[torch.Tensor]
     packed: dict[str, list[Any]] = field(default_factory=dict)
 
     def for_kernel(self, op: Op, kernel: Kernel, problem: Problem) -> list[Any]:
-        """The arguments as `kernel` takes them, packed once for all kernels that read them alike."""
+        """The arguments in the form that `kernel` takes, packed once for all kernels with the same packing."""
         key = packing(op, kernel, problem)
         if key not in self.packed:
             self.packed[key] = kernel_arguments(op, kernel, self.arguments)
         return list(self.packed[key])
 
 
-def asked(op: Op, problem: Problem, device: str, seed: int = 0) -> Asked:
-    """What kernels of `problem` are asked; UnverifiableError where the reference does not run."""
+def new_trial(op: Op, problem: Problem, device: str, seed: int = 0) -> Trial:
+    """A trial of `problem`; UnverifiableError if the reference does not run."""
     try:
         arguments = op.inputs(problem, seed, device)
-        return Asked(arguments, run_reference(op, arguments))
+        return Trial(arguments, run_reference(op, arguments))
     except Exception as error:
         raise UnverifiableError(
             f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {error}"
@@ -65,20 +65,20 @@ def verify(
     device: str,
     *,
     seed: int = 0,
-    given: Asked | None = None,
+    trial: Trial | None = None,
 ) -> Outcome:
-    """Run `kernel` on random arguments of `problem` and compare with the reference. given: those to take, made before.
+    """Run `kernel` on random arguments of `problem` and compare with the reference. trial: arguments to use instead.
 
     Outputs start poisoned (NaN, or the smallest integer) between guard bands that must stay as they were; arguments
     that the operation does not write must come back unchanged. An exception of the kernel is an outcome, not an error
     of the caller: its text is the reason. UnverifiableError where the fault is not the kernel's.
     """
     tolerance = op.tolerance(problem).limit
-    given = given or asked(op, problem, device, seed)
-    arguments, reference = given.arguments, given.reference
+    trial = trial or new_trial(op, problem, device, seed)
+    arguments, reference = trial.arguments, trial.reference
     try:
         with on_device(device):
-            taken = with_workspace(op, kernel, config, problem, given.for_kernel(op, kernel, problem))
+            taken = with_workspace(op, kernel, config, problem, trial.for_kernel(op, kernel, problem))
             outputs, trespass = run_guarded(op, kernel, config, taken)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UnverifiableError(
@@ -95,36 +95,36 @@ def verify(
 
 
 class Verifier:
-    """Verifies many kernels of one problem in turn with arguments made once: most of a verification is making them.
+    """Verifies many kernels of one problem with the same arguments: generating them takes most of a verification.
 
-    Whoever fails is asked again with new ones, so that nobody is blamed for what another one spoilt.
+    A kernel that fails is tried again with new arguments, in case another kernel damaged the shared ones.
     """
 
     def __init__(self) -> None:
         self._key: tuple[str, str, str] | None = None
-        self._given: Asked | None = None
+        self._trial: Trial | None = None
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> Outcome:
         """As `gristmill.autotune.verify.verify`."""
         key = (op.name, str(problem), device)
         failed = None
-        if self._given is not None and key == self._key:
+        if self._trial is not None and key == self._key:
             try:
-                failed = verify(op, kernel, config, problem, device, given=self._given)
+                failed = verify(op, kernel, config, problem, device, trial=self._trial)
             except UnverifiableError:
-                pass  # no memory, it may be: what is kept goes
+                pass  # perhaps out of memory: drop the cached trial
             else:
                 if failed.ok:
                     return failed
-        self._key, self._given = key, None  # before new ones are made: two may not fit in memory
+        self._key, self._trial = key, None  # before a new trial is made: two may not fit in memory
         try:
-            given = asked(op, problem, device)
-            outcome = verify(op, kernel, config, problem, device, given=given)
+            trial = new_trial(op, problem, device)
+            outcome = verify(op, kernel, config, problem, device, trial=trial)
         except UnverifiableError:
             if failed is None:
                 raise
-            return failed  # it left a device that answers nobody any more
-        self._given = given if outcome.ok else None
+            return failed  # it left the device unusable
+        self._trial = trial if outcome.ok else None
         return outcome
 
 

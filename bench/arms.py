@@ -195,7 +195,7 @@ class KernelArm:
             if len(fresh) > 1 and min(fresh) <= STALE * min(seen) + COLD_US:
                 return
         raise WrongResultError(
-            f"{self.kernel.name}: {min(fresh):.3g} us a call on content it had not seen, {min(seen):.3g} us "
+            f"{self.kernel.name}: {min(fresh):.3g} us per call on content it had not seen, {min(seen):.3g} us "
             "on content it had: it reuses results"
         )
 
@@ -239,18 +239,18 @@ def timing_name(captured: bool, hot: bool, isolated: bool = False) -> str:
     return f"{'graph' if captured else 'eager'},{'hot' if hot else 'cold'}{',isolated' if isolated else ''}"
 
 
-class Way(NamedTuple):
-    """A way of timing, by its name in entries of the store and in result files; "" there means as a kernel is deployed."""
+class TimingMode(NamedTuple):
+    """How calls are timed. Its name stands in the store and in result files; "" there is the mode that deployment uses."""
 
     eager: bool
     hot: bool
     isolated: bool
 
     @staticmethod
-    def parse(name: str) -> Way:
+    def parse(name: str) -> TimingMode:
         """The inverse of `timing_name`."""
         parts = name.split(",")
-        return Way("eager" in parts, "hot" in parts, "isolated" in parts)
+        return TimingMode("eager" in parts, "hot" in parts, "isolated" in parts)
 
 
 def shared_rotations(

@@ -42,7 +42,7 @@ def cli() -> None:
     kernelbench regret --suite linear_regret     what selection loses to the best of all candidates
     kernelbench shapes --model llama-3-8b       every problem that a model calls
     kernelbench coverage --model llama-3-8b     how well the store knows them
-    kernelbench decode --quant int4_g128        milliseconds a token of a whole model, and where they go
+    kernelbench decode --quant int4_g128        milliseconds per token of a whole model, and where they go
     kernelbench rerun results.json              every row again, here, and where it differs; repro, history
     kernelbench bisect --good v0.1 -- kernelbench check base.json      the commit since which it is slower
     kernelbench report results.json --html p    one page, no network: rooflines, winners, history

@@ -141,14 +141,18 @@ def compare(
 def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
     """Give every row with a time its floor, measured as the row was timed."""
     from gristmill.autotune.floor import row_floor
-    from gristmill.bench.arms import Way
+    from gristmill.bench.arms import TimingMode
 
     costs = {(case.op.name, str(case.problem)): case.op.cost(case.problem) for case in cases}
     for row in rows:
         if row.us is not None and row.timing is not None:
-            way = Way.parse(row.timing)
+            mode = TimingMode.parse(row.timing)
             found = row_floor(
-                costs[row.op, row.problem], here.device or "cpu", row.us, captured=not way.eager, hot=way.hot
+                costs[row.op, row.problem],
+                here.device or "cpu",
+                row.us,
+                captured=not mode.eager,
+                hot=mode.hot,
             )
             row.floor = found.fields(row.us)
 

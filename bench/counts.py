@@ -279,5 +279,5 @@ def _total(path: Path) -> int:
         re.search(r"^(?:totals|summary): (\d+)", path.read_text(), re.MULTILINE) if path.exists() else None
     )
     if found is None or not int(found[1]):
-        raise CountError(f"callgrind wrote no count to {path.name}, expected one a call")
+        raise CountError(f"callgrind wrote no count to {path.name}, expected one per call")
     return int(found[1])

@@ -20,6 +20,7 @@ from gristmill.autotune.captures import capturing
 from gristmill.autotune.floor import ceilings
 from gristmill.bench.shapes import ShapeError
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache, token_bytes
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.engine import Engine
@@ -67,7 +68,7 @@ def measure_decode(
     device: str,
     policy: Policy | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each batch: milliseconds a step, with samples, and what they consist of.
+    """A row for each batch: milliseconds per step, with samples, and what they consist of.
 
     quant: of linear weights; ``bf16`` keeps them. context: tokens of a prompt; `steps` steps follow it and are measured.
     """
@@ -85,7 +86,7 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     chunk = max(CHUNK, batch)
     # Requests whose prompt came first are ahead by the steps that the other prompts take.
     length = steps + WARM_STEPS + 2 * batch * context // chunk + 2
-    blocks = -(-(context + length) // 16) * batch
+    blocks = cdiv(context + length, 16) * batch
     plans = model.plans
     runner = Runner(
         model, PagedCache(model.config, blocks, 16, plans.dtype, plans.device), decode_graphs=True

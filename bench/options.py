@@ -10,6 +10,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.store import config_key
 
 MODEL_SLACK = 3.0
@@ -63,6 +64,6 @@ def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
         found.append(Option(kernel, default, True))
         others = [dict(c) for c in kernel.space(job.problem, here.target)] if kernel.space is not None else []
         others = [c for c in others if config_key(c) != config_key(default)]
-        step = 1 if every else max(1, -(-len(others) // MOST))
+        step = 1 if every else max(1, cdiv(len(others), MOST))
         found += [Option(kernel, config, False) for config in others[::step]]
     return found

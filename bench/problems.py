@@ -20,8 +20,8 @@ from gristmill.kernel_registry.renamed import is_named
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One problem, and how often it is called, relatively, where a model says so."""
+class Workload:
+    """One problem. weight: its relative number of calls in a model; None for problems that were given otherwise."""
 
     op: Op
     problem: Problem
@@ -53,15 +53,15 @@ def problem_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def asked(op_name: str | None, texts: Sequence[str], suite: str | None, calls: Sequence[Call]) -> list[Asked]:
-    """What OP, --problem, --suite and --model together ask for, each problem once. OP picks from a suite or a model.
+def workloads(
+    op_name: str | None, texts: Sequence[str], suite: str | None, calls: Sequence[Call]
+) -> list[Workload]:
+    """The problems that OP, --problem, --suite and --model select, each once. OP filters a suite or a model.
 
-    UsageError when that is nothing, or more than one of them.
+    UsageError if none or more than one of the three options is given.
     """
     if sum(map(bool, (texts, suite, calls))) > 1:
-        raise click.UsageError(
-            "--problem, --suite and --model are three ways to say which problems: give one of them"
-        )
+        raise click.UsageError("--problem, --suite and --model exclude each other: give one of them")
     op = default_registry().op(op_name) if op_name is not None else None
     if calls:
         weights: dict[tuple[str, str], float] = {}
@@ -69,16 +69,16 @@ def asked(op_name: str | None, texts: Sequence[str], suite: str | None, calls: S
             weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
         registry = default_registry()
         found = [
-            Asked(registry.op(name), registry.op(name).problem(text), weight)
+            Workload(registry.op(name), registry.op(name).problem(text), weight)
             for (name, text), weight in weights.items()
         ]
     elif suite and suite not in OF_AN_OPERATION:
-        found = [Asked(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
+        found = [Workload(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
     elif op is None:
         raise click.UsageError("name an operation, a suite with --suite, or a model with --model")
     else:
         found = [
-            Asked(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))
+            Workload(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))
         ]
     found = [one for one in found if op is None or one.op.name == op.name]
     if not found:

@@ -10,7 +10,7 @@ and in a test:
         times = kernel_benchmark("rms_norm", "m=64,n=4096", kernel="rms_norm_cpu")
         assert times.us < 100
 
-What pytest-benchmark then shows, stores and compares (--benchmark-json, --benchmark-compare) are microseconds a call on the
+What pytest-benchmark then shows, stores and compares (--benchmark-json, --benchmark-compare) are microseconds per call on the
 device: over rotated arguments, as a CUDA graph on a GPU, and audited before, while and after, so that a kernel that is wrong
 fails its test. Needs the extra `pytest`.
 """
@@ -37,7 +37,7 @@ AUDITS = 4
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """What was measured. us: the median of samples, microseconds a call. error: the worst of all audits, by the operation's
+    """What was measured. us: the median of samples, microseconds per call. error: the worst of all audits, by the operation's
     measure, of which tolerance is the limit. timing: how it was called, such as "graph,cold".
     """
 

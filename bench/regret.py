@@ -55,7 +55,7 @@ few enough that a deadline finds most of what was verified timed too."""
 
 @dataclass
 class Studied:
-    """One problem. times: of every candidate that ran, by (kernel, configuration): one a round, microseconds.
+    """One problem. times: of every candidate that ran, by (kernel, configuration): one per round, microseconds.
 
     exact: the store in use has times of this very problem. missing: candidates that were not tried, for lack of time.
     picks: store -> (kernel, configuration); regrets: store -> what it loses. seconds: that timing took.

@@ -129,7 +129,7 @@ class _Gap(Exception):
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
     from gristmill.autotune.errors import UnverifiableError
-    from gristmill.bench.arms import KernelArm, Way, WrongResultError, shared_rotations
+    from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     try:
@@ -149,14 +149,14 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
         raise _Gap(str(error)) from error
     if wrong:
         raise WrongResultError(f"{kernel.name}: {wrong}")
-    way = Way.parse(
+    mode = TimingMode.parse(
         str(row.get("timing") or "")
     )  # files of before it was written: as a kernel is deployed, cold
     try:
-        rotation = shared_rotations(op, problem, device, [kernel], hot=way.hot)[kernel.name]
+        rotation = shared_rotations(op, problem, device, [kernel], hot=mode.hot)[kernel.name]
     except UnverifiableError as error:
         raise _Gap(str(error)) from error
-    arm = KernelArm(kernel, config, rotation, eager=way.eager, isolated=way.isolated)
+    arm = KernelArm(kernel, config, rotation, eager=mode.eager, isolated=mode.isolated)
     times: list[float] = []
     begin = now()
     while not times or (

@@ -143,5 +143,5 @@ def series(row: dict[str, Any], target: str | None) -> str:
 
 
 def samples(row: dict[str, Any]) -> list[float]:
-    """Microseconds, one a round; the median alone where a file kept no more."""
+    """Microseconds, one per round; the median alone where a file kept no more."""
     return [float(us) for us in row.get("samples") or [row["us"]]]

@@ -173,7 +173,7 @@ _KEY = ("op", "kernel", "config", "problem", "target", "toolchain", "timing")
 
 
 def _again(timing: Timing, here: Place) -> Again:
-    from gristmill.bench.arms import KernelArm, Way, WrongResultError, shared_rotations
+    from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     op, kernel, problem = _named(timing)
@@ -181,9 +181,9 @@ def _again(timing: Timing, here: Place) -> Again:
     if wrong := verified(op, kernel, timing.config, problem, device):
         return Again(timing, None, reason=wrong)
     try:
-        way = Way.parse(timing.timing)
-        rotation = shared_rotations(op, problem, device, [kernel], hot=way.hot)[kernel.name]
-        arm = KernelArm(kernel, timing.config, rotation, eager=way.eager, isolated=way.isolated)
+        mode = TimingMode.parse(timing.timing)
+        rotation = shared_rotations(op, problem, device, [kernel], hot=mode.hot)[kernel.name]
+        arm = KernelArm(kernel, timing.config, rotation, eager=mode.eager, isolated=mode.isolated)
         samples = tuple(min(arm.sample() for _ in range(REPEATS)) for _ in range(ROUNDS))
         arm.conclude()
     except WrongResultError as error:

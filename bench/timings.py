@@ -138,12 +138,12 @@ def _arms(
     for hot in (False, True) if all_timings else (False,):
         rotations = shared_rotations(op, problem, device, kernels, hot=hot)
         for kernel in kernels:
-            ways = [(False, False)]
+            modes = [(False, False)]
             if all_timings and device != "cpu" and kernel.capturable:
-                ways.append((True, False))
+                modes.append((True, False))
             if all_timings and not hot and not rotations[kernel.name].tied():
-                ways.append((False, True))
-            for eager, isolated in ways:
+                modes.append((False, True))
+            for eager, isolated in modes:
                 if rows[kernel.name]["reason"]:
                     continue  # one of its other timings was wrong
                 try:
@@ -177,7 +177,7 @@ def _race(arms: Sequence[Watched], seconds: float, seed: int, device: str) -> in
 def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[str, Watched]) -> None:
     from gristmill.autotune.floor import row_floor
     from gristmill.autotune.timing import summarize
-    from gristmill.bench.arms import Way
+    from gristmill.bench.arms import TimingMode
 
     if wrong := next((watched.wrong for watched in own.values() if watched.wrong), ""):
         row |= {"reason": f"{WRONG}: {wrong}", "wrong": True}
@@ -188,13 +188,13 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
             measured = summarize(own[timing].times)
             row["times"][timing] = {"us": measured.us, "spread": measured.spread, "samples": measured.samples}
     timing = next(iter(row["times"]))
-    way, cost, us = Way.parse(timing), op.cost(problem), row["times"][timing]["us"]
+    mode, cost, us = TimingMode.parse(timing), op.cost(problem), row["times"][timing]["us"]
     row |= {
         "timing": timing,
         **row["times"][timing],
         "gbs": cost.bytes / us / 1e3,
         "tflops": cost.flops / us / 1e6,
-        **row_floor(cost, here.device or "cpu", us, captured=not way.eager, hot=way.hot).fields(us),
+        **row_floor(cost, here.device or "cpu", us, captured=not mode.eager, hot=mode.hot).fields(us),
         "error": max(watched.arm.error for watched in own.values()),
     }
 

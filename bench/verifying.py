@@ -17,6 +17,7 @@ from gristmill.autotune.clock import now
 from gristmill.autotune.place import Place
 from gristmill.bench.options import Job, Option
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.store import Verification, config_key, target_key
 
 CHUNK = 32
@@ -91,6 +92,6 @@ def chunks(pairs: Sequence[tuple[Job, Option]], workers: int) -> list[list[Task]
         together.setdefault((not option.default, not compiled, job.op.name, alike), []).append(
             (job, option, small)
         )
-    most = max(1, min(CHUNK, -(-len(once) // workers)))
+    most = max(1, min(CHUNK, cdiv(len(once), workers)))
     order = sorted(together, key=lambda key: key[:2])
     return [together[key][at : at + most] for key in order for at in range(0, len(together[key]), most)]

@@ -15,7 +15,7 @@ from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.select import Candidate, NoKernelError, Selection
 from gristmill.kernel_registry.target import Target
 
@@ -218,7 +218,7 @@ def _layout_choices(
     allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)
     # The bound is there to keep second copies out, not the padding of a weight of few rows to the block of a layout.
     padded = policy.weight_memory * sum(
-        scheme.weight_bytes(-(-n // ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes
+        scheme.weight_bytes(cdiv(n, ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes
     )
     names = sorted(sizes)
     # Padding along K may still pass it, and something has to run: then the smallest layout is the choice.

@@ -55,7 +55,8 @@ DENSE_BITS: Final[dict[str, int]] = {"fp32": 32, "fp16": 16, "bf16": 16}
 _SCALE_BYTES: Final[dict[str | None, int]] = {"bf16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1, None: 4}
 
 
-def _ceil_div(a: int, b: int) -> int:
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -128,7 +129,7 @@ class QuantScheme:
         if not 1 <= bits <= 8:
             raise ValueError(f"integer codes have 1 to 8 bits, got {bits}")
         if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size is at least 1, or None for one scale a row, got {group_size}")
+            raise ValueError(f"group_size is at least 1, or None for one scale per row, got {group_size}")
         if zero_points and minimums:
             raise ValueError("an integer scheme stores zero points or minimums, not both")
         granularity: Granularity = "channel" if group_size is None else "group"
@@ -203,18 +204,18 @@ class QuantScheme:
         """Scale columns of a row of k weights: 0 when the format has no scales tensor (dense, fp8 per tensor)."""
         if self.granularity in ("dense", "tensor"):
             return 0
-        return _ceil_div(k, self.group_size) if self.group_size else 1
+        return cdiv(k, self.group_size) if self.group_size else 1
 
     def scale_shape(self, n: int, k: int) -> tuple[int, int] | None:
         """Shape of the scales of an [n, k] weight, or None when there is no scales tensor."""
         groups = self.groups(k)
         if self.granularity in ("dense", "tensor"):
             return None
-        return (_ceil_div(n, BLOCK) if self.granularity == "block" else n, groups)
+        return (cdiv(n, BLOCK) if self.granularity == "block" else n, groups)
 
     def code_bytes(self, k: int) -> int:
         """Bytes of one row of codes: ceil(k * bits / 8)."""
-        return _ceil_div(k * self.bits, 8)
+        return cdiv(k * self.bits, 8)
 
     def weight_bytes(self, n: int, k: int) -> int:
         """Bytes of an [n, k] QuantTensor: codes, scales, zero points (one byte each) or minimums, one global multiplier."""

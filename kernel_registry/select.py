@@ -129,7 +129,7 @@ class _Case:
 
 
 def _judge(case: _Case, kernel: Kernel) -> Candidate:
-    """The four questions, hardware, build, problem, verified, and the policy's wishes."""
+    """The four checks, hardware, build, problem and verified, and the constraints of the policy."""
     if reasons := kernel.requires.check_hardware(case.target, case.build):
         return Candidate(kernel, "hardware", tuple(reasons))
     if reasons := kernel.requires.check_build(case.target, case.build):

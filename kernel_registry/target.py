@@ -30,7 +30,7 @@ class Target:
     arch: `sm_90`, `gfx942`, `bmg`, `x86-64`: what device code is matched against.
     multiprocessors: SMs, compute units, Xe cores; for a CPU the logical processors this process may use.
     l2_bytes: the last level of cache that all of them share (L3 of a CPU).
-    bandwidth_gbs: ceiling of a device-to-device copy, read plus write, 1e9 bytes a second; bandwidth_source says
+    bandwidth_gbs: ceiling of a device-to-device copy, read plus write, 1e9 bytes per second; bandwidth_source says
         `datasheet`, `measured copy` or nothing.
     tflops: (dtype, dense TFLOP/s) pairs. smem_bytes: most shared memory / LDS / SLM of one block.
     wave_size: lanes of a warp, wave or sub-group; 0 for a CPU. device: the product's name.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.quant import numeric
 from gristmill.quant.tensor import scales_to_float32
 
@@ -88,7 +88,7 @@ def _plain(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start: int, st
 
 def _rows16(weight: Sequence[Tensor], scheme: QuantScheme, k: int, start: int, stop: int) -> Rows:
     codes, scales, zeros, row_scale, perm = weight
-    first, last, count = start // ROWS, -(-stop // ROWS), stop - start
+    first, last, count = start // ROWS, cdiv(stop, ROWS), stop - start
 
     def by_row(blocks: Tensor) -> Tensor:
         part = blocks[first:last]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def quantized(
 
     k, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
     if act_order and scheme.is_integer and k > size:
-        whole = -(-k // size) * size
+        whole = cdiv(k, size) * size
         order = torch.randperm(whole, generator=generator).to(weight.device)
         full = quantize(
             pad(weight, (0, whole - k)),
@@ -50,6 +50,6 @@ def quantized(
     else:
         start = size - min(size, k) // 2 if act_order else 0
         multiple = size if act_order else scheme.requires_k_multiple
-        whole = -(-(start + k) // multiple) * multiple
+        whole = cdiv(start + k, multiple) * multiple
         full = quantize(pad(weight, (start, whole - start - k)), scheme)
     return full if whole == k else full.narrow(-1, start, k)

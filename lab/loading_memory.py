@@ -2,7 +2,7 @@
 
     python -m lab.loading_memory --gigabytes 1 --out bench/results/cpu/loading_memory.json
 
-A random bfloat16 model of the asked size is written (``dense``: Llama; ``experts``: Qwen3-MoE, a tensor each expert; ``stacked``:
+A random bfloat16 model of the asked size is written (``dense``: Llama; ``experts``: Qwen3-MoE, one tensor per expert; ``stacked``:
 gpt-oss, all experts of a layer in one) and loaded quantized, the way `LLM` does it. Counted are the anonymous pages of the
 process, many times a millisecond of loading: pages of the mapped files are the system's, which may drop them. The bar: the peak
 stays under what the loaded model takes plus the two largest tensors, of the checkpoint or of the model.

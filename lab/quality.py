@@ -25,7 +25,7 @@ from typing import Any
 
 from gristmill.autotune.place import place
 from gristmill.bench.result_file import SCHEMA, replace
-from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme, cdiv
 from lab.quality_table import render
 
 METHODS = ("rtn", "gptq", "awq")
@@ -145,7 +145,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
             quant="fp32",
             device=settings.device,
             max_batch_tokens=max(2048, settings.window),
-            num_blocks=4 * -(-settings.window // 16),
+            num_blocks=4 * cdiv(settings.window, 16),
         )
         found = evaluate(llm.engine, tokens, settings.window, settings.windows)
     return {

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gristmill.kernel_registry.scheme import cdiv
+
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 
@@ -22,7 +24,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """An uninitialised contiguous tensor, as torch.empty gives it."""
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
     if out.device.type == "cpu" and out.nbytes >= 2 * HUGE_PAGE:
-        start = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        start = cdiv(out.data_ptr(), HUGE_PAGE) * HUGE_PAGE
         stop = (out.data_ptr() + out.nbytes) // HUGE_PAGE * HUGE_PAGE
         advise = _madvise()
         if advise is not None and stop > start:

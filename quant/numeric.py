@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from gristmill.kernel_registry.scheme import cdiv
+
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 E2M1_VALUES: Final[tuple[float, ...]] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -132,7 +134,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         out[..., byte] |= lanes[..., i] << shift  # what passes the byte's end falls off
         if shift + bits > 8:
             out[..., byte + 1] |= lanes[..., i] >> (8 - shift)
-    return out.flatten(-2)[..., : -(-k * bits // 8)].contiguous()
+    return out.flatten(-2)[..., : cdiv(k * bits, 8)].contiguous()
 
 
 def unpack_bits(stream: Tensor, bits: int, k: int) -> Tensor:
@@ -142,7 +144,7 @@ def unpack_bits(stream: Tensor, bits: int, k: int) -> Tensor:
         ValueError: the last dimension is not ceil(k * bits / 8) bytes.
     """
     _check_bits(stream, bits)
-    expected = -(-k * bits // 8)
+    expected = cdiv(k * bits, 8)
     if stream.shape[-1] != expected:
         raise ValueError(f"{k} codes of {bits} bits take {expected} bytes, got {stream.shape[-1]}")
     if bits == 8:

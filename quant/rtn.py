@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
 from gristmill.quant import numeric, sharding
 from gristmill.quant.tensor import DENSE_DTYPES, QuantTensor, scales_to_float32
 
@@ -103,14 +103,14 @@ def _quantize_matrix(
         shared["global_scale"] = _global_scale(weight, scheme) if given is None else given
     step = max(1, _CHUNK // k)
     if scheme.granularity == "block":
-        step = -(-step // BLOCK) * BLOCK
+        step = cdiv(step, BLOCK) * BLOCK
     fields: dict[str, Tensor] = {}
     for start in range(0, n, step):
         piece = _quantize_rows(weight[start : start + step].to(torch.float32), scheme, g_idx, shared)
         for name, rows in piece.items():
             height = BLOCK if name == "scales" and scheme.granularity == "block" else 1
             if name not in fields:
-                fields[name] = rows.new_empty(-(-n // height), *rows.shape[1:])
+                fields[name] = rows.new_empty(cdiv(n, height), *rows.shape[1:])
             fields[name][start // height : start // height + rows.shape[0]] = rows
     return fields | shared
 

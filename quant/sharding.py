@@ -12,7 +12,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
 from gristmill.quant import memory, numeric
 
 
@@ -281,7 +281,7 @@ def _join_index(parts: list[Tensor], scales: list[Tensor | None], scale_dim: int
         offset += 0 if scale is None else scale.shape[scale_dim]
     regular = drop_regular(torch.cat(shifted), size)
     # A scale that no index names (an act-order group emptied by its owner) would break the plain rule: keep the index.
-    return torch.cat(shifted) if offset != -(-sum(p.numel() for p in parts) // size) else regular
+    return torch.cat(shifted) if offset != cdiv(sum(p.numel() for p in parts), size) else regular
 
 
 def drop_regular(index: Tensor, size: int) -> Tensor | None:

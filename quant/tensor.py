@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.dtypes import canonical_dtype
-from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
 from gristmill.quant import numeric, sharding
 
 DENSE_DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -146,7 +146,7 @@ class QuantTensor:
         return codes.view(dtype)
 
     def unpacked(self) -> Tensor:
-        """Codes one a byte, uint8 [..., N, K] (quantized schemes)."""
+        """Codes one per byte, uint8 [..., N, K] (quantized schemes)."""
         return numeric.unpack_bits(self.codes, self.scheme.bits, self.k)
 
     def column_groups(self) -> Tensor:
@@ -312,7 +312,7 @@ class QuantTensor:
         size = BLOCK if field == "n_idx" else self.scheme.group_size
         if index is None or index.is_meta or self.scales is None or not size:
             return
-        if self.scales.shape[scale_dim] == -(-index.numel() // size):
+        if self.scales.shape[scale_dim] == cdiv(index.numel(), size):
             object.__setattr__(self, field, sharding.drop_regular(index, size))
 
     def _check_scales(self) -> None:

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache, token_bytes
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.models import Model
@@ -28,7 +29,7 @@ def cache_blocks(
         UsageError: memory is neither, or holds no block.
     """
     device, block_bytes = model.plans.device, block_size * token_bytes(model.config, model.plans.dtype)
-    whole = -(-max_model_len // block_size)
+    whole = cdiv(max_model_len, block_size)
     if memory is None and device.type == "cpu":
         return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
     share = CUDA_MEMORY if memory is None else memory

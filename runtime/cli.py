@@ -213,7 +213,7 @@ def generate(
 def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **options: Any) -> None:
     """Perplexity of a model on a file of token ids: how well it predicts each token from those before it.
 
-    Each window is read on its own and predicts all its tokens but the first. Loss is in nats a token.
+    Each window is read on its own and predicts all its tokens but the first. Loss is in nats per token.
 
     \b
     With --json, one object: {"loss", "perplexity", "tokens", "seconds"}; tokens = windows x (window - 1)

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from gristmill.autotune.bound import UnpreparedError
 from gristmill.autotune.captures import capturing
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.models import Model
-from gristmill.runtime.sampler import Sampler, SamplingRow, Wishes
+from gristmill.runtime.sampler import Sampler, SamplingRow, SamplingTensors
 from gristmill.runtime.scheduler import ScheduledRequest
 
 LARGEST = 256
@@ -65,7 +66,7 @@ class Buffers:
         self.query_start = torch.arange(seqs + 1, dtype=torch.int32, device=device)
         self.rows = torch.arange(seqs, device=device)
         self.ids = torch.zeros(seqs, dtype=torch.int64, device=device)
-        self.wishes = Wishes(
+        self.sampling = SamplingTensors(
             *(parts[name] for name in ("temperature", "top_p", "min_p", "seed", "index", "top_k"))
         )
 
@@ -199,7 +200,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _make(self, seqs: int, bound: int) -> DecodeGraph:
-        made = DecodeGraph(seqs, bound, Buffers(seqs, -(-bound // self.cache.block_size), self.device))
+        made = DecodeGraph(seqs, bound, Buffers(seqs, cdiv(bound, self.cache.block_size), self.device))
         made.buffers.fill([], [], self.cache.block_size, self.sampler.top_k)
         if self._stream is None:
             return made
@@ -227,4 +228,4 @@ class DecodeGraphs:
         """The step of a graph, kernel by kernel."""
         with torch.cuda.device(self.device) if self._cuda else nullcontext():
             hidden = self.model.forward(made.buffers.batch(made.bound), self.cache)
-            self.sampler.draw(self.model.logits(hidden), made.buffers.wishes, made.buffers.ids)
+            self.sampler.draw(self.model.logits(hidden), made.buffers.sampling, made.buffers.ids)

@@ -23,8 +23,8 @@ class SamplingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """`SamplingRow`s as tensors [rows] on the device: temperature, top_p, min_p float32; seed, index int64; top_k int32."""
+class SamplingTensors:
+    """The parameters of `SamplingRow`s as tensors [rows] on the device: temperature, top_p, min_p float32; seed, index int64; top_k int32."""
 
     temperature: Tensor
     top_p: Tensor
@@ -53,25 +53,25 @@ class Sampler:
         )
         top_k = send([self.top_k(row) for row in rows], torch.int32, device)
         ids = torch.empty(count, dtype=torch.int64, device=device)
-        self.draw(logits, Wishes(temperature, top_p, min_p, seed, index, top_k), ids)
+        self.draw(logits, SamplingTensors(temperature, top_p, min_p, seed, index, top_k), ids)
         return ids.tolist()
 
     def top_k(self, row: SamplingRow) -> int:
         """A row's top_k as the operation takes it: no more than there are tokens."""
         return min(row.params.top_k, self.vocab_size)
 
-    def draw(self, logits: Tensor, wishes: Wishes, ids: Tensor) -> None:
+    def draw(self, logits: Tensor, sampling: SamplingTensors, ids: Tensor) -> None:
         """logits [rows, vocab] -> ids int64 [rows], all on the device, nothing waited for."""
         if logits.dtype is torch.float16:
             logits = logits.float()
         self.plan(
             logits,
-            wishes.temperature,
-            wishes.top_k,
-            wishes.top_p,
-            wishes.min_p,
-            wishes.seed,
-            wishes.index,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+            sampling.index,
             self.plans.scratch(self.plan, len(ids)),
             ids,
         )

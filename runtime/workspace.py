@@ -1,4 +1,4 @@
-"""Scratch memory that the layers of a model share: one arena a stream, handed to every kernel that asks for a workspace."""
+"""Scratch memory that the layers of a model share: one arena per stream, handed to every kernel that asks for a workspace."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.peers import unwrapped
 from gristmill.bench.problems import (
-    Asked,
-    asked,
+    Workload,
     baseline_of,
     chosen,
     configured,
     here_or_refuse,
     named,
     problem_options,
+    workloads,
 )
 from gristmill.bench.result_file import write
 from gristmill.kernel_registry.registry import default_registry
@@ -91,7 +91,7 @@ def bench(
     kernelbench bench --model llama-3-8b --tp 2 --weights int4_g128 --mix decode --baseline "*_torch"
 
     \b
-    us, spread          median microseconds a call, and the interquartile range over it: cold, as one graph on a GPU
+    us, spread          median microseconds per call, and the interquartile range over it: cold, as one graph on a GPU
     times               every way it was timed: graph or eager (GPU), cold (arguments in memory) or hot (in the cache), back to
                         back or isolated (each call's input depends on the last call's output)
     gbs, tflops         fewest bytes, and operations, of the problem, over that time
@@ -116,7 +116,7 @@ def bench(
     here_or_refuse(here)
     if save:
         store_to_write(here.policy.store_path)
-    wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
+    wanted = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
     ops = [*dict.fromkeys(one.op for one in wanted)]
     held = chosen(ops, kernels, here)
     here = imported(
@@ -168,7 +168,7 @@ def bench(
         click.get_current_context().exit(1)
 
 
-def _print(wanted: list[Asked], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:
+def _print(wanted: list[Workload], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:
     timed = [name for name in _HEADS if any(name in row["times"] for row in rows)]
     heads = [_HEADS[name] if here.device != "cpu" else _HEADS[name].removesuffix(" eager") for name in timed]
     against = ["speedup"] if baseline else []

@@ -13,7 +13,7 @@ from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.peers import unwrapped
-from gristmill.bench.problems import asked, baseline_of, chosen, here_or_refuse, named, problem_options
+from gristmill.bench.problems import baseline_of, chosen, here_or_refuse, named, problem_options, workloads
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 
@@ -102,7 +102,7 @@ def compare(
 
     here = place(target)
     here_or_refuse(here)
-    wanted = asked(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
+    wanted = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
     ops = [*dict.fromkeys(one.op for one in wanted)]
     others = chosen(ops, kernels, here)
     here = imported(

@@ -1,4 +1,4 @@
-"""kernelbench decode: milliseconds a token of a whole model, and the share of its linear layers."""
+"""kernelbench decode: milliseconds per token of a whole model, and the share of its linear layers."""
 
 from __future__ import annotations
 

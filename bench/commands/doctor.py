@@ -20,7 +20,7 @@ from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 @click.option(
     "--measure",
     is_flag=True,
-    help="Measure the ceilings anew: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds a device).",
+    help="Measure the ceilings anew: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds per device).",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def doctor(measure: bool, as_json: bool) -> None:

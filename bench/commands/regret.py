@@ -11,7 +11,7 @@ from gristmill import console
 from gristmill.autotune.place import place
 from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile
-from gristmill.bench.problems import asked, here_or_refuse, problem_options
+from gristmill.bench.problems import here_or_refuse, problem_options, workloads
 
 
 @click.command()
@@ -84,7 +84,7 @@ def regret(
     else:
         here = place(target)
         here_or_refuse(here)
-        jobs = [Job(one.op, one.problem) for one in asked(op_name, problem_texts, suite, ())]
+        jobs = [Job(one.op, one.problem) for one in workloads(op_name, problem_texts, suite, ())]
         asked_for = len(jobs)
         store = Store.read_over_shipped(here.policy.store_path)
         with console.status(quiet=as_json) as tell:

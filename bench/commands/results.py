@@ -95,22 +95,22 @@ def repro(file: Path, row: int, as_json: bool) -> None:
     \b
     kernelbench repro results.json 12
     """
-    from gristmill.bench.arms import Way
+    from gristmill.bench.arms import TimingMode
 
     data = result_file.read(file)
     if row >= len(data["rows"]):
         raise click.UsageError(f"{file} has {len(data['rows'])} rows, counted from 0; there is no row {row}")
     wanted = data["rows"][row]
     line = result_file.command(wanted, data.get("environment", {}).get("target"))
-    way, config = Way.parse(wanted.get("timing") or ""), wanted.get("config")
+    mode, config = TimingMode.parse(wanted.get("timing") or ""), wanted.get("config")
     device = "cpu" if str(data.get("environment", {}).get("target")).startswith("cpu") else "cuda:0"
     script = _SCRIPT.format(
         op=wanted["op"],
         kernel=wanted["kernel"],
         problem=wanted["problem"],
-        hot=way.hot,
-        eager=way.eager,
-        isolated=way.isolated,
+        hot=mode.hot,
+        eager=mode.eager,
+        isolated=mode.isolated,
         config=f'kernel.config(problem, device_target("{device}", Policy()))'
         if config is None
         else repr(config),

@@ -173,7 +173,7 @@ def tune(
     saved = (
         ""
         if summary["saved_ms_per_token"] is None
-        else f"; {console.number(summary['saved_ms_per_token'])} ms a token saved"
+        else f"; {console.number(summary['saved_ms_per_token'])} ms per token saved"
     )
     more = {"out of time": "the same command goes on", "known": "--redo tunes them again"}
     hints = "".join(f" ({state}: {hint})" for state, hint in more.items() if state in summary["states"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gristmill.bench.report.looks import Look
+from gristmill.kernel_registry.scheme import cdiv
 
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 26, 40
@@ -231,7 +232,7 @@ class _Scale:
             ]
             if len(found) >= 3:
                 break
-        return [(value, _tick(value)) for value in found[:: -(-len(found) // 7)]]
+        return [(value, _tick(value)) for value in found[:: cdiv(len(found), 7)]]
 
     def _room(self, ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
         kept: list[tuple[float, str]] = []

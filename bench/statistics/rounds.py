@@ -16,7 +16,7 @@ REPEATS = 3
 """Samples of each arm within a round; the least counts, because what disturbs a run only ever makes it longer."""
 
 LONG_US = 50_000.0
-"""Microseconds over which a thing is timed once a round only: a disturbance is short next to it."""
+"""Microseconds over which a thing is timed once per round only: a disturbance is short next to it."""
 
 CLOCK_WITHIN = 0.02
 """A round whose clock is further from the median round's than this does not count."""
@@ -29,7 +29,7 @@ ROUNDS = 16
 
 
 class Arm(Protocol):
-    """Something to be timed: `sample` runs it once over and says microseconds a call."""
+    """Something to be timed: `sample` runs it once over and says microseconds per call."""
 
     name: str
 
@@ -93,7 +93,7 @@ class Heat:
         return [self.times[name][n] for n in self.steady]
 
     def logs(self, name: str) -> list[float]:
-        """log(arm / baseline), one a round that counts."""
+        """log(arm / baseline), one per round that counts."""
         if not self.rounds:
             return []
         return [

@@ -78,7 +78,7 @@ class Verdict:
 
 
 def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: int = 0) -> list[Verdict]:
-    """A verdict for each row of log ratios (candidate over baseline, one a round), all rows judged together."""
+    """A verdict for each row of log ratios (candidate over baseline, one per round), all rows judged together."""
     import numpy as np
     from scipy.stats import false_discovery_control
 

@@ -66,7 +66,7 @@ FEATURES: dict[str, str] = {
     "sdot4": "v_dot4_i32_i8",
     "sudot4": "v_dot4_i32_iu8",
     "load_lds": "loads from global memory straight to LDS, a dword a lane",
-    "load_lds.b128": "loads from global memory straight to LDS, 16 bytes a lane",
+    "load_lds.b128": "loads from global memory straight to LDS, 16 bytes per lane",
     "tdm": "tensor data mover (tensor_load_to_lds)",
     # Intel GPU.
     "dpas": "systolic matrix multiply (XMX)",

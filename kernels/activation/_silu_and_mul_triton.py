@@ -1,4 +1,4 @@
-"""silu(gate) · up in Triton: one program a row and block of columns."""
+"""silu(gate) · up in Triton: one program per row and block of columns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
@@ -33,7 +34,7 @@ def launch(config: Config, x: Tensor, out: Tensor) -> None:
     n, block = out.shape[-1], int(config["block"])
     rows = out.numel() // n
     if rows:
-        silu_and_mul_kernel[(rows, -(-n // block))](
+        silu_and_mul_kernel[(rows, cdiv(n, block))](
             x, out, row_stride(x), row_stride(out), n, BLOCK=block, num_warps=config["warps"]
         )
 

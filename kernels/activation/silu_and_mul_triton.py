@@ -13,7 +13,7 @@ LARGEST_BLOCK = 1024
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Blocks of at most 1,024 columns, eight elements a thread."""
+    """Blocks of at most 1,024 columns, eight elements per thread."""
     block = min(LARGEST_BLOCK, max(32, 1 << (problem.integer("n") - 1).bit_length()))
     return {"block": block, "warps": max(1, block // 256)}
 
@@ -38,7 +38,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.activation._silu_and_mul_triton:launch",
     aot="gristmill.kernels.activation._silu_and_mul_triton:aot",
     requires=Requirement(code="triton"),
-    summary="one program a row and block of columns, float32 inside",
+    summary="one program per row and block of columns, float32 inside",
     config=config,
     space=space,
     batch_invariant=True,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 
+from gristmill.kernel_registry.scheme import cdiv
+
 QUERY_TILE = 256
 
 Gather = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -154,7 +156,7 @@ def paged_gather(k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Gathe
 
     def gather(index: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         start = first // block_size
-        taken = block_table[index, start : -(-end // block_size)].long()
+        taken = block_table[index, start : cdiv(end, block_size)].long()
         if taken.is_cuda:
             taken = taken.clamp(0, blocks - 1)
         cut = slice(first - start * block_size, end - start * block_size)

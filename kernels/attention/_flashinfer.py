@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention wrappers, planned once a step.
+"""FlashInfer's paged attention wrappers, planned once per step.
 
 Their `plan` reads lengths on the host, which waits for the device; so a plan is kept and used again by every layer of the step. It
 is used again only for the very same index tensors (held here, so that their memory cannot become another tensor's) that

@@ -1,4 +1,4 @@
-"""Merging partial attentions in Triton: one program a tile of rows, a row being one head of one token."""
+"""Merging partial attentions in Triton: one program per tile of rows, a row being one head of one token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 
@@ -47,7 +48,7 @@ def launch(
     tokens, heads, d = a.shape
     count, rows = tokens * heads, int(config["rows"])
     if count:
-        merge_attention_states_kernel[(-(-count // rows),)](
+        merge_attention_states_kernel[(cdiv(count, rows),)](
             a,
             a_lse,
             b,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.attention._flash_triton import LN2, LOG2E, find_sequence, merge_kernel
@@ -191,7 +192,7 @@ def launch(
         out.stride(1),
         cache.stride(0),
         cache.stride(1),
-        HEADS=-(-heads // head_tiles),
+        HEADS=cdiv(heads, head_tiles),
         BLOCK_SIZE=cache.shape[1],
         LATENT=latent_dim,
         ROPE=rope,

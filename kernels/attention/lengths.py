@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.op import Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import need
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[list[list[int]], int]:
     """Shuffled blocks for each context, and how many blocks the cache has (a few belong to nobody)."""
-    counts = [-(-context // block_size) for context in contexts]
+    counts = [cdiv(context, block_size) for context in contexts]
     blocks = sum(counts) + 3
     order = list(range(blocks))
     random.Random(seed + 1).shuffle(order)

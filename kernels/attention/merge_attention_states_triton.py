@@ -34,7 +34,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.attention._merge_attention_states_triton:launch",
     aot="gristmill.kernels.attention._merge_attention_states_triton:aot",
     requires=Requirement(code="triton"),
-    summary="one program a tile of rows, float32 inside",
+    summary="one program per tile of rows, float32 inside",
     config=config,
     space=space,
     batch_invariant=True,

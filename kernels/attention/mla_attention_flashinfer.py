@@ -29,7 +29,7 @@ KERNEL = Kernel(
         packages=(("flashinfer-python", "0.6"),),
         offers=("flashinfer.mla:BatchMLAPagedAttentionWrapper.plan",),
     ),
-    summary="FlashInfer's paged MLA wrapper; planning waits for the device once a step",
+    summary="FlashInfer's paged MLA wrapper; planning waits for the device once per step",
     accepts=accepts,
     examples=("q_tokens=11,seqs=3,max_q=9,max_ctx=40,total_ctx=77,heads=16,lse=true",),
     priority=60,

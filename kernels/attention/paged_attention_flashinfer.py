@@ -31,7 +31,7 @@ KERNEL = Kernel(
             "flashinfer:BatchDecodeWithPagedKVCacheWrapper.plan",
         ),
     ),
-    summary="FlashInfer's paged prefill and decode wrappers; planning waits for the device once a step",
+    summary="FlashInfer's paged prefill and decode wrappers; planning waits for the device once per step",
     accepts=accepts,
     examples=(
         "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=8,kv_heads=2,head_dim=128,lse=true",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import ITEM_BYTES
 
@@ -45,8 +46,8 @@ def _warps(accumulators: int, dtype: str, target: Target) -> int:
 
 def packing(group: int, rows: int) -> tuple[int, int]:
     """(parts the query heads of one KV head are cut in, query tokens of a tile) for tiles of `rows` rows."""
-    head_tiles = -(-group // rows)
-    return head_tiles, rows // -(-group // head_tiles)
+    head_tiles = cdiv(group, rows)
+    return head_tiles, rows // cdiv(group, head_tiles)
 
 
 def tile_bound(tokens: int, seqs: int, tile_q: int) -> int:
@@ -61,7 +62,7 @@ def split_count(programs: int, wanted: int, max_ctx: int) -> int:
 
 def part_length(max_ctx: int, splits: int, step: int) -> int:
     """Keys of a part, a multiple of `step`."""
-    return -(-max_ctx // (splits * step)) * step
+    return cdiv(max_ctx, splits * step) * step
 
 
 def mla_config(latent: int, rope: int, dtype: str, rows: int, target: Target) -> Config:

@@ -1,4 +1,4 @@
-"""Paged cache writes in Triton: one program a token and block of its elements; with values, theirs follow the keys'."""
+"""Paged cache writes in Triton: one program per token and block of its elements; with values, theirs follow the keys'."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 
@@ -146,7 +147,7 @@ def launch(
     tokens, heads, d = key.shape
     dv, block = value.shape[2], int(config["block"])
     blocks, block_size = key_cache.shape[:2]
-    key_parts, value_parts = -(-heads * d // block), -(-heads * dv // block)
+    key_parts, value_parts = cdiv(heads * d, block), cdiv(heads * dv, block)
     if tokens:
         reshape_and_cache_kernel[(tokens, key_parts + value_parts)](
             key,
@@ -176,7 +177,7 @@ def launch_mla(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tens
     (tokens, d), block = latent.shape, int(config["block"])
     blocks, block_size = cache.shape[:2]
     if tokens:
-        reshape_and_cache_mla_kernel[(tokens, -(-d // block))](
+        reshape_and_cache_mla_kernel[(tokens, cdiv(d, block))](
             latent,
             cache,
             slot_mapping,

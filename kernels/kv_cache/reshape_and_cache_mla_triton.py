@@ -40,7 +40,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.kv_cache._reshape_and_cache_triton:launch_mla",
     aot="gristmill.kernels.kv_cache._reshape_and_cache_triton:aot_mla",
     requires=Requirement(code="triton"),
-    summary="one program a token and block of its elements",
+    summary="one program per token and block of its elements",
     config=config,
     space=space,
     batch_invariant=True,

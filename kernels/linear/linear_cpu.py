@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import CPU_DTYPE, dtype_name, need, need_plain, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
@@ -49,7 +49,7 @@ def launch(
     k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
     columns = codes.shape[1] * int(config["columns"])
     group = int(config["group"]) or columns
-    blocks, ordered = -(-rows // 16), perm.numel()
+    blocks, ordered = cdiv(rows, 16), perm.numel()
     if codes.shape[0] != blocks or columns < k * (not ordered) or (ordered and ordered != columns):
         raise ValueError(
             f"linear_cpu: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
@@ -137,7 +137,7 @@ KERNEL = Kernel(
     language="cpp",
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
-    summary="16 output rows a vector, codes decoded exactly, groups summed in float32",
+    summary="16 output rows per vector, codes decoded exactly, groups summed in float32",
     accepts=accepts,
     config=config,
     layouts=("cpu_rows16_v1",),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ def launch(
 
     codes, scales, k = weight[0], weight[1], x.shape[-1]
     rows = codes.shape[0]
-    if tuple(scales.shape) != (-(-rows // 128), -(-k // 128)):
+    if tuple(scales.shape) != (cdiv(rows, 128), cdiv(k, 128)):
         raise ValueError(
             f"linear_deepgemm: block scales must be whole 128 x 128 blocks of [{rows}, {k}], got "
             f"{tuple(scales.shape)}: fused or sharded inside a block"

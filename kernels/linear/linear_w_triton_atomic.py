@@ -19,7 +19,7 @@ from gristmill.kernels.linear.linear_triton import config as whole_config
 from gristmill.kernels.linear.linear_triton import space as whole_space
 
 ROWS = 64
-"""Of x, at most: sums are written and read once a program, in float32."""
+"""Of x, at most: sums are written and read once per program, in float32."""
 PROGRAMS = 4
 """A multiprocessor, of which there are enough for that many."""
 
@@ -52,7 +52,7 @@ def _split(problem: Problem, target: Target, base: Config) -> Config:
 
 
 def flag_bytes(m: int, n: int, config: Config) -> int:
-    """Bytes of the counters, one a tile; the sums begin after them."""
+    """Bytes of the counters, one per tile; the sums begin after them."""
     return cdiv(4 * prod((cdiv(n, int(config["bn"])), cdiv(m, int(config["bm"])))), 256) * 256
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Workspace
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
         problem.integer("i"),
         ITEM_BYTES[problem.text("x")],
     )
-    return Workspace(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    return Workspace(sum(cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes))
 
 
 def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -51,7 +52,7 @@ def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tens
     """
     import torch
 
-    steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    steps = [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
     if space is None:
         space = torch.empty(sum(steps), dtype=torch.uint8, device=like.device)
     if space.device != like.device or not space.is_contiguous() or space.nbytes < sum(steps):

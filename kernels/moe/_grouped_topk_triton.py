@@ -1,4 +1,4 @@
-"""Grouped top-k in Triton: one program a token; its scores as [groups, experts of a group] in registers."""
+"""Grouped top-k in Triton: one program per token; its scores as [groups, experts of a group] in registers."""
 
 from __future__ import annotations
 

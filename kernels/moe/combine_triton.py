@@ -9,7 +9,7 @@ from gristmill.kernel_registry.target import Target
 
 
 def block_config(hidden: int) -> Config:
-    """Up to 1024 columns a program."""
+    """Up to 1024 columns per program."""
     return {"block": min(1024, max(16, 1 << (hidden - 1).bit_length())), "warps": 4}
 
 
@@ -26,7 +26,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.moe._combine_triton:launch",
     aot="gristmill.kernels.moe._combine_triton:aot",
     requires=Requirement(code="triton"),
-    summary="one program a token and stretch of columns, k in order",
+    summary="one program per token and stretch of columns, k in order",
     config=config,
     batch_invariant=True,
     priority=50,

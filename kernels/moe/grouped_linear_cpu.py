@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import CPU_DTYPE, dtype_name
 from gristmill.kernels.linear.linear_cpu import E8M0, NONE, TYPES, need_slots
@@ -82,7 +83,7 @@ def launch(
 def weights(config: Config, packed: list[Tensor], experts: int, n: int, k: int) -> Weights:
     """What C++ is told of packed expert weights [experts, n, k]; ValueError if the tensors are not such."""
     codes, scales, zeros, row_scale, perm = packed
-    columns, blocks, ordered = codes.shape[2] * int(config["columns"]), -(-n // 16), perm.numel()
+    columns, blocks, ordered = codes.shape[2] * config["columns"], cdiv(n, 16), perm.numel()
     group = int(config["group"]) or columns
     if (
         codes.shape[:2] != (experts, blocks)

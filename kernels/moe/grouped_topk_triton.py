@@ -21,7 +21,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.moe._grouped_topk_triton:launch",
     aot="gristmill.kernels.moe._grouped_topk_triton:aot",
     requires=Requirement(code="triton"),
-    summary="one program a token, experts in registers, repeated maximum of integer keys",
+    summary="one program per token, experts in registers, repeated maximum of integer keys",
     config=config,
     batch_invariant=True,
     priority=50,

@@ -13,6 +13,6 @@ KERNEL = Kernel(
     target="gristmill.kernels.moe._permute_triton:launch",
     aot="gristmill.kernels.moe._permute_triton:aot",
     requires=Requirement(code="triton"),
-    summary="counting sort, one program an expert, no atomics",
+    summary="counting sort, one program per expert, no atomics",
     priority=50,
 )

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in Triton: one program a row; rows over 16,384 are walked twice."""
+"""Residual addition and RMSNorm in Triton: one program per row; rows over 16,384 are walked twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: one program a row; rows up to 16,384 stay in registers, longer ones are read twice."""
+"""RMSNorm in Triton: one program per row; rows up to 16,384 stay in registers, longer ones are read twice."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.norm._fused_add_rms_norm_triton:launch",
     aot="gristmill.kernels.norm._fused_add_rms_norm_triton:aot",
     requires=Requirement(code="triton"),
-    summary="one program a row, float32 inside",
+    summary="one program per row, float32 inside",
     config=config,
     space=space,
     batch_invariant=True,

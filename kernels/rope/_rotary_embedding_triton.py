@@ -1,4 +1,4 @@
-"""Rotary embedding in Triton: one program a token and tile of heads; the tiles of k follow those of q."""
+"""Rotary embedding in Triton: one program per token and tile of heads; the tiles of k follow those of q."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 
@@ -76,7 +77,7 @@ def launch(
     k_heads = 0 if k is None else k.shape[1]
     k = q if k is None else k
     heads, (rows, rot) = int(config["heads"]), cos_sin.shape
-    q_tiles, k_tiles = -(-q_heads // heads), -(-k_heads // heads)
+    q_tiles, k_tiles = cdiv(q_heads, heads), cdiv(k_heads, heads)
     if tokens:
         rotary_embedding_kernel[(tokens, q_tiles + k_tiles)](
             q,

@@ -40,7 +40,7 @@ KERNEL = Kernel(
     target="gristmill.kernels.rope._rotary_embedding_triton:launch",
     aot="gristmill.kernels.rope._rotary_embedding_triton:aot",
     requires=Requirement(code="triton"),
-    summary="one program a token and tile of heads of q or k, float32 inside",
+    summary="one program per token and tile of heads of q or k, float32 inside",
     config=config,
     space=space,
     batch_invariant=True,

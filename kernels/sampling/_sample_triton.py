@@ -5,7 +5,7 @@
     count    a histogram of the distance from the largest in 256 ranges (top_p alone, and large top_k)
     bracket  the ranges in which the threshold can lie; both again for rows that have too many candidates left
     gather   the candidates as a list, and the exact mass above them
-    search   bisection for the exact thresholds in registers, one program a request; the draw too if all survivors are listed
+    search   bisection for the exact thresholds in registers, one program per request; the draw too if all survivors are listed
     draw     each part's best noisy survivor
     pick     the best of the parts
 
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.sampling._philox_triton import gumbel, rough_gumbel
@@ -418,7 +419,7 @@ def launch(
     if not rows:
         return
     block, splits, warps = int(config["block"]), int(config["splits"]), int(config["warps"])
-    chunk = -(-v // (splits * block)) * block
+    chunk = cdiv(v, splits * block) * block
     space = carve(workspace, logits, rows, v, splits)
     (
         maxima,
@@ -438,18 +439,18 @@ def launch(
     listed, stride = min(v, LISTED), logits.stride(0)
     padded = 64 if splits <= 64 else triton.next_power_of_2(splits)  # one compilation for most batch sizes
     group = group_of(v)
-    groups = -(-v // group)
+    groups = cdiv(v, group)
     few = groups // 2
     unit = float(2 ** min(52, 62 - v.bit_length()))
     long = triton.next_power_of_2(listed)
     grid, each = (rows, splits), (rows,)
     tiles: dict[str, int] = {"BLOCK": block, "num_warps": warps}
-    wishes = (top_k, top_p)
+    thresholds = (top_k, top_p)
     peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
     bound_kernel[each](
         logits,
         temperature,
-        *wishes,
+        *thresholds,
         maxima,
         tops,
         hot_groups,
@@ -469,7 +470,7 @@ def launch(
         count_kernel[grid](
             logits,
             temperature,
-            *wishes,
+            *thresholds,
             tops,
             brackets,
             histograms,
@@ -484,7 +485,7 @@ def launch(
             **tiles,
         )
         bracket_kernel[each](
-            *wishes,
+            *thresholds,
             tops,
             brackets,
             histograms,
@@ -501,7 +502,7 @@ def launch(
     gather_kernel[grid](
         logits,
         temperature,
-        *wishes,
+        *thresholds,
         maxima,
         tops,
         hot_groups,
@@ -523,7 +524,7 @@ def launch(
     search_kernel[each](
         logits,
         temperature,
-        *wishes,
+        *thresholds,
         min_p,
         seed,
         index,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _config(problem: Problem, block: int, warps: int) -> Config:
     return {
         "block": block,
         "warps": warps,
-        "splits": min(-(-v // block), max(1, PROGRAMS // m), 1024),
+        "splits": min(cdiv(v, block), max(1, PROGRAMS // m), 1024),
         "search": 2048,
         "search_warps": 16,
     }
@@ -54,16 +55,16 @@ def _config(problem: Problem, block: int, warps: int) -> Config:
 
 def group_of(v: int) -> int:
     """Tokens of a group: 64, or as many as leave about GROUPS groups; at most the smallest block."""
-    return min(max(64, 1 << (-(-v // GROUPS) - 1).bit_length()), 1024)
+    return min(max(64, 1 << (cdiv(v, GROUPS) - 1).bit_length()), 1024)
 
 
 def pieces(rows: int, v: int, splits: int) -> tuple[tuple[str, int], ...]:
     """(dtype, elements) of what the kernels leave for each other."""
     parts, listed = rows * splits, min(v, LISTED)
     return (
-        ("float32", rows * -(-v // group_of(v))),
+        ("float32", rows * cdiv(v, group_of(v))),
         ("float32", rows),  # largest of each group, of each row
-        ("int32", rows * -(-v // group_of(v))),
+        ("int32", rows * cdiv(v, group_of(v))),
         ("int32", rows),  # groups that top_k needs
         ("int32", rows * 3),
         ("int32", rows),
@@ -79,7 +80,7 @@ def pieces(rows: int, v: int, splits: int) -> tuple[tuple[str, int], ...]:
 
 def _sizes(rows: int, v: int, splits: int) -> list[int]:
     return [
-        -(-count * (8 if "64" in dtype else 4) // ALIGNMENT) * ALIGNMENT
+        cdiv(count * (8 if "64" in dtype else 4), ALIGNMENT) * ALIGNMENT
         for dtype, count in pieces(rows, v, splits)
     ]
 

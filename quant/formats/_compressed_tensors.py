@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import (
     FLOATS,
@@ -36,7 +36,7 @@ def packed(
     bits, (n, k) = scheme.bits, shape[-2:]
     names = [f"{module}.weight_packed", f"{module}.weight_scale"]
     width = source.spec(names[0])[1][-1:]
-    dense, padded = -(-k * bits // 32), -(-k // (32 // bits))
+    dense, padded = cdiv(k * bits, 32), cdiv(k, 32 // bits)
     held = source.read(
         names[0],
         (*shape[:-1], *(width if width in ((dense,), (padded,)) else (dense,))),
@@ -59,7 +59,7 @@ def packed(
         need(source, module, (".weight_zero_point",), "asymmetric integers")
         names.append(f"{module}.weight_zero_point")
         groups = scheme.groups(k)
-        count = -(-n * bits // 32) if is_dense else -(-n // (32 // bits))
+        count = cdiv(n * bits, 32) if is_dense else cdiv(n, 32 // bits)
         along_n = source.read(names[-1], (*shape[:-2], count, groups), dtypes=(torch.int32,)).transpose(
             -1, -2
         )
@@ -90,7 +90,7 @@ def plain(
         return _with_input(source, module, StoredWeight(weight, tuple(names), activation), False, static)
     if scheme.bits != 8:
         raise FormatError(
-            f"{module}: {scheme.bits}-bit integers one a byte are not read; known: int8, or pack-quantized"
+            f"{module}: {scheme.bits}-bit integers one per byte are not read; known: int8, or pack-quantized"
         )
     signed = as_bytes(source.read(names[0], shape, dtypes=(torch.int8,)))
     codes = torch.bitwise_xor(signed, 0x80, out=place(tuple(signed.shape)))
@@ -171,7 +171,7 @@ def _floats4(
 
 
 def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
-    """[..., N, groups] or [..., block rows, block columns]; one scale a tensor is spread over the rows."""
+    """[..., N, groups] or [..., block rows, block columns]; one scale per tensor is spread over the rows."""
     held = source.read(f"{module}.weight_scale", dtypes=FLOATS)
     return _spread(wide(held) if scheme.weight == "fp8" else held, f"{module}.weight_scale", shape, scheme)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import (
     FLOATS,
@@ -106,7 +106,7 @@ def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
     Words of k and k + 1 become two words: of their even nibbles, and of their odd ones, each byte a row's pair of codes.
     """
     k, columns = packed.shape
-    out: Tensor = place((columns * 8, -(-k // 2))).unflatten(0, (columns, 8))
+    out = place((columns * 8, cdiv(k, 2))).unflatten(0, (columns, 8))
     for start in range(0, k, _CHUNK):
         words_of = packed[start : start + _CHUNK].t().contiguous()
         if words_of.shape[1] % 2:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import BLOCK, QuantScheme
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
 from gristmill.quant import numeric
 from gristmill.quant.formats import _compressed_tensors as stored
 from gristmill.quant.formats import words
@@ -250,13 +250,13 @@ class CompressedTensorsWriter(SchemeWriter):
         bits, n, k = self.scheme.bits, weight.n, weight.k
         if self.form == "pack-quantized":
             stored = {
-                "weight_packed": words.to_words(weight.codes, -(-k * bits // 32)),
+                "weight_packed": words.to_words(weight.codes, cdiv(k * bits, 32)),
                 "weight_scale": field(weight.scales),
                 "weight_shape": torch.tensor([n, k], dtype=torch.int64),
             }
             if weight.zero is not None:
                 along_n = numeric.pack_bits(zero_codes(weight.zero, bits).t().contiguous(), bits)
-                stored["weight_zero_point"] = words.to_words(along_n, -(-n * bits // 32)).t().contiguous()
+                stored["weight_zero_point"] = words.to_words(along_n, cdiv(n * bits, 32)).t().contiguous()
             if weight.g_idx is not None:
                 stored["weight_g_idx"] = weight.g_idx
             return stored

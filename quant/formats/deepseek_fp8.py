@@ -1,4 +1,4 @@
-"""FP8 checkpoints with ``quant_method: fp8``: DeepSeek's 128 x 128 blocks, and one scale a tensor.
+"""FP8 checkpoints with ``quant_method: fp8``: DeepSeek's 128 x 128 blocks, and one scale per tensor.
 
 ``NAME.weight`` float8_e4m3fn [N, K], and
 
@@ -91,7 +91,7 @@ class DeepSeekFp8(Format):
 
     def _per_tensor(self, source: Source, module: str, shape: tuple[int, ...], codes: Tensor) -> StoredWeight:
         names = [f"{module}.weight", f"{module}.weight_scale"]
-        need(source, module, (".weight_scale",), "FP8 with one scale a tensor")
+        need(source, module, (".weight_scale",), "FP8 with one scale per tensor")
         scale = one_number(source, names[1])
         given = None
         if self.static:

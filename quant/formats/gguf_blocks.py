@@ -34,7 +34,7 @@ from gristmill.quant.formats.contract import FormatError, Place, make, new_codes
 from gristmill.quant.tensor import QuantTensor
 
 Fields = tuple[Tensor, Tensor, Tensor | None]
-"""Codes of a block one a byte, or as a bit stream; scales [..., groups of a block]; offsets or None."""
+"""Codes of a block one per byte, or as a bit stream; scales [..., groups of a block]; offsets or None."""
 
 
 _CHUNK = 1 << 18

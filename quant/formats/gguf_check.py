@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from gristmill.kernel_registry.scheme import cdiv
+
 STRING: Final = 8
 ARRAY: Final = 9
 SCALARS: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -80,7 +82,7 @@ class _Header:
                 raise self.wrong(f"tensor {name!r} is there twice")
             names.add(name)
             spans.append((*self._tensor(name), name))
-        data = -(-self.stream.tell() // self.alignment) * self.alignment
+        data = cdiv(self.stream.tell(), self.alignment) * self.alignment
         end = 0
         for start, stop, name in sorted(spans):
             if start < end:

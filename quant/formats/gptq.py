@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.quant import numeric
 from gristmill.quant.formats import words
 from gristmill.quant.formats.contract import (
@@ -120,7 +120,7 @@ class Gptq(Format):
                 f"{module}: {bits} bits in groups of {group} need N and K such that a row of codes fills int32 words, "
                 f"got [{n}, {k}]"
             )
-        groups = -(-k // size)
+        groups = cdiv(k, size)
         codes = source.read(f"{module}.qweight", (k * bits // 32, n), dtypes=(torch.int32,))
         packed = source.read(f"{module}.qzeros", (groups, n * bits // 32), dtypes=(torch.int32,))
         scales = (

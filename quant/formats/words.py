@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.quant import numeric
 from gristmill.quant.formats.contract import Place, new_codes
 
@@ -18,7 +19,7 @@ def stream(words: Tensor, bits: int, count: int, place: Place = new_codes) -> Te
     The same memory where the words are contiguous and the codes fill them; where not, codes that fill them go to their `place`.
     Unused high bits of the last byte become 0.
     """
-    used = -(-count * bits // 8)
+    used = cdiv(count * bits, 8)
     if not words.is_contiguous() and used * 8 == count * bits == words.shape[-1] * 32:
         octets = place((*words.shape[:-1], used))
         octets.view(torch.int32).copy_(words)
@@ -34,7 +35,7 @@ def stream(words: Tensor, bits: int, count: int, place: Place = new_codes) -> Te
 
 
 def codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Dense words int32 [..., W] -> the first `count` codes, one a byte, uint8 [..., count]."""
+    """Dense words int32 [..., W] -> the first `count` codes, one per byte, uint8 [..., count]."""
     return numeric.unpack_bits(stream(words, bits, count), bits, count)
 
 

@@ -14,7 +14,7 @@ from gristmill.quant.tensor import QuantTensor, same_bits
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Codes one a byte [..., N, K'], with scales and zeros [..., rows, G] of consecutive runs of group_size.
+    """Codes one per byte [..., N, K'], with scales and zeros [..., rows, G] of consecutive runs of group_size.
 
     perm is int32 [K'] (empty: columns in order, K' = K); run_groups the original scale column of each run.
     """

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.quant import numeric
 from gristmill.quant.layouts._common import (
     Columns,
@@ -52,7 +53,7 @@ def pack(weight: QuantTensor) -> Packed:
             fields, columns = _pack_rows(expert.narrow(0, start, min(step, weight.n - start)))
             for name, piece in fields.items():
                 if name not in slots:
-                    blocks = (count, -(-weight.n // ROWS), *piece.shape[1:])
+                    blocks = (count, cdiv(weight.n, ROWS), *piece.shape[1:])
                     slots[name] = piece.new_empty(blocks) if piece.numel() else piece
                 if piece.numel():
                     slots[name][i, start // ROWS : start // ROWS + piece.shape[0]] = piece
@@ -137,7 +138,7 @@ def _pad_columns(weight: QuantTensor, columns: Columns) -> Tensor:
 
 
 def _interleave(codes: Tensor, bits: int, pad_code: int) -> Tensor:
-    """[..., N, K'] 4-bit codes one a byte, or [..., N, bytes] -> [..., blocks, words, 64]."""
+    """[..., N, K'] 4-bit codes one per byte, or [..., N, bytes] -> [..., blocks, words, 64]."""
     missing = -codes.shape[-2] % ROWS
     codes = pad(codes, (0, 0, 0, missing), value=pad_code) if missing else codes
     if bits == 4:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.quant import numeric
 from gristmill.quant.layouts import _frag16_scales as tail
 from gristmill.quant.layouts._common import (
@@ -64,7 +65,7 @@ def _pack(weight: QuantTensor, name: str) -> Packed:
         raise ValueError(f"{name} needs scales of {scheme}")
     codes = weight.codes if columns is None else numeric.pack_bits(columns.codes.contiguous(), scheme.bits)
     lead, size = weight.lead, tile_bytes(scheme)
-    count, groups = -(-weight.n // TILE_ROWS), -(-k // TILE_K)
+    count, groups = cdiv(weight.n, TILE_ROWS), cdiv(k, TILE_K)
     experts = torch.Size(lead).numel()
     tiles = torch.empty(experts, count * groups * size, dtype=torch.uint8, device=device)
 
@@ -104,8 +105,8 @@ def _put_codes(codes: Tensor, k: int, weight: QuantTensor, out: Tensor, size: in
 
         pack_codes(codes.contiguous(), k, order, padding, out, size)
         return
-    n, groups = codes.shape[0], -(-k // TILE_K)
-    count = -(-n // TILE_ROWS)
+    n, groups = codes.shape[0], cdiv(k, TILE_K)
+    count = cdiv(n, TILE_ROWS)
     views = block_views(out, count, groups, size)
     step = max(1, _BATCH // (groups * TILE_K * 4 * TILE_ROWS)) * 4
     for part, view in views:
@@ -117,7 +118,7 @@ def _put_codes(codes: Tensor, k: int, weight: QuantTensor, out: Tensor, size: in
             )
             first = (start - part.start) // view.shape[1]
             made = code_tiles(rows, order)
-            blocks = view[first : first + -(-(stop - start) // view.shape[1])]
+            blocks = view[first : first + cdiv(stop - start, view.shape[1])]
             blocks[..., : CODE_BYTES[order]] = made.view(*blocks.shape[:3], -1)
 
 
@@ -127,7 +128,7 @@ def unpack(packed: Packed) -> QuantTensor:
     n, perm = packed.shape[-2], slots["perm"]
     k, lead = perm.numel() or packed.shape[-1], packed.shape[:-2]
     size, order = tile_bytes(scheme), code_order(scheme)
-    count, groups = -(-n // TILE_ROWS), -(-k // TILE_K)
+    count, groups = cdiv(n, TILE_ROWS), cdiv(k, TILE_K)
     experts = slots["tiles"].reshape(-1, slots["tiles"].shape[-1])
     factors = slots["row_scale"].reshape(len(experts), n) if "row_scale" in slots else [None] * len(experts)
     codes, scales, zeros = [], [], []

@@ -59,7 +59,7 @@ CODE_BYTES = {"int4": 1024, "fp4": 1024, "int8": 2048, "fp8": 2048}
 
 
 def code_tiles(codes: Tensor, order: str) -> Tensor:
-    """uint8 codes [16 T, 128 G], one a byte -> uint8 [T, G, bytes]."""
+    """uint8 codes [16 T, 128 G], one per byte -> uint8 [T, G, bytes]."""
     if order == "int8":
         return torch.cat([code_tiles(codes & 15, "int4"), code_tiles(codes >> 4, "int4")], -1)
     tiles, groups = codes.shape[0] // TILE_ROWS, codes.shape[1] // TILE_K

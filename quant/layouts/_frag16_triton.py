@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gristmill.kernel_registry.scheme import cdiv
+
 ORDERS = {"int4": 0, "fp4": 1, "int8": 2, "fp8": 3}
 
 
@@ -97,7 +99,7 @@ def _pack(
 def pack_codes(codes: Tensor, k: int, order: str, pad: int, out: Tensor, tile_bytes: int) -> None:
     """uint8 codes [N, bytes] of k columns, as a QuantTensor has them -> the code part of the tiles in `out` (uint8)."""
     n, width = codes.shape
-    tiles, groups = -(-n // 16), -(-k // 128)
+    tiles, groups = cdiv(n, 16), cdiv(k, 128)
     with torch.cuda.device(codes.device):
         _pack[(groups, tiles)](
             codes,

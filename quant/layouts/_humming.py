@@ -165,7 +165,7 @@ def _moved_back(made: Tensor, like: Tensor, ask: Callable[[Tensor], Tensor]) -> 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Bits of a tensor's bytes, the lowest first, one a byte."""
+    """Bits of a tensor's bytes, the lowest first, one per byte."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     return (flat[:, None] >> torch.arange(8, dtype=torch.uint8, device=flat.device) & 1).flatten()
 
@@ -177,7 +177,7 @@ def _tensor(bits: Tensor, like: Tensor) -> Tensor:
 
 
 def packed_zeros(zero: Tensor) -> Tensor:
-    """uint8 [N, G] zero points below 16 -> int32 [N / 8, G], eight rows a word."""
+    """uint8 [N, G] zero points below 16 -> int32 [N / 8, G], eight rows per word."""
     if zero.dtype != torch.uint8 or int(zero.max()) > 15 or zero.shape[0] % 8:
         raise ValueError(
             "humming's zero points must be integers 0..15 and N a multiple of 8, "

@@ -5,7 +5,7 @@ four of NEON, with one output row in each lane, so that neither decoding nor acc
 32 / bits consecutive columns of its row:
 
 - 4 bits, 8 columns: bits 8j..8j+3 are column 8i + j and bits 8j+4..8j+7 column 8i + 4 + j (j = 0..3). The low nibbles
-  of the line are thus 4 columns a lane, the operand order of VNNI and of NEON's dot product, and the high nibbles the next 4.
+  of the line are thus 4 columns per lane, the operand order of VNNI and of NEON's dot product, and the high nibbles the next 4.
 - 8 bits, 4 columns: byte j is column 4i + j, the same operand order.
 - 16 bits, 2 columns: half j is column 2i + j, the operand order of AVX-512 BF16. 32 bits: one column.
 
@@ -19,13 +19,13 @@ Slots, for B = ceil(N / 16) row blocks and K' = K rounded up to whole groups (to
 - ``row_scale`` float32 [..., B, 16]: nvfp4's global multiplier of each row (1 in padded rows); else empty.
 - ``perm`` int32 [K']: as in plain_v1; empty when columns are in order, and then x is read up to K only.
 
-Column k' belongs to scale column k' // group_size (0 when there is one scale a row).
+Column k' belongs to scale column k' // group_size (0 when there is one scale per row).
 """
 
 from __future__ import annotations
 
 from gristmill.kernel_registry.layout import Layout
-from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme, cdiv
 
 ROWS = 16
 """Output rows of a block: 32-bit lanes of 512 bits."""
@@ -36,12 +36,12 @@ K_MULTIPLE = 32
 def padded_k(scheme: QuantScheme, k: int) -> int:
     """Columns stored for a row of k weights in order."""
     multiple = scheme.group_size or K_MULTIPLE
-    return -(-k // multiple) * multiple
+    return cdiv(k, multiple) * multiple
 
 
 def size(scheme: QuantScheme, n: int, k: int) -> int:
     """Bytes of the slots."""
-    rows = -(-n // ROWS) * ROWS
+    rows = cdiv(n, ROWS) * ROWS
     codes = rows * padded_k(scheme, k) * scheme.bits // 8
     if scheme.is_dense:
         return codes

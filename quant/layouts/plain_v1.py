@@ -14,7 +14,7 @@ Slots, for a weight [..., N, K] (K' = K unless the columns were sorted, see perm
 - ``perm`` int32 [K']: empty when column k' is column k. Otherwise the kernel reads x[perm[k']], and 0 where perm is
   -1: the columns were sorted by group and each group padded to whole runs of the group size.
 
-Column k' belongs to scale column k' // group_size always (0 when there is one scale a row).
+Column k' belongs to scale column k' // group_size always (0 when there is one scale per row).
 """
 
 from __future__ import annotations

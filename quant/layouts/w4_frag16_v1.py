@@ -8,7 +8,7 @@ Byte 512 * h + 16 * lane + 4 * w (h = 0..1, w = 0..3) starts the 32-bit word of 
 s = 4 h + w. Bits 4 i .. 4 i + 3 of it are row g + 8 (i % 2), column 16 s + 8 (i // 2) + 2 t, and bits 16 + 4 i .. the column
 after that: both land in one 16-bit pair by one shift.
 
-With P groups a tile (4, 2 or 1; one scale a row is stored as P = 1, again in every tile), scales follow at byte 1024 + 4 P g:
+With P groups per tile (4, 2 or 1; one scale per row is stored as P = 1, again in every tile), scales follow at byte 1024 + 4 P g:
 for each group row g, then row g + 8. Zero points, a byte each, follow at 1024 + 32 P + 2 P g in the same order.
 
 Tiles of 64 rows are neighbours: [ceil(N / 64)][ceil(K' / 128)][tiles of the block, at most 4], so that four tiles are contiguous.
@@ -23,7 +23,7 @@ Slots:
 from __future__ import annotations
 
 from gristmill.kernel_registry.layout import Layout
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 
 TILE_ROWS, TILE_K, BLOCK_TILES = 16, 128, 4
 TILE_BYTES = TILE_ROWS * TILE_K // 2 + TILE_ROWS * 2
@@ -43,7 +43,7 @@ def tile_bytes(scheme: QuantScheme) -> int:
 
 def size(scheme: QuantScheme, n: int, k: int) -> int:
     """Bytes of the slots; nvfp4 and mxfp4 have a float32 a row besides the tiles."""
-    tiles = -(-n // TILE_ROWS) * -(-k // TILE_K) * tile_bytes(scheme)
+    tiles = cdiv(n, TILE_ROWS) * cdiv(k, TILE_K) * tile_bytes(scheme)
     return tiles + (4 * n if scheme.bits == 4 and not scheme.is_integer else 0)
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
+from gristmill.kernel_registry.scheme import cdiv
+
 
 class PoolError(RuntimeError):
     """The pool was asked for something that its state forbids, or its state contradicts itself. Always a bug."""
@@ -33,7 +35,7 @@ class PoolOp(IntEnum):
 
 def blocks_needed(tokens: int, block_size: int) -> int:
     """Blocks that hold `tokens` positions. The only such formula: admission and allocation both call it."""
-    return -(-tokens // block_size)
+    return cdiv(tokens, block_size)
 
 
 class BlockPool:

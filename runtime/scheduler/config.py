@@ -12,12 +12,12 @@ PolicyName = Literal["fcfs", "priority"]
 class SchedulerConfig:
     """What a step may use.
 
-    num_blocks, block_size      the KV pool: blocks, and tokens a block
-    max_batch_tokens            tokens a step feeds to the model, drafts included; buffers may be sized by it
+    num_blocks, block_size      the KV pool: blocks, and tokens per block
+    max_batch_tokens            tokens that a step feeds to the model, drafts included; buffers may be sized by it
     max_seqs                    requests that run at the same time
     max_model_len               longest prompt + output of one request; None: whatever the pool holds
     max_chunk                   prompt tokens of one request in one step; None: no limit but max_batch_tokens
-    inter_prefill_budget        prompt tokens a step may add *behind* its first prefill; None: no limit. In a step
+    inter_prefill_budget        prompt tokens that a step may add *behind* its first prefill; None: no limit. In a step
                                 that is compute-bound already a second prefill only delays the first
     max_bypass                  younger requests that may be admitted past one that waits for blocks; 0: strict order
     max_queued                  waiting requests beyond which `add` refuses; None: no limit

@@ -1,4 +1,4 @@
-"""Reading so many bytes: once a process, in turn, within memory, and all of them."""
+"""Reading so many bytes: once per process, in turn, within memory, and all of them."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def test_a_kernel_that_gets_no_memory_is_not_wrong() -> None:
 
 
 def test_arguments_are_made_once_for_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, real = [], verifying.asked
-    monkeypatch.setattr(verifying, "asked", lambda *given: made.append(given) or real(*given))
+    made, real = [], verifying.new_trial
+    monkeypatch.setattr(verifying, "new_trial", lambda *given: made.append(given) or real(*given))
     verifier, other = Verifier(), zoo.OP.problem("m=3,n=64,x=bf16")
     for problem, count in ((PROBLEM, 1), (PROBLEM, 1), (other, 2), (other, 2), (PROBLEM, 3)):
         assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, problem, "cpu").ok and len(made) == count
@@ -78,7 +78,7 @@ def test_a_kernel_that_breaks_its_device_is_wrong_all_the_same(monkeypatch: pyte
     def dead(*given):
         raise UnverifiableError("no device answers")
 
-    monkeypatch.setattr(verifying, "asked", dead)
+    monkeypatch.setattr(verifying, "new_trial", dead)
     assert "no such instruction" in verifier.verify(zoo.OP, zoo.kernel(zoo.raises), {}, PROBLEM, "cpu").reason
 
 

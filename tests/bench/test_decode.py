@@ -65,7 +65,7 @@ def test_rows_and_result_file(tiny: str, tmp_path: Path, policy_file: Any) -> No
         ("bf16", 1),
         ("bf16", 3),
     ]
-    # qkv 512 rows, out 256, gate and up 1024, down 256 of 512: bits of a weight, and a bf16 scale a group of 128
+    # qkv 512 rows, out 256, gate and up 1024, down 256 of 512: bits of a weight, and a bf16 scale per group of 128
     weights = 2 * (256 * (512 + 256 + 1024) + 256 * 512)
     assert (
         rows[0]["linear_bytes"] == weights // 2 + weights // 128 * 2

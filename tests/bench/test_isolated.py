@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
-from gristmill.bench.arms import KernelArm, Way, WrongResultError, timing_name
+from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, timing_name
 from gristmill.bench.cli import cli
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -115,12 +115,12 @@ def test_cheats_are_caught_in_isolated_calls_too() -> None:
     cheats.leave()
 
 
-def test_names_of_ways_read_back() -> None:
+def test_names_of_timing_modes_read_back() -> None:
     for captured in (False, True):
         for hot in (False, True):
             for isolated in (False, True):
-                assert Way.parse(timing_name(captured, hot, isolated)) == (not captured, hot, isolated)
-    assert Way.parse("") == (False, False, False)
+                assert TimingMode.parse(timing_name(captured, hot, isolated)) == (not captured, hot, isolated)
+    assert TimingMode.parse("") == (False, False, False)
 
 
 def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_back_to_back(

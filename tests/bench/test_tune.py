@@ -105,7 +105,7 @@ def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(pol
 def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
     policy_file()
     found = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
-    assert tuning.sampled(found) == 32 * 3 + 2  # one a sequence, of each step as often as it is made
+    assert tuning.sampled(found) == 32 * 3 + 2  # one per sequence, of each step as often as it is made
     live = tmp_path / "live.json"
     rows = [
         {"op": "rms_norm", "problem": "m=3,n=64", "count": 7},

@@ -74,7 +74,7 @@ def test_a_library_that_is_not_installed_is_no_choice() -> None:
 
 
 def test_the_bound_on_memory_holds_for_them_too() -> None:
-    """tinygemm keeps 4 bytes a group where others keep 2: 11 % more at groups of 32."""
+    """tinygemm keeps 4 bytes per group where others keep 2: 11 % more at groups of 32."""
     assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}).layouts != ("tinygemm_v1",)
     assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}, Policy(weight_memory=1.12)).layouts == (
         "tinygemm_v1",

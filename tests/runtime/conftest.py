@@ -10,7 +10,7 @@ import pytest
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.llm import LLM
-from tests.runtime import ways
+from tests.runtime import kernel_sets
 from tests.runtime.oracle import MODELS
 
 
@@ -47,9 +47,9 @@ def shared(make: Callable[..., LLM]) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="session")
 def make_strict(make: Callable[..., LLM], policy: Policy) -> Callable[..., LLM]:
-    """Like `make`, held to one of the ways of `tests.runtime.ways`."""
+    """Like `make`, restricted to one set of `tests.runtime.kernel_sets`."""
 
-    def build(name: str | Path, way: str, **options: Any) -> LLM:
-        return make(name, policy=ways.strict(way, policy), **options)
+    def build(name: str | Path, kernel_set: str, **options: Any) -> LLM:
+        return make(name, policy=kernel_sets.strict(kernel_set, policy), **options)
 
     return build

@@ -21,7 +21,7 @@ from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime import oracle, ways
+from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import Comparison
 
 LIMIT = 2e-4
@@ -168,35 +168,35 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
     assert fault > LIMIT
 
 
-@pytest.mark.parametrize("way", ways.WAYS)
+@pytest.mark.parametrize("kernel_set", kernel_sets.KERNEL_SETS)
 @pytest.mark.parametrize(("family", "changes"), [("llama", {"attention_bias": True}), ("deepseek", {})])
 def test_every_way(
-    family: str, changes: dict[str, Any], way: str, make_strict: Callable[..., LLM], tmp_path: Path
+    family: str, changes: dict[str, Any], kernel_set: str, make_strict: Callable[..., LLM], tmp_path: Path
 ) -> None:
     """Each strict policy serves whole models, and serves them right: a prompt at once, then token by token."""
     folder = write(tmp_path / family, family, changes)
     llm, model, prompt = (
-        make_strict(folder, way, num_blocks=8),
+        make_strict(folder, kernel_set, num_blocks=8),
         oracle.load(folder),
-        ids(5 if way == "triton" else 24),
+        ids(5 if kernel_set == "triton" else 24),
     )
     assert worst(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
-    found = Comparison(f"{family}, {way}")
+    found = Comparison(f"{family}, {kernel_set}")
     found.add(
         llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2)
     )
-    ways.check(llm, way)
+    kernel_sets.check(llm, kernel_set)
 
 
 def test_a_kernel_of_another_way_is_seen(make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
     """Planted fault: a policy that is not strict, and one kernel missing."""
     folder = write(tmp_path / "llama", "llama", {})
     loose = dataclasses.replace(
-        ways.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch")
+        kernel_sets.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch")
     )
     llm = make(folder, policy=loose, num_blocks=8)
     llm.generate([ids(4)], SamplingParams(max_tokens=1))
     with pytest.raises(AssertionError, match="torch: fused_add_rms_norm_cpu ran$"):
-        ways.check(llm, "torch")
+        kernel_sets.check(llm, "torch")
     with pytest.raises(NoKernelError, match="strict policy"):
         make(folder, policy=dataclasses.replace(loose, strict=True), num_blocks=8).generate([ids(4)])

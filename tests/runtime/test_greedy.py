@@ -8,7 +8,7 @@ import pytest
 
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime import oracle, ways
+from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import NAMES, Answer, Comparison, answer
 
 COUNT = 64
@@ -34,12 +34,12 @@ def test_greedy_ids(name: str, shared: Callable[..., LLM]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ways.FAST)
-def test_greedy_ids_of_twenty_prompts(name: str, way: str, make_strict: Callable[..., LLM]) -> None:
-    """Every way; blocks and chunks that cut prompts in the middle."""
-    llm = make_strict(name, way, num_blocks=256, block_size=64, max_chunk=7)
-    compare(f"twenty prompts, {way}", llm, name, oracle.prompts())
-    ways.check(llm, way)
+@pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
+def test_greedy_ids_of_twenty_prompts(name: str, kernel_set: str, make_strict: Callable[..., LLM]) -> None:
+    """Every set of kernels; blocks and chunks that cut prompts in the middle."""
+    llm = make_strict(name, kernel_set, num_blocks=256, block_size=64, max_chunk=7)
+    compare(f"twenty prompts, {kernel_set}", llm, name, oracle.prompts())
+    kernel_sets.check(llm, kernel_set)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_twenty_prompts_in_every_company(name: str, make: Callable[..., LLM]) ->
     compare("reversed", llm, name, prompts[::-1])
     compare("each twice", llm, name, [prompt for prompt in prompts for _ in range(2)])
     compare("three at a time", make(name, num_blocks=1024, max_seqs=3), name, prompts)
-    compare("80 tokens a step", make(name, num_blocks=1024, max_batch_tokens=80), name, prompts)
+    compare("80 tokens per step", make(name, num_blocks=1024, max_batch_tokens=80), name, prompts)
 
 
 @pytest.mark.parametrize("name", NAMES)

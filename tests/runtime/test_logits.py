@@ -13,7 +13,7 @@ from gristmill.runtime import runner
 from gristmill.runtime.evaluate import evaluate, window_logits, window_losses
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime import oracle, ways
+from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES
 
 LIMIT = 2e-4
@@ -35,11 +35,11 @@ def test_logits_of_a_window(name: str, shared: Callable[..., LLM]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ways.FAST)
-def test_logits_of_eight_windows(name: str, way: str, make_strict: Callable[..., LLM]) -> None:
-    llm = make_strict(name, way)
+@pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
+def test_logits_of_eight_windows(name: str, kernel_set: str, make_strict: Callable[..., LLM]) -> None:
+    llm = make_strict(name, kernel_set)
     assert max(worst(llm, name, index) for index in range(8)) <= LIMIT
-    ways.check(llm, way)
+    kernel_sets.check(llm, kernel_set)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_logits_and_ids_of_a_short_prompt_by_triton(name: str, make_strict: Call
     found.add(
         llm.generate([ids], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer(name, tuple(ids), 2)
     )
-    ways.check(llm, "triton")
+    kernel_sets.check(llm, "triton")
 
 
 def test_absorbed_and_unabsorbed_prefill_agree(
@@ -65,7 +65,7 @@ def test_absorbed_and_unabsorbed_prefill_agree(
         runner, "make_batch", lambda *a, **k: dataclasses.replace(make_batch(*a, **k), fresh=False)
     )
     absorbed = window_logits(llm.engine, ids)
-    assert not torch.equal(direct, absorbed), "both took the same way"
+    assert not torch.equal(direct, absorbed), "both took the same path"
     assert float((direct - absorbed).abs().max()) <= LIMIT
 
 
@@ -78,21 +78,21 @@ def test_window_losses_are_the_oracles(shared: Callable[..., LLM]) -> None:
 
 @cache
 def bf16_loss(name: str) -> float:
-    """transformers' loss in bf16, nats a token; asked once."""
+    """transformers' loss in bf16, nats per token; asked once."""
     model = oracle.load(oracle.MODELS / name, torch.bfloat16)
     return sum(oracle.loss(model, oracle.window(i, 1024)) for i in range(WINDOWS)) / WINDOWS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ways.FAST)
-def test_bf16_perplexity(name: str, way: str, make_strict: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
+def test_bf16_perplexity(name: str, kernel_set: str, make_strict: Callable[..., LLM]) -> None:
     """Within 0.1 % of transformers' own bf16."""
-    llm = make_strict(name, way, dtype="bf16")
+    llm = make_strict(name, kernel_set, dtype="bf16")
     mine = evaluate(llm.engine, oracle.eval_tokens(), 1024, WINDOWS)
     assert mine.tokens == WINDOWS * 1023
     assert mine.loss == pytest.approx(bf16_loss(name), abs=PERPLEXITY)
-    ways.check(llm, way)
+    kernel_sets.check(llm, kernel_set)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.quantized import write_quantized
 from gristmill.runtime.models import model_table
-from tests.runtime import oracle, ways
+from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS, NAMES
 from tests.runtime.test_logits import LIMIT
 
@@ -107,25 +107,25 @@ def test_loss_of_every_scheme(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ways.FAST)
+@pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scheme_in_every_way(
     name: str,
     scheme: str,
-    way: str,
+    kernel_set: str,
     make_strict: Callable[..., LLM],
     written: Callable[[str, str], Path],
     their_losses: Callable[[str, str], torch.Tensor],
 ) -> None:
     """In float32 each of 127 losses; in bf16 0.003 nats over four windows."""
     theirs = their_losses(name, scheme)
-    exact = make_strict(written(name, scheme), way)
+    exact = make_strict(written(name, scheme), kernel_set)
     assert float((window_losses(exact.engine, oracle.window(0)[:128]) - theirs[0, :127]).abs().max()) <= 2e-3
-    ways.check(exact, way)
-    rounded = make_strict(written(name, scheme), way, dtype="bf16")
+    kernel_sets.check(exact, kernel_set)
+    rounded = make_strict(written(name, scheme), kernel_set, dtype="bf16")
     assert loss(rounded, 4) == pytest.approx(float(theirs.mean()), abs=3e-3)
-    ways.check(rounded, way)
+    kernel_sets.check(rounded, kernel_set)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_logits_of_a_short_prompt_by_triton(
     llm, ids = make_strict(name, "triton", quant=scheme), oracle.window(0)[:3]
     theirs = oracle.logits(oracle.load(dequantized(name, scheme, tmp_path)), ids)
     assert float((window_logits(llm.engine, ids) - theirs).abs().max()) <= LIMIT
-    ways.check(llm, "triton")
+    kernel_sets.check(llm, "triton")
 
 
 @pytest.mark.slow

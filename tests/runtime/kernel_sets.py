@@ -1,6 +1,6 @@
-"""The ways in which a line about whole models is shown: through torch, our C++ at each level, our Triton.
+"""Sets of kernels that whole models are tested with: torch, our C++ at each level, our Triton.
 
-Under a strict policy, so that nothing falls back; and `check` reads from the plans what really ran.
+The policy is strict, so nothing falls back; `check` reads from the plans which kernels ran.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tests.native.levels import runnable_levels
 
 LEVELS = tuple(runnable_levels())
 FAST = ("torch", *(f"cpu-{level}" for level in LEVELS))
-"""Ways that take whole texts. Triton's interpreter takes one short prompt."""
-WAYS = (*FAST, "triton")
+"""Sets that run whole texts; the Triton interpreter runs one short prompt."""
+KERNEL_SETS = (*FAST, "triton")
 
 
-def strict(way: str, policy: Policy) -> Policy:
-    """`policy` held to one way."""
-    provider, _, level = way.partition("-")
+def strict(kernel_set: str, policy: Policy) -> Policy:
+    """`policy` restricted to one set of kernels."""
+    provider, _, level = kernel_set.partition("-")
     # Triton's layout of nvfp4 keeps a float32 a row: 5.6 % of a weight of 128 columns, over the default bound.
     memory = 1.1 if provider == "triton" else policy.weight_memory
     return replace(
@@ -28,17 +28,17 @@ def strict(way: str, policy: Policy) -> Policy:
     )
 
 
-def check(llm: LLM, way: str) -> None:
-    """AssertionError if a kernel of another way ran, C++ of another level, or nothing at all."""
-    provider, _, level = way.partition("-")
+def check(llm: LLM, kernel_set: str) -> None:
+    """AssertionError if a kernel of another set ran, C++ of another level, or nothing at all."""
+    provider, _, level = kernel_set.partition("-")
     entries = [
         entry for bound in llm.model.plans.bound.values() for entry in bound.entries if entry is not None
     ]
     assert entries
     strangers = {entry.kernel for entry in entries if not entry.kernel.endswith(f"_{provider}")}
-    assert not strangers, f"{way}: {', '.join(sorted(strangers))} ran"
+    assert not strangers, f"{kernel_set}: {', '.join(sorted(strangers))} ran"
     if level:
         # A kernel that gains nothing from a level is built for the next one below.
         levels = {str(entry.config["level"]) for entry in entries}
-        assert levels <= set(LEVEL_CHAINS[level]), f"{way}: code of {', '.join(sorted(levels))} ran"
-        assert level in levels, f"{way}: nothing of this level ran, only {', '.join(sorted(levels))}"
+        assert levels <= set(LEVEL_CHAINS[level]), f"{kernel_set}: code of {', '.join(sorted(levels))} ran"
+        assert level in levels, f"{kernel_set}: nothing of this level ran, only {', '.join(sorted(levels))}"
