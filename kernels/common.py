@@ -68,8 +68,3 @@ def need_workspace(op: str, given: Tensor, size: int, device: torch.device | str
             f"{op}: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
             f"got {given.nbytes} on {given.device}"
         )
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)

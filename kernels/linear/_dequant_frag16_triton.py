@@ -8,11 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels._packed_rows import gather
 from gristmill.kernels.aot import AotCase
-from gristmill.kernels.common import cdiv
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.quant.layouts.w4_frag16_v1 import groups_per_tile, tile_bytes
 

@@ -12,8 +12,8 @@ from math import prod
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import cdiv
 from gristmill.kernels.linear.linear_triton import accepts_quantized
 from gristmill.kernels.linear.linear_triton import config as whole_config
 from gristmill.kernels.linear.linear_triton import space as whole_space

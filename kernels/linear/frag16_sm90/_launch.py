@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.common import cdiv, dtype_name, row_stride
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.common import dtype_name, row_stride
 from gristmill.kernels.native import check, cuda_function
 
 TYPES = {"fp16": 1, "bf16": 2}

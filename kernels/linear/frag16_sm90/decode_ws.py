@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from math import log2
 from typing import NamedTuple
 
-from gristmill.kernels.common import cdiv
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.linear.frag16_sm90.instances import DECODE_ROWS, Format, limits, schedule
 
 SCHEDULE = schedule("decode_ws")

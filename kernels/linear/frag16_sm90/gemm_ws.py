@@ -8,7 +8,7 @@ from math import log2
 from typing import NamedTuple
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.common import cdiv
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.linear.frag16_sm90.instances import Format, limits, schedule
 
 SCHEDULE = schedule("gemm_ws")
