@@ -67,7 +67,7 @@ def test_wrong_kernels_are_caught_with_kept_arguments_and_spoil_nothing(function
 def test_nobody_is_blamed_for_what_another_one_spoilt() -> None:
     verifier = Verifier()
     assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
-    verifier._given.reference[0].mul_(2)
+    verifier._trial.reference[0].mul_(2)
     assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
 
 
