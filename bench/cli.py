@@ -1,4 +1,4 @@
-"""The kernelbench command line: see, explain, verify and measure kernels."""
+"""The kernelbench command line: list, explain, verify and benchmark kernels."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from gristmill.bench.commands.verify import verify
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kernelbench")
 def cli() -> None:
-    """See which LLM kernels exist, which one would run here and why, whether they are right, and how fast they are.
+    """List LLM kernels, explain which one runs here, verify them against the reference, and benchmark them.
 
     \b
     kernelbench doctor                          what this machine has
-    kernelbench list --op linear                every kernel of an operation, and what the others lack
-    kernelbench explain linear --axes           how problems of an operation are written
+    kernelbench list --op linear                every kernel of an operation, and what missing ones need
+    kernelbench explain linear --axes           the axes of an operation's problems
     kernelbench explain linear --problem "m=16,n=4096,k=4096,x=bf16,w=int4_g128"
     kernelbench verify --op rms_norm            run kernels against the reference
-    kernelbench bench rms_norm                  time them, next to the measured floor
-    kernelbench compare rms_norm                who is faster, said only where the samples allow it
+    kernelbench bench rms_norm                  time kernels, next to the measured floor
+    kernelbench compare rms_norm                which kernel is faster, if the samples are conclusive
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
-    kernelbench noise                           what this machine takes a kernel and itself to differ by
-    kernelbench tune --model llama-3-8b         find the fastest of everything a model calls, in ten minutes
-    kernelbench regret --suite linear_regret     what selection loses to the best of all candidates
+    kernelbench noise                           the measured difference of a kernel from itself
+    kernelbench tune --model llama-3-8b         find the fastest kernels for a model, in ten minutes
+    kernelbench regret --suite linear_regret     what selection loses to the fastest candidates
     kernelbench shapes --model llama-3-8b       every problem that a model calls
-    kernelbench coverage --model llama-3-8b     how well the store knows them
-    kernelbench decode --quant int4_g128        milliseconds per token of a whole model, and where they go
-    kernelbench rerun results.json              every row again, here, and where it differs; repro, history
-    kernelbench bisect --good v0.1 -- kernelbench check base.json      the commit since which it is slower
-    kernelbench report results.json --html p    one page, no network: rooflines, winners, history
-    kernelbench store lint                      what selection knows: merge, diff, lint, why
+    kernelbench coverage --model llama-3-8b     which of them the store has times for
+    kernelbench decode --quant int4_g128        milliseconds per token of a whole model, by part
+    kernelbench rerun results.json              repeat every row and report differences; repro, history
+    kernelbench bisect --good v0.1 -- kernelbench check base.json      the commit that made it slower
+    kernelbench report results.json --html p    one HTML page: rooflines, fastest kernels, history
+    kernelbench store lint                      the records of selection: merge, diff, lint, why
 
     GRISTMILL_POLICY names a policy file (TOML): pins, exclude, strict, deterministic, batch_invariant, weight_memory,
-    cpu_level, store, cache. Every command takes --json: JSON alone on stdout, unknown values null.
+    cpu_level, store, cache. Every command takes --json: only JSON on stdout, unknown values null.
     """
 
 

@@ -1,4 +1,4 @@
-"""What there is to try for a problem: every kernel that can run it here, at the configurations of its space."""
+"""The candidates for tuning a problem: every kernel that can run it here, with the configurations of its space."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.store import config_key
 
 MODEL_SLACK = 3.0
-"""A kernel whose cost model says this many times the best estimate is not tried."""
+"""A kernel whose estimate exceeds the best one by this factor is not tried."""
 
 MOST = 48
-"""Configurations of one kernel at most; a larger space is sampled evenly, its first one included."""
+"""Maximum number of configurations per kernel; a larger space is sampled evenly, including its first one."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One problem to tune, and how often it is called (relatively): what is called most is tuned first."""
+    """One problem to tune. weight: its relative number of calls; the largest is tuned first."""
 
     op: Op
     problem: Problem
@@ -43,8 +43,8 @@ class Option:
 
 
 def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
-    """Every kernel and configuration worth trying: those that can run, less what the cost models rule out, large spaces
-    sampled. every: all of them."""
+    """Every kernel that can run and that the cost models do not rule out, with its configurations; large spaces are
+    sampled. every: no exclusion and no sampling."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if not why_not(k, job.problem, here)]
     kernels = [
         k

@@ -21,7 +21,7 @@ F = Callable[..., None]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gristmill")
 def cli() -> None:
-    """Run language models through kernels that are chosen by measurement and verified on this machine.
+    """Run language models with kernels that are verified and selected by measurement on this machine.
 
     A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. "gristmill supported" lists the
     architectures, and the checkpoint formats that are read and written.
@@ -33,13 +33,13 @@ def cli() -> None:
     gristmill eval --model DIR --tokens ids.u16 --window 1024 --windows 16
     gristmill quantize --model DIR --quant nvfp4 --out DIR-nvfp4
 
-    The first run of a model verifies the kernels it needs and remembers that; later runs start at once.
+    The first run of a model verifies the kernels it needs and records the results; later runs start immediately.
     GRISTMILL_POLICY names a policy file (TOML) as --policy does: pins, exclude, strict, deterministic, batch_invariant.
     """
 
 
 def model_options(function: F) -> F:
-    """The options that say which model runs, how and where."""
+    """The options for model, number formats, device and policy."""
     for option in reversed(
         [
             click.option(
@@ -48,16 +48,16 @@ def model_options(function: F) -> F:
             click.option(
                 "--quant",
                 metavar="SCHEME",
-                help="Round linear and expert weights to this format while loading: "
-                "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. Of a quantized checkpoint: bf16 "
-                "dequantizes it, fp8_block.fp8_g128 and the like quantize activations too.",
+                help="Quantize linear and expert weights to this format at load: "
+                "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. For a quantized checkpoint, bf16 "
+                "dequantizes the weights; schemes such as fp8_block.fp8_g128 also quantize activations.",
             ),
             click.option(
                 "--dtype",
                 default="auto",
                 show_default=True,
                 metavar="D",
-                help="Of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's).",
+                help="Dtype of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's).",
             ),
             click.option(
                 "--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."
@@ -75,7 +75,12 @@ def model_options(function: F) -> F:
 @model_options
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
 @click.option(
-    "--max-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to generate at most."
+    "--max-tokens",
+    type=int,
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of tokens to generate.",
 )
 @click.option(
     "--temperature",
@@ -83,42 +88,42 @@ def model_options(function: F) -> F:
     default=0.0,
     show_default=True,
     metavar="T",
-    help="0 takes the likeliest token each time; higher is more varied.",
+    help="0: greedy. Higher values give more varied text.",
 )
 @click.option(
-    "--top-k", type=int, default=0, metavar="K", help="Draw from the K likeliest tokens only. 0: all."
+    "--top-k", type=int, default=0, metavar="K", help="Sample from the K most likely tokens. 0: all."
 )
 @click.option(
     "--top-p",
     type=float,
     default=1.0,
     metavar="P",
-    help="Draw from the likeliest tokens that reach probability P together.",
+    help="Sample from the most likely tokens whose probabilities sum to P.",
 )
 @click.option(
     "--min-p",
     type=float,
     default=0.0,
     metavar="P",
-    help="Draw from tokens at least P times as likely as the best.",
+    help="Sample from tokens at least P times as likely as the most likely one.",
 )
 @click.option(
     "--seed",
     type=int,
     metavar="S",
-    help="The same seed draws the same tokens. Default: one fixed by the engine.",
+    help="The same seed gives the same tokens. Default: a fixed seed of the engine.",
 )
 @click.option(
     "--decode-graphs/--no-decode-graphs",
     default=None,
-    help="Run steps of one new token a request as CUDA graphs. Default: on a GPU.",
+    help="Run decode steps as CUDA graphs. Default: on a GPU.",
 )
 @click.option(
     "--explain",
     is_flag=True,
-    help="Say which kernel each operation ran, and why; which steps ran as CUDA graphs.",
+    help="Print which kernel each operation ran, and why; which steps ran as CUDA graphs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout, at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout, at the end.")
 def generate(
     prompt: str,
     max_tokens: int,
@@ -131,9 +136,9 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Continue a text. It is written to stdout as it comes; timings go to stderr.
+    """Continue a text. The text is streamed to stdout; timings go to stderr.
 
-    Sampling is as the options say: what the model's generation_config.json recommends is not used, but its end tokens.
+    Sampling follows the options. Of the model's generation_config.json only the end tokens are used.
 
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
@@ -200,7 +205,7 @@ def generate(
 @click.option(
     "--tokens", "tokens_file", required=True, metavar="FILE", help="Token ids, little-endian uint16."
 )
-@click.option("--window", type=int, default=1024, show_default=True, metavar="N", help="Tokens of a window.")
+@click.option("--window", type=int, default=1024, show_default=True, metavar="N", help="Tokens per window.")
 @click.option(
     "--windows",
     type=int,
@@ -209,11 +214,11 @@ def generate(
     metavar="N",
     help="Windows, contiguous from token 0.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **options: Any) -> None:
     """Perplexity of a model on a file of token ids: how well it predicts each token from those before it.
 
-    Each window is read on its own and predicts all its tokens but the first. Loss is in nats per token.
+    Each window is evaluated separately; all its tokens but the first are predicted. Loss is in nats per token.
 
     \b
     With --json, one object: {"loss", "perplexity", "tokens", "seconds"}; tokens = windows x (window - 1)
@@ -257,15 +262,15 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
     type=click.Choice(["rtn", "gptq", "awq"]),
     default="rtn",
     show_default=True,
-    help="Round to nearest, by GPTQ, or with channels scaled by AWQ; the last two need --calibration.",
+    help="Round to nearest, GPTQ or AWQ; the last two need --calibration.",
 )
 @click.option(
     "--calibration",
     metavar="FILE",
-    help="Token ids for GPTQ and AWQ, little-endian uint16: text like that to be served.",
+    help="Token ids for GPTQ and AWQ, little-endian uint16, of text similar to the intended use.",
 )
 @click.option(
-    "--window", type=int, default=512, show_default=True, metavar="N", help="Tokens of a calibration window."
+    "--window", type=int, default=512, show_default=True, metavar="N", help="Tokens per calibration window."
 )
 @click.option(
     "--windows", type=int, default=64, show_default=True, metavar="N", help="Calibration windows, contiguous."
@@ -276,22 +281,22 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
     default=0,
     show_default=True,
     metavar="N",
-    help="Token of the file that windows begin at.",
+    help="Index of the first token of the first window.",
 )
 @click.option(
     "--act-order/--no-act-order",
     default=True,
     show_default=True,
-    help="GPTQ: take columns by energy. Groups stay where they are: every reader reads the result.",
+    help="GPTQ: process columns in order of importance. Groups keep their positions, so every reader can load the result.",
 )
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
     metavar="cpu|cuda",
-    help="Where layers are calibrated and rounded.",
+    help="Device for calibration and rounding.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def quantize(
     model: str,
     quant: str,
@@ -306,20 +311,20 @@ def quantize(
     device: str,
     as_json: bool,
 ) -> None:
-    """Round a model's linear and expert weights and write it as a model directory.
+    """Quantize the linear and expert weights of a model and write a model directory.
 
-    Embeddings, logits head, norms and router are kept. In place of each NAME.weight stand the tensors of the format: gristmill's own
-    are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" read the directory back, to the same
-    results as --quant. transformers reads compressed-tensors, fp8 and mxfp4 directories, and gptq ones with the package gptqmodel. Of
-    gpt-oss mxfp4 holds the experts, and all else stays in floats.
+    Embeddings, logits head, norms and router are kept. The tensors of the format replace each NAME.weight; gristmill's own
+    are NAME.codes, NAME.scales, NAME.zero and NAME.global_scale. "generate" and "eval" load the directory with the same
+    results as --quant. transformers reads compressed-tensors, fp8 and mxfp4 directories, and gptq ones with the package
+    gptqmodel. For gpt-oss, mxfp4 applies to the experts; all other weights stay in floats.
 
-    GPTQ and AWQ take calibration text through the layers, each as it was just written, so that a layer makes up for what those
-    before it lost. Layers are written one by one: a run that was killed goes on after the last whole one when it is started
-    again with the same options, to the same result.
+    GPTQ and AWQ run calibration text through the quantized layers, so that each layer compensates for errors of the previous
+    ones. Layers are written one by one: an interrupted run resumes after the last complete layer when it is started again
+    with the same options, with the same result.
 
     \b
     With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after",
-    "resumed" (layers that were there), "notes" (weights treated otherwise, and why), "seconds"}
+    "resumed" (layers that existed), "notes" (weights treated differently, and why), "seconds"}
     """
     from gristmill.runtime.evaluate import read_tokens
     from gristmill.runtime.loader.config import load_config
@@ -366,7 +371,7 @@ def quantize(
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def supported(as_json: bool) -> None:
     """Architectures that can be loaded, and checkpoint formats that are read and written, those of plugins among them.
 

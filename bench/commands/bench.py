@@ -1,4 +1,4 @@
-"""kernelbench bench: time the kernels of operations, next to the measured floor, after checking that they are right."""
+"""kernelbench bench: time verified kernels of operations, next to the measured floor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option(
     "--baseline",
     metavar="K",
-    help="What speedups are against; a pattern such as *_torch picks one for each problem.",
+    help="The kernel that speedups refer to; a pattern such as *_torch selects one per problem.",
 )
 @click.option(
     "--config",
@@ -50,12 +50,12 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option(
     "--quick",
     is_flag=True,
-    help="Cold calls alone, as they are deployed; hot, eager and isolated ones are not timed.",
+    help="Only cold calls, as deployed; no hot, eager or isolated ones.",
 )
 @click.option(
     "--save",
     is_flag=True,
-    help="Write the times to the store, each under its own key; selection reads those of cold calls back to back.",
+    help="Write the times to the store, each under its own key; selection uses those of cold calls back to back.",
 )
 @click.option(
     "--results",
@@ -84,7 +84,7 @@ def bench(
     results: Path | None,
     as_json: bool,
 ) -> None:
-    """Time kernels of OP, of a suite, or of what a model calls. A kernel is checked before, while and after it is timed.
+    """Time kernels of OP, of a suite, or of the calls of a model. Results are checked before, during and after timing.
 
     \b
     kernelbench bench rms_norm --problem "m=1|64,n=4096" --baseline rms_norm_torch
@@ -92,20 +92,20 @@ def bench(
 
     \b
     us, spread          median microseconds per call, and the interquartile range over it: cold, as one graph on a GPU
-    times               every way it was timed: graph or eager (GPU), cold (arguments in memory) or hot (in the cache), back to
+    times               all timing modes: graph or eager (GPU), cold (arguments in memory) or hot (in the cache), back to
                         back or isolated (each call's input depends on the last call's output)
-    gbs, tflops         fewest bytes, and operations, of the problem, over that time
-    fraction_of_floor   measured floor over measured time: 1 = nothing can be faster
-    floor_us            the floor: what a kernel takes that reads as many bytes, timed in the same way and process, or what
-                        arithmetic or a launch takes at least (kernelbench doctor --measure), whichever is most
+    gbs, tflops         least bytes, and operations, of the problem, over that time
+    fraction_of_floor   measured floor over measured time: 1 = no kernel can be faster
+    floor_us            the floor: the time of a kernel that reads as many bytes, timed in the same mode and process, or the
+                        least time for arithmetic or a launch (kernelbench doctor --measure), whichever is longest
     floor_source        which of these it is
     bound               what the floor consists of: memory, compute or launch
-    error               the operation's error figure against the reference, the worst of all audits
-    speedup             the baseline's time over this one, of the rounds that timed both
-    reason              why there is no time: what a peer lacks here, what the problem asks too much, what was wrong
-    wrong               true where the kernel gave a wrong result, or cheated
-    discarded           rounds that do not count: the device's clock was not that of the median round (GPU)
-    note                what to think of the time: faster than the floor means that the floor is too high
+    error               the operation's error metric against the reference, the worst of all audits
+    speedup             the baseline's time over this one, in the rounds that timed both
+    reason              why there is no time: what a peer lacks here, what the kernel does not support, what was wrong
+    wrong               true if the kernel gave a wrong result, or cheated
+    discarded           rounds that were dropped: the clock was off the median round's (GPU)
+    note                a remark on the time: faster than the floor means that the floor is too high
 
     Exit status 0; 1 if a kernel was WRONG.
     """

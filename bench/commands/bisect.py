@@ -1,4 +1,4 @@
-"""kernelbench bisect: the commit since which a kernel is slower, or wrong."""
+"""kernelbench bisect: find the commit that made a kernel slower, or wrong."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from gristmill import console
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--good", required=True, metavar="REV", help="A commit at which it was fine.")
-@click.option(
-    "--bad", default="HEAD", show_default=True, metavar="REV", help="A later one at which it is not."
-)
+@click.option("--good", required=True, metavar="REV", help="A good commit.")
+@click.option("--bad", default="HEAD", show_default=True, metavar="REV", help="A later, bad commit.")
 @click.option(
     "--build",
     metavar="LINE",
@@ -32,15 +30,15 @@ from gristmill import console
 def bisect(
     good: str, bad: str, build: str | None, repository: Path, as_json: bool, command: tuple[str, ...]
 ) -> None:
-    """Find the first commit at which COMMAND, run in a checkout of its own, ends with 1 (slower) or 2 (wrong).
+    """Find the first commit at which COMMAND, run in its own checkout, exits with 1 (slower) or 2 (wrong).
 
     \b
     kernelbench bisect --good v0.1 --build "cmake -S . -B build -G Ninja && cmake --build build" -- \\
         env PYTHONPATH=src python -m gristmill.bench.cli check /tmp/baseline.json
 
-    COMMAND is usually a check against a baseline written at the good commit, so that the verdict at every commit is a
-    statistical one. 3 (too noisy) is asked twice; commits that cannot be judged or built are stepped around, and if the
-    first bad one is among them, all of them are named.
+    COMMAND is usually a check against a baseline written at the good commit, so the verdict at every commit is a
+    statistical one. After 3 (too noisy) the check is repeated. Commits that cannot be built or judged are skipped; if the
+    first bad commit may be among them, all of them are listed.
     """
     from gristmill.bench.bisect import bisect as run
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gristmill.bench.count_baseline import Counted
 
 EFFECT, COUNTED_EFFECT = 0.05, 0.02
-"""The least relative slow-down that counts, of times and of instructions."""
+"""The smallest relative slowdown that counts, of times and of instructions."""
 
 
 @click.command()
@@ -30,12 +30,14 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
 @click.option(
     "--update",
     is_flag=True,
-    help="Measure and write the baseline: the lines that FILE has, or those of --op.",
+    help="Measure and write the baseline: the entries of FILE, or those of --op.",
 )
-@click.option("--op", "op_name", metavar="OP", help="With --update: add lines for this operation.")
+@click.option("--op", "op_name", metavar="OP", help="With --update: add entries for this operation.")
 @click.option("--kernels", metavar="A,B", help="With --op: for these kernels.")
 @click.option(
-    "--yardstick", metavar="K", help="With --op: the kernel they are held against, timed in turn with them."
+    "--yardstick",
+    metavar="K",
+    help="With --op: the kernel that ratios refer to, timed alternately with the others.",
 )
 @click.option(
     "--problem", "problem_texts", metavar="P", multiple=True, help="With --op: for this problem; repeatable."
@@ -43,26 +45,26 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
 @click.option(
     "--instructions",
     is_flag=True,
-    help="Count instructions of C++ CPU kernels with valgrind instead of timing them: exact on any machine, however busy; "
-    "lines belong to a compiler and a level.",
+    help="Count instructions of C++ CPU kernels with valgrind instead of timing them: exact also on a busy machine; "
+    "entries belong to a compiler and a level.",
 )
 @click.option(
     "--portable",
     is_flag=True,
-    help="With --op: the lines hold on any device of this target, not on this one alone.",
+    help="With --op: the entries hold on any device of this target, not only on this one.",
 )
 @click.option(
     "--min-effect",
     type=Finite(0, 1, min_open=True, max_open=True),
     show_default="0.05; 0.02 of instructions",
-    help="The least relative slow-down that counts.",
+    help="The smallest relative slowdown that counts.",
 )
 @click.option(
     "--seconds",
     type=Finite(0.1),
     default=30.0,
     show_default=True,
-    help="How long a problem may have taken and still be given more rounds.",
+    help="A problem gets no more rounds after this time.",
 )
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--junit", type=OutFile(), metavar="FILE", help="Write JUnit XML.")
@@ -88,8 +90,8 @@ def check(
     markdown: Path | None,
     as_json: bool,
 ) -> None:
-    """Hold kernels against the baseline in FILE: ratios to a yardstick kernel timed in turn with them, which hold on busy
-    machines. Results are checked before, while and after timing.
+    """Compare kernels with the baseline in FILE: ratios to a yardstick kernel timed alternately with them, which are valid on
+    busy machines. Results are checked before, during and after timing.
 
     \b
     kernelbench check base.json --update --op rms_norm --kernels rms_norm_cpu --yardstick rms_norm_torch
@@ -98,9 +100,9 @@ def check(
 
     \b
     Exit status
-      0  nothing is slower         1  something is slower        2  a wrong result, or a mistaken command
+      0  nothing is slower         1  something is slower        2  a wrong result, or an invalid command
       3  too noisy to say          4  the environment differs    5  there is no baseline
-    A line whose kernel cannot run here, or is gone, is 4 too. A bug ends with 70, an interrupt with 130.
+    An entry whose kernel cannot run here, or no longer exists, is 4 too. A bug exits with 70, an interrupt with 130.
     """
     from gristmill.bench import baseline
     from gristmill.bench.compare import Case, compare
@@ -110,7 +112,7 @@ def check(
     here_or_refuse(here)
     if instructions:
         if yardstick or portable:
-            raise click.UsageError("--yardstick and --portable are of ratios; counts need neither")
+            raise click.UsageError("--yardstick and --portable apply to ratios, not to counts")
         effect = min_effect or COUNTED_EFFECT
         code = (
             _update_counts(file, here, op_name, kernels, problem_texts, as_json)
@@ -128,7 +130,7 @@ def check(
             part, _ = baseline.find(baseline.read(file), here) if file.exists() else (None, "")
             if part is None or not part["entries"]:
                 raise click.UsageError(
-                    f"{file} has no lines for this environment; name some with --op, --kernels and --yardstick"
+                    f"{file} has no entries for this environment; add some with --op, --kernels and --yardstick"
                 )
             dropped = baseline.gone(part["entries"])
             wanted, portable = (
@@ -273,7 +275,7 @@ def _check_counts(
         _stop(
             context,
             baseline.ELSEWHERE,
-            f"{file} cannot be held against what is here: {differs}",
+            f"{file} is a baseline of another environment: {differs}",
             junit,
             markdown,
             as_json,

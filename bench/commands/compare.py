@@ -1,4 +1,4 @@
-"""kernelbench compare: which kernel is faster, said only where the samples allow it."""
+"""kernelbench compare: which kernel is faster, if the samples are conclusive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gristmill.kernel_registry.op import Op
 @click.option(
     "--baseline",
     metavar="K",
-    help="The kernel that others are held against; a pattern such as *_torch picks one for each "
+    help="The kernel to compare with; a pattern such as *_torch selects one per "
     "problem. Default: the one that selection would run.",
 )
 @click.option(
@@ -37,17 +37,17 @@ from gristmill.kernel_registry.op import Op
     type=Finite(0, 1, min_open=True, max_open=True),
     default=0.03,
     show_default=True,
-    help="The least relative change worth a verdict.",
+    help="The smallest relative change that gets a verdict.",
 )
 @click.option(
-    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory."
+    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call reads them from memory."
 )
 @click.option(
     "--seconds",
     type=Finite(0.1),
     default=30.0,
     show_default=True,
-    help="How long a problem may have taken and still be given more rounds.",
+    help="A problem gets no more rounds after this time.",
 )
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with raw samples.")
@@ -73,24 +73,24 @@ def compare(
     results: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare kernels of OP, of a suite, or of what a model calls, with a baseline: timed in turn over the same data, round by
-    round, in an order drawn anew.
+    """Compare kernels of OP, of a suite, or of the calls of a model, with a baseline. Kernels alternate over the same data, in
+    a new random order each round.
 
     \b
     kernelbench compare rms_norm --baseline rms_norm_torch
     kernelbench compare --model llama-3-8b --weights int4_g128 --mix decode --baseline "*_torch"
 
     \b
-    FASTER, SLOWER   by more than the minimum effect, with false discoveries held to 5 % over all rows
+    FASTER, SLOWER   by more than the minimum effect, with a false discovery rate of 5 % over all rows
     SAME             the interval lies within the minimum effect
     UNCLEAR          neither, after up to eight times the rounds; or the machine is too noisy for the minimum effect
-    WRONG            a wrong result, or a cheat: every kernel is checked before, while and after it is timed
-    GAP              it cannot run here, and why
+    WRONG            a wrong result, or a cheat: kernels are checked before, during and after timing
+    GAP              it cannot run here, with the reason
 
     \b
     ratio        kernel over baseline, with its interval: 0.8 = a fifth less time
-    noise        by how much the baseline seemed to differ from itself, timed twice in the same rounds
-    of floor     the floor over the kernel's time, as kernelbench bench has it: 100 % = nothing can be faster
+    noise        the measured difference of the baseline from itself, timed twice in the same rounds
+    of floor     the floor over the kernel's time, as in kernelbench bench: 100 % = no kernel can be faster
 
     Exit status 0; 1 if a kernel was WRONG.
     """

@@ -21,7 +21,7 @@ from gristmill.bench.result_file import write
     default="llama-3-8b",
     show_default=True,
     metavar="M",
-    help="A shipped model (kernelbench shapes --help), a config.json, or a directory with one: its sizes are taken.",
+    help="A shipped model (kernelbench shapes --help), a config.json, or a directory with one; only its sizes are used.",
 )
 @click.option(
     "--quant",
@@ -30,7 +30,7 @@ from gristmill.bench.result_file import write
     metavar="A,B",
     help="Schemes of linear weights; bf16 keeps them.",
 )
-@click.option("--batch", default="1,16", show_default=True, metavar="N,M", help="Sequences of a step.")
+@click.option("--batch", default="1,16", show_default=True, metavar="N,M", help="Sequences per step.")
 @click.option(
     "--context",
     type=click.IntRange(1),
@@ -49,7 +49,7 @@ from gristmill.bench.result_file import write
     metavar="FILE",
     help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def decode(
     name: str,
     quant: str,
@@ -60,14 +60,14 @@ def decode(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Time decode steps of a model of random weights, through the runtime that serves requests.
+    """Time decode steps of a model with random weights, through the runtime that serves requests.
 
     On a GPU steps are CUDA graphs.
 
     \b
     step          a step of the engine, until its ids are on the host      device   its graph alone, replayed back to back
     linear, head  the linear layers, the logits head, as graphs alone      share    of linear in device
-    floor         bytes of linear weights (of all that is read: the head and the cache too) over the measured rate of reading
+    floor         bytes of the linear weights (or of everything that is read, with head and cache) over the measured read bandwidth
 
     \b
     With --json, a list of {"quant", "batch", "context", "steps", "load_s", "step_ms", "tokens_per_s", "device_ms", "linear_ms", "head_ms",
@@ -107,7 +107,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise click.UsageError(f"--batch takes numbers of sequences by commas, such as 1,16; got {text!r}")
+        raise click.UsageError(
+            f"--batch takes comma-separated numbers of sequences, such as 1,16; got {text!r}"
+        )
     return found
 
 

@@ -20,16 +20,16 @@ from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 @click.option(
     "--measure",
     is_flag=True,
-    help="Measure the ceilings anew: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds per device).",
+    help="Measure the ceilings again: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds per device).",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def doctor(measure: bool, as_json: bool) -> None:
     """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing.
 
-    On a CPU also its cores, to which of them this process is pinned, its group's quota, NUMA nodes, and torch's threads; on
-    an NVIDIA GPU its clocks, power, temperature, and whether it is being throttled. --measure keeps the ceilings beside the
-    store, where every roofline figure finds them: read and copy bandwidth past the caches; rates of matrix products (on a
-    CPU those of fused multiply-add, fp32, AVX512-BF16 or AMX, bf16, and VNNI, int8); and what held the device back meanwhile.
+    On a CPU also its cores, the ones that this process is pinned to, its cgroup quota, NUMA nodes, and torch's threads; on
+    an NVIDIA GPU its clocks, power, temperature, and whether it is being throttled. --measure stores the ceilings next to the
+    store, for all roofline figures: read and copy bandwidth from memory; rates of matrix products (on a
+    CPU of fused multiply-add, fp32, AVX512-BF16 or AMX, bf16, and VNNI, int8); and what slowed the device down meanwhile.
     """
     from gristmill.autotune.floor import (
         kept,
@@ -102,7 +102,7 @@ def _wrapped() -> list[str]:
 
 
 _NONE = {"pinned": "not pinned", "quota": "no quota"}
-"""What nothing means, where it says something."""
+"""What an empty value means, for entries where it has a meaning."""
 
 
 def _said(name: str, value: Any) -> str:

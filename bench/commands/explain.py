@@ -17,14 +17,14 @@ from gristmill.kernel_registry.registry import default_registry
 @click.option(
     "--target", metavar="T", help="A device: sm_121, h200, gfx942, cpu:avx2 ... Default: this machine."
 )
-@click.option("--axes", is_flag=True, help="Print the axes that problems of OP have, and stop.")
+@click.option("--axes", is_flag=True, help="Print the axes of OP's problems, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_json: bool) -> None:
-    """Which kernel OP gets for a problem, and what speaks against every other one.
+    """Print the kernel that OP runs for a problem, and the reasons against every other one.
 
     Without its dynamic size (m, q_tokens ...) the problem is a layer, and the plan by size is printed too. On a device
-    of this machine the winner is verified if it was not yet; on another target nothing is, and candidates that could
-    run stay "unverified".
+    of this machine the winner is verified if it has no record yet. On another target nothing is verified, and candidates that
+    could run stay "unverified".
 
     \b
     Verdicts: selected, eligible, unverified, hardware (the device lacks something), build (this installation lacks

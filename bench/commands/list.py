@@ -20,9 +20,9 @@ from gristmill.kernel_registry.registry import default_registry
 def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None:
     """Every kernel of every operation, and whether this machine (or a target) can run it.
 
-    A kernel is available when the hardware has what it needs and this installation can emit or load its code. Reads
-    specs only: no kernel code is imported and no device is touched. A plugin that could not be loaded is a row without an
-    operation and a kernel, whatever --op says: which kernels it would have added is not known.
+    A kernel is available when the hardware has what it needs and this installation can compile or load its code. Only
+    specs are read: no kernel code is imported and no device is used. A plugin that failed to load is a row without
+    operation and kernel, with any --op, because its kernels are not known.
     """
     registry = default_registry()
     here = place(target)

@@ -1,4 +1,4 @@
-"""kernelbench noise: how far apart a kernel seems to be from itself on this machine."""
+"""kernelbench noise: the measured difference of a kernel from itself on this machine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TOO_NOISY = 3
     default=20,
     show_default=True,
     metavar="N",
-    help="How often.",
+    help="Number of comparisons.",
 )
 @click.option(
     "--min-effect",
     type=Finite(0, 1, min_open=True, max_open=True),
     default=0.03,
     show_default=True,
-    help="The least relative change that is to be told apart.",
+    help="The smallest relative change to detect.",
 )
 @click.option(
-    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call finds them in memory."
+    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call reads them from memory."
 )
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
@@ -55,14 +55,14 @@ def noise(
     target: str | None,
     as_json: bool,
 ) -> None:
-    """Compare a kernel of OP with itself, again and again: what this machine makes of no difference at all.
+    """Compare a kernel of OP with itself, repeatedly: what this machine measures where there is no difference.
 
     \b
     kernelbench noise rms_norm --problem m=64,n=4096 --min-effect 0.02
 
     \b
-    floor       how far from itself it seemed to be, but for the worst twentieth of the comparisons: no smaller change can be told
-    worst       the same, the worst of all
+    floor       the 95 % quantile of the measured differences: smaller changes cannot be detected
+    worst       the largest measured difference
     false       comparisons that said FASTER or SLOWER       undecided   those that said UNCLEAR
 
     Exit status 0; 3 if the minimum effect is below the floor.

@@ -21,7 +21,7 @@ from gristmill.bench.problems import here_or_refuse, problem_options, workloads
     type=Finite(0, min_open=True),
     default=10.0,
     show_default=True,
-    help="The budget; problems it does not reach are left out of the figures.",
+    help="The time budget; problems that it does not reach are left out.",
 )
 @click.option(
     "--workers",
@@ -36,13 +36,13 @@ from gristmill.bench.problems import here_or_refuse, problem_options, workloads
     "replayed",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Measure nothing: what selection picks now, by the times in a result file of this command.",
+    help="Measure nothing: evaluate the present selection with the times in a result file of this command.",
 )
 @click.option(
     "--results",
     type=OutFile(),
     metavar="FILE",
-    help="Write a result file, with samples of all near the best.",
+    help="Write a result file, with samples of the candidates near the best.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def regret(
@@ -56,18 +56,18 @@ def regret(
     results: Path | None,
     as_json: bool,
 ) -> None:
-    """Time every kernel at every configuration of OP's problems, or of a suite's, in one run, and say how much slower what
-    selection picks is than the best of all.
+    """Time every kernel at every configuration of OP's problems, or of a suite's, in one run, and report how much
+    slower the selected kernel is than the fastest candidate.
 
     \b
     kernelbench regret --suite linear_regret --minutes 10 --workers 14 --results regret.json
     kernelbench regret --replay regret.json
 
     \b
-    store, tuned problems   what the store in use picks (shipped times included), where it has times of the very problem
-    store, other problems   the same, where it has none
-    tuned in this run       what a tuning by half of this run's rounds would pick, judged by the other half
-    left out of tuning      the same without the problem's own records
+    store, tuned problems   selection with the store in use (and shipped times), for problems that have times of their own
+    store, other problems   the same, for the other problems
+    tuned in this run       selection after tuning with half of this run's rounds, evaluated with the other half
+    left out of tuning      the same, without the problem's own records
     """
     from gristmill.bench.options import Job
     from gristmill.bench.regret import study, unknown
@@ -78,7 +78,7 @@ def regret(
 
     if replayed:
         if op_name or problem_texts or suite or target or results:
-            raise click.UsageError("--replay takes problems and device from its file, and writes none")
+            raise click.UsageError("--replay takes problems and device from its file, and writes no file")
         here, found = replay(read(replayed))
         asked_for = len(found)
     else:

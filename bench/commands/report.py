@@ -17,11 +17,11 @@ from gristmill.bench.out_file import OutFile
     "files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE..."
 )
 @click.option("--html", "out", required=True, type=OutFile(), metavar="PAGE", help="The page to write.")
-@click.option("--title", default="kernelbench", show_default=True, help="Its heading.")
+@click.option("--title", default="kernelbench", show_default=True, help="Title of the page.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def report(files: tuple[Path, ...], out: Path, title: str, as_json: bool) -> None:
     """Write result files as one HTML page that needs no network: rooflines with the measured ceilings, time by size,
-    the fastest kernel by shape and size, history with its changes, and behind every point the command that repeats it.
+    the fastest kernel by shape and size, history with its changes, and for every point the command that reproduces it.
     """
     from gristmill.bench.report.page import page
 

@@ -1,4 +1,4 @@
-"""kernelbench rerun, repro, history: what result files say, again and over time."""
+"""kernelbench rerun, repro, history: repeat the rows of result files, and their history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=Finite(0, 1, min_open=True, max_open=True),
     default=0.1,
     show_default=True,
-    help="The least relative difference worth a verdict.",
+    help="The smallest relative difference that gets a verdict.",
 )
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--results", type=OutFile(), metavar="OUT", help="Write a result file of the present times.")
@@ -37,10 +37,10 @@ def rerun(
     results: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure every row of a result file again, here, and say where it differs: times, results, and environment.
+    """Measure every row of a result file again, here, and report differences in times, results and environment.
 
-    NEW is a row that had no time then and has one now; GAP one that cannot be measured here. Then and now were not timed in
-    turn: on another machine, or a busy one, SLOWER means that this one is slower. Exit status 1 if a row is WRONG.
+    NEW is a row that had no time and has one now; GAP is one that cannot be measured here. Old and new times were not taken
+    alternately: on another or a busy machine, SLOWER may mean that the machine is slower. Exit status 1 if a row is WRONG.
     """
     from gristmill.bench.rerun import differences
     from gristmill.bench.rerun import rerun as run
@@ -89,8 +89,8 @@ def rerun(
 @click.argument("row", type=click.IntRange(0), metavar="ROW")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def repro(file: Path, row: int, as_json: bool) -> None:
-    """The command, and a short script, that measure row ROW of a result file again, at its configuration (the first row is 0); the
-    script in the row's way alone, the command in every way.
+    """Print the command, and a short script, that reproduce row ROW of a result file with its configuration (the first row is 0).
+    The script uses the timing mode of the row, the command all modes.
 
     \b
     kernelbench repro results.json 12
@@ -146,13 +146,13 @@ arm.conclude()
     type=Finite(0, 1, min_open=True, max_open=True),
     default=0.05,
     show_default=True,
-    help="The least relative change that counts.",
+    help="The smallest relative change that counts.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
-    """Rows that several result files have in common, in order of their dates, and where they changed.
+    """Rows that several result files have in common, by date, and their changes.
 
-    A change is larger than the minimum effect and than what the spread of the samples on both sides allows.
+    A change exceeds the minimum effect and the spread of the samples on both sides.
     """
     from gristmill.bench.history import history as series
 

@@ -1,4 +1,4 @@
-"""kernelbench shapes and coverage: what a model calls, and how well the store knows it."""
+"""kernelbench shapes and coverage: the problems that a model calls, and their coverage by the store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shapes(
     prefill: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Every problem that a model calls in a step, on one rank. Without --model: the models whose shapes are shipped.
+    """List every problem that a model calls in a step, on one rank. Without --model: list the shipped models.
 
     \b
     kernelbench shapes --model llama-3-70b --tp 8 --weights int4_g128 --decode 64x4096 --prefill 1x2048
@@ -102,13 +102,13 @@ def shapes(
 )
 @click.argument("arguments", nargs=-1, required=True, metavar="ARGUMENTS...")
 def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
-    """Run `gristmill ARGUMENTS...` and record every problem that it calls, with how often: what to tune first.
+    """Run `gristmill ARGUMENTS...` and record every problem that it calls, with the number of calls: input for tune.
 
     \b
     kernelbench shapes capture --out live.json -- generate --model DIR --prompt "Hello" --max-tokens 64
     kernelbench tune --shapes live.json --minutes 5
 
-    A run that fails, or is interrupted, leaves what it called until then. Python programs use `with gristmill.bench.capture.capturing() as counts:`.
+    A run that fails or is interrupted leaves its calls so far. Python programs use `with gristmill.bench.capture.capturing() as counts:`.
     """
     from gristmill.bench.capture import capturing, write
     from gristmill.runtime.cli import cli as gristmill
@@ -149,7 +149,7 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
     "store_path",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="The store to ask, alone. Default: the one in use, over the times that are shipped.",
+    help="The only store to use. Default: the one in use, on top of the shipped times.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def coverage(
@@ -163,10 +163,10 @@ def coverage(
     store_path: Path | None,
     as_json: bool,
 ) -> None:
-    """Before serving: the share of a model's calls that the store knows exactly, nearly, or not at all.
+    """The share of a model's calls for which the store has an exact time, a near one, or none.
 
     \b
-    exact     a time of this very problem         near      one of a problem within a factor of two
+    exact     a time of this problem              near      one of a problem within a factor of two
     sibling   one of another device of the target default   none: by cost model or declared priority
     none      no kernel can run it
     """

@@ -1,4 +1,4 @@
-"""kernelbench store: what selection knows, and looking after it."""
+"""kernelbench store: inspect and maintain the records that selection reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.group()
 def store() -> None:
-    """Look into stores of verifications and measured times, which selection reads, and look after them.
+    """Inspect and maintain stores of verifications and measured times, which selection reads.
 
-    A store is JSON with one record a line. The one in use is named by `kernelbench doctor`.
+    A store is JSON with one record per line. The one in use is named by `kernelbench doctor`.
 
     \b
     kernelbench store why linear "m=1,n=4096,k=4096,w=int4_g128"    which record decides, and by which rule
-    kernelbench store lint                                          records that are of no use
-    kernelbench store revalidate                                    do another toolchain's times still hold?
+    kernelbench store lint                                          records without effect
+    kernelbench store revalidate                                    are another toolchain's times still valid?
     kernelbench store merge --into all.json a.json b.json
     kernelbench store diff a.json b.json
     """
@@ -48,7 +48,7 @@ def _existing(path: Path) -> Store:
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
-    """Merge stores into one. Of two records of the same key a failed verification is kept, and the time with more samples.
+    """Merge stores into one. Of two records with the same key, a failed verification wins, and the time with more samples.
 
     Safe while others write to the same store: nothing is lost.
     """
@@ -100,13 +100,13 @@ def diff(context: click.Context, before: Path, after: Path, as_json: bool) -> No
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def lint(context: click.Context, file: Path | None, target: str | None, as_json: bool) -> None:
-    """Records of FILE (default: the store in use) that do not earn their place.
+    """List the records of FILE (default: the store in use) that have no effect or do harm.
 
     \b
-    never     nothing can look it up: the operation, kernel or problem is gone, or it is written in another form
+    never     it is never looked up: the operation, kernel or problem no longer exists, or its form has changed
     stale     made with other code or another toolchain: a time counts as near only, a verification not at all
     slower    a tuned configuration that is slower than the default one
-    failed    a kernel that did not match the reference here, and is kept out
+    failed    a kernel that did not match the reference here, and is excluded
 
     Exit status 1 if there are any but failed ones.
     """
@@ -128,9 +128,9 @@ def lint(context: click.Context, file: Path | None, target: str | None, as_json:
     type=click.IntRange(1),
     default=8,
     show_default=True,
-    help="Records of each kernel to measure again.",
+    help="Number of records per kernel to measure again.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Which ones.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sample.")
 @click.option("--dry-run", is_flag=True, help="Measure, and write nothing.")
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
@@ -138,12 +138,12 @@ def lint(context: click.Context, file: Path | None, target: str | None, as_json:
 def revalidate(
     context: click.Context, sample: int, seed: int, dry_run: bool, target: str | None, as_json: bool
 ) -> None:
-    """After a change of toolchain: verify and time a sample of the times that another one measured, the shipped ones included.
+    """After a change of toolchain: verify and time a sample of another toolchain's times, including shipped ones.
 
     \b
-    holds     as long as the store says, within a tenth: the kernel's other times are carried over to this toolchain
-    differs   faster or slower: the others stay what they are, near times; kernelbench tune --redo measures them
-    wrong     a result is wrong now: recorded as failed, which keeps that configuration out; the others stay near
+    holds     within 10 % of the stored time: the kernel's other times are carried over to this toolchain
+    differs   faster or slower: the others remain near times; kernelbench tune --redo measures them
+    wrong     a wrong result: recorded as failed, which excludes that configuration; the others remain near times
 
     Exit status 1 if a result is wrong.
     """
@@ -199,14 +199,14 @@ def revalidate(
 @click.option("--target", metavar="T", help="A device: sm_90, h200, cpu:avx2 ... Default: this machine.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> None:
-    """Which kernel a problem gets, which record decides it, of the store in use or of the shipped times, and by which rule.
-    Verifies and times nothing.
+    """Print the kernel that a problem gets, the record that decides it (of the store in use or of the shipped times), and the
+    rule. Verifies and times nothing.
 
     \b
-    measured   a time of this very problem, with the present code and toolchain
+    measured   a time of this problem, with the present code and toolchain
     near       a time of a problem within a factor of two, or of other code; scaled by the device's ceilings
     sibling    a time of another device of the same target
-    model      the kernel's cost model        priority   nothing is known: the declared order
+    model      the kernel's cost model        priority   no record: the declared order
     """
     from gristmill.kernel_registry.select import select
     from gristmill.kernel_registry.times import Times

@@ -33,16 +33,16 @@ from gristmill.kernel_registry.store import Store
     "captured",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Tune what kernelbench shapes capture recorded, what moves most data first.",
+    help="Tune the problems that kernelbench shapes capture recorded; those that move most data come first.",
 )
 @click.option(
     "--minutes",
     type=Finite(0, min_open=True),
     default=10.0,
     show_default=True,
-    help="The budget. Kept within a tenth.",
+    help="The time budget, kept within 10 %.",
 )
-@click.option("--redo", is_flag=True, help="Also tune problems that the store knows.")
+@click.option("--redo", is_flag=True, help="Also tune problems that are in the store.")
 @click.option(
     "--workers",
     type=click.IntRange(1),
@@ -76,11 +76,11 @@ def tune(
     kernelbench tune linear --problem "m=1,n=4096,k=4096,w=int4_g128" --minutes 2
     kernelbench tune --model llama-3-8b --weights int4_g128 --decode 1x1024 --prefill 1x2048
 
-    Candidates are what can run, less what cost models rule out. They are verified in child processes, thinned out by
-    successive halving, and the last three raced against the default in turn. Every problem is written to the store
-    when it is done: a run that was stopped goes on where it was, since problems that the store knows are skipped.
-    JSON and result files say for each problem what its tuning saves, times how often it is called (saved_us); of a model's calls or
-    captured ones, which say how many tokens they make, also by token, and tables are ranked by that.
+    Candidates are all kernels that can run, except those that cost models rule out. Child processes verify them, successive
+    halving reduces them, and the last three race against the default. Every problem is written to the store when it is
+    done: an interrupted run resumes, because problems that are in the store are skipped.
+    JSON and result files have per problem the saved time, multiplied by its number of calls (saved_us). For the calls of a
+    model, and for captured calls, they also have the saved time per token, and tables are ranked by it.
     """
     from gristmill.autotune.store import update
     from gristmill.bench.capture import read as read_shapes
@@ -90,15 +90,13 @@ def tune(
     from gristmill.bench.tune import tune as run
 
     if sum(given is not None for given in (op_name, model, captured)) != 1:
-        raise click.UsageError(
-            "name an operation, or a model with --model, or a file with --shapes: one of them"
-        )
+        raise click.UsageError("give one of: an operation, a model with --model, or a file with --shapes")
     here = place(target)
     here_or_refuse(here)
     calls = model_calls(model, tp, weights, decode, prefill, mix)
     if op_name is None:
         if problem_texts:
-            raise click.UsageError("--problem goes with an operation")
+            raise click.UsageError("--problem needs an operation")
         jobs = jobs_of(calls if captured is None else read_shapes(captured))
     else:
         op = default_registry().op(op_name)

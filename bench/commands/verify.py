@@ -22,7 +22,7 @@ from gristmill.kernel_registry.registry import UnknownError, default_registry
     "--properties",
     "tried",
     is_flag=True,
-    help="Also try what is declared: equal bits from run to run, and whatever the rest of the batch is.",
+    help="Also test declared properties: determinism and batch invariance.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
@@ -34,11 +34,11 @@ def verify(
     tried: bool,
     as_json: bool,
 ) -> None:
-    """Run every kernel that can run here on every example of its operation, and compare with the torch reference.
+    """Run every available kernel on every example of its operation, and compare with the torch reference.
 
-    Outputs start poisoned and stand between guard bands; inputs must come back unchanged. Each kernel runs in a child
-    process, so that a crash is a result. With --properties each kernel that matched is run again and again, and on parts
-    of a batch; what cannot be tried (ragged batches) is null. Exit status 1 if any kernel is wrong.
+    Outputs are filled with poison between guard bands; inputs must stay unchanged. Each kernel runs in a child
+    process, so a crash is reported as a result. With --properties each kernel that matched runs repeatedly, and on parts
+    of a batch; cases that cannot be tested (ragged batches) are null. Exit status 1 if any kernel is wrong.
     """
     from gristmill.autotune.worker import Worker
 

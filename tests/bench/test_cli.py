@@ -193,7 +193,7 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) ->
         (("shapes", "--model", "llama-9"), "one of deepseek-v3"),
         (("shapes", "--tp", "2"), "go with --model"),
         (("coverage",), "--model is missing"),
-        (("tune",), "name an operation, or a model"),
+        (("tune",), "give one of: an operation, a model"),
         (("store", "diff", "a.json", "b.json"), "a.json does not exist"),
         (("rerun", "absent.json"), "absent.json"),
         (("report", "absent.json", "--html", "p.html"), "absent.json"),

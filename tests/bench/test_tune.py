@@ -285,6 +285,6 @@ def test_a_space_is_sampled_and_cost_models_prune() -> None:
 def test_mistakes(policy_file) -> None:
     policy_file()
     done = CliRunner().invoke(cli, ["tune"])
-    assert done.exit_code != 0 and "name an operation, or a model" in done.output
+    assert done.exit_code != 0 and "give one of: an operation, a model" in done.output
     done = CliRunner().invoke(cli, ["tune", "--model", "llama-3-8b", "--target", "sm_90"])
     assert done.exit_code != 0 and "not a device of this machine" in done.output
