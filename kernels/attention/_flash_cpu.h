@@ -43,9 +43,10 @@ struct Tile {
   int64_t rows() const { return queries * heads; }
 };  // with kv_heads > 1 the same again for the KV heads that follow
 
-// Running softmax of `rows` rows: top score, sum of weights, weighted sum of values.
+// Running softmax of `rows` rows: m_i is the maximum score, l_i the sum of exp(score - m_i), acc the weighted
+// sum of values.
 struct State {
-  float *top, *sum, *acc;
+  float *m_i, *l_i, *acc;
 };
 
 template <class T>
@@ -125,7 +126,7 @@ struct Core {
   void clear(const Tile& t, float* states) const {
     for (int64_t n = 0; n < t.kv_heads; ++n) {
       const State s = state(states + n * head_floats());
-      for (int64_t r = 0; r < t.rows(); ++r) s.top[r] = minus_infinity(), s.sum[r] = 0;
+      for (int64_t r = 0; r < t.rows(); ++r) s.m_i[r] = minus_infinity(), s.l_i[r] = 0;
       std::memset(s.acc, 0, sizeof(float) * size_t(t.rows() * dv));
     }
   }
@@ -256,23 +257,23 @@ struct Core {
       score[i / kLanes] = seen ? load(p + i) : splat(minus_infinity());
       best = max(best, score[i / kLanes]);
     }
-    const float top = s.top[r], tile_top = gm::max(best), now = top > tile_top ? top : tile_top;
+    const float m_i = s.m_i[r], m_tile = gm::max(best), m_new = m_i > m_tile ? m_i : m_tile;
     *alpha = 1;
-    if (now == minus_infinity()) {
+    if (m_new == minus_infinity()) {
       std::memset(p, 0, sizeof(float) * kTile);
       return;
     }
-    if (now != top) {
-      *alpha = exp(top - now);
-      s.top[r] = now;
+    if (m_new != m_i) {
+      *alpha = exp(m_i - m_new);
+      s.m_i[r] = m_new;
     }
-    vf total = zero();
+    vf l_tile = zero();
     for (int64_t i = 0; i < whole; i += kLanes) {
-      const vf weight = exp(score[i / kLanes] - now);
+      const vf weight = exp(score[i / kLanes] - m_new);
       store(p + i, weight);
-      total += weight;
+      l_tile += weight;
     }
-    s.sum[r] = s.sum[r] * *alpha + sum(total);
+    s.l_i[r] = s.l_i[r] * *alpha + sum(l_tile);
   }
 
   // `into` followed by `part`: the two softmaxes as one.
@@ -282,18 +283,18 @@ struct Core {
   }
   void merge(State into, State part, int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) {
-      if (part.top[r] == minus_infinity()) continue;
+      if (part.m_i[r] == minus_infinity()) continue;
       float *x = into.acc + r * dv, *y = part.acc + r * dv;
-      if (into.top[r] == minus_infinity()) {
-        into.top[r] = part.top[r], into.sum[r] = part.sum[r];
+      if (into.m_i[r] == minus_infinity()) {
+        into.m_i[r] = part.m_i[r], into.l_i[r] = part.l_i[r];
         std::memcpy(x, y, sizeof(float) * size_t(dv));
         continue;
       }
-      const float top = into.top[r] > part.top[r] ? into.top[r] : part.top[r];
-      const float old = exp(into.top[r] - top), added = exp(part.top[r] - top);
-      into.top[r] = top;
-      into.sum[r] = into.sum[r] * old + part.sum[r] * added;
-      for (int64_t d = 0; d < dv; d += kLanes) store(x + d, load(x + d) * old + load(y + d) * added);
+      const float m_new = into.m_i[r] > part.m_i[r] ? into.m_i[r] : part.m_i[r];
+      const float alpha = exp(into.m_i[r] - m_new), added = exp(part.m_i[r] - m_new);
+      into.m_i[r] = m_new;
+      into.l_i[r] = into.l_i[r] * alpha + part.l_i[r] * added;
+      for (int64_t d = 0; d < dv; d += kLanes) store(x + d, load(x + d) * alpha + load(y + d) * added);
     }
   }
 
@@ -303,23 +304,23 @@ struct Core {
   void finish_head(const Tile& t, State s) const {
     for (int64_t r = 0; r < t.rows(); ++r) {
       const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
-      float top = s.top[r], total = s.sum[r], scale = 1;
+      float m_i = s.m_i[r], l_i = s.l_i[r], scale = 1;
       if (a.sinks) {
         const float sink = a.sinks[head];
-        const float now = top > sink ? top : sink;
-        if (now != minus_infinity()) {
-          scale = exp(top - now);
-          total = total * scale + exp(sink - now);
-          top = now;
+        const float m_new = m_i > sink ? m_i : sink;
+        if (m_new != minus_infinity()) {
+          scale = exp(m_i - m_new);
+          l_i = l_i * scale + exp(sink - m_new);
+          m_i = m_new;
         }
       }
-      scale = total > 0 ? scale / total : 0;
+      scale = l_i > 0 ? scale / l_i : 0;
       T* out = static_cast<T*>(a.out) + token * a.out_token + head * a.out_head;
       const float* acc = s.acc + r * dv;
       int64_t d = 0;
       for (; d + kLanes <= a.dv; d += kLanes) store(out + d, load(acc + d) * scale);
       if (d < a.dv) store(out + d, load(acc + d) * scale, a.dv - d);
-      if (a.lse) a.lse[token * a.heads + head] = total > 0 ? top + __builtin_logf(total) : minus_infinity();
+      if (a.lse) a.lse[token * a.heads + head] = l_i > 0 ? m_i + __builtin_logf(l_i) : minus_infinity();
     }
   }
 

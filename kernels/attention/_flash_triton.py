@@ -110,8 +110,8 @@ def flash_kernel(
             part = tl.program_id(2)
             low += part * part_length
             end = tl.minimum(end, low + part_length)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         k += kv_head.to(tl.int64) * k_head
         v += kv_head.to(tl.int64) * v_head
@@ -136,45 +136,45 @@ def flash_kernel(
             if WINDOW:
                 seen = seen & (position[None, :] > own[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-            now = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(now == float("-inf"), 0.0, now)
-            alpha = tl.exp2(top - base)
-            weights = tl.exp2(scores - base[:, None])
-            total = total * alpha + tl.sum(weights, 1)
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m_i - m_base)
+            p = tl.exp2(scores - m_base[:, None])
+            l_i = l_i * alpha + tl.sum(p, 1)
             values = tl.load(
                 v + v_row[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
             )
-            acc = acc * alpha[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            top = now
+            acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+            m_i = m_new
 
         if SPLIT:
             place = (part.to(tl.int64) * tokens + token) * heads + head
-            safe = tl.where(total > 0, total, 1.0)
+            l_safe = tl.where(l_i > 0, l_i, 1.0)
             tl.store(
                 parts + place[:, None] * DV + dv[None, :],
-                acc / safe[:, None],
+                acc / l_safe[:, None],
                 mask=live[:, None] & (dv < DV)[None, :],
             )
-            tl.store(parts_lse + place, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
+            tl.store(parts_lse + place, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
         else:
             if SINKS:
                 sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
-                now = tl.maximum(top, sink)
-                base = tl.where(now == float("-inf"), 0.0, now)
-                alpha = tl.exp2(top - base)
-                total = total * alpha + tl.exp2(sink - base)
+                m_new = tl.maximum(m_i, sink)
+                m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha = tl.exp2(m_i - m_base)
+                l_i = l_i * alpha + tl.exp2(sink - m_base)
                 acc = acc * alpha[:, None]
-                top = now
-            safe = tl.where(total > 0, total, 1.0)
+                m_i = m_new
+            l_safe = tl.where(l_i > 0, l_i, 1.0)
             out_at = out + token[:, None] * out_token + head[:, None] * out_head + dv[None, :]
             tl.store(
                 out_at,
-                (acc / safe[:, None]).to(out.dtype.element_ty),
+                (acc / l_safe[:, None]).to(out.dtype.element_ty),
                 mask=live[:, None] & (dv < DV)[None, :],
             )
             if LSE:
-                stated = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
-                tl.store(lse + token * heads + head, stated, mask=live)
+                lse_i = tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
+                tl.store(lse + token * heads + head, lse_i, mask=live)
 
 
 @triton.jit
@@ -198,31 +198,31 @@ def merge_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
-    top = float("-inf")
-    total = 0.0
+    m_i = float("-inf")
+    l_i = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for part in range(count):
         place = (part * tokens + token) * heads + head
-        stated = tl.load(parts_lse + place)
+        lse_i = tl.load(parts_lse + place)
         values = tl.load(parts + place * DV + dv, mask=dv < DV, other=0.0)
-        now = tl.maximum(top, stated)
-        base = tl.where(now == float("-inf"), 0.0, now)
-        alpha = tl.exp2(top - base)
-        weight = tl.exp2(stated - base)
+        m_new = tl.maximum(m_i, lse_i)
+        m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - m_base)
+        weight = tl.exp2(lse_i - m_base)
         acc = acc * alpha + values * weight
-        total = total * alpha + weight
-        top = now
+        l_i = l_i * alpha + weight
+        m_i = m_new
     if SINKS:
         sink = tl.load(sinks + head) * LOG2E
-        now = tl.maximum(top, sink)
-        base = tl.where(now == float("-inf"), 0.0, now)
-        alpha = tl.exp2(top - base)
-        total = total * alpha + tl.exp2(sink - base)
+        m_new = tl.maximum(m_i, sink)
+        m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - m_base)
+        l_i = l_i * alpha + tl.exp2(sink - m_base)
         acc = acc * alpha
-        top = now
-    safe = tl.where(total > 0, total, 1.0)
+        m_i = m_new
+    l_safe = tl.where(l_i > 0, l_i, 1.0)
     tl.store(
-        out + token * out_token + head * out_head + dv, (acc / safe).to(out.dtype.element_ty), mask=dv < DV
+        out + token * out_token + head * out_head + dv, (acc / l_safe).to(out.dtype.element_ty), mask=dv < DV
     )
     if LSE:
-        tl.store(lse + token * heads + head, tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf")))
+        tl.store(lse + token * heads + head, tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf")))

@@ -11,10 +11,10 @@ void merge_row(const T* a, float p, const T* b, float q, T* out, float* lse, int
   constexpr int L = gm::kLanes;
   const float none = -__builtin_inff();
   const float larger = p > q ? p : q;
-  const float most = p != p || q != q ? p + q : larger == none ? 0.0f : larger;  // NaN stays NaN
-  const float wa = ::expf(p - most), wb = ::expf(q - most), total = wa + wb;
-  *lse = most + ::logf(total);
-  const float scale = total == 0.0f ? 1.0f : total;
+  const float m_i = p != p || q != q ? p + q : larger == none ? 0.0f : larger;  // NaN stays NaN
+  const float wa = ::expf(p - m_i), wb = ::expf(q - m_i), l_i = wa + wb;
+  *lse = m_i + ::logf(l_i);
+  const float scale = l_i == 0.0f ? 1.0f : l_i;
   const bool use_a = p != none, use_b = q != none;  // an empty partial is not read: it may hold anything
   for (int64_t c = 0; c < size; c += L) {
     const int64_t n = size - c;

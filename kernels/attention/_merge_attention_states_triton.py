@@ -24,20 +24,18 @@ def merge_attention_states_kernel(
     valid = row < count
     left = tl.load(a_lse + row, mask=valid, other=float("-inf"))
     right = tl.load(b_lse + row, mask=valid, other=float("-inf"))
-    most = tl.maximum(left, right)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    left_weight, right_weight = tl.exp(left - most), tl.exp(right - most)
-    total = left_weight + right_weight
-    tl.store(lse + row, most + tl.log(total), mask=valid)
+    m_i = tl.maximum(left, right)
+    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
+    left_weight, right_weight = tl.exp(left - m_i), tl.exp(right - m_i)
+    l_i = left_weight + right_weight
+    tl.store(lse + row, m_i + tl.log(l_i), mask=valid)
     column = tl.arange(0, BLOCK)[None, :]
     place = row[:, None] * D + column
     inside = valid[:, None] & (column < D)
     # An empty partial (lse -inf) is not read at all: it may hold anything.
     x = tl.load(a + place, mask=inside & (left != float("-inf"))[:, None], other=0.0).to(tl.float32)
     y = tl.load(b + place, mask=inside & (right != float("-inf"))[:, None], other=0.0).to(tl.float32)
-    merged = (x * left_weight[:, None] + y * right_weight[:, None]) / tl.where(total == 0.0, 1.0, total)[
-        :, None
-    ]
+    merged = (x * left_weight[:, None] + y * right_weight[:, None]) / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
 
 

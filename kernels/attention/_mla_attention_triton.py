@@ -95,8 +95,8 @@ def mla_kernel(
             part = tl.program_id(2)
             low = part * part_length
             end = tl.minimum(end, low + part_length)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_LATENT], tl.float32)
         for at in range(low, end, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N)
@@ -115,26 +115,26 @@ def mla_kernel(
             scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision="ieee") * (scale * LOG2E)
             seen = there[None, :] & (position[None, :] <= own[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            now = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(now == float("-inf"), 0.0, now)
-            alpha = tl.exp2(top - base)
-            weights = tl.exp2(scores - base[:, None])
-            total = total * alpha + tl.sum(weights, 1)
-            acc = acc * alpha[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            top = now
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m_i - m_base)
+            p = tl.exp2(scores - m_base[:, None])
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+            m_i = m_new
 
-        safe = tl.where(total > 0, total, 1.0)
+        l_safe = tl.where(l_i > 0, l_i, 1.0)
         kept = live[:, None] & (latent < LATENT)[None, :]
         if SPLIT:
             place = (part.to(tl.int64) * tokens + token) * heads + head
-            tl.store(parts + place[:, None] * LATENT + latent[None, :], acc / safe[:, None], mask=kept)
-            tl.store(parts_lse + place, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
+            tl.store(parts + place[:, None] * LATENT + latent[None, :], acc / l_safe[:, None], mask=kept)
+            tl.store(parts_lse + place, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
         else:
             out_at = out + token[:, None] * out_token + head[:, None] * out_head + latent[None, :]
-            tl.store(out_at, (acc / safe[:, None]).to(out.dtype.element_ty), mask=kept)
+            tl.store(out_at, (acc / l_safe[:, None]).to(out.dtype.element_ty), mask=kept)
             if LSE:
-                stated = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
-                tl.store(lse + token * heads + head, stated, mask=live)
+                lse_i = tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
+                tl.store(lse + token * heads + head, lse_i, mask=live)
 
 
 def launch(
@@ -169,12 +169,12 @@ def launch(
     parts = parts_lse = out
     if splits > 1:
         parts, parts_lse = scratch(workspace, splits * tokens * heads, latent_dim, q.device)
-    stated = out if lse is None else lse
+    lse_out = out if lse is None else lse
     mla_kernel[(tiles, head_tiles, splits)](
         q,
         cache,
         out,
-        stated,
+        lse_out,
         block_table,
         query_start,
         seq_lens,
@@ -208,7 +208,7 @@ def launch(
     if splits > 1:
         merge_kernel[(tokens, heads)](
             out,
-            stated,
+            lse_out,
             out,
             parts,
             parts_lse,

@@ -35,13 +35,13 @@ def launch(
     kv_heads, dv, rows = k.shape[1], v.shape[2], int(config["m"])
     head_tiles, tile_q = packing(heads // kv_heads, rows)
     seqs = query_start.shape[0] - 1
-    stated = out if lse is None else lse
+    lse_out = out if lse is None else lse
     flash_kernel[(tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, 1)](
         q,
         k,
         v,
         out,
-        stated,
+        lse_out,
         out,
         context_start,
         query_start,
