@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-
 from gristmill.kernel_registry.scheme import cdiv
 
 QUERY_TILE = 256

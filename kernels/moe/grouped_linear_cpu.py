@@ -83,7 +83,7 @@ def launch(
 def weights(config: Config, packed: list[Tensor], experts: int, n: int, k: int) -> Weights:
     """What C++ is told of packed expert weights [experts, n, k]; ValueError if the tensors are not such."""
     codes, scales, zeros, row_scale, perm = packed
-    columns, blocks, ordered = codes.shape[2] * config["columns"], cdiv(n, 16), perm.numel()
+    columns, blocks, ordered = codes.shape[2] * int(config["columns"]), cdiv(n, 16), perm.numel()
     group = int(config["group"]) or columns
     if (
         codes.shape[:2] != (experts, blocks)

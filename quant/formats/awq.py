@@ -106,7 +106,7 @@ def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
     Words of k and k + 1 become two words: of their even nibbles, and of their odd ones, each byte a row's pair of codes.
     """
     k, columns = packed.shape
-    out = place((columns * 8, cdiv(k, 2))).unflatten(0, (columns, 8))
+    out: Tensor = place((columns * 8, cdiv(k, 2))).unflatten(0, (columns, 8))
     for start in range(0, k, _CHUNK):
         words_of = packed[start : start + _CHUNK].t().contiguous()
         if words_of.shape[1] % 2:
