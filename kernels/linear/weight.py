@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from gristmill.kernels.linear.linear import WeightLike
+    from gristmill.quant.tensor import QuantTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class LinearWeight:
     packed: Mapping[str, list[Tensor]]
 
     @staticmethod
-    def pack(weight: WeightLike, layouts: Iterable[str]) -> LinearWeight:
+    def pack(weight: QuantTensor | Tensor, layouts: Iterable[str]) -> LinearWeight:
         """Pack a QuantTensor (or a dense [N, K] tensor) in each of `layouts`; the QuantTensor may be dropped afterwards.
 
         Raises:
@@ -57,7 +57,7 @@ class LinearWeight:
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, packed)
 
     @staticmethod
-    def pack_for(weight: WeightLike, kernel: Kernel) -> LinearWeight:
+    def pack_for(weight: QuantTensor | Tensor, kernel: Kernel) -> LinearWeight:
         """Pack for one kernel, in its first layout that holds the scheme, or in its library's own order."""
         from gristmill.kernels.linear.linear import as_quant, layout_for, pack
 
