@@ -1,6 +1,6 @@
-"""Verification, timing, resolution, bound plans, and the writing side of the store.
+"""Verification, timing, resolution, bound plans, and the writer of the store.
 
-Names are imported when they are first asked for.
+Names are imported on first access.
 """
 
 from __future__ import annotations

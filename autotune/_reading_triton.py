@@ -1,4 +1,4 @@
-"""A kernel that reads so many bytes and does nothing else, in Triton."""
+"""A Triton kernel that reads a given number of bytes and does nothing else."""
 
 from __future__ import annotations
 

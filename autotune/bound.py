@@ -1,4 +1,4 @@
-"""Bound plans: a plan whose kernels are loaded, one call away. What runs in the hot path is a table look-up."""
+"""Bound plans: plans with loaded kernels. The hot path is a guard and a table lookup."""
 
 from __future__ import annotations
 

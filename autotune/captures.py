@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs, by everything here that makes one."""
+"""Capture of CUDA graphs. All captures of the project go through this module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The clock of every measurement, and whether somebody has tampered with it.
+"""The clock of every measurement, and detection of tampering.
 
-Taken hold of when this module is imported, before any kernel's code is. A kernel that replaces a timer changes nothing
-here, and `tampered` names what it replaced.
+References to the clock are taken when this module is imported, before the code of any kernel. A kernel that replaces a timer
+changes nothing here, and `tampered` names what it replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which Target a torch device is."""
+"""The Target of a torch device."""
 
 from __future__ import annotations
 

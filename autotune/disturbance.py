@@ -1,4 +1,4 @@
-"""What holds a device back while something is measured: quotas, other guests of the host, heat, the power limit."""
+"""What slows a device down during a measurement: quotas, other guests of the host, heat, the power limit."""
 
 from __future__ import annotations
 

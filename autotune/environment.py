@@ -1,4 +1,4 @@
-"""What a measurement was made on: device, driver, clocks, versions. Goes into every result file."""
+"""The environment of a measurement: device, driver, clocks, versions. It is part of every result file."""
 
 from __future__ import annotations
 

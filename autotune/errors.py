@@ -1,4 +1,4 @@
-"""Errors of verification, apart from the modules that raise them."""
+"""Errors of verification, separate from the modules that raise them."""
 
 from __future__ import annotations
 

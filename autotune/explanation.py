@@ -1,4 +1,4 @@
-"""Why a problem gets the kernel that it gets: every candidate with its verdict, and the plan of a layer."""
+"""Why a problem gets its kernel: every candidate with its verdict, and the plan of a layer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The ceilings of a device, measured on it, and the floor of a problem: what its bytes and its arithmetic must cost there.
+"""The measured ceilings of a device, and the floor of a problem: the least time for its bytes and its arithmetic.
 
-Ceilings are measured once and kept in ``ceilings.json`` beside the store, for every device, torch and number of threads; every
-roofline figure comes from there. `kernelbench doctor --measure` measures anew. What memory makes of a row's floor is not taken from
-them: the row's bytes are read in the row's own process and way of timing (`gristmill.autotune.reading`).
+Ceilings are measured once per device, torch version and number of threads, and kept in ``ceilings.json`` next to the store;
+all roofline figures use them. `kernelbench doctor --measure` measures them again. The memory part of a row's floor does not come
+from them: the bytes of the row are read in the same process and timing mode as the row (`gristmill.autotune.reading`).
 """
 
 from __future__ import annotations

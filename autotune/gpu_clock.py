@@ -1,4 +1,4 @@
-"""The clock of a GPU's multiprocessors at this moment, by NVIDIA's management library (the driver's, through ctypes)."""
+"""The present SM clock of a GPU, from NVIDIA's management library (part of the driver, called through ctypes)."""
 
 from __future__ import annotations
 

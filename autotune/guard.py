@@ -1,4 +1,4 @@
-"""Memory that shows who wrote it: tensors that start poisoned, between bands that must stay so."""
+"""Memory that detects stray writes: tensors filled with poison, between guard bands that must not change."""
 
 from __future__ import annotations
 

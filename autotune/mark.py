@@ -1,8 +1,8 @@
-"""The mark that stands while a kernel is tried on an accelerator, so that a crash of the machine is blamed on it.
+"""A mark on disk while a kernel is tried on an accelerator, so that a crash of the machine is attributed to it.
 
-The file is locked by the process that verifies, and holds the record of what it tries. A lock goes with its process,
-a file's content does not: a mark that is found unlocked was left by a process that died with it. So processes verify
-one after another, and none takes another's trial for a failure.
+The verifying process locks the file, which holds the record of the kernel under trial. A lock ends with its process,
+the content of a file does not: an unlocked mark was left by a process that died during a trial. Processes therefore verify
+one after another, and none mistakes another's trial for a failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far outputs are from the reference: one figure an operation, limited by its tolerance."""
+"""The error of outputs against the reference: one metric per operation, limited by its tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where selection looks: a device of this machine, or a target that is only a description."""
+"""Where selection applies: a device of this machine, or a target that is only described."""
 
 from __future__ import annotations
 

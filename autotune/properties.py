@@ -1,4 +1,4 @@
-"""What a kernel declares about its bits, tried: equal from run to run, and independent of the rest of the batch."""
+"""Tests of declared properties: determinism from run to run, and batch invariance."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How long it takes to read so many bytes, by a kernel that does nothing else: the part of a floor that memory makes.
+"""The time to read a number of bytes, by a kernel that does nothing else: the memory part of a floor.
 
-Bytes over a bandwidth are not that at small sizes: a kernel has to begin, to fill the device and to end, and bytes may lie in a
-cache. So the same number of bytes is read in the way in which a row was timed: as many copies in turn, in a graph or call by call,
-by the same `Timed`. The fastest of a few kernels counts, and the least of their samples. Every kernel is held to the sum of
-what it reads, so that one that leaves something out is an error and not a low floor.
+Bytes over bandwidth underestimates small sizes: a kernel has to start, to fill the device and to finish; and bytes may lie in a
+cache. The bytes are therefore read in the timing mode of the row: over as many copies in turn, in a graph or call by call,
+with the same `Timed`. The fastest of a few kernels counts, with its shortest sample. Every kernel must return the sum of
+what it reads, so a kernel that skips something is an error and not a low floor.
 """
 
 from __future__ import annotations

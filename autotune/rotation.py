@@ -1,9 +1,9 @@
-"""Argument lists for timing: cold, rotated, with fresh content at the same addresses, and checked after they were used.
+"""Argument lists for timing: cold, rotated, with new content at the same addresses, and checked after use.
 
-The calls that are timed are the calls that are checked. `refresh` gives every argument list other content in place and
-poisons what is to be written; after any calls, `check` says whether those lists hold what the reference makes of that
-content. A kernel that answers from a cache keyed by address, skips writes, changes its inputs or has not finished gives
-itself away, and it cannot tell a checked round from any other.
+The timed calls are the checked calls. `refresh` gives every argument list new content in place and
+fills the outputs with poison; after any calls, `check` compares the lists with the reference for that
+content. This detects a kernel that caches by address, skips writes, changes its inputs or has not finished; and a kernel
+cannot distinguish a checked round from any other.
 """
 
 from __future__ import annotations

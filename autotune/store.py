@@ -1,4 +1,4 @@
-"""Writing the store: records are appended under a lock, and the file is replaced in one step."""
+"""The writer of the store: records are appended under a lock, and the file is replaced atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking after a store: merge several, say how two differ, find records that are of no use."""
+"""Maintenance of stores: merge several, compare two, find records without effect."""
 
 from __future__ import annotations
 

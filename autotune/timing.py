@@ -1,8 +1,8 @@
-"""How calls are timed: one way for kernels, peers and ceilings.
+"""How calls are timed: one method for kernels, peers and ceilings.
 
-On the CPU a sample is as many calls as take about a millisecond, by the clock. On a GPU it is a fixed number of calls on
-a stream of their own, between two events: one captured graph, or eagerly, so that the time includes what the host does.
-Whether calls find their arguments in memory or in the cache is up to what `step` calls (`gristmill.autotune.rotation`).
+On a CPU a sample is the number of calls that takes about a millisecond, by the clock. On a GPU it is a fixed number of calls on
+their own stream, between two events: as one captured graph, or eagerly, so that the time includes the host.
+The function `step` decides whether calls find their arguments in memory or in the cache (`gristmill.autotune.rotation`).
 """
 
 from __future__ import annotations

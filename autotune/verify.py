@@ -1,4 +1,4 @@
-"""Verification: does a kernel at a configuration match the reference here? Poisoned outputs, guarded memory."""
+"""Verification: does a kernel with a configuration match the reference here? Outputs are poisoned, memory is guarded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Verification in a child process: a fault there kills the child, not the caller, and is recorded.
+"""Verification in a child process: a fault kills the child, not the caller, and is recorded.
 
-The parent writes one JSON task a line and reads one JSON outcome a line. Run as ``python -m gristmill.autotune.worker``.
+The parent writes one JSON task per line and reads one JSON outcome per line. Run as ``python -m gristmill.autotune.worker``.
 """
 
 from __future__ import annotations

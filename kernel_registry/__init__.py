@@ -1,6 +1,6 @@
-"""What exists, what it needs, and which to run: operations, kernels, targets and selection.
+"""Operations, kernels, targets and selection: what exists, what it needs, and which kernel runs.
 
-Standard library only: importing it touches neither torch nor a device. Names are imported when they are first asked for.
+Standard library only: importing it touches neither torch nor a device. Names are imported on first access.
 """
 
 from __future__ import annotations

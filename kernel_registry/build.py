@@ -1,4 +1,4 @@
-"""Build: what this installation can emit or load, as data. Probed lazily and without importing anything heavy."""
+"""Build: what this installation can compile or load, as data. Probed lazily and without heavy imports."""
 
 from __future__ import annotations
 

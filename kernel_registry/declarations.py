@@ -1,7 +1,7 @@
-"""Declarations: objects that modules of a package, and plugins, declare under one attribute. Nobody lists them by hand.
+"""Declarations: objects that modules of a package, and plugins, declare under one attribute. No list is kept by hand.
 
-Kernels, operations and layouts are found so by `gristmill.kernel_registry.registry`; model families and checkpoint formats
-by `find_declarations`, which needs no more than the package, the attribute, and the names that a declaration takes.
+`gristmill.kernel_registry.registry` finds kernels, operations and layouts this way. `find_declarations` finds model families
+and checkpoint formats; it needs only the package, the attribute, and the names that a declaration takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of dtypes: the short ones that gristmill stores and prints, and the others that it reads."""
+"""Names of dtypes: the short ones that gristmill stores and prints, and the others that it accepts."""
 
 from __future__ import annotations
 

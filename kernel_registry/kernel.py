@@ -1,4 +1,4 @@
-"""Kernels: how an operation is computed, by whom, and what that needs. A kernel is data with lazy code."""
+"""Kernels: how an operation is computed, the provider, and the requirements. A kernel is data with lazy code."""
 
 from __future__ import annotations
 

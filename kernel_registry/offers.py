@@ -1,6 +1,6 @@
-"""What an installed module offers, found without importing it wherever its source says so.
+"""What an installed module offers, determined from its source without importing it where possible.
 
-Distribution names lie (on PyPI `aiter` is an unrelated package), so a kernel names the attribute that it will call.
+Distribution names prove nothing (on PyPI `aiter` is an unrelated package), so a kernel names the attribute that it calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations: what is computed. The torch reference is the meaning, the oracle of every test, and the last fallback."""
+"""Operations: what is computed. The torch reference defines the meaning, is the oracle of every test, and the last fallback."""
 
 from __future__ import annotations
 

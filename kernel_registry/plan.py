@@ -1,4 +1,4 @@
-"""Plans: which kernel serves a layer at each size of its dynamic axis, over weight layouts that fit in memory."""
+"""Plans: the kernel of a layer at each size of its dynamic axis, over weight layouts that fit in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plugins: modules that installed distributions name by entry points.
 
-A plugin is code that gristmill does not control. Whatever goes wrong while it is loaded becomes a `PluginFailure`, which
+A plugin is code that gristmill does not control. Any error while it is loaded becomes a `PluginFailure`, which
 `kernelbench doctor` and `kernelbench list` print; everything else works as if the plugin were not installed.
 """
 

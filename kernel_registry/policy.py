@@ -1,4 +1,4 @@
-"""Policy: what the user wants of selection. One file, named by GRISTMILL_POLICY or handed over; no other switches."""
+"""Policy: the user's constraints on selection. One file, named by GRISTMILL_POLICY or passed; there are no other switches."""
 
 from __future__ import annotations
 

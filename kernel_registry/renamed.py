@@ -1,6 +1,6 @@
-"""Kernels that were renamed. Whoever reads a name that was stored or typed before goes through here.
+"""Renamed kernels. All readers of names that were stored or typed earlier use this module.
 
-Stores, result files, baselines and policies are never rewritten for it: their readers take a former name for the present one.
+Stores, result files, baselines and policies are not rewritten: their readers map a former name to the present one.
 """
 
 from __future__ import annotations

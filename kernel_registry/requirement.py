@@ -1,4 +1,4 @@
-"""Requirement: what a kernel needs of the device and of the installation. Answers with reasons, never a bare False."""
+"""Requirement: what a kernel needs of the device and of the installation. Checks return reasons, never a bare False."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured times as they bear on one problem: exact ones, near ones scaled, and those of a sibling device."""
+"""Measured times that apply to a problem: exact ones, scaled near ones, and those of a sibling device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Operations and their implementations, one folder per family. Specs are found by walking this package.
 
-What specs and launchers share is offered here; names are imported when they are first asked for.
+What specs and launchers share is offered here; names are imported on first access.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Number formats, QuantTensor, checkpoint formats, weight layouts, quantizers and reference dequantization.
 
-Names are imported when they are first asked for, so that specs of layouts and kernels can be listed without importing torch.
+Names are imported on first access, so that specs of layouts and kernels can be listed without importing torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""GPTQ: rounding that makes up for its own errors (Frantar, Ashkboos, Hoefler and Alistarh, 2022, arXiv:2210.17323).
+"""GPTQ: rounding that compensates for its own errors (Frantar, Ashkboos, Hoefler and Alistarh, 2022, arXiv:2210.17323).
 
-Columns are rounded one after another; what a column loses is put on the columns that are still to come, in the proportions that
-the inputs' second moments H = E[x xᵀ] make cheapest: with U the upper Cholesky factor of (H + damping)⁻¹, rounding column i by
-e changes column j > i by -e U[i, j] / U[i, i].
+Columns are rounded one after another; the error of a column is distributed over the columns that follow, in the proportions that
+minimize the loss for the second moments of the inputs, H = E[x xᵀ]: with U the upper Cholesky factor of (H + damping)⁻¹, rounding
+column i with error e changes column j > i by -e U[i, j] / U[i, i].
 
-Scales and zero points are those of round to nearest on the original weight and stay (``static groups``), so columns can be
-taken in order of their energy (act-order) without reordering the result, and every scheme can be rounded so: only codes differ.
+Scales and zero points are those of round to nearest on the original weight and stay fixed (``static groups``). Columns can
+therefore be processed in order of importance (act-order) without reordering the result, and every scheme is supported: only the
+codes differ.
 """
 
 from __future__ import annotations

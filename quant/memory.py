@@ -1,8 +1,8 @@
-"""Memory that parameters stay in: in huge pages where Linux has them on request.
+"""Memory for parameters, in huge pages where Linux offers them on request.
 
-Whoever fills fresh memory of a CPU waits longest for the system to hand it over, in pages of 4 KB; in pages of 2 MB that takes a
-quarter of the time, and kernels that read the weights miss fewer translations. The advice covers whole pages inside a tensor
-alone, so that nothing takes more memory for it.
+Filling new CPU memory is limited by page faults of 4 KB; with pages of 2 MB it takes a
+quarter of the time, and kernels that read the weights have fewer TLB misses. The advice covers only whole pages inside a
+tensor, so memory use does not grow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scheduler, paged KV cache, layers, models, sampler and engine. Names are imported when they are first asked for."""
+"""Scheduler, paged KV cache, layers, models, sampler and engine. Names are imported on first access."""
 
 from __future__ import annotations
 

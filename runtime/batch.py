@@ -1,4 +1,4 @@
-"""One step as tensors: what the layers see of it."""
+"""One step as tensors, as the layers receive it."""
 
 from __future__ import annotations
 

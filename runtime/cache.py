@@ -1,4 +1,4 @@
-"""The tensors behind the block pool: one allocation for all layers."""
+"""The tensors of the paged KV cache: one allocation for all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks the paged cache gets, and its allocation."""
+"""The number of blocks of the paged KV cache, and its allocation."""
 
 from __future__ import annotations
 

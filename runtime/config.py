@@ -1,4 +1,4 @@
-"""A model's configuration as a frozen ModelConfig: everything that its layers need to know, and how its entries are read."""
+"""ModelConfig: the configuration of a model as frozen data, and how the entries of config.json are read."""
 
 from __future__ import annotations
 

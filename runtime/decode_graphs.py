@@ -1,12 +1,12 @@
-"""Decode steps as CUDA graphs: one new token a sequence, everything from the embedding to the sampled ids in one launch.
+"""Decode steps as CUDA graphs: one new token per sequence; one launch runs everything from the embedding to the sampled ids.
 
-From one such step to the next nothing changes but numbers. They go into buffers that never move, in one copy, and a graph
-that was captured over those buffers is replayed. There is a graph for each number of sequences in powers of two, and for each
-bound of the context in powers of two, since kernels are launched by bounds that the host knows (how many parts attention splits
-a context into). A step takes the least graph that holds it; its free places read token 0 at position 0 and write nothing.
+Two such steps differ only in their numbers. The numbers are copied, in one copy, into buffers at fixed addresses, and a graph that
+was captured over these buffers is replayed. There is one graph per power of two of sequences and per power of two of the context
+bound, since launches are sized by bounds that the host knows (for example, into how many parts attention splits a context). A step
+uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing.
 
-A graph is made when a step first needs it, by running its step once (which resolves and loads its kernels and sizes their scratch
-memory) and once more under capture. On a CPU the same step runs over the same buffers, and nothing is captured.
+A graph is captured when a step first needs it: the step runs once, which resolves and loads its kernels and sizes their scratch
+memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runtime's exceptions: each says what was expected, what came, and what to do."""
+"""The exceptions of the runtime. Each message says what was expected, what was given, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's plans chose, for people and for machines."""
+"""The kernels that the plans of a model selected, as text and as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: a committed step becomes tensors, logits and sampled ids."""
+"""The runner: from a committed step to tensors, logits and sampled ids."""
 
 from __future__ import annotations
 

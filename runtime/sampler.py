@@ -1,4 +1,4 @@
-"""Sampling: from logits to token ids, each request by its own parameters and its own random stream."""
+"""Sampling: from logits to token ids, with parameters and a random stream per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request is sampled and when it ends, validated when it is made."""
+"""Sampling and stopping parameters of a request, validated on construction."""
 
 from __future__ import annotations
 

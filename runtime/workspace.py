@@ -1,4 +1,4 @@
-"""Scratch memory that the layers of a model share: one arena per stream, handed to every kernel that asks for a workspace."""
+"""Scratch memory shared by the layers of a model: one arena per stream, used by every kernel that needs a workspace."""
 
 from __future__ import annotations
 

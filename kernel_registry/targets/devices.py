@@ -1,7 +1,7 @@
-"""Well-known devices: which architecture they are, and their ceilings, so that a plan can be asked for by device name.
+"""Well-known devices: their architecture and ceilings, so that a plan can be requested by device name.
 
 Numbers are data-sheet values (dense matrix throughput in TFLOP/s, bandwidth in GB/s = 1e9 bytes per second) unless marked
-measured. A probe of a real device brings the counts of that very device; ceilings unknown to us stay unknown.
+measured. Probing a real device adds its own counts; unknown ceilings stay unknown.
 """
 
 from __future__ import annotations

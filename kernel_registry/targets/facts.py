@@ -1,6 +1,6 @@
 """What is known of one architecture, as data, and the vocabulary of features.
 
-A fact we are not sure of is None or an absent feature: a kernel then refuses with a reason rather than crashes.
+An uncertain fact is None or an absent feature: a kernel then refuses with a reason instead of crashing.
 """
 
 from __future__ import annotations

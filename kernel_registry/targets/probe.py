@@ -1,6 +1,6 @@
-"""Which devices are here. Reads /proc and /sys and asks libcuda by ctypes; makes no context, imports no torch.
+"""Detection of the devices of this machine. Reads /proc and /sys and calls libcuda through ctypes; no context, no torch.
 
-A missing driver is a reason in the answer, never an exception. Folders are arguments, so that tests give their own.
+A missing driver is a reason in the answer, never an exception. Folders are arguments, so that tests can pass their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checkpoint formats: from the tensors that others wrote to QuantTensor, and back. See `contract`.
+"""Checkpoint formats: from tensors in the formats of other tools to QuantTensor, and back. See `contract`.
 
-One module per format declares one `FORMAT`; nothing else names a format. Formats are found by walking this package; installed
-packages add theirs under the entry point group ``gristmill.formats``, each entry naming a module with the same attribute.
+One module per format declares one `FORMAT`; no other module names a format. Formats are found by walking this package.
+Installed packages add formats under the entry point group ``gristmill.formats``; each entry names a module with the same attribute.
 """
 
 from __future__ import annotations

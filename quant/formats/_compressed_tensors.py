@@ -1,4 +1,4 @@
-"""The tensors of compressed-tensors' formats, one function a format."""
+"""The tensors of compressed-tensors' formats, one function per format."""
 
 from __future__ import annotations
 

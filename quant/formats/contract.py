@@ -1,8 +1,8 @@
-"""What a checkpoint format is: rules from a configuration, and from the tensors of a module its QuantTensor.
+"""The interface of a checkpoint format: rules from a configuration, and QuantTensors from the tensors of a module.
 
-A format knows nothing of kernels, models or files. It reads from a `Source`, tensors by name, and answers for one module
-at a time: not quantized (its ``.weight`` is read as in any checkpoint), or a `StoredWeight`. Whatever it does not
-understand is a `FormatError` that names the module, what was expected and what came.
+A format does not depend on kernels, models or files. It reads tensors by name from a `Source`, one module
+at a time, and returns None for a module that is not quantized (its ``.weight`` is read as in any checkpoint), or a `StoredWeight`.
+Anything that is not supported raises a `FormatError` that names the module, what was expected and what was found.
 """
 
 from __future__ import annotations

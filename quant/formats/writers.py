@@ -1,4 +1,4 @@
-"""What writers of checkpoint formats share: a scheme, names of tensors, checks of a QuantTensor's fields."""
+"""Functions shared by the writers of checkpoint formats: schemes, tensor names, checks of QuantTensor fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layouts share: columns sorted by group, scales spread over rows, and their inverses with checks."""
+"""Functions shared by layouts: columns sorted by group, scales expanded over rows, and their checked inverses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of humming_v1, by humming itself, and unpacking by asking it where every bit goes."""
+"""Packing of humming_v1 by humming itself, and unpacking by tracing each bit through humming's packing."""
 
 from __future__ import annotations
 

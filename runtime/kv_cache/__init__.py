@@ -1,7 +1,7 @@
-"""Bookkeeping of the paged KV cache, on the host and without torch: which block belongs to whom, and what it holds.
+"""Bookkeeping of the paged KV cache, on the host and without torch: the owner and the content of each block.
 
-A *block* is ``block_size`` consecutive token positions of one request in every layer's cache. This package deals in
-block ids only; the tensors behind them belong to the runner.
+A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer. This package uses
+block ids only; the tensors belong to the runner.
 """
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError, blocks_needed

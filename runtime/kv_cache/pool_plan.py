@@ -1,4 +1,4 @@
-"""Changes to a block pool that are worked out now and applied later, or never."""
+"""Changes to a block pool that are planned now and applied later, or dropped."""
 
 from __future__ import annotations
 

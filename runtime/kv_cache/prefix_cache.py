@@ -1,8 +1,8 @@
-"""Sharing of full KV blocks between requests whose tokens begin alike.
+"""Sharing of full KV blocks between requests with a common prefix.
 
-The content of a full block is named by a chained hash: hash(parent's hash, token ids, extra key). A hash is only where
-to look: a hit also compares the tokens, the extra key, and the chain of parents, so that a collision costs a miss and
-never a wrong answer. Blocks are registered when they are full *and computed*, never earlier.
+The content of a full block is identified by a chained hash: hash(hash of the parent, token ids, extra key). A hash is only a
+lookup key: a hit also compares the tokens, the extra key and the chain of parents, so a collision costs a miss and
+never gives a wrong answer. Blocks are registered when they are full *and computed*, never earlier.
 
 Chained block hashes are vLLM's automatic prefix caching; comparing tokens on a hit is nano-vllm's.
 """

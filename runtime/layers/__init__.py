@@ -1,1 +1,1 @@
-"""Layers: each takes its parameters from the loader, asks for its plan once, and runs it."""
+"""Layers. Each takes its parameters from the loader, binds its plan once, and runs it."""

@@ -1,4 +1,4 @@
-"""Linear layers: a QuantTensor packed for the layouts of its plan, or several that no one matrix holds."""
+"""Linear layers: a QuantTensor packed for the layouts of its plan, or several parts that do not fit one matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of one model share: the device, the policy, the plans bound so far, and scratch memory."""
+"""What the layers of one model share: device, policy, bound plans, and scratch memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model on disk is to the runtime: a configuration, a tokenizer, tensors by name. `open_checkpoint` makes one."""
+"""The interface of a model on disk: a configuration, a tokenizer, tensors by name. `open_checkpoint` returns one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file in place of a model directory: its configuration as config.json would have it, its tokenizer, its tensors."""
+"""A GGUF file as a checkpoint: its configuration in terms of config.json, its tokenizer, its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on disk as a model on a device."""
+"""Loading a model from disk to a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a path to a checkpoint."""
+"""Opening a checkpoint by path."""
 
 from __future__ import annotations
 

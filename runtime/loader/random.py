@@ -1,4 +1,4 @@
-"""A model of random weights, for timing: nothing is read, nothing is stored, tensors are made on the device when asked for."""
+"""A model with random weights, for timing. Tensors are generated on the device on first access; nothing is read or stored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From a checkpoint to a model's parameters by a declared table, one tensor at a time, quantized on the way if asked.
+"""From a checkpoint to the parameters of a model by a declared table, one tensor at a time, quantized during loading on request.
 
-A model declares its `Weight`s: which checkpoint tensors make which parameter, and their shapes. `Weights` hands them out
-once each, and in the end tells what was never asked for and what nobody read.
+A model declares its `Weight`s: the checkpoint tensors of each parameter, and their shapes. `Weights` returns each once,
+and reports at the end which were never requested and which tensors were never read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Models by family: each file reads like its paper and declares one `FAMILY`. Nothing else names a family.
+"""Models by family. Each file follows its paper and declares one `FAMILY`. No other file names a family.
 
-Families are found by walking this package; installed packages add theirs under the entry point group ``gristmill.models``,
-each entry naming a module with the same attribute.
+Families are found by walking this package. Installed packages add families under the entry point group ``gristmill.models``;
+each entry names a module with the same attribute.
 """
 
 from __future__ import annotations

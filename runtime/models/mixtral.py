@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Llama with experts in every layer, two of them a token."""
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Llama with experts in every layer, two of them per token."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Quantizing a model directory, one layer in memory at a time: round to nearest, GPTQ, AWQ; to be continued when interrupted."""
+"""Quantizing a model directory, one layer in memory at a time: round to nearest, GPTQ, AWQ. An interrupted run resumes."""

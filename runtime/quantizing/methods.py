@@ -1,4 +1,4 @@
-"""How a layer's linear weights are rounded: to nearest, by GPTQ, or by AWQ's scaled channels."""
+"""The rounding methods for the linear weights of a layer: round to nearest, GPTQ, AWQ."""
 
 from __future__ import annotations
 

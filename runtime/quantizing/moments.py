@@ -1,4 +1,4 @@
-"""What the linear layers of one decoder layer see: second moments of their inputs, counted while tokens pass through."""
+"""Second moments of the inputs of a decoder layer's linear layers, accumulated while tokens pass through."""
 
 from __future__ import annotations
 

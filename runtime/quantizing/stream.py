@@ -1,4 +1,4 @@
-"""Calibration tokens on their way through a model: hidden states before one layer after another, never more than a layer in memory."""
+"""Calibration tokens on their way through a model: hidden states before one layer at a time; one layer in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that is being written, layer by layer, by a run that may be killed: what is whole stays, and the same run goes on from it."""
+"""A folder that is written layer by layer. Complete layers survive an interruption, and the same run resumes after them."""
 
 from __future__ import annotations
 

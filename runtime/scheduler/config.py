@@ -1,4 +1,4 @@
-"""Budgets and policies of a scheduler, validated when they are made."""
+"""Budgets and policies of a scheduler, validated on construction."""
 
 from __future__ import annotations
 

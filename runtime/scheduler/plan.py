@@ -1,4 +1,4 @@
-"""A step as data: what the runner computes, and what the scheduler will change when it is committed."""
+"""A step as data: what the runner computes, and what changes in the scheduler on commit."""
 
 from __future__ import annotations
 

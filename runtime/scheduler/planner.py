@@ -1,9 +1,9 @@
-"""Works out one step. Reads the scheduler, writes only to itself: throw it away and nothing has happened.
+"""Plans one step. It reads the scheduler and writes only to itself, so a plan can be dropped without effect.
 
-Order of a step: running requests that want one token (decode) first, so that no prompt can starve them; then running
-prompts; then, unless someone had to be preempted, the waiting queue. The order of service and preemption by
-recomputation follow vLLM's V1 scheduler; reading the candidates from a list that never shifts is what keeps a
-preemption from skipping anybody.
+Order of a step: running requests that need one token (decode) first, so that no prompt can starve them; then running
+prompts; then the waiting queue, unless a request had to be preempted. The order of service and preemption by
+recomputation follow vLLM's V1 scheduler. Candidates are read from a list that never shifts, so a
+preemption cannot skip a request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The three decisions of a scheduler, each a pure function: who is first, who may come in, who must go."""
+"""The three decisions of a scheduler as pure functions: order of service, admission, preemption."""
 
 from __future__ import annotations
 

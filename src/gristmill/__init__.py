@@ -1,6 +1,6 @@
 """gristmill: LLM inference kernels, chosen by measurement and verified on the device at hand.
 
-The names offered here are the public interface; docs/api.md lists them. Each is imported when it is first asked for:
+The names offered here are the public interface; docs/api.md lists them. Each is imported on first access:
 importing gristmill itself imports neither torch nor a kernel.
 
 Kernels on torch tensors: ``ops.rms_norm(x, weight, eps)``, and every other operation of `gristmill.ops`.

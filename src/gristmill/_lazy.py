@@ -1,4 +1,4 @@
-"""Names that a package offers from its modules, each imported when it is first asked for (PEP 562)."""
+"""Names that a package offers from its modules, each imported on first access (PEP 562)."""
 
 from __future__ import annotations
 
