@@ -13,7 +13,7 @@ mxfp8-quantized             ``weight`` float8_e4m3fn [N, K], ``weight_scale`` ui
 ==========================  ================================================================================================
 
 ``naive-quantized`` is int- or float-quantized by its type. Before 2026 widths that do not divide 32 were packed with
-padding, 32 // b codes a word: the number of columns of ``weight_packed`` tells which. Experts may be [E, N, ...].
+padding, 32 // b codes per word: the number of columns of ``weight_packed`` tells which. Experts may be [E, N, ...].
 
 A rule is a config group: its ``targets`` are module names, regular expressions after ``re:`` matched from the start, or
 the class ``Linear``, which every weight is here; a name goes before an expression, and that before the class. What

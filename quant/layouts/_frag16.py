@@ -172,7 +172,7 @@ def _stack(parts: list[Tensor]) -> Tensor:
 
 
 def _same_in_all(per_tile: Tensor, packed: Packed) -> Tensor:
-    """[..., N, G] of one value a row -> [..., N, 1]. ValueError if a row's differ."""
+    """[..., N, G] of one value per row -> [..., N, 1]. ValueError if a row's differ."""
     first = per_tile[..., :1].contiguous()
     if not bool((per_tile == first).all()):
         raise ValueError(

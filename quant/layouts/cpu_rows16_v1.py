@@ -14,7 +14,7 @@ Slots, for B = ceil(N / 16) row blocks and K' = K rounded up to whole groups (to
 - ``codes`` uint8 [..., B, K' * bits / 32, 64]. Padded columns and rows decode to exactly 0.
 - ``scales`` [..., B, G, 16] in the QuantTensor's dtype (E8M0 uint8, E4M3 float8_e4m3fn, else float32, float16 or
   bfloat16); padded rows have scale bits of 1.0. fp8_block is spread over the rows (float32, group 128); fp8 per tensor
-  is one float32 a row. Empty for dense schemes.
+  is one float32 per row. Empty for dense schemes.
 - ``zeros`` [..., B, G, 16] uint8 or float; empty for symmetric schemes, whose zero is 2**(bits - 1).
 - ``row_scale`` float32 [..., B, 16]: nvfp4's global multiplier of each row (1 in padded rows); else empty.
 - ``perm`` int32 [K']: as in plain_v1; empty when columns are in order, and then x is read up to K only.

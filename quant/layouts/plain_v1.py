@@ -26,7 +26,7 @@ from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
 def size(scheme: QuantScheme, n: int, k: int) -> int:
     """Bytes of the slots."""
     total = scheme.weight_bytes(n, k)
-    if scheme.has_global:  # one float32 a row instead of one a segment
+    if scheme.has_global:  # one float32 per row instead of one per segment
         total += 4 * n - 4
     if scheme.granularity == "block":  # row_block
         total += 4 * n

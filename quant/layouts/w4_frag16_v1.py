@@ -42,7 +42,7 @@ def tile_bytes(scheme: QuantScheme) -> int:
 
 
 def size(scheme: QuantScheme, n: int, k: int) -> int:
-    """Bytes of the slots; nvfp4 and mxfp4 have a float32 a row besides the tiles."""
+    """Bytes of the slots; nvfp4 and mxfp4 have one float32 per row besides the tiles."""
     tiles = cdiv(n, TILE_ROWS) * cdiv(k, TILE_K) * tile_bytes(scheme)
     return tiles + (4 * n if scheme.bits == 4 and not scheme.is_integer else 0)
 

@@ -21,7 +21,7 @@ KERNEL_SETS = (*FAST, "triton")
 def strict(kernel_set: str, policy: Policy) -> Policy:
     """`policy` restricted to one set of kernels."""
     provider, _, level = kernel_set.partition("-")
-    # Triton's layout of nvfp4 keeps a float32 a row: 5.6 % of a weight of 128 columns, over the default bound.
+    # Triton's layout of nvfp4 keeps one float32 per row: 5.6 % of a weight of 128 columns, over the default bound.
     memory = 1.1 if provider == "triton" else policy.weight_memory
     return replace(
         policy, pins={"*": (f"*_{provider}",)}, strict=True, cpu_level=level or None, weight_memory=memory

@@ -18,7 +18,7 @@ _CTA_BYTES, _RESERVED_BYTES, _MAX_DEPTH = (
 
 
 class Shape(NamedTuple):
-    """A CTA: columns of x in eights, 16-row tiles a warp, tiles a slot, warps, slots of x, CTAs a multiprocessor."""
+    """A CTA: columns of x in eights, 16-row tiles per warp, tiles per slot, warps, slots of x, CTAs per SM."""
 
     nt: int
     rt: int

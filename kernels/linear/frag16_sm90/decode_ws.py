@@ -17,7 +17,7 @@ _CTA_BYTES, _RESERVED_BYTES, _MAX_DEPTH = (
 
 
 class Shape(NamedTuple):
-    """A CTA: columns of x in eights, 16-row tiles a warp, warps along N and K. One CTA fills a multiprocessor."""
+    """A CTA: columns of x in eights, 16-row tiles per warp, warps along N and K. One CTA fills an SM."""
 
     nt: int
     rt: int

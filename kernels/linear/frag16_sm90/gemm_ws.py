@@ -20,7 +20,7 @@ L2_BYTES, RESIDENT = 50 << 20, 20 << 20
 
 
 class Shape(NamedTuple):
-    """A CTA: rows of x, blocks of 64 rows of W, warpgroups that take turns along K for each of those, CTAs a multiprocessor, slots of x
+    """A CTA: rows of x, blocks of 64 rows of W, warpgroups that take turns along K for each of those, CTAs per SM, slots of x
     (64 k), slots of 4-bit and of 8-bit weights (128 k), sums that products take turns at, products at work."""
 
     mt: int

@@ -3,7 +3,7 @@ linear_w8a16_gemm_ws_sm90.
 
 Two threads copy, the other warpgroups decode weights into wgmma's register operand. Weights are rounded to x's type once they are
 scaled. What does not fill the machine evenly is dealt out along K, its sums added in a fixed order: results are bitwise
-repeatable. docs/performance/linear_weight_only_large_m.md has the measurements, and what was tried.
+repeatable. docs/performance/log/linear_weight_only_large_m.md has the measurements, and what was tried.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_pack_quantized(bits: int, strategy: str, symmetric: bool, dtype: torch.
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_pack_quantized_with_padding_before_2026(bits: int, symmetric: bool) -> None:
-    """Widths that do not divide 32 had 32 // bits codes a word. The words are made here by plain arithmetic."""
+    """Widths that do not divide 32 had 32 // bits codes per word. The words are made here by plain arithmetic."""
     n, k, each = 10, 64, 32 // bits
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (n, k), generator=generator)
