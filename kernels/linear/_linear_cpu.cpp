@@ -368,7 +368,7 @@ int by_math(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, 
 
 // x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n], or [m, n / 2] when
 // silu is 1 (first half of the rows is the gate). bias [n], residual like out, both of x's dtype or null.
-// columns: K' of the packing; group: columns a scale covers (columns itself when there is one scale a row).
+// columns: K' of the packing; group: columns a scale covers (columns itself when there is one scale per row).
 // format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16. scale_type, zero_type: dtype codes, 20 =
 // E8M0, -1 = none. implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or
 // null.

@@ -9,7 +9,7 @@
 struct Packing {
   const char* name;
   int format, bits;  // the codes' format as gm_linear_rows16 counts them
-  int64_t group;     // 0: one scale a row, or none
+  int64_t group;     // 0: one scale per row, or none
   int scale_type;    // dtype code, 20 = E8M0, -1 = none
   int zero_type;     // -1 = none
   int implicit_zero;

@@ -18,7 +18,7 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// CTAs a multiprocessor that a kernel is compiled for: one fewer where the tile's own state would not leave
+// CTAs per SM that a kernel is compiled for: one fewer where the tile's own state would not leave
 // room for `ctas`.
 template <typename W, int NT>
 constexpr int roomy(int ctas) {

@@ -202,7 +202,7 @@ __device__ __forceinline__ void fp8_pairs(uint32_t w, uint32_t (&a)[2]) {
   }
 }
 
-// FP8 (E4M3) under one float32 scale a row and tile.
+// FP8 (E4M3) under one float32 scale per row and tile.
 template <typename T>
 struct Fp8Tile {
   static constexpr int kBytes = 2 * kCodeBytes + kTileRows * 4, kGroups = 1;

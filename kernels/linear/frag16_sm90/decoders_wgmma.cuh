@@ -197,7 +197,7 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by, __half)
   return reinterpret_cast<const uint32_t&>(out);
 }
 
-// FP8 (E4M3) under a float32 scale a row and tile.
+// FP8 (E4M3) under one float32 scale per row and tile.
 template <typename T>
 struct Fp8Operand {
   using Type = T;

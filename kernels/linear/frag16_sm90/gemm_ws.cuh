@@ -180,7 +180,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
     int index, k;
 #pragma unroll 1
     for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) >
-                     0;) {  // so that the compiler sees one value a warp
+                     0;) {  // so that the compiler sees one value per warp
       const int mine =
           (groups + SLICES - 1 - slice) / SLICES;  // never 0: a tile has as many groups as there are slices
       float acc[CHAINS][MT / 2];
