@@ -20,14 +20,14 @@ Runner = Callable[..., None]
 
 
 class UnpreparedError(RuntimeError):
-    """A call that its plan was not prepared for, at a time when preparing is impossible (CUDA-graph capture)."""
+    """A call of an unprepared size while preparing is impossible (CUDA-graph capture)."""
 
 
 class BoundPlan:
     """A plan on one device: call it with the operation's arguments and outputs. `gristmill.ops.bind` makes it.
 
-    Buckets are resolved when first met, or before by `prepare`; during CUDA-graph capture an unprepared bucket raises.
-    `layouts` fixes what packed weights exist; None for operations without packed weights.
+    Buckets are resolved on first use, or in advance by `prepare`; during CUDA-graph capture an unprepared bucket raises.
+    `layouts` are the layouts of the packed weights; None for operations without packed weights.
     """
 
     __slots__ = (
@@ -64,12 +64,12 @@ class BoundPlan:
         self.handle = 0
 
     def __call__(self, *arguments: Any) -> None:
-        """Run on `arguments` followed by the outputs, all as the kernel's layout has them.
+        """Run with `arguments` followed by the outputs, in the form of the kernel's layout.
 
         Raises:
-            ValueError: a tensor of another device, or a call that the plan was not made for.
+            ValueError: a tensor on another device, or a call that does not match the plan.
             UnpreparedError: a size that was not prepared, during CUDA-graph capture.
-            NoKernelError: a size that no kernel runs here.
+            NoKernelError: a size that no kernel can run here.
         """
         if arguments[self._tensor].get_device() != self._index:
             raise ValueError(
@@ -98,7 +98,7 @@ class BoundPlan:
         return self
 
     def adopt(self, plan: Plan) -> BoundPlan:
-        """Take the kernels of a finished plan (every bucket it has) instead of resolving them again."""
+        """Use the kernels of a finished plan (all its buckets) instead of resolving them again."""
         for entry in plan.entries:
             self._load(len(BUCKETS) if entry.m_max is None else bucket_index(entry.m_max), entry)
         return self
@@ -115,7 +115,7 @@ class BoundPlan:
         return kernel.workspace(self.op.at_bucket(self.static, size), entry.config)
 
     def entry(self, size: int) -> PlanEntry:
-        """Which kernel runs calls of this size; resolves the bucket when it was not met yet."""
+        """The kernel for calls of this size; resolves the bucket if necessary."""
         index = bucket_index(size)
         if self.entries[index] is None:
             self._bind(index)

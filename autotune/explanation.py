@@ -47,14 +47,14 @@ class Explanation:
     """The answer of `explain`. ``print(explanation)`` shows it as tables.
 
     Attributes:
-        op, problem: what was asked; dynamic axes that were left open have the size of the bucket axis.
-        target: where.
-        device: the torch device that the target is on this machine; None if it is not here, then nothing is verified.
-        policy: under which policy.
-        selection: the outcome for one problem: of a layer, for one row.
+        op, problem: the arguments; open dynamic axes have the size of the bucket axis.
+        target: the target of the selection.
+        device: the torch device of the target on this machine; None if it is not here, and nothing is verified.
+        policy: the policy of the selection.
+        selection: the result for one problem; for a layer, the problem of one row.
         bucket: the axis that plans have buckets for, None for an operation without one.
-        plan: kernel and configuration by size, of a layer; else None.
-        more_memory: what the policy's bound on memory keeps from the plan; None if nothing.
+        plan: for a layer, kernel and configuration by size; else None.
+        more_memory: what the plan would gain from more memory than the policy allows; None if nothing.
     """
 
     op: str
@@ -93,7 +93,7 @@ class Explanation:
         return found
 
     def parts(self) -> Iterator[Table | str]:
-        """Tables and sentences, in the order in which they are printed."""
+        """Tables and sentences, in printing order."""
         where = self.target.name
         if self.device is None:
             where += " (not a device of this machine: nothing is verified)"
@@ -151,17 +151,17 @@ def explain(
     *,
     policy: Policy | None = None,
 ) -> Explanation:
-    """Which kernel an operation gets for a problem, and why not the others.
+    """Explain which kernel an operation runs for a problem, and why not the others.
 
     Args:
         op: an operation or its name.
         problem: text such as ``m=16,n=4096,k=4096,w=int4_g128``, a dict of axis values, or a Problem. Without its bucket axis
-            (m, q_tokens ...) it is a layer, and the plan by size is made too.
+            (m, q_tokens ...) it describes a layer, and the plan by size is included.
         target: the name of a target (``sm_120``, ``h200``, ``cpu:avx2``), a Target, or a torch device of this machine
             (``cpu``, ``cuda:1``); None = the first GPU of this machine, else its CPU.
         policy: None = the one that GRISTMILL_POLICY names.
 
-    On a device of this machine the winner is verified if it was not yet, which runs it; on any other target nothing is, and
+    On a device of this machine the winner is verified if it has no record yet, which runs it. On any other target nothing is, and
     candidates that could run stay ``unverified``. Nothing is timed: expected times are microseconds from the store or a cost
     model.
 
@@ -169,7 +169,7 @@ def explain(
         UnknownError: no operation of that name.
         AxisError: a problem that the operation does not have.
         ValueError: an unknown target.
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
     """
     definition = default_registry().op(op) if isinstance(op, str) else op
     if not isinstance(definition, Op):

@@ -12,7 +12,7 @@ LINEAR, EXPERT = "model.layers.{}.self_attn.o_proj", "model.layers.{}.mlp.expert
 
 @dataclass(frozen=True)
 class Stored:
-    """Schemes of the linear layers and of the experts. act_order: columns belong to groups in any order."""
+    """Schemes of the linear layers and of the experts. act_order: the order of columns does not follow the groups."""
 
     linear: str = "bf16"
     experts: str = "bf16"

@@ -16,7 +16,7 @@ POLICY_VARIABLE = "GRISTMILL_POLICY"
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be read, or that no kernel can satisfy."""
+    """A policy that is unreadable, or that no kernel can satisfy."""
 
 
 def default_cache() -> Path:
@@ -26,7 +26,7 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True)
 class Policy:
-    """What selection must respect.
+    """The constraints on selection.
 
     pins: operation name or ``*`` -> kernel name patterns, tried in order before any other kernel.
     exclude: kernel name patterns that never run.
@@ -71,12 +71,12 @@ class Policy:
 
     @property
     def cache_path(self) -> Path:
-        """The folder of everything that may be deleted and made again."""
+        """The folder of everything that can be deleted and recreated."""
         return Path(self.cache) if self.cache else default_cache()
 
     @staticmethod
     def parse(data: Mapping[str, Any], origin: str) -> Policy:
-        """A policy from a table; PolicyError names the entry at fault."""
+        """A policy from a table; PolicyError names the invalid entry."""
         known = {f.name: f for f in fields(Policy) if f.name != "origin"}
         unknown = sorted(data.keys() - known.keys())
         if unknown:
@@ -108,7 +108,7 @@ class Policy:
 
     @staticmethod
     def current() -> Policy:
-        """The policy that GRISTMILL_POLICY names, or the default one. Read once for each value of the variable."""
+        """The policy that GRISTMILL_POLICY names, or the default one. Read once per value of the variable."""
         return _current(os.environ.get(POLICY_VARIABLE, ""))
 
 

@@ -115,7 +115,7 @@ class Axis:
 
 
 class AxisError(ValueError):
-    """A problem that its operation does not have: unknown axis, missing axis, or a value out of place."""
+    """An invalid problem: unknown axis, missing axis, or invalid value."""
 
 
 @dataclass(frozen=True)

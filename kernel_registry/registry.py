@@ -23,7 +23,7 @@ Spec = TypeVar("Spec", Op, Kernel, Layout)
 
 
 class UnknownError(LookupError):
-    """A name that the registry does not hold; the message lists near ones."""
+    """A name that is not registered; the message lists similar ones."""
 
 
 @dataclass

@@ -77,7 +77,7 @@ class QuantScheme:
             2**(bits - 1), implicit.
         minimums: whether an offset in units of the weight is stored for each scale instead: W = code * scale - offset,
             with unsigned codes (GGUF's Q4_1, Q5_1 and K-quants).
-        scale_dtype: what round to nearest writes as scales. A checkpoint's integer or fp8 scales may also be fp16,
+        scale_dtype: the dtype of the scales that round to nearest writes. A checkpoint's integer or fp8 scales may also be fp16,
             bf16 or fp32; those of mx and nv formats are always as named here.
         has_global: a float32 multiplier per segment is part of the format (nvfp4, and fp8 per tensor).
         activation: one of ``ACTIVATION_FORMATS``, or None for activations in their own dtype.
@@ -97,10 +97,10 @@ class QuantScheme:
     def parse(name: object) -> QuantScheme:
         """The scheme called ``name``; a QuantScheme is returned as it is.
 
-        A dense scheme goes by any name of its dtype (``bfloat16``, ``half``) and by its torch.dtype.
+        A dense scheme has all the names of its dtype (``bfloat16``, ``half``) and by its torch.dtype.
 
         Raises:
-            ValueError: for an unknown name, naming the known ones.
+            ValueError: for an unknown name; the message lists the known ones.
             TypeError: when name is neither a string, a torch.dtype nor a QuantScheme.
         """
         if isinstance(name, QuantScheme):
@@ -192,7 +192,7 @@ class QuantScheme:
 
     @property
     def requires_k_multiple(self) -> int:
-        """K must be a multiple of this to be quantized (1 = any K). Blocks may be partial, groups may not."""
+        """K must be a multiple of this (1 = any K). Blocks may be partial, groups may not."""
         return self.group_size or 1 if self.granularity == "group" else 1
 
     @property

@@ -27,9 +27,9 @@ class Target:
     """One device. Only name, vendor, arch and features are needed; None = unknown.
 
     name: canonical, `sm_90`, `gfx942`, `cpu:avx512_bf16`, `xpu:bmg`, with edits of the features: `sm_90+foo-tma`.
-    arch: `sm_90`, `gfx942`, `bmg`, `x86-64`: what device code is matched against.
+    arch: `sm_90`, `gfx942`, `bmg`, `x86-64`: the architecture that device code must match.
     multiprocessors: SMs, compute units, Xe cores; for a CPU the logical processors this process may use.
-    l2_bytes: the last level of cache that all of them share (L3 of a CPU).
+    l2_bytes: the last-level cache that all of them share (L3 of a CPU).
     bandwidth_gbs: ceiling of a device-to-device copy, read plus write, 1e9 bytes per second; bandwidth_source says
         `datasheet`, `measured copy` or nothing.
     tflops: (dtype, dense TFLOP/s) pairs. smem_bytes: most shared memory / LDS / SLM of one block.
@@ -79,8 +79,8 @@ class Target:
         """A target from `sm_121`, `sm121`, `sm_90a`, `gfx942`, `cpu:avx2`, `xpu:bmg`, or a device (`h200`, `mi300x`),
         each optionally with edits of its features, `sm_90+foo-tma`.
 
-        Raises ValueError for an unknown name (with near names), for adding a feature that it has, or taking away one
-        that it has not.
+        Raises ValueError for an unknown name (with similar names), for adding a feature that it has, or removing one
+        that it does not have.
         """
         if not isinstance(text, str):
             raise TypeError(f"a target's name is a string, not {type(text).__name__}")
@@ -152,7 +152,7 @@ class Target:
         return dict(self.tflops).get(dtype)
 
     def describe(self) -> str:
-        """Several lines for a reader; facts that are unknown are left out."""
+        """A description in several lines, without unknown facts."""
         facts = [f"{self.name}: {self.device or 'no particular device'} ({self.vendor}, {self.arch})"]
         line = []
         if self.multiprocessors is not None:
@@ -175,7 +175,7 @@ class Target:
         return "\n".join(facts)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that json takes; unknown = None. `from_json` gives an equal Target back."""
+        """A dict that json can serialize; unknown = None. `from_json` gives an equal Target back."""
         out: dict[str, Any] = {"name": self.name, "vendor": self.vendor, "arch": self.arch}
         out["features"] = sorted(self.features)
         out.update({key: getattr(self, key) for key in _INTS})
@@ -199,7 +199,7 @@ class Target:
         return cls(**fields)
 
     def with_device(self, device: Device) -> Target:
-        """A copy with the ceilings of a well-known product; what this target knows already is kept."""
+        """A copy with the ceilings of a well-known product; values that this target already has are kept."""
         counts: dict[str, Any] = {
             key: getattr(device, key)
             for key in ("multiprocessors", "l2_bytes", "memory_bytes")

@@ -45,13 +45,13 @@ def quantize(
     segments: Sequence[int] | None = None,
     global_scale: Tensor | None = None,
 ) -> QuantTensor:
-    """Rounds a weight to the nearest values of a scheme.
+    """Quantize a weight to a scheme by round to nearest.
 
     Args:
-        weight: float [N, K] or [experts..., N, K], any float dtype; experts are done one at a time.
-        scheme: QuantScheme or name, of a dense one also its dtype; the activation part is carried along and changes nothing here.
+        weight: float [N, K] or [experts..., N, K], any float dtype; experts are processed one at a time.
+        scheme: QuantScheme or name, or for a dense scheme its dtype; the activation part is kept and has no effect here.
         g_idx: int [K], the group of each column (act-order), integer group schemes only.
-        segments: first rows of the parts of a fused matrix, (0, ...): each is quantized as if it were alone, with its
+        segments: first rows of the parts of a fused matrix, (0, ...): each is quantized separately, with its
             own global multiplier and its own 128-blocks.
         global_scale: float32 [1], positive, to use instead of the rule's (nvfp4, fp8; one segment, no experts).
 

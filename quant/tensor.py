@@ -50,7 +50,7 @@ class QuantTensor:
 
     Raises:
         ValueError, TypeError: a field contradicts the scheme or the shape; the message names the field, what was
-            expected and what came. Scales must be finite.
+            expected and what was given. Scales must be finite.
     """
 
     codes: Tensor
@@ -102,12 +102,12 @@ class QuantTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held."""
+        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class QuantTensor:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors held, by field name."""
+        """The tensors by field name."""
         pairs = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in pairs if isinstance(value, Tensor)}
 
@@ -210,7 +210,7 @@ class QuantTensor:
             yield self.with_tensors(part, self.shape[-2:])
 
     def narrow(self, dim: int, start: int, length: int) -> QuantTensor:
-        """Rows, columns or experts [start, start + length) of ``shape[dim]``, exactly, as an own copy.
+        """Rows, columns or experts [start, start + length) of ``shape[dim]``, exactly, as a copy.
 
         A cut inside a group or a 128-block gives a tensor with g_idx or n_idx.
         """
@@ -219,7 +219,7 @@ class QuantTensor:
     def shard(self, dim: int, rank: int, world: int) -> QuantTensor:
         """Part ``rank`` of ``world`` equal parts along ``dim``: ``dequantize()`` of it is that slice, bit for bit.
 
-        Fused matrices (q/k/v, gate/up) are sharded before they are concatenated: this cuts rows as they lie.
+        Fused matrices (q/k/v, gate/up) are sharded before they are concatenated: this cuts rows in their present order.
         """
         return sharding.shard(self, dim, rank, world)
 

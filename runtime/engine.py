@@ -37,32 +37,32 @@ class _Active:
 
 
 class Engine:
-    """A model with its scheduler and paged cache: requests come in, tokens come out, one step at a time. Not thread-safe.
+    """A model with its scheduler and paged cache: add requests, then run it step by step. Not thread-safe.
 
     Args:
         model: a Hugging Face directory, or a GGUF file.
         dtype: of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
             ``bfloat16``, or a torch.dtype.
-        quant: a scheme to round linear weights to at load, such as ``int4_g128``; None = as stored.
+        quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
         block_size: tokens per block of the cache.
-        num_blocks: blocks of the cache; None = what `memory` holds.
-        memory: of the cache: bytes (an int), or a part of the device's free memory (a float up to 1). None = 85 % of a GPU's
-            free memory; on a CPU what max_seqs full sequences need, but 1 GiB at most.
+        num_blocks: number of blocks in the cache; None = as many as fit in `memory`.
+        memory: of the cache: bytes (an int), or a fraction of the device's free memory (a float up to 1). None = 85 % of a GPU's
+            free memory; on a CPU the memory of max_seqs full sequences, at most 1 GiB.
         max_batch_tokens: tokens per step.
         max_seqs: requests per step.
         max_model_len: tokens of prompt and output of one request; None = the model's own limit.
         max_chunk: prompt tokens of one request per step; None = max_batch_tokens.
-        enable_prefix_cache: requests with a common prefix share its blocks.
-        seed: where the seeds of requests come from that have none of their own.
-        decode_graphs: run steps of one new token per request as CUDA graphs; None = on a GPU. On a CPU the same steps run,
-            uncaptured.
+        enable_prefix_cache: requests with a common prefix share blocks.
+        seed: source of the seeds of requests without one.
+        decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
+            without capture.
 
     Raises:
-        UsageError: an argument that cannot be; as ConfigError or CheckpointError, a fault of the directory.
-        PolicyError: a policy that cannot be read, or that this machine cannot satisfy.
-        NoKernelError: no kernel runs an operation of the model here under the policy.
+        UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
+        PolicyError: a policy that is unreadable, or that this machine cannot satisfy.
+        NoKernelError: no kernel can run an operation of the model here under the policy.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Engine:
 
     @classmethod
     def from_parts(cls, runner: Runner, config: SchedulerConfig, seed: int = 0) -> Engine:
-        """An engine over a runner that exists: for models that are not loaded from files, or share their weights.
+        """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
         config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache.
         """
@@ -138,12 +138,12 @@ class Engine:
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt, token ids taken as they are.
+        """Queue a prompt of token ids.
 
         Raises:
-            UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of another type.
-            RequestTooLarge: the prompt and one more token can never fit; it names need and capacity.
-            QueueFull: as many requests wait as the scheduler takes.
+            UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of the wrong type.
+            RequestTooLarge: the prompt and one more token can never fit; the message states need and capacity.
+            QueueFull: the waiting queue is full.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -174,7 +174,7 @@ class Engine:
         self._active[request_id] = _Active(request, params, seed)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; what it brought to whom. [] when nothing was to be done.
+        """Compute one step and return its outputs by request; [] if there was nothing to do.
 
         An exception from the model leaves its requests as they were before the step.
         """
@@ -197,7 +197,7 @@ class Engine:
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """End requests; what it ended (unknown and finished ids are not in it)."""
+        """Abort requests; returns the aborted ones (without unknown and finished ids)."""
         ended = self.scheduler.abort(request_ids)
         for output in ended:
             del self._active[output.id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """A request, an option or an input that cannot be served: the caller's to mend."""
+    """An invalid request, option or input of the caller."""
 
 
 class ConfigError(UsageError):

@@ -63,7 +63,7 @@ def evaluate(
     progress: called with (windows done, windows in all).
 
     Raises:
-        UsageError: too few tokens, a window that the model or the cache cannot hold, requests in flight.
+        UsageError: too few tokens, a window larger than the model or the cache allows, requests in flight.
     """
     config, vocab = engine.scheduler.config, engine.runner.model.config.vocab_size
     if window < 2 or windows < 1:

@@ -29,11 +29,11 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """The completion of one prompt.
 
     Attributes:
-        prompt_ids, token_ids: token ids of the prompt and of the answer, a final end token included.
-        text: the answer as text; empty for a model without a tokenizer.
+        prompt_ids, token_ids: token ids of the prompt and of the completion, including a final end token.
+        text: the completion as text; empty for a model without a tokenizer.
         finish_reason: ``stop`` (an end token), ``length``, ``abort``, or ``error`` (the model's logits were NaN).
     """
 
@@ -45,10 +45,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One step's part of the answer to one prompt.
+    """The part of a completion that one step added.
 
     Attributes:
-        index: which prompt, from 0.
+        index: the index of the prompt, from 0.
         token_ids: new token ids.
         text: new text, of whole characters; a step may have none.
         finish_reason: as of `Completion`; None until the last chunk of the prompt.
@@ -61,14 +61,14 @@ class Chunk:
 
 
 class LLM:
-    """A model with its engine and tokenizer: text or token ids in, completions out.
+    """A model with its engine and tokenizer: from text or token ids to completions.
 
     The arguments are those of `Engine`. engine, model and config are attributes.
 
     Raises:
-        UsageError: an argument that cannot be; as ConfigError or CheckpointError, a fault of the directory.
-        PolicyError: a policy that cannot be read, or that this machine cannot satisfy.
-        NoKernelError: no kernel runs an operation of the model here under the policy.
+        UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
+        PolicyError: a policy that is unreadable, or that this machine cannot satisfy.
+        NoKernelError: no kernel can run an operation of the model here under the policy.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answer every prompt, batched as the scheduler sees fit; results in the order of the prompts.
+        """Complete every prompt, batched by the scheduler; results are in the order of the prompts.
 
-        prompts: one or several; text, or token ids taken as they are. params: one for all, or one for each; None =
+        prompts: one or several; text, or token ids that are used unchanged. params: one for all, or one for each; None =
         greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
         Without a tokenizer.json prompts must be ids, and `text` is empty.
 
         Raises:
-            UsageError: an empty prompt, ids outside the vocabulary, params of another number or type.
+            UsageError: an empty prompt, ids outside the vocabulary, params of the wrong number or type.
             RequestTooLarge: a prompt that can never fit in the cache or the model's length.
         """
         ids = self._prompts(prompts)
@@ -153,21 +153,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Chunk]:
-        """Like `generate`, in pieces as they come. Text never breaks inside a character; closing the iterator aborts."""
+        """Like `generate`, but streamed in chunks. Text is never split inside a character; closing the iterator aborts."""
         ids = self._prompts(prompts)
         return self._run(ids, self._params(params, len(ids)))
 
     @property
     def weight_bytes(self) -> int:
-        """Resident bytes of all parameters, packed as they are."""
+        """Resident bytes of all parameters, as packed."""
         return self.model.plans.weight_bytes
 
     def explain(self) -> list[dict[str, Any]]:
-        """Which kernel each operation of this model uses so far, by size, and why; rows as `explain --json` prints them."""
+        """The kernel that each operation of this model has used so far, by size, and why; rows as `explain --json` prints them."""
         return explain_plans(self.model.plans)
 
     def explain_graphs(self) -> list[dict[str, Any]]:
-        """Which steps ran as CUDA graphs so far, and why the others did not; rows as `DecodeGraphs.explain` gives them."""
+        """The steps that have run as CUDA graphs so far, and why the others have not; rows as in `DecodeGraphs.explain`."""
         decode = self.engine.runner.decode
         return [] if decode is None else decode.explain()
 

@@ -12,17 +12,17 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. The defaults are these for every model: generation_config.json does not change them.
+    """How one request is sampled and when it ends. The defaults are the same for every model: generation_config.json does not change them.
 
     Args:
-        max_tokens: output tokens at most.
+        max_tokens: maximum number of output tokens.
         temperature: 0 = greedy: the token with the largest logit, ties to the smallest id.
-        top_k: only the k likeliest tokens; 0 = all.
-        top_p: only the likeliest tokens that together reach this probability; 1 = all.
-        min_p: only tokens at least this likely relative to the likeliest; 0 = all.
-        seed: with the same seed a request draws the same tokens whatever else runs; None = the engine picks one.
-        stop_token_ids: ids that end the request, besides the model's own end tokens; they are part of the output.
-        ignore_eos: go on after the model's end tokens.
+        top_k: only the k most likely tokens; 0 = all.
+        top_p: only the most likely tokens whose probabilities sum to this; 1 = all.
+        min_p: only tokens whose probability is at least this fraction of the largest; 0 = all.
+        seed: with the same seed a request samples the same tokens whatever else runs; None = chosen by the engine.
+        stop_token_ids: ids that end the request, in addition to the model's end tokens; they are part of the output.
+        ignore_eos: continue after the model's end tokens.
 
     Raises:
         UsageError: a value outside its range; the message names it.

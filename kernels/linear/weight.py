@@ -27,7 +27,7 @@ class LinearWeight:
     Attributes:
         scheme: how the numbers are stored.
         n, k: rows (output features) and columns (input features).
-        act_order: columns belong to groups in any order.
+        act_order: the order of columns does not follow the groups.
         packed: layout name -> its tensors, in slot order.
     """
 
@@ -42,8 +42,8 @@ class LinearWeight:
         """Pack a QuantTensor (or a dense [N, K] tensor) in each of `layouts`; the QuantTensor may be dropped afterwards.
 
         Raises:
-            ValueError: no layout is given, one does not hold the scheme, or the weight is not [N, K].
-            UnknownError: a layout that is not there.
+            ValueError: no layout is given, a layout does not support the scheme, or the weight is not [N, K].
+            UnknownError: an unknown layout.
         """
         from gristmill.kernels.linear.linear import as_quant
         from gristmill.quant.packed import pack
@@ -73,7 +73,7 @@ class LinearWeight:
         return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)
 
     def tensors(self, layout: str | None = None) -> list[Tensor]:
-        """The tensors of a layout (None: the only one); ValueError for one that it is not packed in."""
+        """The tensors of a layout (None: the only one); ValueError if the weight is not packed in it."""
         if layout is None:
             if len(self.packed) != 1:
                 raise ValueError(f"this weight is packed as {', '.join(self.packed)}: say which layout")
@@ -84,12 +84,12 @@ class LinearWeight:
 
     @property
     def layouts(self) -> frozenset[str]:
-        """The layouts that it is packed in: what its plan is bound with."""
+        """The layouts of the packed weight, for binding its plan."""
         return frozenset(self.packed)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every packing."""
+        """Bytes of all packings."""
         return sum(t.numel() * t.element_size() for tensors in self.packed.values() for t in tensors)
 
 

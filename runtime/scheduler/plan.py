@@ -84,12 +84,12 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a step, or an abort, brought one request.
+    """The output of a step, or of an abort, for one request.
 
     Attributes:
         id: the request's.
         new_ids: token ids of this step, in order; a final end token is among them.
-        finish_reason: why the request ended with this output; None = it goes on.
+        finish_reason: why the request ended with this output; None = it continues.
     """
 
     id: str

@@ -14,11 +14,11 @@ from gristmill.runtime.scheduler.request import FinishReason, Request, RequestSt
 
 
 class RequestTooLarge(ValueError):
-    """The request can never run here, whatever else ends."""
+    """The request can never fit, even when all others have ended."""
 
 
 class QueueFull(RuntimeError):
-    """max_queued requests are waiting already: try again later."""
+    """max_queued requests are already waiting: try again later."""
 
 
 class SchedulerStuck(RuntimeError):
