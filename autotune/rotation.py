@@ -311,8 +311,8 @@ def _rolled(argument: Any, by: int) -> Any:
         and argument.dim()
         and argument.shape[-1] > 1
     ):
-        wide = argument.float() if argument.dtype.itemsize == 1 else argument
-        return torch.roll(wide, 1 + by % (argument.shape[-1] - 1), -1).to(argument.dtype)
+        as_float = argument.float() if argument.dtype.itemsize == 1 else argument
+        return torch.roll(as_float, 1 + by % (argument.shape[-1] - 1), -1).to(argument.dtype)
     return argument
 
 

@@ -125,10 +125,10 @@ def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) 
     """Times of the device and of the linear layers, and the floors of what they read."""
     rows = 1 << (batch - 1).bit_length()
     linears = [layer for _, _, layer in find_linears(model.layers) if isinstance(layer, Linear | SplitLinear)]  # type: ignore[attr-defined]
-    wide = {layer: _input(layer, rows, model) for layer in [*linears, model.head]}  # type: ignore[attr-defined]
+    inputs = {layer: _input(layer, rows, model) for layer in [*linears, model.head]}  # type: ignore[attr-defined]
     whole = _samples(_graph_of(runner, batch, context), device)
-    linear = _samples(_captured(lambda: [layer(wide[layer]) for layer in linears], device), device)
-    head = _samples(_captured(lambda: model.head(wide[model.head]), device), device)  # type: ignore[attr-defined]
+    linear = _samples(_captured(lambda: [layer(inputs[layer]) for layer in linears], device), device)
+    head = _samples(_captured(lambda: model.head(inputs[model.head]), device), device)  # type: ignore[attr-defined]
     weights = sum(_bytes(layer) for layer in linears)
     head_bytes = _bytes(model.head)  # type: ignore[attr-defined]
     cached = batch * context * token_bytes(model.config, model.plans.dtype)

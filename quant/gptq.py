@@ -121,16 +121,16 @@ def search_scales(weight: Tensor, hessian: Tensor, start: QuantTensor) -> QuantT
     chosen = start.scales
     for shrink in SHRINKS:
         scales = (start.scales.float() * shrink).to(start.scales.dtype)
-        wide = scales.float()[:, columns]
-        error = energy * (w - (w / wide).round().clamp(-half, half - 1) * wide).square()
+        expanded = scales.float()[:, columns]
+        error = energy * (w - (w / expanded).round().clamp(-half, half - 1) * expanded).square()
         total = torch.zeros(scales.shape, device=w.device).index_add_(1, columns, error)
         if best is None:
             best = total
             continue
         better = total < best
         best, chosen = torch.where(better, total, best), torch.where(better, scales, chosen)
-    wide = chosen.float()[:, columns]
-    codes = ((w / wide).round().clamp(-half, half - 1) + half).to(torch.uint8)
+    expanded = chosen.float()[:, columns]
+    codes = ((w / expanded).round().clamp(-half, half - 1) + half).to(torch.uint8)
     return replace(start, codes=numeric.pack_bits(codes, scheme.bits), scales=chosen)
 
 

@@ -48,8 +48,8 @@ def e2m1_encode(x: Tensor) -> Tensor:
 def e2m1_decode(codes: Tensor) -> Tensor:
     """float32 values of E2M1 codes 0..15."""
     # The same bits as a float16 whose exponent is too small by 14; a table would have to be copied to the device.
-    wide = codes.to(torch.int16)
-    return (((wide & 7) << 9) | ((wide & 8) << 12)).view(torch.float16).to(torch.float32) * 16384.0
+    bits = codes.to(torch.int16)
+    return (((bits & 7) << 9) | ((bits & 8) << 12)).view(torch.float16).to(torch.float32) * 16384.0
 
 
 def e4m3_encode(x: Tensor) -> Tensor:

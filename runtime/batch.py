@@ -60,16 +60,16 @@ def make_batch(
     if all_rows:
         rows = list(range(len(tokens)))
     total, seqs = len(tokens), len(entries)
-    wide = send([*tokens, *positions, *slots, *rows], torch.int64, device)
-    narrow = send([*starts, *contexts, *table], torch.int32, device)
+    int64_values = send([*tokens, *positions, *slots, *rows], torch.int64, device)
+    int32_values = send([*starts, *contexts, *table], torch.int32, device)
     return Batch(
-        tokens=wide[:total],
-        positions=wide[total : 2 * total],
-        slots=wide[2 * total : 3 * total],
-        rows=wide[3 * total :],
-        query_start=narrow[: seqs + 1],
-        seq_lens=narrow[seqs + 1 : 2 * seqs + 1],
-        block_table=narrow[2 * seqs + 1 :].view(seqs, width),
+        tokens=int64_values[:total],
+        positions=int64_values[total : 2 * total],
+        slots=int64_values[2 * total : 3 * total],
+        rows=int64_values[3 * total :],
+        query_start=int32_values[: seqs + 1],
+        seq_lens=int32_values[seqs + 1 : 2 * seqs + 1],
+        block_table=int32_values[2 * seqs + 1 :].view(seqs, width),
         max_q=max(entry.count for entry in entries),
         max_ctx=max(contexts),
         fresh=all(entry.start == 0 for entry in entries),

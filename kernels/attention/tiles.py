@@ -23,13 +23,13 @@ def power_of_two(n: int) -> int:
 def tile_config(dk: int, dv: int, dtype: str, rows: int, target: Target) -> Config:
     """Tile of `rows` rows: keys a step, stages and warps such that the staged keys and values fit in shared memory."""
     item = ITEM_BYTES[dtype]
-    wide = power_of_two(dk) + power_of_two(dv)
+    row_width = power_of_two(dk) + power_of_two(dv)
     limit = (target.smem_bytes or SMALLEST_SHARED) * 3 // 4
     keys, stages = 64 if dtype != "fp32" else 32, 2 if target.vendor == "nvidia" else 1
     queries = rows * power_of_two(dk) * item
-    while keys > 16 and queries + keys * wide * item * stages > limit:
+    while keys > 16 and queries + keys * row_width * item * stages > limit:
         keys //= 2
-    if queries + keys * wide * item * stages > limit:
+    if queries + keys * row_width * item * stages > limit:
         stages = 1
     return {"m": rows, "n": keys, "warps": _warps(rows * power_of_two(dv), dtype, target), "stages": stages}
 
@@ -68,12 +68,12 @@ def part_length(max_ctx: int, splits: int, step: int) -> int:
 def mla_config(latent: int, rope: int, dtype: str, rows: int, target: Target) -> Config:
     """Tile of the latent kernels: the staged cache rows fit in shared memory beside the queries."""
     item = ITEM_BYTES[dtype]
-    wide = (power_of_two(latent) + power_of_two(max(rope, 1))) * item
+    row_bytes = (power_of_two(latent) + power_of_two(max(rope, 1))) * item
     limit = (target.smem_bytes or SMALLEST_SHARED) * 3 // 4
     keys, stages = 32, 2 if target.vendor == "nvidia" else 1
-    while keys > 16 and (rows + keys * stages) * wide > limit:
+    while keys > 16 and (rows + keys * stages) * row_bytes > limit:
         keys //= 2
-    if (rows + keys * stages) * wide > limit:
+    if (rows + keys * stages) * row_bytes > limit:
         stages = 1
     return {
         "m": rows,

@@ -211,8 +211,8 @@ def aot(target: Target) -> list[AotCase]:
         "slots",
         "key_parts",
     )
-    wide = ("key_block", "value_block")
-    sizes = {name: "i64" if name in wide else "i32" for name in names}
+    int64_names = ("key_block", "value_block")
+    sizes = {name: "i64" if name in int64_names else "i32" for name in names}
     return [
         AotCase(
             "nhd",

@@ -56,7 +56,7 @@ def atomic_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SILU: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -64,7 +64,7 @@ def atomic_kernel(
 ):
     """n: columns of the output; with SILU the weight has 2 n rows, gate first. part: columns of the weight a program. flags: one int32 a
     tile; sums: float32 [m, rows of the weight]; both zero before and after."""
-    dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
     ns = tl.program_id(0) * BN + tl.arange(0, BN)
     n_mask = ns < n
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
@@ -72,10 +72,10 @@ def atomic_kernel(
     inside = row_mask[:, None] & n_mask[None, :]
     first = tl.program_id(2) * part
     last = tl.minimum(columns, first + part)
-    wide = n
+    weight_rows = n
     if SILU:
-        wide = 2 * n
-    at = rows[:, None] * wide + ns[None, :]
+        weight_rows = 2 * n
+    at = rows[:, None] * weight_rows + ns[None, :]
     y = product(
         x,
         weight,
@@ -232,7 +232,7 @@ def aot(target: Target) -> list[AotCase]:
         "sums": "*fp32",
     }
     off = dict.fromkeys(
-        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False
+        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "FP32"), False
     )
     op, cases = default_registry().op("linear"), []
     for scheme, own in (

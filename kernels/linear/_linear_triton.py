@@ -210,14 +210,14 @@ def linear_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SILU: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """n: columns of the output; with SILU the weight has 2 n rows, gate first. WIDE: multiply in float32."""
-    dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    """n: columns of the output; with SILU the weight has 2 n rows, gate first. FP32: multiply in float32."""
+    dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
     ns = tl.program_id(0) * BN + tl.arange(0, BN)
     n_mask = ns < n
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
@@ -352,7 +352,7 @@ def weight_arguments(
         kind, columns, groups = FORMATS[scheme.weight], perm.numel() or k, scales.shape[-1]
         code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
         scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
-    wide = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
+    in_fp32 = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
     constants = {
         "FORMAT": kind,
         "SCALE": code,
@@ -362,7 +362,7 @@ def weight_arguments(
         "ROW_SCALE": flags[1],
         "ROW_BLOCK": flags[2],
         "PERM": flags[3],
-        "WIDE": wide,
+        "FP32": in_fp32,
         "PRECISION": "ieee",
         "BM": config["bm"],
         "BN": config["bn"],
@@ -390,7 +390,7 @@ def aot(target: Target) -> list[AotCase]:
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
     plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
     off = dict.fromkeys(
-        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "WIDE"), False
+        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "FP32"), False
     )
     op, cases = default_registry().op("linear"), []
 
@@ -413,12 +413,12 @@ def aot(target: Target) -> list[AotCase]:
                 base,
                 {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
                 ("k", "columns", "x_stride", "row_bytes"),
-                () if base["WIDE"] else matrix_product(target, int(chosen["bm"])),
+                () if base["FP32"] else matrix_product(target, int(chosen["bm"])),
             )
         )
 
     case("dense_bf16", "m=1024,x=bf16", "*bf16", {})
-    case("dense_fp32", "m=32,x=fp32,w=fp32", "*fp32", {}, WIDE=True)
+    case("dense_fp32", "m=32,x=fp32,w=fp32", "*fp32", {}, FP32=True)
     case(
         "int4_g128",
         "m=16,x=bf16,w=int4_g128",

@@ -65,7 +65,7 @@ def grouped_linear_kernel(
     PERM: tl.constexpr,
     GATHER: tl.constexpr,
     SILU: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
@@ -73,7 +73,7 @@ def grouped_linear_kernel(
     BK: tl.constexpr,
 ):
     """n: columns of the output; weight_rows: rows of an expert's weight; scale_rows: rows of its scales."""
-    dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
     tile = tl.program_id(1)
     e = tl.arange(0, BE)
     starts = tl.load(offsets + e, mask=e < experts, other=0)
@@ -201,7 +201,7 @@ def launch(
         kind, columns, (scale_rows, groups) = FORMATS[scheme.weight], perm.numel() or k, scales.shape[-2:]
         code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
         scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
-    wide = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
+    in_fp32 = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
     bm, bn = int(config["bm"]), int(config["bn"])
     # Each expert wastes less than one tile, and so does the part behind the last.
     tiles = min(m, triton.cdiv(m, bm) + experts + 1)
@@ -236,7 +236,7 @@ def launch(
         PERM=flags[3],
         GATHER=permutation is not None,
         SILU=silu_mul,
-        WIDE=wide,
+        FP32=in_fp32,
         PRECISION="ieee",
         BE=triton.next_power_of_2(experts),
         BM=bm,
@@ -264,7 +264,7 @@ def aot(target: Target) -> list[AotCase]:
         "i32",
     )
     plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
-    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "WIDE"), False)
+    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "FP32"), False)
     op, cases = default_registry().op("grouped_linear"), []
 
     def case(name: str, scheme: str, m: int, weight: str, types: dict[str, str], **constants: Any) -> None:

@@ -15,9 +15,9 @@ from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quanti
 def config(problem: Problem, target: Target) -> Config:
     """Tiles as high as an expert's share of the rows asks for; a step along K stays inside one group, or covers whole ones."""
     scheme = QuantScheme.parse(problem.text("w"))
-    share, wide = problem.integer("m") // problem.integer("e"), problem.text("x") == "fp32"
+    share, is_fp32 = problem.integer("m") // problem.integer("e"), problem.text("x") == "fp32"
     rows = 16 if share <= 16 else 32 if share <= 64 else 64
-    return {"scheme": scheme.name, **tile(scheme, rows, 32 if wide else 64, target)}
+    return {"scheme": scheme.name, **tile(scheme, rows, 32 if is_fp32 else 64, target)}
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:

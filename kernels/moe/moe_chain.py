@@ -77,13 +77,13 @@ def config(problem: Problem, target: Target) -> Config:
 
 def config_triton(problem: Problem, target: Target) -> Config:
     """The same, with tiles for both products: as high as an expert's share of the rows asks for."""
-    scheme, wide = QuantScheme.parse(problem.text("w")), problem.text("x") == "fp32"
+    scheme, is_fp32 = QuantScheme.parse(problem.text("w")), problem.text("x") == "fp32"
     share = problem.integer("m") * problem.integer("top_k") // problem.integer("e")
     return {
         **config(problem, target),
         "bm": 16 if share <= 16 else 32 if share <= 64 else 64,
         "bn": 64,
-        "bk": step_along_k(scheme, 32 if wide else 64),
+        "bk": step_along_k(scheme, 32 if is_fp32 else 64),
         "warps": 4,
         "stages": 3,
     }

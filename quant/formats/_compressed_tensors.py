@@ -14,10 +14,10 @@ from gristmill.quant.formats.contract import (
     Source,
     StoredWeight,
     as_bytes,
+    as_float32,
     make,
     need,
     one_number,
-    wide,
 )
 from gristmill.quant.sharding import drop_regular
 
@@ -173,7 +173,9 @@ def _floats4(
 def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
     """[..., N, groups] or [..., block rows, block columns]; one scale per tensor is spread over the rows."""
     held = source.read(f"{module}.weight_scale", dtypes=FLOATS)
-    return _spread(wide(held) if scheme.weight == "fp8" else held, f"{module}.weight_scale", shape, scheme)
+    return _spread(
+        as_float32(held) if scheme.weight == "fp8" else held, f"{module}.weight_scale", shape, scheme
+    )
 
 
 def _spread(held: Tensor, name: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:

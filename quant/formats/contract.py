@@ -329,7 +329,7 @@ def owned(weight: QuantTensor) -> QuantTensor:
     return weight.with_tensors({**held, **mapped}, weight.shape) if mapped else weight
 
 
-def wide(scales: Tensor) -> Tensor:
+def as_float32(scales: Tensor) -> Tensor:
     """Scales of a float or E8M0 dtype as an own float32 copy, exactly."""
     if scales.dtype == torch.float8_e8m0fnu:
         return numeric.e8m0_decode(scales.contiguous().view(torch.uint8))

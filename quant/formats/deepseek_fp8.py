@@ -33,12 +33,12 @@ from gristmill.quant.formats.contract import (
     Source,
     StoredWeight,
     as_bytes,
+    as_float32,
     listed,
     make,
     need,
     new_codes,
     one_number,
-    wide,
 )
 from gristmill.quant.formats.writers import E4M3, SchemeWriter, field
 from gristmill.quant.tensor import QuantTensor
@@ -84,7 +84,7 @@ class DeepSeekFp8(Format):
         need(source, module, (".weight_scale_inv",), "FP8 in 128 x 128 blocks")
         scheme = QuantScheme.parse("fp8_block")
         expected = (*shape[:-2], *(scheme.scale_shape(*shape[-2:]) or ()))
-        scales = wide(source.read(f"{module}.weight_scale_inv", expected, dtypes=BLOCK_SCALES))
+        scales = as_float32(source.read(f"{module}.weight_scale_inv", expected, dtypes=BLOCK_SCALES))
         stored, factor = _codes(name, codes)
         weight = make(module, stored, scales * factor, shape, scheme)
         return StoredWeight(weight, (name, f"{module}.weight_scale_inv"), "fp8_g128")

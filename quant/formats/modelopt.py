@@ -35,11 +35,11 @@ from gristmill.quant.formats.contract import (
     Source,
     StoredWeight,
     as_bytes,
+    as_float32,
     make,
     need,
     new_codes,
     one_number,
-    wide,
 )
 from gristmill.quant.formats.writers import E4M3, SchemeWriter, field
 from gristmill.quant.tensor import QuantTensor
@@ -129,7 +129,7 @@ class ModelOpt(Format):
             given = one_number(source, names[-1])
         if f"{module}.pre_quant_scale" in source:
             names.append(f"{module}.pre_quant_scale")
-            before = wide(source.read(names[-1], (shape[-1],), dtypes=FLOATS))
+            before = as_float32(source.read(names[-1], (shape[-1],), dtypes=FLOATS))
         return StoredWeight(weight, tuple(names), ALGORITHMS[algorithm][1], given, before)
 
 
@@ -150,12 +150,12 @@ def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantSc
             raise FormatError(f"{module}: FP8_PB_WO needs N and K multiples of {BLOCK}, got [{n}, {k}]")
         stored = (*expected[:-1], 1, expected[-1], 1)
         came = source.spec(name)[1]
-        return wide(source.read(name, expected if came == expected else stored, dtypes=FLOATS)).reshape(
+        return as_float32(source.read(name, expected if came == expected else stored, dtypes=FLOATS)).reshape(
             expected
         )
     if scheme.granularity == "channel":
         came = source.spec(name)[1]
-        return wide(
+        return as_float32(
             source.read(name, expected if came == expected else expected[:-1], dtypes=FLOATS)
         ).reshape(expected)
     size = scheme.group_size or k

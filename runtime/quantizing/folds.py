@@ -141,10 +141,10 @@ def apply(fold: Fold, scales: Tensor, tensors: dict[str, Tensor]) -> Tensor:
             scales = torch.where(torch.isfinite(exact) & (exact > 0), exact, scales)
             tensors[name] = divided
     for name in fold.divided:
-        wide = tensors[name].float()
-        if wide.dim() == 2:
-            rows = torch.arange(len(wide)) if fold.rows is None else fold.rows
-            tensors[name] = wide.index_copy(0, rows, wide[rows] / scales[:, None])
+        weight = tensors[name].float()
+        if weight.dim() == 2:
+            rows = torch.arange(len(weight)) if fold.rows is None else fold.rows
+            tensors[name] = weight.index_copy(0, rows, weight[rows] / scales[:, None])
     spread = scales if fold.columns is None else scales[fold.columns]
     for name in (*(f"{module}.weight" for module in fold.modules), *fold.kept):
         tensors[name] = tensors[name].float() * spread

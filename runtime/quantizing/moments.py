@@ -25,11 +25,11 @@ class Moments:
         """Count rows x [tokens, K] as inputs of all the modules."""
         if not x.shape[0]:
             return
-        wide = x.reshape(-1, x.shape[-1]).float()
-        total, product = self.sums.get(modules[0]), wide.T @ wide
+        inputs = x.reshape(-1, x.shape[-1]).float()
+        total, product = self.sums.get(modules[0]), inputs.T @ inputs
         total = product if total is None else total.add_(product)
         self.sums.update(dict.fromkeys(modules, total))
-        self.tokens.update(dict.fromkeys(modules, self.tokens.get(modules[0], 0) + wide.shape[0]))
+        self.tokens.update(dict.fromkeys(modules, self.tokens.get(modules[0], 0) + inputs.shape[0]))
 
 
 def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Moments:
