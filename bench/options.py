@@ -55,15 +55,15 @@ def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
     ]
     estimates = {k.name: k.estimate(job.problem, here.target) if k.estimate else None for k in kernels}
     best = min((us for us in estimates.values() if us is not None), default=None)
-    found: list[Option] = []
+    candidates: list[Option] = []
     for kernel in kernels:
         estimate = estimates[kernel.name]
         if not every and best is not None and estimate is not None and estimate > MODEL_SLACK * best:
             continue
         default = dict(kernel.config(job.problem, here.target))
-        found.append(Option(kernel, default, True))
+        candidates.append(Option(kernel, default, True))
         others = [dict(c) for c in kernel.space(job.problem, here.target)] if kernel.space is not None else []
         others = [c for c in others if config_key(c) != config_key(default)]
         step = 1 if every else max(1, cdiv(len(others), MOST))
-        found += [Option(kernel, config, False) for config in others[::step]]
-    return found
+        candidates += [Option(kernel, config, False) for config in others[::step]]
+    return candidates

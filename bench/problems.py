@@ -68,22 +68,22 @@ def workloads(
         for call in calls:
             weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
         registry = default_registry()
-        found = [
+        selected = [
             Workload(registry.op(name), registry.op(name).problem(text), weight)
             for (name, text), weight in weights.items()
         ]
     elif suite and suite not in OF_AN_OPERATION:
-        found = [Workload(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
+        selected = [Workload(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
     elif op is None:
         raise click.UsageError("name an operation, a suite with --suite, or a model with --model")
     else:
-        found = [
+        selected = [
             Workload(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))
         ]
-    found = [one for one in found if op is None or one.op.name == op.name]
-    if not found:
+    selected = [one for one in selected if op is None or one.op.name == op.name]
+    if not selected:
         raise click.UsageError(f"there is no problem of {op_name} in {suite or 'the model'}")
-    return found
+    return selected
 
 
 def concrete(op: Op, texts: Sequence[str]) -> list[Problem]:
@@ -100,7 +100,7 @@ def concrete(op: Op, texts: Sequence[str]) -> list[Problem]:
 def named(op: Op, patterns: str) -> list[Kernel]:
     """Kernels by name or pattern (``linear_*_cpu``), comma-separated; UnknownError if one names nothing."""
     kernels = default_registry().kernels_of(op.name)
-    found: list[Kernel] = []
+    kernels_named: list[Kernel] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         matches = [k for k in kernels if is_named(k.name, pattern)]
         if not matches:
@@ -109,12 +109,12 @@ def named(op: Op, patterns: str) -> list[Kernel]:
                     f"no kernel of {op.name} matches {pattern!r}; they are {', '.join(k.name for k in kernels)}"
                 )
             matches = [default_registry().kernel(op.name, pattern)]
-        found += [k for k in matches if k not in found]
-    if not found:
+        kernels_named += [k for k in matches if k not in kernels_named]
+    if not kernels_named:
         raise UnknownError(
             f"{patterns!r} names no kernel of {op.name}; they are {', '.join(k.name for k in kernels)}"
         )
-    return found
+    return kernels_named
 
 
 def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, list[Kernel]]:
@@ -126,7 +126,7 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
         return {op.name: [*able(op, here), *missing_peers(op, here)] for op in ops}
     if len(ops) == 1:
         return {ops[0].name: named(ops[0], patterns)}
-    found: dict[str, list[Kernel]] = {op.name: [] for op in ops}
+    kernels: dict[str, list[Kernel]] = {op.name: [] for op in ops}
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         matches = [
             k for op in ops for k in default_registry().kernels_of(op.name) if is_named(k.name, pattern)
@@ -134,11 +134,11 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
         if not matches:
             raise UnknownError(f"no kernel of {', '.join(op.name for op in ops)} matches {pattern!r}")
         for kernel in matches:
-            if kernel not in found[kernel.op]:
-                found[kernel.op].append(kernel)
-    if not any(found.values()):
+            if kernel not in kernels[kernel.op]:
+                kernels[kernel.op].append(kernel)
+    if not any(kernels.values()):
         raise UnknownError(f"{patterns!r} names no kernel")
-    return found
+    return kernels
 
 
 def configured(kernel: Kernel, problem: Problem, here: Place, text: str) -> Config:

@@ -180,16 +180,16 @@ def _names(series: Sequence[Series], place: Place, edge: float) -> str:
 
 def spread(heights: Sequence[float], low: float, high: float) -> list[float]:
     """Ascending heights, moved as little as keeps them a line apart, between low and high where they fit."""
-    found: list[float] = []
+    placed: list[float] = []
     for height in heights:
-        found.append(max(height, found[-1] + LINE if found else low))
-    over = found[-1] - high if found else 0.0
-    for number in range(len(found) - 1, -1, -1):
+        placed.append(max(height, placed[-1] + LINE if placed else low))
+    over = placed[-1] - high if placed else 0.0
+    for number in range(len(placed) - 1, -1, -1):
         if over <= 0:
             break
-        found[number] -= over
-        over = found[number - 1] + LINE - found[number] if number else 0.0
-    return found
+        placed[number] -= over
+        over = placed[number - 1] + LINE - placed[number] if number else 0.0
+    return placed
 
 
 class _Scale:
@@ -215,7 +215,7 @@ class _Scale:
         """Those given, as far as their texts have room; else powers of ten, with 2 and 5 between where they are few."""
         if self.axis.ticks:
             return self._room(self.axis.ticks)
-        found: list[float] = []
+        values: list[float] = []
         for steps in (
             (1,),
             (1, 3),
@@ -224,15 +224,15 @@ class _Scale:
             tuple(n / 10 for n in range(10, 100)),
         ):
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-            found = [
+            values = [
                 s * 10.0**d
                 for d in decades
                 for s in steps
                 if self.low <= math.log10(s * 10.0**d) <= self.high
             ]
-            if len(found) >= 3:
+            if len(values) >= 3:
                 break
-        return [(value, _tick(value)) for value in found[:: cdiv(len(found), 7)]]
+        return [(value, _tick(value)) for value in values[:: cdiv(len(values), 7)]]
 
     def _room(self, ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
         kept: list[tuple[float, str]] = []

@@ -70,7 +70,7 @@ def _asset(name: str) -> str:
 def _shown(row: PageRow) -> dict[str, object]:
     """The entries of the panel for a row; unknown values are left out."""
     spread = f"{number(row.low)} to {number(row.high)} µs" if row.low and row.high else None
-    found = {
+    entries = {
         "kernel": row.series,
         "op": row.op,
         "problem": row.problem,
@@ -89,7 +89,7 @@ def _shown(row: PageRow) -> dict[str, object]:
         "measured": row.when.replace("T", " ")[:16],
         "repro": row.repro,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in entries.items() if value}
 
 
 def _summary(files: Files, rows: list[PageRow]) -> str:

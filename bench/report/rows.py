@@ -76,10 +76,10 @@ def provider_of(op: str, kernel: str) -> str:
 
 def latest(rows: Iterable[PageRow]) -> list[PageRow]:
     """Of rows that measure the same on the same device, the newest; of undated ones, the last."""
-    found: dict[tuple[str, ...], PageRow] = {}
+    newest: dict[tuple[str, ...], PageRow] = {}
     for row in sorted(rows, key=lambda row: row.when):
-        found[row.device, row.op, row.problem, row.series] = row
-    return sorted(found.values(), key=lambda row: row.number)
+        newest[row.device, row.op, row.problem, row.series] = row
+    return sorted(newest.values(), key=lambda row: row.number)
 
 
 def tied(first: PageRow, second: PageRow) -> bool:
@@ -92,7 +92,7 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
     taken, us = result_file.samples(row), float(row["us"])
     few, timing = len(taken) < 3, str(row.get("timing") or "")
     low, _, high = (us, us, us) if few else statistics.quantiles(taken, n=4, method="inclusive")
-    found = PageRow(
+    page_row = PageRow(
         number=number,
         file=name,
         when=str(data.get("when") or ""),
@@ -126,19 +126,19 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
         speedup=(row["baseline"], row["speedup"]) if row.get("baseline") and row.get("speedup") else None,
     )
     try:
-        op = default_registry().op(found.op)
-        problem = op.problem(found.problem)
+        op = default_registry().op(page_row.op)
+        problem = op.problem(page_row.problem)
     except (UnknownError, ValueError):
-        return found  # the operation or an axis no longer exists; the times are still shown
+        return page_row  # the operation or an axis no longer exists; the times are still shown
     cost = op.cost(problem)
-    found.bytes, found.flops, found.unit, found.static = (
+    page_row.bytes, page_row.flops, page_row.unit, page_row.static = (
         cost.bytes,
         cost.flops,
         cost.unit,
         str(op.static(problem)),
     )
-    found.gbs = found.gbs or cost.bytes / us / 1e3
-    found.tflops = found.tflops or cost.flops / us / 1e6
+    page_row.gbs = page_row.gbs or cost.bytes / us / 1e3
+    page_row.tflops = page_row.tflops or cost.flops / us / 1e6
     if op.bucket is not None:
-        found.size = problem.integer(op.bucket)
-    return found
+        page_row.size = problem.integer(op.bucket)
+    return page_row

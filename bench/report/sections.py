@@ -29,9 +29,9 @@ def section(name: str, title: str, about: str, body: Sequence[str], empty: str) 
     return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{inside}</section>'
 
 
-def charts(found: Sequence[str]) -> list[str]:
+def charts(figures: Sequence[str]) -> list[str]:
     """Charts beside each other, as many as there is room for."""
-    return [f'<div class="charts">{"".join(found)}</div>'] if found else []
+    return [f'<div class="charts">{"".join(figures)}</div>'] if figures else []
 
 
 def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
@@ -44,7 +44,7 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     for row in latest(rows):
         if row.flops and row.bytes and (row.device, row.op) in limits:
             groups.setdefault((row.device, row.op), []).append(row)
-    found = []
+    figures = []
     for (device, op), members in groups.items():
         series: dict[str, Series] = {}
         for row in members:
@@ -58,7 +58,7 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
             one.marks.append(
                 Mark(row.flops / row.bytes, row.flops / row.us / 1e6, row.number, label(row), low, high)
             )
-        found.append(
+        figures.append(
             chart(
                 op,
                 list(series.values()),
@@ -73,7 +73,7 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
         "Rooflines",
         f"Throughput under the memory and compute ceilings measured on the same device. A provider has the same colour and mark on "
         f"every chart; the fill tells its kernels apart. {BARS}",
-        charts(found),
+        charts(figures),
         "No file contains measured ceilings; <code>kernelbench bench --results</code> writes them.",
     )
 
@@ -88,18 +88,18 @@ def _roofs(limits: dict[str, Any], rows: Sequence[PageRow]) -> list[Roof]:
     end = (
         min(right, max(knees.values())) if len(knees) == len(units) else right
     )  # no rate is known: memory alone limits
-    found = []
+    roofs = []
     if end > left:
-        found.append(Roof(f"{gbs:,.0f} GB/s", ((left, left * gbs / 1e3), (end, end * gbs / 1e3)), "slope"))
+        roofs.append(Roof(f"{gbs:,.0f} GB/s", ((left, left * gbs / 1e3), (end, end * gbs / 1e3)), "slope"))
     for unit, knee in knees.items():
         if knee < right:
-            found.append(
+            roofs.append(
                 Roof(
                     f"{unit} {number(rates[unit])} TFLOP/s",
                     ((max(left, knee), rates[unit]), (right, rates[unit])),
                 )
             )
-    return found
+    return roofs
 
 
 def shapes(rows: Iterable[PageRow]) -> dict[tuple[str, str, str], list[PageRow]]:
@@ -110,17 +110,17 @@ def shapes(rows: Iterable[PageRow]) -> dict[tuple[str, str, str], list[PageRow]]
     for row in latest(rows):
         if row.size is not None:
             groups.setdefault((row.device, row.op, row.static), []).append(row)
-    found: dict[tuple[str, str, str], list[PageRow]] = {}
+    by_shape: dict[tuple[str, str, str], list[PageRow]] = {}
     for (device, op, static), members in groups.items():
         sizes = {(row.size, row.problem) for row in members}
         if len(sizes) == len({size for size, _ in sizes}):
-            found[device, op, static] = members
+            by_shape[device, op, static] = members
             continue
         bucket = f"{default_registry().op(op).bucket}="
         for row in members:
             rest = ",".join(part for part in row.problem.split(",") if not part.startswith(bucket))
-            found.setdefault((device, op, rest), []).append(row)
-    return found
+            by_shape.setdefault((device, op, rest), []).append(row)
+    return by_shape
 
 
 def size_name(op: str) -> str:
@@ -134,7 +134,7 @@ def size_name(op: str) -> str:
 
 def latency(rows: Sequence[PageRow], shown: Looks) -> str:
     """Time against batch size: one chart per device, operation and shape, one line per kernel."""
-    found = []
+    figures = []
     for (device, op, shape), members in shapes(rows).items():
         sizes = sorted({row.size for row in members if row.size})
         if len(sizes) < 2:
@@ -147,7 +147,7 @@ def latency(rows: Sequence[PageRow], shown: Looks) -> str:
                 )
                 one.marks.append(Mark(row.size, row.us, row.number, label(row), row.low, row.high))
         ticks = tuple((float(size), f"{size:,}") for size in sizes)
-        found.append(
+        figures.append(
             chart(
                 f"{op} {shape}",
                 list(series.values()),
@@ -160,7 +160,7 @@ def latency(rows: Sequence[PageRow], shown: Looks) -> str:
         "latency",
         "Time by size",
         f"Median microseconds per call; lower is better; both axes are logarithmic. {BARS}",
-        charts(found),
+        charts(figures),
         "No operation and shape was measured at two or more sizes.",
     )
 
@@ -172,7 +172,7 @@ def winners(rows: Sequence[PageRow], shown: Looks) -> str:
         for row in members:
             assert row.size is not None
             tables.setdefault((device, op), {}).setdefault(shape, {}).setdefault(row.size, []).append(row)
-    found = []
+    sections = []
     for (device, op), by_shape in tables.items():
         if not any(len(cell) > 1 for sizes in by_shape.values() for cell in sizes.values()):
             continue
@@ -185,7 +185,7 @@ def winners(rows: Sequence[PageRow], shown: Looks) -> str:
             for shape, cells in by_shape.items()
         )
         name = html.escape(f"{op} on {device}")
-        found.append(
+        sections.append(
             f'<h3>{html.escape(op)}<small>{html.escape(device)}</small></h3><div class="wide" tabindex="0" role="region" '
             f'aria-label="Fastest, {name}"><table class="map"><thead><tr><th scope="col">shape \\ {html.escape(size_name(op))}</th>'
             f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -195,7 +195,7 @@ def winners(rows: Sequence[PageRow], shown: Looks) -> str:
         "Fastest, by shape and size",
         "The fastest kernel, and its speedup over the second; a darker cell is a larger speedup. <em>tie</em>: the samples "
         "do not separate the two. <em>alone</em>: no other kernel was measured.",
-        found,
+        sections,
         "No problem was measured with two or more kernels.",
     )
 
@@ -225,13 +225,13 @@ FEW_CHARTS, FEW_CHANGES = 12, 8
 
 def _changes(lines: Sequence[str]) -> list[str]:
     """The largest changes, and the others behind a fold."""
-    found = [f'<ul class="changes">{"".join(lines[:FEW_CHANGES])}</ul>'] if lines else []
+    parts = [f'<ul class="changes">{"".join(lines[:FEW_CHANGES])}</ul>'] if lines else []
     if rest := lines[FEW_CHANGES:]:
-        found.append(
+        parts.append(
             f"<details><summary>{len(rest)} smaller {'change' if len(rest) == 1 else 'changes'}</summary>"
             f'<ul class="changes">{"".join(rest)}</ul></details>'
         )
-    return found
+    return parts
 
 
 def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
@@ -289,21 +289,21 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
             about=device,
         )
         (changed if changes else steady).append(drawn)
-    found = _changes([text for _, text in sorted(lines, reverse=True)])
+    parts = _changes([text for _, text in sorted(lines, reverse=True)])
     if groups and not lines:
-        found.append("<p>Nothing changed.</p>")
-    found += charts(changed)
+        parts.append("<p>Nothing changed.</p>")
+    parts += charts(changed)
     if len(steady) > FEW_CHARTS:
-        found.append(
+        parts.append(
             f"<details><summary>{len(steady)} problems without a change</summary>{''.join(charts(steady))}</details>"
         )
     else:
-        found += charts(steady)
+        parts += charts(steady)
     return section(
         "history",
         "History",
         "Rows that several files contain, by date, not to scale. A ring marks a change of more than 5&nbsp;% that also exceeds the "
         f"spread of the samples on both sides. {BARS}",
-        found,
+        parts,
         "No row is in two or more files, so there is no history.",
     )
