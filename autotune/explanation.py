@@ -79,7 +79,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """What ``kernelbench explain --json`` prints."""
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "op": self.op,
             "problem": str(self.problem),
             "target": self.target.name,
@@ -87,10 +87,10 @@ class Explanation:
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
         if self.plan is not None:
-            found["plan"] = [entry.as_dict() for entry in self.plan.entries]
-            found["layouts"] = list(self.plan.layouts)
-            found["more_memory"] = None if self.more_memory is None else asdict(self.more_memory)
-        return found
+            data["plan"] = [entry.as_dict() for entry in self.plan.entries]
+            data["layouts"] = list(self.plan.layouts)
+            data["more_memory"] = None if self.more_memory is None else asdict(self.more_memory)
+        return data
 
     def parts(self) -> Iterator[Table | str]:
         """Tables and sentences, in printing order."""

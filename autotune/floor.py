@@ -129,16 +129,16 @@ def kept(device: str) -> Ceilings | None:
     """The ceilings that were measured before with the same torch and threads; None if there are none."""
     policy = Policy.current()
     path, key = policy.cache_path / "ceilings.json", _key(device, policy)
-    found = _read(path).get(key)
-    if found is None:
+    entry = _read(path).get(key)
+    if entry is None:
         return None
     try:
         return Ceilings(
-            float(found["read_gbs"]),
-            float(found["copy_gbs"]),
-            tuple((str(unit), float(rate)) for unit, rate in found["tflops"]),
-            float(found["launch_us"]),
-            tuple(map(str, found.get("throttled", ()))),
+            float(entry["read_gbs"]),
+            float(entry["copy_gbs"]),
+            tuple((str(unit), float(rate)) for unit, rate in entry["tflops"]),
+            float(entry["launch_us"]),
+            tuple(map(str, entry.get("throttled", ()))),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CeilingsError(

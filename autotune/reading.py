@@ -72,14 +72,14 @@ def reading(device: str, size: int, *, copies: int, captured: bool, beaten: floa
     it may have been disturbed, and the faster of the two is kept. ReadError if a kernel skips something.
     """
     key = (device, torch.get_num_threads() if device == "cpu" else 0, size, copies, captured)
-    found = _kept.get(key)
-    if found is None:
-        found = _kept[key] = _measured(device, size, copies, captured)
-    if found.us is not None and beaten < found.us and not found.again:
+    best = _kept.get(key)
+    if best is None:
+        best = _kept[key] = _measured(device, size, copies, captured)
+    if best.us is not None and beaten < best.us and not best.again:
         second = _measured(device, size, copies, captured)
-        faster = second if second.us is not None and second.us < found.us else found
-        found = _kept[key] = replace(faster, again=True)
-    return found
+        faster = second if second.us is not None and second.us < best.us else best
+        best = _kept[key] = replace(faster, again=True)
+    return best
 
 
 def forget() -> None:

@@ -90,27 +90,27 @@ class Finding:
 
 def lint(store: Store, registry: Registry, target: Target, own: str, build: Build) -> list[Finding]:
     """Records that do not earn their place. own: the `target_key` of this device: only its records can be called stale."""
-    found = []
+    findings = []
     for record in records(store):
         if reason := _never(record, registry):
-            found.append(Finding("never", record, reason))
+            findings.append(Finding("never", record, reason))
             continue
         kernel = registry.kernel(record.op, record.kernel)
         if not _of_present_code(kernel, record):
-            found.append(Finding("stale", record, "the kernel's code has changed since"))
+            findings.append(Finding("stale", record, "the kernel's code has changed since"))
         elif record.target == own and record.toolchain != build.key():
-            found.append(
+            findings.append(
                 Finding("stale", record, f"made with {record.toolchain}; this installation is {build.key()}")
             )
         elif isinstance(record, Verification) and not record.ok:
-            found.append(Finding("failed", record, record.reason or "did not match the reference"))
+            findings.append(Finding("failed", record, record.reason or "did not match the reference"))
         elif (
             isinstance(record, Timing)
             and record.target == own
             and (reason := _slower(record, store, registry, target))
         ):
-            found.append(Finding("slower", record, reason))
-    return found
+            findings.append(Finding("slower", record, reason))
+    return findings
 
 
 def _of_present_code(kernel: Kernel, record: Record) -> bool:

@@ -239,24 +239,24 @@ def against(
         logs.append([log - expected(entry, own) for log in own])
         timed.append(entry)
     verdicts = dict(zip(timed, judge(logs, rule), strict=True))
-    found = []
+    checked = []
     for entry in entries:
         row = by_key[entry.op, entry.problem, entry.kernel]
         yardstick = by_key.get((entry.op, entry.problem, entry.yardstick))
         if entry not in verdicts and yardstick is not None and yardstick.verdict == WRONG:
-            found.append(Checked(entry, WRONG, f"the yardstick is wrong: {yardstick.reason}", None, row))
+            checked.append(Checked(entry, WRONG, f"the yardstick is wrong: {yardstick.reason}", None, row))
             continue
         if entry not in verdicts:
-            found.append(Checked(entry, row.verdict, row.reason, None, row))
+            checked.append(Checked(entry, row.verdict, row.reason, None, row))
             continue
         verdict = verdicts[entry]
         noisy = row.noise is not None and row.noise > rule.min_effect
         reason = f"the yardstick differs from itself by {row.noise:.1%}" if noisy else verdict.reason
         assert row.found is not None
-        found.append(
+        checked.append(
             Checked(entry, UNCLEAR if noisy else verdict.verdict, reason, row.found.ratio / entry.ratio, row)
         )
-    return found
+    return checked
 
 
 def exit_code(checked: Sequence[Checked]) -> int:

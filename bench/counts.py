@@ -179,12 +179,12 @@ def _keep(
             arguments.append((kind.__name__, value))
             continue
         address = ctypes.addressof(value) if isinstance(value, ctypes.Array) else value
-        found = next((region for region in regions if region[0] <= address < region[0] + region[1]), None)
-        if found is None:
+        region = next((region for region in regions if region[0] <= address < region[0] + region[1]), None)
+        if region is None:
             raise CountError(f"{name} passes {symbol} a pointer into no tensor; it cannot be recorded")
-        if found not in used:
-            used.append(found)
-        arguments.append((kind.__name__, (used.index(found), address - found[0])))
+        if region not in used:
+            used.append(region)
+        arguments.append((kind.__name__, (used.index(region), address - region[0])))
     before = tuple(ctypes.string_at(*region) for region in used)
     code = function(*values)
     calls.append(Call(symbol, tuple(arguments), before, tuple(ctypes.string_at(*region) for region in used)))

@@ -148,13 +148,13 @@ def _chosen(op: Op, kernel: str | Kernel | None, problem: Problem, here: Place) 
 
         best = Resolver(here.device or "cpu", here.policy).resolve(op, problem).require()
         return best.kernel, best.config or {}
-    found = default_registry().kernel(op.name, kernel) if isinstance(kernel, str) else kernel
-    here = imported(here, [found])
+    spec = default_registry().kernel(op.name, kernel) if isinstance(kernel, str) else kernel
+    here = imported(here, [spec])
     if against := [
-        *found.requires.check_hardware(here.target, here.build),
-        *found.requires.check_build(here.target, here.build),
+        *spec.requires.check_hardware(here.target, here.build),
+        *spec.requires.check_build(here.target, here.build),
     ]:
-        pytest.skip(f"{found.name} cannot run here: {'; '.join(against)}")
-    if refusal := found.accepts(problem):
-        raise ValueError(f"{found.name} does not take {problem}: {refusal}")
-    return found, found.config(problem, here.target)
+        pytest.skip(f"{spec.name} cannot run here: {'; '.join(against)}")
+    if refusal := spec.accepts(problem):
+        raise ValueError(f"{spec.name} does not take {problem}: {refusal}")
+    return spec, spec.config(problem, here.target)

@@ -81,7 +81,7 @@ def rerun(
             if (k.op, k.name) == (row["op"], row["kernel"])
         ],
     )
-    found: list[Again] = []
+    repeated: list[Again] = []
     logs: list[list[float]] = []
     taken: list[tuple[int, float]] = []
     for row in rows:
@@ -93,13 +93,13 @@ def rerun(
         except _Gap as gap:
             if then is None:
                 continue
-            found.append(Again(row, "GAP", then, reason=str(gap)))
+            repeated.append(Again(row, "GAP", then, reason=str(gap)))
         except WrongResultError as wrong:
-            found.append(Again(row, "WRONG", then, reason=str(wrong)))
+            repeated.append(Again(row, "WRONG", then, reason=str(wrong)))
         else:
             middle = statistics.median(times)
             if then is None:
-                found.append(
+                repeated.append(
                     Again(
                         row,
                         NEW,
@@ -112,15 +112,17 @@ def rerun(
                 continue
             off = median_error(before)
             near = min(max(middle, then - off), then + off)
-            taken.append((len(found), near / then))
+            taken.append((len(repeated), near / then))
             logs.append([math.log(us / near) for us in times])
-            found.append(Again(row, "", then, middle, error=error))
+            repeated.append(Again(row, "", then, middle, error=error))
     for (place, scale), verdict in zip(taken, judge(logs, rule), strict=True):
         of_then = replace(
             verdict, ratio=verdict.ratio * scale, low=verdict.low * scale, high=verdict.high * scale
         )
-        found[place] = replace(found[place], verdict=verdict.verdict, found=of_then, reason=verdict.reason)
-    return found
+        repeated[place] = replace(
+            repeated[place], verdict=verdict.verdict, found=of_then, reason=verdict.reason
+        )
+    return repeated
 
 
 class _Gap(Exception):

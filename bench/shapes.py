@@ -84,14 +84,14 @@ class Call:
 
 
 def _numbers(text: str) -> tuple[int, int, float]:
-    found = re.fullmatch(r"(\d+)x(\d+)(?:\*(\d+(?:\.\d+)?))?", text.strip())
-    if found is None or not int(found[1]) or not int(found[2]):
+    match = re.fullmatch(r"(\d+)x(\d+)(?:\*(\d+(?:\.\d+)?))?", text.strip())
+    if match is None or not int(match[1]) or not int(match[2]):
         raise ShapeError(
             f"step {text!r}: expected SEQUENCESxTOKENS, such as 32x2048, or 32x2048*9 for nine times the weight"
         )
-    if not (weight := float(found[3] or 1)):
+    if not (weight := float(match[3] or 1)):
         raise ShapeError(f"step {text!r}: a step of weight 0 is never made; leave it out")
-    return int(found[1]), int(found[2]), weight
+    return int(match[1]), int(match[2]), weight
 
 
 def model_names() -> list[str]:

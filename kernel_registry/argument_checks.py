@@ -167,12 +167,12 @@ def stated_size(where: str, name: str, declared: str, given: Any, stated: Any) -
     first = given[0] if listed else given
     if not stated and len(first.shape) != len(declared.split()):
         raise ValueError(f"{where}: the packing of {name} does not tell its rows; pass their number")
-    found = stated or first.shape[-2]
-    if found < 1 or (listed and found > 2 * first.nbytes):  # a row has at least half a byte
+    size = stated or first.shape[-2]
+    if size < 1 or (listed and size > 2 * first.nbytes):  # a row has at least half a byte
         raise ValueError(
-            f"{where}: {name} has at least one row, and no more than its bytes can hold: not {found} in {list(first.shape)}"
+            f"{where}: {name} has at least one row, and no more than its bytes can hold: not {size} in {list(first.shape)}"
         )
-    return found
+    return size
 
 
 def code_bytes(scheme: str, *sizes: int) -> int:

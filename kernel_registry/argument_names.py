@@ -165,25 +165,25 @@ class Names:
 
     def axis_values(self) -> dict[str, str]:
         """Axis -> the expression of its value where a call is described. Dynamic axes that nothing tells are left out."""
-        found = {}
+        values = {}
         for axis in self.op.axes:
             if axis.name in self.sizes or axis.name in self.op.values or axis.kind == "dtype":
-                found[axis.name] = f"s_{axis.name}"
+                values[axis.name] = f"s_{axis.name}"
             elif axis.kind == "flags":
-                found[axis.name] = " ".join(
+                values[axis.name] = " ".join(
                     ["'+'.join(name for name, on in (", *map(self._flag, axis.choices), ") if on) or 'none'"]
                 )
             elif any(weight.scheme == axis.name for weight in self.weights):
-                found[axis.name] = f"s_{axis.name}"
+                values[axis.name] = f"s_{axis.name}"
             elif any(weight.act_order == axis.name for weight in self.weights):
-                found[axis.name] = " or ".join(f"order_{w.name}" for w in self.weights)
+                values[axis.name] = " or ".join(f"order_{w.name}" for w in self.weights)
             elif axis.name in self.stated:
-                found[axis.name] = f"{axis.name} is not None"
+                values[axis.name] = f"{axis.name} is not None"
             elif axis.name in self.arguments:
-                found[axis.name] = axis.name
+                values[axis.name] = axis.name
             elif not axis.dynamic:
                 raise ValueError(f"{self.op.name}: no argument tells axis {axis.name}")
-        return found
+        return values
 
     def _flag(self, name: str) -> str:
         given = f"{name} is not None" if name in self.stated else name

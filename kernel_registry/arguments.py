@@ -105,18 +105,18 @@ class Parameter:
 
 def parameters(arguments: tuple[Argument, ...]) -> tuple[Parameter, ...]:
     """The arguments in torch schema syntax; those written in place are ``(a!)``, ``(b!)``, ..., a workspace ``(w!)``."""
-    found, letters = [], iter("abcdefgh")
+    collected, letters = [], iter("abcdefgh")
     for argument in arguments:
         if isinstance(argument, Scratch):
-            found.append(Parameter("Tensor(w!)?", argument.name, "None", True))
+            collected.append(Parameter("Tensor(w!)?", argument.name, "None", True))
         elif isinstance(argument, Weight):
-            found.append(Parameter("Tensor[]", argument.name, None, False))
+            collected.append(Parameter("Tensor[]", argument.name, None, False))
         elif isinstance(argument, Scalar):
             default = None if argument.default is None else repr(argument.default)
-            found.append(Parameter(argument.kind, argument.name, default, False))
+            collected.append(Parameter(argument.kind, argument.name, default, False))
         else:
             alias = f"({next(letters)}!)" if argument.mutable else ""
             default = "None" if argument.optional and not argument.required else None
             kind = f"Tensor{alias}{'?' if argument.optional else ''}"
-            found.append(Parameter(kind, argument.name, default, argument.mutable))
-    return tuple(found)
+            collected.append(Parameter(kind, argument.name, default, argument.mutable))
+    return tuple(collected)

@@ -184,15 +184,15 @@ class Sources:
     ) -> list[Compiled]:
         """The sources among `among` that make the entries of `reach`, and those that they call."""
         patterns = [entry_pattern(entry, config) for entry in reach.entries]
-        found: dict[str, Compiled] = {}
+        sources: dict[str, Compiled] = {}
         waiting = [s for s in among if any(fits(p, name) for p in patterns for name in s.entries)]
         by_name = {source.name: source for source in among}
         while waiting:
             source = waiting.pop()
-            if source.name not in found:
-                found[source.name] = source
+            if source.name not in sources:
+                sources[source.name] = source
                 waiting += [by_name[name] for name in source.links if name in by_name]
-        return [found[name] for name in sorted(found)]
+        return [sources[name] for name in sorted(sources)]
 
     def code_hash(self, modules: tuple[str, ...], config: Mapping[str, object], built: bool) -> str:
         """A hash of what `modules` run: as the sources are now, or, with `built`, as they were when the libraries were

@@ -20,11 +20,11 @@ def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
     Reads the module's source; runs none of it. With `importing` an undecided module is imported and asked.
     """
     module, _, attribute = offer.partition(":")
-    found, why = _by_source(module, attribute.partition(".")[0])
-    if found is False or (found is True and "." not in attribute) or not importing:
+    offered, why = _by_source(module, attribute.partition(".")[0])
+    if offered is False or (offered is True and "." not in attribute) or not importing:
         return (
-            (found, why)
-            if found is not True or "." not in attribute
+            (offered, why)
+            if offered is not True or "." not in attribute
             else (None, f"{offer}: only an import can tell")
         )
     return _by_import(module, attribute)

@@ -154,12 +154,12 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
             continue
         key = config_key(config)
         code = kernel.verification_hash(config)
-        found = case.store.verifications.get((case.op.name, kernel.name, code, key, *case.record))
-        if found is not None and not found.ok:
-            failed[key] = found.reason or "did not match the reference"
+        record = case.store.verifications.get((case.op.name, kernel.name, code, key, *case.record))
+        if record is not None and not record.ok:
+            failed[key] = record.reason or "did not match the reference"
             continue
         us, source = _expected(case, kernel, frozenset(failed))
-        if found is None:
+        if record is None:
             why = ("no record that it matched the reference here",)
             return Candidate(kernel, "unverified", why, us, source, config)
         return Candidate(kernel, "eligible", (), us, source, config)

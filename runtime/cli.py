@@ -229,14 +229,23 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
     tokens = read_tokens(tokens_file)
     llm = _load(options, as_json, max_batch_tokens=max(2048, window))
     with _bar("evaluating", as_json) as advance:
-        found = run(llm.engine, tokens, window, windows, advance)
+        evaluation = run(llm.engine, tokens, window, windows, advance)
     if as_json:
-        console.emit({name: getattr(found, name) for name in ("loss", "perplexity", "tokens", "seconds")})
+        console.emit(
+            {name: getattr(evaluation, name) for name in ("loss", "perplexity", "tokens", "seconds")}
+        )
         return
     console.table(
         f"{options['model']} ({options['quant'] or 'as stored'}) on {tokens_file}",
         ["loss (nats/token)", "perplexity", "tokens", "seconds"],
-        [[f"{found.loss:.4f}", f"{found.perplexity:.3f}", f"{found.tokens:,}", f"{found.seconds:.1f}"]],
+        [
+            [
+                f"{evaluation.loss:.4f}",
+                f"{evaluation.perplexity:.3f}",
+                f"{evaluation.tokens:,}",
+                f"{evaluation.seconds:.1f}",
+            ]
+        ],
         right=("loss (nats/token)", "perplexity", "tokens", "seconds"),
     )
 

@@ -158,17 +158,17 @@ class DecodeGraphs:
         if reason := self.why_not(entries):
             self.refused[reason] += 1
             return None
-        found = self.graph(len(entries), max(entry.context for entry in entries))
-        if found.reason:
-            self.refused[found.reason] += 1
+        graph = self.graph(len(entries), max(entry.context for entry in entries))
+        if graph.reason:
+            self.refused[graph.reason] += 1
             return None
-        found.buffers.fill(entries, rows, self.cache.block_size, self.sampler.top_k)
-        if found.graph is not None:
-            found.graph.replay()
+        graph.buffers.fill(entries, rows, self.cache.block_size, self.sampler.top_k)
+        if graph.graph is not None:
+            graph.graph.replay()
         else:
-            self.compute(found)
-        found.steps += 1
-        return found.buffers.ids[: len(entries)].tolist()
+            self.compute(graph)
+        graph.steps += 1
+        return graph.buffers.ids[: len(entries)].tolist()
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
         """Why a step is none for a graph; "" if it is one."""

@@ -209,19 +209,19 @@ class LLM:
                 f"prompts are text, a list of token ids, or a list of such, got {type(prompts).__name__}"
             )
         alone = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
-        found: list[list[int]] = []
+        prompt_ids: list[list[int]] = []
         for prompt in [prompts] if alone else prompts:
             if isinstance(prompt, str):
-                found.append(self.tokenizer.encode(prompt))
+                prompt_ids.append(self.tokenizer.encode(prompt))
             elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-                found.append(list(prompt))  # type: ignore[arg-type]
+                prompt_ids.append(list(prompt))  # type: ignore[arg-type]
             else:
                 raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-            if not found[-1]:
+            if not prompt_ids[-1]:
                 raise UsageError("the prompt is empty: at least one token is needed")
-        if not found:
+        if not prompt_ids:
             raise UsageError("no prompts were given")
-        return found
+        return prompt_ids
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -46,18 +46,18 @@ def bisect(
         tempfile.TemporaryDirectory(prefix="kernelbench-bisect-") as work,
         console.status(quiet=as_json) as tell,
     ):
-        found = run(repository, good, bad, command, build=build, work=Path(work), tell=tell)
+        culprit = run(repository, good, bad, command, build=build, work=Path(work), tell=tell)
     if as_json:
-        console.emit({"suspects": list(found.suspects), "tried": [vars(one) for one in found.tried]})
+        console.emit({"suspects": list(culprit.suspects), "tried": [vars(one) for one in culprit.tried]})
         return
     console.table(
         "Tried",
         ["commit", "", "exit", "subject"],
-        [[t.commit[:10], t.said, t.status, t.subject] for t in found.tried],
+        [[t.commit[:10], t.said, t.status, t.subject] for t in culprit.tried],
     )
-    subjects = {one.commit: one.subject for one in found.tried}
+    subjects = {one.commit: one.subject for one in culprit.tried}
     print(file=sys.stdout)
-    for commit in found.suspects:
+    for commit in culprit.suspects:
         console.out().print(
-            f"{'first bad' if len(found.suspects) == 1 else 'suspect'}: {commit[:10]} {subjects.get(commit, '')}"
+            f"{'first bad' if len(culprit.suspects) == 1 else 'suspect'}: {commit[:10]} {subjects.get(commit, '')}"
         )

@@ -103,14 +103,14 @@ def decode(
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
         raise click.UsageError(
             f"--batch takes comma-separated numbers of sequences, such as 1,16; got {text!r}"
         )
-    return found
+    return numbers
 
 
 def _show(name: str, row: dict[str, Any]) -> None:

@@ -87,13 +87,13 @@ def noise(
     shared = shared_rotations(op, problem, device, [kernel], hot=hot)[kernel.name]
     with console.status(quiet=as_json) as tell:
         tell(f"{kernel.name} {problem}: {comparisons} comparisons with itself")
-        found = self_test(
+        measured = self_test(
             lambda side: KernelArm(kernel, config, shared, name=side),
             Rule(min_effect=min_effect),
             comparisons=comparisons,
         )
     try:
-        found.refuse(min_effect)
+        measured.refuse(min_effect)
         refused = ""
     except NoiseError as error:
         refused = str(error)
@@ -103,7 +103,7 @@ def noise(
                 "op": op.name,
                 "problem": str(problem),
                 "kernel": kernel.name,
-                **vars(found),
+                **vars(measured),
                 "min_effect": min_effect,
                 "refused": refused,
             }
@@ -114,11 +114,11 @@ def noise(
             ["what", "found"],
             [
                 ["problem", f"{op.name} {problem}"],
-                ["comparisons", found.comparisons],
-                ["floor", f"{found.floor:.2%}"],
-                ["worst", f"{found.worst:.2%}"],
-                ["false", found.false],
-                ["undecided", found.undecided],
+                ["comparisons", measured.comparisons],
+                ["floor", f"{measured.floor:.2%}"],
+                ["worst", f"{measured.worst:.2%}"],
+                ["false", measured.false],
+                ["undecided", measured.undecided],
             ],
         )
         console.out().print(f"\n{refused or f'A minimum effect of {min_effect:.1%} can be told apart here.'}")

@@ -79,8 +79,8 @@ def regret(
     if replayed:
         if op_name or problem_texts or suite or target or results:
             raise click.UsageError("--replay takes problems and device from its file, and writes no file")
-        here, found = replay(read(replayed))
-        asked_for = len(found)
+        here, studies = replay(read(replayed))
+        asked_for = len(studies)
     else:
         here = place(target)
         here_or_refuse(here)
@@ -88,9 +88,9 @@ def regret(
         asked_for = len(jobs)
         store = Store.read_over_shipped(here.policy.store_path)
         with console.status(quiet=as_json) as tell:
-            found = study(jobs, here, store, seconds=60 * minutes, workers=workers, tell=tell)
-    figures = {name: None if one is None else vars(one) for name, one in summarized(found).items()}
-    rows = [one.as_dict() for one in found]
+            studies = study(jobs, here, store, seconds=60 * minutes, workers=workers, tell=tell)
+    figures = {name: None if one is None else vars(one) for name, one in summarized(studies).items()}
+    rows = [one.as_dict() for one in studies]
     if results:
         write(results, here, rows, regret=figures, asked=asked_for)
     if as_json:
@@ -134,7 +134,7 @@ def regret(
         right=("problems", "geometric mean", "median", "worst"),
     )
     for name in ("store", "tuned", "left out"):
-        if lost := unknown(found, name):
+        if lost := unknown(studies, name):
             console.out().print(f"{name}: {lost} pick(s) have no time, and are in no figure")
 
 

@@ -118,12 +118,12 @@ class CompressedTensors(Format):
         if any(_matches(target, module) for target in self.ignore):
             return None
         for kind in (_is_name, _is_expression, _is_class):
-            found = [g for g in self.groups if any(kind(t) and _matches(t, module) for t in g.targets)]
-            if len({(g.form, g.scheme) for g in found}) > 1:
-                names = ", ".join(g.name for g in found)
+            matching = [g for g in self.groups if any(kind(t) and _matches(t, module) for t in g.targets)]
+            if len({(g.form, g.scheme) for g in matching}) > 1:
+                names = ", ".join(g.name for g in matching)
                 raise FormatError(f"{module}: config groups {names} match it, and say different things")
-            if found:
-                return found[0]
+            if matching:
+                return matching[0]
         return None
 
     def scheme_of(self, module: str) -> QuantScheme | None:

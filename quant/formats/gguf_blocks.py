@@ -59,21 +59,23 @@ def read_blocks(
     Raises:
         FormatError: a type that is not read, a K that is no multiple of its block, bytes that do not fit the shape.
     """
-    found = TYPES.get(kind)
-    if found is None:
+    block_type = TYPES.get(kind)
+    if block_type is None:
         raise FormatError(f"{name}: ggml type {kind} is not read; known: F32, F16, BF16, {', '.join(TYPES)}")
     k = shape[-1]
-    if k % found.values:
-        raise FormatError(f"{name}: {kind} has blocks of {found.values} along K, and K is {k}")
-    row = k // found.values * found.size
+    if k % block_type.values:
+        raise FormatError(f"{name}: {kind} has blocks of {block_type.values} along K, and K is {k}")
+    row = k // block_type.values * block_type.size
     if tuple(blocks.shape) != (*shape[:-1], row):
         raise FormatError(f"{name}: {kind} {list(shape)} has rows of {row} bytes, got {list(blocks.shape)}")
-    scheme, rows, pieces = QuantScheme.parse(found.scheme), blocks.reshape(-1, row), []
+    scheme, rows, pieces = QuantScheme.parse(block_type.scheme), blocks.reshape(-1, row), []
     packed, step = place((*shape[:-1], scheme.code_bytes(k))), max(1, _CHUNK // row)
     out = packed.view(-1, packed.shape[-1])
     for start in range(0, rows.shape[0], step):
-        codes, scales, offsets = found.fields(rows[start : start + step].unflatten(-1, (-1, found.size)))
-        stream = codes.shape[-1] * 8 == found.values * scheme.bits
+        codes, scales, offsets = block_type.fields(
+            rows[start : start + step].unflatten(-1, (-1, block_type.size))
+        )
+        stream = codes.shape[-1] * 8 == block_type.values * scheme.bits
         out[start : start + step] = (
             codes.flatten(-2) if stream else numeric.pack_bits(codes.flatten(-2), scheme.bits)
         )

@@ -33,7 +33,7 @@ def kv_scale_names(source: Source) -> dict[tuple[str, str], str]:
     Raises:
         FormatError: two tensors claim to be the same scale.
     """
-    found: dict[tuple[str, str], str] = {}
+    names: dict[tuple[str, str], str] = {}
     for name in source:
         if not name.endswith(("_scale",)):
             continue
@@ -42,10 +42,10 @@ def kv_scale_names(source: Source) -> dict[tuple[str, str], str]:
             continue
         for which in match["which"]:
             key = (match["attention"], which)
-            if key in found:
-                raise FormatError(f"tensors {found[key]} and {name} are both the {which} scale of {key[0]}")
-            found[key] = name
-    return found
+            if key in names:
+                raise FormatError(f"tensors {names[key]} and {name} are both the {which} scale of {key[0]}")
+            names[key] = name
+    return names
 
 
 def kv_scales(source: Source) -> dict[tuple[str, str], Tensor]:

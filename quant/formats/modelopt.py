@@ -85,12 +85,14 @@ class ModelOpt(Format):
             return None
         if self.algorithm != "MIXED_PRECISION":
             return self.algorithm
-        found: set[str] = {algorithm for pattern, algorithm in self.layers.items() if _lists(pattern, module)}
-        if len(found) > 1:
+        algorithms: set[str] = {
+            algorithm for pattern, algorithm in self.layers.items() if _lists(pattern, module)
+        }
+        if len(algorithms) > 1:
             raise FormatError(
-                f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(found))}"
+                f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(algorithms))}"
             )
-        return found.pop() if found else None
+        return algorithms.pop() if algorithms else None
 
     def scheme_of(self, module: str) -> QuantScheme | None:
         """That of the module's algorithm."""

@@ -30,8 +30,8 @@ def parse_config(
     """The configuration that the contents of config.json and generation_config.json say."""
     fields, known = Fields(data, origin), families()
     architectures = fields.get("architectures", list)
-    found = next((a for a in architectures if a in known), None)
-    if found is None:
+    architecture = next((a for a in architectures if a in known), None)
+    if architecture is None:
         raise ConfigError(
             f"{origin}: architecture {', '.join(map(str, architectures)) or '(none)'} is not supported; known: "
             f"{', '.join(known)}{reported()}"
@@ -46,11 +46,11 @@ def parse_config(
         raise ConfigError(
             f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
-    special = known[found].config(fields, found)
+    special = known[architecture].config(fields, architecture)
     if "windows" not in special:
-        _no_window(fields, found)
+        _no_window(fields, architecture)
     values: dict[str, Any] = {
-        "architecture": found,
+        "architecture": architecture,
         "vocab_size": fields.size("vocab_size"),
         "hidden_size": hidden,
         "num_layers": fields.size("num_hidden_layers"),

@@ -72,17 +72,17 @@ class SafetensorsCheckpoint:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Where each tensor is and what it is."""
-        found: dict[str, Entry] = {}
+        tensors: dict[str, Entry] = {}
         expected = self._index()
         for file in sorted(set(expected.values())):
             for name, entry in read_header(self.path / file).items():
-                if name in found:
-                    raise CheckpointError(f"tensor {name} is both in {found[name].file.name} and in {file}")
-                found[name] = entry
+                if name in tensors:
+                    raise CheckpointError(f"tensor {name} is both in {tensors[name].file.name} and in {file}")
+                tensors[name] = entry
         for name, file in expected.items():
-            if name and (name not in found or found[name].file.name != file):
+            if name and (name not in tensors or tensors[name].file.name != file):
                 raise CheckpointError(f"{self.path / file} lacks tensor {name}, which {INDEX} says it holds")
-        return found
+        return tensors
 
     def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
         """What config.json and generation_config.json say; ``quantization_config`` may stand in another file or entry."""

@@ -273,13 +273,13 @@ class Weights:
         if self.stored is None:
             return None
         try:
-            found = self.stored.read(self.checkpoint, module, shape, place)
+            weight = self.stored.read(self.checkpoint, module, shape, place)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
-        if found is None:
+        if weight is None:
             return None
-        self._read.update(found.names)
-        return Part(found.weight, None if found.pre_scale is None else found.pre_scale.to(self.dtype))
+        self._read.update(weight.names)
+        return Part(weight.weight, None if weight.pre_scale is None else weight.pre_scale.to(self.dtype))
 
     def _part(self, name: str, rows: int, weight: Weight, place: Place) -> Part:
         columns = weight.columns

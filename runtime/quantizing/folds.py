@@ -92,17 +92,17 @@ def _mla(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
     if mla is None:
         raise UsageError(f"{c.architecture} has latents and no sizes of them")
     first, ranked = table["latents"].sources, "q_norm" in table
-    found = [Fold(first if ranked else (*table["q"].sources, *first), table["attention_norm"].sources)]
+    folds = [Fold(first if ranked else (*table["q"].sources, *first), table["attention_norm"].sources)]
     if ranked:
-        found.append(Fold(table["q"].sources, table["q_norm"].sources))
-    found.append(Fold(table["kv"].sources, table["kv_norm"].sources))
+        folds.append(Fold(table["q"].sources, table["q_norm"].sources))
+    folds.append(Fold(table["kv"].sources, table["kv_norm"].sources))
     rows = (
         torch.arange(c.num_heads * (mla.nope_dim + mla.v_dim))
         .view(c.num_heads, -1)[:, mla.nope_dim :]
         .reshape(-1)
     )
-    found.append(Fold(table["out"].sources, (f"{table['kv'].sources[0]}.weight",), rows=rows))
-    return found
+    folds.append(Fold(table["out"].sources, (f"{table['kv'].sources[0]}.weight",), rows=rows))
+    return folds
 
 
 def search_and_fold(
