@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ctypes import c_float, c_int, c_int64, c_void_p
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.attention._paged_attention_triton import launch_split as launch_decode
@@ -19,20 +19,20 @@ TYPES = {"fp16": 1, "bf16": 2}
 
 def launch(
     config: Config,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D].
 
@@ -91,20 +91,20 @@ def launch(
 
 def launch_split(
     config: Config,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    query_start: Any,
-    seq_lens: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
     max_q: int,
     max_ctx: int,
     scale: float,
     window: int,
-    sinks: Any,
-    lse: Any,
-    workspace: Any,
-    out: Any,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
 ) -> None:
     """As `launch`; batches in which every sequence has few rows run in the Triton kernel that splits contexts.
 
