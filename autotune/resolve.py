@@ -173,7 +173,7 @@ class _Writer:
         self.path = path
         self.waiting: list[Verification] = []
         self.due = 0.0
-        self._end = weakref.finalize(self, _save, path, self.waiting)
+        weakref.finalize(self, _save, path, self.waiting)
 
     def add(self, record: Verification) -> None:
         self.waiting.append(record)

@@ -23,12 +23,15 @@ step() {
 }
 
 step "lint, types, import contracts" bash ci/lint.sh
+step "time of the native build" python ci/budget.py
 step "symbols of the library" python ci/check_symbols.py
 step "sanitizers" bash ci/sanitize.sh
 if [ -n "$full" ]; then
   step "a browser" bash ci/browser.sh
 fi
-step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks"
+budget=(-p ci.budget)
+if [ -n "$full" ]; then budget=(); fi  # the slow tests have none
+step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks" "${budget[@]}"
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
 fi

@@ -6,12 +6,9 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight
-
-if TYPE_CHECKING:
-    from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.arguments import Declared, Scalar, Tensor, Weight
 
 
 def names_in(text: str) -> list[str]:
@@ -65,7 +62,7 @@ class Names:
     where nothing is planned yet).
     """
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: Declared) -> None:
         self.op = op
         self.axes = {axis.name: axis for axis in op.axes}
         self.tensors = [a for a in op.arguments if isinstance(a, Tensor)]

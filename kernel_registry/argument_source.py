@@ -11,19 +11,10 @@ In the source ``s_<name>`` is a size or another axis value, ``d_<name>`` a torch
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterable
-from math import isfinite, prod
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
-from gristmill.kernel_registry import argument_checks
 from gristmill.kernel_registry.argument_names import Names, Shape, is_name, names_in
-from gristmill.kernel_registry.arguments import CONTIGUOUS, Scalar, Tensor, Weight
-from gristmill.kernel_registry.dtypes import TORCH_NAMES
-
-if TYPE_CHECKING:
-    from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.arguments import CONTIGUOUS, Declared, Scalar, Tensor, Weight
 
 Lines = list[str]
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -59,7 +50,7 @@ def tuple_of(items: Iterable[str]) -> str:
 class Checks:
     """The checks of one call, argument by argument: of `describe`, which learns the axes, or of a plan, which knows the static ones."""
 
-    def __init__(self, op: Op, planned: bool) -> None:
+    def __init__(self, op: Declared, planned: bool) -> None:
         self.op, self.names, self.planned = op, Names(op), planned
         tensors = self.names.tensors
         self.first = tensors[0].name
@@ -333,7 +324,7 @@ def weight_test(weight: Weight, first: str, tensor: str) -> str:
     return " or ".join([*([f"{first}.shape[0] != s_{sizes[0]}"] if len(sizes) > 2 else []), *tests])
 
 
-def describe_source(op: Op) -> Lines:
+def describe_source(op: Declared) -> Lines:
     """``describe(*arguments)`` -> axis values."""
     names = Names(op)
     body = Checks(op, planned=False).lines()
@@ -342,39 +333,3 @@ def describe_source(op: Op) -> Lines:
         f"def describe({names.parameters}):",
         *indented([*body, "return {", *indented(f"{v}," for v in found), "}"]),
     ]
-
-
-def compiled(op: Op) -> dict[str, Any]:
-    """The functions ``describe``, ``like`` and ``make_guard`` of an operation, and their text as ``source``."""
-    from gristmill.kernel_registry.guard_source import guard_source, like_source
-
-    dtypes = {item.dtype for item in (*op.arguments, *op.returns) if isinstance(item, Tensor)}
-    head = ["import torch", "", f"where = {op.name!r}"]
-    for axis in op.axes:
-        if axis.kind == "dtype":
-            choices = axis.choices or TORCH_NAMES
-            choice = ", ".join(f"{name!r}: torch.{TORCH_NAMES[name]}" for name in choices)
-            head += [f"dtypes_{axis.name} = {{{choice}}}"]
-            head += [f"names_{axis.name} = {{dtype: name for name, dtype in dtypes_{axis.name}.items()}}"]
-    head += [f"d_{name} = torch.{TORCH_NAMES[name]}" for name in sorted(dtypes.intersection(TORCH_NAMES))]
-    gap = ["", ""]
-    source = "\n".join(
-        [*head, *gap, *describe_source(op), *gap, *like_source(op), *gap, *guard_source(op), ""]
-    )
-    scope: dict[str, Any] = {
-        name: value for name, value in vars(argument_checks).items() if not name.startswith("_")
-    }
-    scope |= {"prod": prod, "isfinite": isfinite, "source": source}
-    scope |= {f"rule_{index}": rule for index, rule in enumerate(op.rules)}
-    taken = {"torch", "where", "values", "problem", "lead", "wrong", *scope} & {
-        *Names(op).arguments,
-        *op.outputs,
-    }
-    if taken:
-        raise ValueError(
-            f"{op.name}: {', '.join(sorted(taken))}: the generated checks use this name; choose another"
-        )
-    file = f"<gristmill {op.name} {crc32(source.encode()):08x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), scope)
-    return scope

@@ -11,8 +11,11 @@ their product is the operation's bucket axis, and they are the same for every ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+from gristmill.kernel_registry.problem import Axis
 
 CONTIGUOUS = "contiguous"
 VECTORS = "vectors"
@@ -101,6 +104,29 @@ class Parameter:
 
     def __str__(self) -> str:
         return f"{self.type} {self.name}" + ("" if self.default is None else f"={self.default}")
+
+
+class Declared(Protocol):
+    """What the generated source is made of: the fields of an `Op` that say what a call looks like."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
+    @property
+    def arguments(self) -> tuple[Argument, ...]: ...
+    @property
+    def returns(self) -> tuple[Tensor, ...]: ...
+    @property
+    def values(self) -> Mapping[str, str]: ...
+    @property
+    def rules(self) -> tuple[Callable[..., str | None], ...]: ...
+    @property
+    def bucket(self) -> str | None: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def parameters(self) -> tuple[Parameter, ...]: ...
 
 
 def parameters(arguments: tuple[Argument, ...]) -> tuple[Parameter, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gristmill.kernel_registry.argument_names import Names, Shape, is_name, names_in
 from gristmill.kernel_registry.argument_source import (
     Checks,
@@ -13,16 +11,13 @@ from gristmill.kernel_registry.argument_source import (
     tuple_of,
     weight_test,
 )
-from gristmill.kernel_registry.arguments import CONTIGUOUS, VECTORS, Tensor, Weight
-
-if TYPE_CHECKING:
-    from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.arguments import CONTIGUOUS, VECTORS, Declared, Tensor, Weight
 
 
 class Guard:
     """The one condition under which a planned call needs no second look, and what it is made of."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: Declared) -> None:
         self.op, self.names = op, Names(op)
         self.made: Lines = []  # when the guard is made
         self.ahead: Lines = []  # at each call, before the condition
@@ -202,12 +197,12 @@ class Guard:
         return ["def make_guard(problem):", *indented(body)]
 
 
-def guard_source(op: Op) -> Lines:
+def guard_source(op: Declared) -> Lines:
     """``make_guard(problem)`` -> ``guard(*arguments, *outputs)`` -> the call's size on the bucket axis."""
     return Guard(op).lines()
 
 
-def like_source(op: Op) -> Lines:
+def like_source(op: Declared) -> Lines:
     """``like(*arguments)`` -> ((shape, dtype), ...) of the outputs, from the arguments that tell them and no others.
 
     Runs under fake tensors, whose sizes are symbols: no size is compared with another argument's.

@@ -111,7 +111,7 @@ class Op:
 
     @cached_property
     def _compiled(self) -> dict[str, Any]:
-        from gristmill.kernel_registry.argument_source import compiled
+        from gristmill.kernel_registry.argument_functions import compiled
 
         return compiled(self)
 

@@ -52,7 +52,7 @@ def _patch() -> None:
         interpreter._get_np_dtype,
     )
 
-    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    def convert(values: Any, source: Any, target: Any, _rounding: Any) -> Any:
         plain = np.ascontiguousarray(values)
         plain = plain.view(narrow[source]) if source in narrow else plain
         cast = plain.astype(np.float32).astype(narrow.get(target) or numpy_type(target))

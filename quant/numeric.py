@@ -16,8 +16,6 @@ from gristmill.kernel_registry.scheme import cdiv
 
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
-E2M1_VALUES: Final[tuple[float, ...]] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitude of E2M1 codes 0..7; bit 3 is the sign."""
 E8M0_BIAS: Final = 127
 E8M0_NAN: Final = 255
 

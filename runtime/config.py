@@ -114,7 +114,6 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     dtype: str
-    bos_id: int | None
     eos_ids: tuple[int, ...]
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None

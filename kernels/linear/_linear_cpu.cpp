@@ -406,12 +406,16 @@ GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* cod
   case int(Format::F):                                                                         \
     return by_math<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m,          \
                                  static_cast<const T*>(bias), static_cast<const T*>(residual), \
-                                 static_cast<T*>(out), silu != 0);
+                                 static_cast<T*>(out), silu != 0)
   GM_DISPATCH_FLOAT(dtype, T, {
     switch (format) {
-      LINEAR_FORMAT(int4)
-      LINEAR_FORMAT(e2m1) LINEAR_FORMAT(int8) LINEAR_FORMAT(e4m3) LINEAR_FORMAT(f32) LINEAR_FORMAT(f16)
-          LINEAR_FORMAT(bf16)
+      LINEAR_FORMAT(int4);
+      LINEAR_FORMAT(e2m1);
+      LINEAR_FORMAT(int8);
+      LINEAR_FORMAT(e4m3);
+      LINEAR_FORMAT(f32);
+      LINEAR_FORMAT(f16);
+      LINEAR_FORMAT(bf16);
     }
   })
   return GM_E_ARG;

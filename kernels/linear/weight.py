@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.dtypes import canonical_dtype
-from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.scheme import QuantScheme
 
 if TYPE_CHECKING:
@@ -55,16 +54,6 @@ class LinearWeight:
             raise ValueError("LinearWeight needs at least one layout: those of the layer's plan")
         packed = {name: pack(weight, name).tensors for name in names}
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, packed)
-
-    @staticmethod
-    def pack_for(weight: QuantTensor | Tensor, kernel: Kernel) -> LinearWeight:
-        """Pack for one kernel, in its first layout that holds the scheme, or in its library's own order."""
-        from gristmill.kernels.linear.linear import as_quant, layout_for, pack
-
-        weight = as_quant(weight)
-        tensors = pack(kernel, [None, weight])[1]
-        name = layout_for(kernel, weight.scheme).name if kernel.layouts else kernel.name
-        return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, {name: tensors})
 
     def problem(
         self, x: torch.dtype | str, *, bias: bool = False, residual: bool = False, silu_mul: bool = False

@@ -26,8 +26,6 @@ from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 
 TILE_ROWS, TILE_K, BLOCK_TILES = 16, 128, 4
-TILE_BYTES = TILE_ROWS * TILE_K // 2 + TILE_ROWS * 2
-"""Of a symmetric tile in groups of 128."""
 
 
 def groups_per_tile(scheme: QuantScheme) -> int:

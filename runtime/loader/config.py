@@ -65,7 +65,6 @@ def parse_config(
         "attention_bias": fields.flag("attention_bias", False),
         "mlp_bias": fields.flag("mlp_bias", False),
         "dtype": _dtype(fields),
-        "bos_id": fields.get("bos_token_id", int, None),
         "eos_ids": _eos(generation or {}, data, origin),
         "quantization": _quantization(fields),
     }

@@ -54,7 +54,7 @@ class Unfinished:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if isinstance(error, UsageError):
             shutil.rmtree(self.folder, ignore_errors=True)

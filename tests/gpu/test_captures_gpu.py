@@ -22,7 +22,8 @@ class Owner:
     """Holds a graph, and itself: only a collection frees it."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.me, self.graph = self, torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph()
+        vars(self)["me"] = self
         with capturing(self.graph):
             x.add_(1)
 

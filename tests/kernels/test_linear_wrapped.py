@@ -59,7 +59,7 @@ def test_aiter_is_given_the_fp8_of_its_device(
     monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype
 ) -> None:
     def gemm_a8w8(
-        xq: Any, wq: Any, x_scale: Any, w_scale: Any, bias: Any = None, dtype_: Any = None, *, dtype: Any
+        xq: Any, wq: Any, x_scale: Any, w_scale: Any, bias: Any = None, _dtype: Any = None, *, dtype: Any
     ) -> Any:
         assert (
             xq.dtype == wq.dtype == expected

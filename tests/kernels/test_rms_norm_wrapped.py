@@ -28,7 +28,7 @@ def flashinfer_rmsnorm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
-    enable_pdl: bool | None = None,
+    **_pdl: bool | None,
 ) -> torch.Tensor:
     """The signature of flashinfer.norm.rmsnorm, refusing what its kernel refuses."""
     _checked(input, weight)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.kernel_registry import default_registry
 from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
 from gristmill.kernels.native import library_dir
 
@@ -146,3 +147,26 @@ def test_attention() -> None:
         loop = text[text.index("gsb0, 0x1") :]
         wait = loop.index("gsb0, 0x0")
         assert len(re.findall("MUFU.EX2", loop[:wait])) >= 64, f"{name}: exponentials wait for the values"
+
+
+def test_programmatic_dependent_launch_is_declared() -> None:
+    """A kernel waits for the one before it, and lets the next one start early, exactly where its spec says so."""
+    bodies = {text.split("\n", 1)[0].strip(): text for text in re.split(r"Function : ", dump("-sass"))[1:]}
+    groups = {
+        "linear_w4a16_decode_sm90": r"linear_decode_(int4|nvfp4|mxfp4)",
+        "linear_w8a16_decode_sm90": r"linear_decode_(int8|fp8)",
+        "linear_w4a16_decode_ws_sm90": r"linear_decode_ws_(int4|nvfp4|mxfp4)",
+        "linear_w8a16_decode_ws_sm90": r"linear_decode_ws_(int8|fp8)",
+        "linear_w4a16_gemm_ws_sm90": r"linear_gemm_ws_(int4|nvfp4|mxfp4)",
+        "linear_w8a16_gemm_ws_sm90": r"linear_gemm_ws_(int8|fp8)",
+        "paged_attention_sm90": r"paged_attention_",
+        "paged_attention_sm90_split": r"paged_attention_",
+    }
+    compiled = [
+        kernel for kernel in default_registry().all_kernels() if kernel.requires.code == "cuda:sm_90a"
+    ]
+    assert {kernel.name for kernel in compiled} == set(groups)
+    for kernel in compiled:
+        own = [text for name, text in bodies.items() if re.match(groups[kernel.name], name)]
+        assert own and {"ACQBULK" in text for text in own} == {kernel.waits}, kernel.name
+        assert {"PREEXIT" in text for text in own} == {kernel.triggers}, kernel.name

@@ -17,7 +17,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(start, length) of every advice given."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        memory, "_madvise", lambda: lambda start, length, advice: found.append((start, length)) or 0
+        memory, "_madvise", lambda: lambda start, length, _advice: found.append((start, length)) or 0
     )
     return found
 

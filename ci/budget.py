@@ -1,0 +1,113 @@
+"""The time budgets of building and testing: a table in CONTRIBUTING.md, and whoever exceeds one of its rows fails.
+
+    python ci/budget.py                         what the last native build took, held against its row
+    pytest -p ci.budget ...                     the suites (folders of tests/) held against theirs
+
+Suites are counted in CPU seconds, children included, so that a busy machine does not fail them; the build in the
+seconds of its compiler jobs, which is twice the time of a build with two jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "CONTRIBUTING.md"
+BUILD = "native build"
+
+_spent: defaultdict[str, float] = defaultdict(float)
+
+
+def budgets(page: str) -> dict[str, int]:
+    """Seconds by suite: the rows ``| name | seconds | ...`` of the table whose head begins with "suite"."""
+    table = re.search(r"^\| suite \|.*\n\|[-|: ]+\|\n((?:\|.*\n)+)", page, re.M)
+    if table is None:
+        raise ValueError("CONTRIBUTING.md has no table of budgets: a head that begins with '| suite |'")
+    rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
+    return {row[0]: int(row[1]) for row in rows}
+
+
+def overruns(spent: Mapping[str, float], allowed: dict[str, int]) -> list[str]:
+    """A line for each suite that took longer than its budget, or that has none."""
+    found = []
+    for suite, seconds in sorted(spent.items()):
+        if suite not in allowed:
+            found.append(f"{suite} took {seconds:.0f} s and has no row in CONTRIBUTING.md's table of budgets")
+        elif seconds > allowed[suite]:
+            found.append(f"{suite} took {seconds:.0f} s; its budget is {allowed[suite]} s")
+    return found
+
+
+def build_seconds(log: str) -> float:
+    """Seconds of all jobs of a build, by the text of its ``.ninja_log``: the latest run of each command."""
+    jobs: dict[str, float] = {}
+    for line in log.splitlines():
+        if not line.startswith("#"):
+            begin, end, _, output, command = line.split("\t")
+            jobs[command] = (int(end) - int(begin)) / 1000
+    return sum(jobs.values())
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def suite_of(item: pytest.Item) -> str:
+    """The folder of tests/ that a test is in; "tests" for those beside the folders."""
+    parts = item.path.relative_to(ROOT).parts
+    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    begin = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        _spent[suite_of(item)] += cpu_seconds() - begin
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended: what it counted is added here."""
+    for suite, seconds in getattr(node, "workeroutput", {}).get("cpu_seconds", {}).items():
+        _spent[suite] += seconds
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cpu_seconds"] = dict(_spent)
+    elif overruns(_spent, budgets(PAGE.read_text(encoding="utf-8"))) and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    allowed = budgets(PAGE.read_text(encoding="utf-8"))
+    terminalreporter.section("CPU seconds by suite")
+    for suite, seconds in sorted(_spent.items()):
+        terminalreporter.line(f"{seconds:6.0f} of {allowed.get(suite, 0):4} s  {suite}")
+    for line in overruns(_spent, allowed):
+        terminalreporter.line(f"over budget: {line}", red=True)
+
+
+def main() -> int:
+    """Hold the last native build against its budget; 1 if it took longer."""
+    seconds = build_seconds((ROOT / "build" / ".ninja_log").read_text(encoding="utf-8"))
+    found = overruns({BUILD: seconds}, budgets(PAGE.read_text(encoding="utf-8")))
+    print("\n".join(found) or f"native build: {seconds:.0f} s of compiler jobs")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

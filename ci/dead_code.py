@@ -1,0 +1,89 @@
+"""Find code that nothing uses, by vulture. There is no allow-list: what is found is deleted, or used.
+
+    python ci/dead_code.py
+
+A name counts as used where vulture cannot see the use, but a rule of the tree makes one: launchers that specs name as
+``"module:attr"``, names that pytest or another library prescribes, planted faults that a test names by a string, and
+attributes of other libraries' objects, names that generated source calls, and fields that a table of kernels names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from vulture import Vulture
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "src/gristmill")
+SCRIPTS = ("lab", "ci", "examples")
+PRESCRIBED = ("pytestmark", "pytest_*", "handle_*", "__getattr__", "__dir__", "__all__", "teardown")
+"""Names that pytest, html.parser, hypothesis or Python itself look up."""
+DECORATED = ("@pytest.fixture*", "@invariant*")
+
+
+def sources(*folders: str) -> list[Path]:
+    """The Python files below these folders; src/gristmill without the links to the others."""
+    found: list[Path] = []
+    for name in folders:
+        folder = ROOT / name
+        found += sorted(folder.glob("*.py") if name.startswith("src/") else folder.rglob("*.py"))
+    return found
+
+
+def named(files: list[Path], anything: bool) -> Iterator[str]:
+    """Names, as patterns, that strings look up: ``"module:attr"``, or with `anything` whole strings too."""
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            elif isinstance(node, ast.JoinedStr):
+                text = "".join(str(p.value) if isinstance(p, ast.Constant) else "*" for p in node.values)
+            else:
+                continue
+            if match := re.fullmatch(r"[\w.*]*:(\w[\w*]*)", text):
+                yield match[1]
+            elif anything and text.isidentifier():
+                yield text
+            else:  # source that is compiled as text
+                yield from re.findall(r"\b([A-Za-z]\w+)[(\[]", text)
+                yield from re.findall(r"\bt\.(\w+)", text)
+
+
+def columns() -> Iterator[str]:
+    """Fields that the tables of compiled kernels name."""
+    for table in sorted((ROOT / "kernels").rglob("*.json")):
+        yield from re.findall(r'"(\w+)"', table.read_text(encoding="utf-8"))
+
+
+def unused(files: list[Path], names: list[str]) -> list[str]:
+    """A line for each definition in `files` that neither they nor the strings use."""
+    search = Vulture(ignore_names=[*PRESCRIBED, *names], ignore_decorators=list(DECORATED))
+    search.scavenge([str(file) for file in files])
+    return [
+        f"{item.filename.relative_to(ROOT)}:{item.first_lineno}: unused {item.typ} {item.name}"
+        for item in search.get_unused_code(min_confidence=60)
+        if item.typ != "attribute" or _own(item.filename, item.first_lineno, item.name)
+    ]
+
+
+def _own(file: Path, line: int, attribute: str) -> bool:
+    """Whether the statement at `line` sets an attribute of ``self``."""
+    return f"self.{attribute}" in file.read_text(encoding="utf-8").splitlines()[line - 1]
+
+
+def main() -> int:
+    """Print what nothing uses; 1 if there is any."""
+    product, tests = sources(*PRODUCT, *SCRIPTS), sources("tests")
+    names = [*named(product, anything=False), *named(tests, anything=True), *columns()]
+    found = unused([*product, *tests], names)
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The table of time budgets in CONTRIBUTING, and what happens to a suite that exceeds its row."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import budget  # noqa: E402
+
+TABLE = """
+| suite | CPU seconds | what takes them |
+|---|---:|---|
+| `tests/one` | 10 | waiting |
+| native build | 600 | compilers |
+"""
+
+
+def test_every_suite_has_a_row_and_every_row_a_suite() -> None:
+    allowed = budget.budgets(budget.PAGE.read_text(encoding="utf-8"))
+    folders = {f"tests/{p.name}" for p in (ROOT / "tests").iterdir() if any(p.glob("test_*.py"))}
+    assert set(allowed) == {*folders - {"tests/gpu"}, "tests", budget.BUILD}
+
+
+def test_a_suite_over_its_budget_or_without_one_is_named() -> None:
+    allowed = budget.budgets(TABLE)
+    assert allowed == {"tests/one": 10, "native build": 600}
+    assert budget.overruns({"tests/one": 9.9}, allowed) == []
+    assert budget.overruns({"tests/one": 12.0}, allowed) == ["tests/one took 12 s; its budget is 10 s"]
+    assert "has no row" in budget.overruns({"tests/two": 0.1}, allowed)[0]
+
+
+def test_a_page_without_the_table_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no table of budgets"):
+        budget.budgets("| step | seconds |\n|---|---|\n| x | 1 |\n")
+
+
+def test_build_seconds_count_each_command_once() -> None:
+    # ninja writes a line for each name of an output, and appends the lines of later builds.
+    log = "# ninja log v6\n0\t9000\t0\ta.o\tc1\n0\t4000\t1\ta.o\tc1\n0\t4000\t1\t/x/a.o\tc1\n500\t1500\t2\tb.o\tc2\n"
+    assert budget.build_seconds(log) == 5.0
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0, 1), (1000, 0)])
+def test_the_plugin_fails_a_run_that_is_over_budget(tmp_path: Path, seconds: int, status: int) -> None:
+    """A tree with one suite of one test, run by two workers, as CI does."""
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "tests" / "one").mkdir(parents=True)
+    (tmp_path / "ci" / "budget.py").write_text((ROOT / "ci" / "budget.py").read_text())
+    (tmp_path / "CONTRIBUTING.md").write_text(TABLE.replace("| 10 |", f"| {seconds} |"))
+    (tmp_path / "tests" / "one" / "test_it.py").write_text("def test_it():\n    sum(range(3_000_000))\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "ci.budget", "-p", "no:benchmark"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), "tests"],
+        cwd=tmp_path,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("over budget: tests/one took" in done.stdout) == bool(status), done.stdout
+    assert "1 passed" in done.stdout
