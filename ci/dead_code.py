@@ -13,6 +13,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from keyword import iskeyword
 from pathlib import Path
 
 from vulture import Vulture
@@ -60,9 +61,11 @@ def columns() -> Iterator[str]:
 
 
 def unused(files: list[Path], names: list[str]) -> list[str]:
-    """A line for each definition in `files` that neither they nor the strings use."""
-    search = Vulture(ignore_names=[*PRESCRIBED, *names], ignore_decorators=list(DECORATED))
+    """A line for each definition in `files` that neither they nor `names` use."""
+    patterns = {name for name in names if "*" in name}
+    search = Vulture(ignore_names=[*PRESCRIBED, *patterns], ignore_decorators=list(DECORATED))
     search.scavenge([str(file) for file in files])
+    search.scan("\n".join(sorted({name for name in names if name.isidentifier() and not iskeyword(name)})))
     return [
         f"{item.filename.relative_to(ROOT)}:{item.first_lineno}: unused {item.typ} {item.name}"
         for item in search.get_unused_code(min_confidence=60)

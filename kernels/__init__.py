@@ -17,5 +17,8 @@ if TYPE_CHECKING:
     from gristmill.kernels.common import need as need
     from gristmill.kernels.common import torch_dtype as torch_dtype
     from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
+    from gristmill.kernels.native import check as check
+    from gristmill.kernels.native import cpu_function as cpu_function
+    from gristmill.kernels.native import cuda_function as cuda_function
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

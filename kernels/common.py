@@ -23,8 +23,18 @@ ITEM_BYTES = {
     "int64": 8,
 }
 FLOATS = ("fp32", "fp16", "bf16")
-CPU_DTYPE = {"fp32": 0, "fp16": 1, "bf16": 2}
-"""Dtype codes of the C++ entry points."""
+DTYPE_CODES = {
+    "fp32": 0,
+    "fp16": 1,
+    "bf16": 2,
+    "fp8": 3,
+    "fp8_e5m2": 4,
+    "int8": 5,
+    "uint8": 6,
+    "int32": 7,
+    "int64": 8,
+}
+"""Codes of ``int dtype`` arguments of native entries, the same numbers as in gm_cpu.h."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

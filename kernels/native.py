@@ -24,19 +24,6 @@ import gristmill
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.target import Target
 
-#: Codes for ``int dtype`` arguments, by torch's dtype name. The same numbers as in gm_cpu.h.
-DTYPE_CODES: dict[str, int] = {
-    "float32": 0,
-    "float16": 1,
-    "bfloat16": 2,
-    "float8_e4m3fn": 3,
-    "float8_e5m2": 4,
-    "int8": 5,
-    "uint8": 6,
-    "int32": 7,
-    "int64": 8,
-}
-
 #: For each CPU level, the levels whose code runs on it, best first.
 LEVEL_CHAINS: dict[str, tuple[str, ...]] = {
     "base": ("base",),

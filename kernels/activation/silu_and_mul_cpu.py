@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def launch(config: Config, x: Tensor, out: Tensor) -> None:
         row_stride(out),
         out.numel() // n,
         n,
-        CPU_DTYPE[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "silu_and_mul_cpu")
 

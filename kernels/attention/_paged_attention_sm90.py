@@ -10,11 +10,10 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.attention._paged_attention_triton import launch_split as launch_decode
 from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, is_decode
-from gristmill.kernels.common import dtype_name, need_workspace
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
 from gristmill.kernels.native import check, cuda_function
 
 ARGUMENTS = (*(c_void_p,) * 10, c_int64 * 11, *(c_int,) * 9, c_float, *(c_int,) * 3, c_void_p)
-TYPES = {"fp16": 1, "bf16": 2}
 
 
 def launch(
@@ -78,7 +77,7 @@ def launch(
         dim,
         blocks,
         block_size,
-        TYPES[dtype_name(q.dtype)],
+        DTYPE_CODES[dtype_name(q.dtype)],
         max(0, window),
         scale,
         config["reading"],

@@ -6,7 +6,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import ConfigValue
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import check, cpu_function
 
 if TYPE_CHECKING:
@@ -68,6 +68,6 @@ def attend(
         starts.data_ptr(),
         sizes,
         scale,
-        CPU_DTYPE[dtype_name(q.dtype)],
+        DTYPE_CODES[dtype_name(q.dtype)],
     )
     check(code, name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def launch(
         lse.data_ptr(),
         tokens * heads,
         d,
-        CPU_DTYPE[dtype_name(a.dtype)],
+        DTYPE_CODES[dtype_name(a.dtype)],
     )
     check(code, "merge_attention_states_cpu")
 

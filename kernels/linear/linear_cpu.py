@@ -10,7 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import CPU_DTYPE, dtype_name, need, need_plain, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_plain, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ FORMATS = {
     "fp16": 5,
     "bf16": 6,
 }
-TYPES = {"fp32": 0, "fp16": 1, "bf16": 2, "fp8": 3, "uint8": 6}
 NONE, E8M0 = -1, 20
 _LEVEL = best_config("gm_linear_rows16")
 
@@ -61,7 +60,7 @@ def launch(
             f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
             f"in groups of {group}"
         )
-    scale_type = NONE if not scaled else E8M0 if config["e8m0"] else TYPES[dtype_name(scales.dtype)]
+    scale_type = NONE if not scaled else E8M0 if config["e8m0"] else DTYPE_CODES[dtype_name(scales.dtype)]
     code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(
         x.data_ptr(),
         row_stride(x),
@@ -80,10 +79,10 @@ def launch(
         group,
         config["format"],
         scale_type,
-        TYPES[dtype_name(zeros.dtype)] if zeroed else NONE,
+        DTYPE_CODES[dtype_name(zeros.dtype)] if zeroed else NONE,
         0 if zeroed else config["zero"],
         int(silu_mul),
-        CPU_DTYPE[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "linear_cpu")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Ten
         tokens,
         top_k,
         y.shape[1],
-        CPU_DTYPE[dtype_name(y.dtype)],
+        DTYPE_CODES[dtype_name(y.dtype)],
     )
     check(code, "combine_cpu")
 

@@ -11,8 +11,8 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
-from gristmill.kernels.linear.linear_cpu import E8M0, NONE, TYPES, need_slots
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.linear.linear_cpu import E8M0, NONE, need_slots
 from gristmill.kernels.linear.linear_cpu import config as linear_config
 from gristmill.kernels.moe.grouped_linear_torch import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
@@ -75,7 +75,7 @@ def launch(
         out.data_ptr(),
         out.shape[0],
         int(silu_mul),
-        CPU_DTYPE[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "grouped_linear_cpu")
 
@@ -100,7 +100,7 @@ def weights(config: Config, packed: list[Tensor], experts: int, n: int, k: int) 
             f"expert weights: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit "
             f"[{experts}, {n}, {k}] in groups of {group}"
         )
-    scale_type = NONE if not scaled else E8M0 if config["e8m0"] else TYPES[dtype_name(scales.dtype)]
+    scale_type = NONE if not scaled else E8M0 if config["e8m0"] else DTYPE_CODES[dtype_name(scales.dtype)]
     return Weights(
         codes.data_ptr(),
         scales.data_ptr() if scaled else None,
@@ -113,7 +113,7 @@ def weights(config: Config, packed: list[Tensor], experts: int, n: int, k: int) 
         group,
         config["format"],
         scale_type,
-        TYPES[dtype_name(zeros.dtype)] if zeroed else NONE,
+        DTYPE_CODES[dtype_name(zeros.dtype)] if zeroed else NONE,
         0 if zeroed else config["zero"],
     )
 

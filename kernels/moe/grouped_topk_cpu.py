@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def launch(
         scoring == "sigmoid",
         renormalize,
         scale,
-        CPU_DTYPE[dtype_name(logits.dtype)],
+        DTYPE_CODES[dtype_name(logits.dtype)],
     )
     check(code, "grouped_topk_cpu")
 

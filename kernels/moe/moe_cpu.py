@@ -10,7 +10,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.linear.linear_cpu import config as linear_config
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.grouped_linear_cpu import Weights, weights
@@ -50,7 +50,7 @@ def launch(
         tokens,
         top_k,
         experts,
-        CPU_DTYPE[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "moe_cpu")
 

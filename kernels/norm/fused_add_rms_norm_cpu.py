@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: flo
         x.numel() // n,
         n,
         eps,
-        CPU_DTYPE[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "fused_add_rms_norm_cpu")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def launch(
         q.shape[0],
         cos_sin.shape[1],
         int(interleaved),
-        CPU_DTYPE[dtype_name(q.dtype)],
+        DTYPE_CODES[dtype_name(q.dtype)],
     )
     check(code, "rotary_embedding_cpu")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import CPU_DTYPE, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def launch(
         ids.data_ptr(),
         logits.shape[0],
         logits.shape[1],
-        CPU_DTYPE[dtype_name(logits.dtype)],
+        DTYPE_CODES[dtype_name(logits.dtype)],
     )
     check(code, "sample_cpu")
 

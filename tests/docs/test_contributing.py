@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.packaging.test_cuda_build import configure
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,11 +51,11 @@ print(" ".join(sorted(ran)))
 """
 
 
-def files() -> dict[str, str]:
-    blocks = re.findall(
-        r"```python\n# (kernels/activation/\S+)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S
-    )
-    return {Path(name).name: text for name, text in blocks}
+def files(cuda: bool = False) -> dict[str, str]:
+    """The files of the page's examples: of the operation with its Triton kernel, or of the CUDA kernel."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:python|cuda)\n(?:#|//) (kernels/activation/\S+)\n(.*?)```", page, re.S)
+    return {Path(name).name: text for name, text in blocks if ("_sm90" in name) == cuda}
 
 
 def run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -92,3 +97,57 @@ def test_a_fault_in_a_worked_example_is_caught(tmp_path: Path) -> None:
     assert found["_scale_rows_triton.py"] != good
     done = run(write(tmp_path / "worked", found), tmp_path)
     assert done.returncode != 0 and "scale_rows_triton" in done.stderr
+
+
+CUDA_CHECK = """
+import sys
+import torch
+import gristmill.kernels.activation as family
+family.__path__.append(sys.argv[1])
+from pathlib import Path
+from gristmill.kernels import native
+native.library_dir = lambda: Path(sys.argv[2])
+import gristmill
+explained = {c.kernel.name: c for c in gristmill.explain("scale_rows", "m=3,n=5", "sm_120").candidates}
+assert "sm_120 lacks wgmma" in " ".join(explained["scale_rows_sm90"].reasons), explained
+from gristmill.kernel_registry import default_registry
+kernel = default_registry().kernel("scale_rows", "scale_rows_sm90")
+assert kernel.accepts(default_registry().op("scale_rows").problem("m=3,n=5,x=fp16")) == "x must be bf16, got fp16"
+launch = kernel.load()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+x, s = torch.randn(7, 257, device=device).bfloat16(), torch.rand(7, device=device)
+out = torch.full_like(x, float("nan"))
+launch({}, x[:0], s[:0], out[:0])
+try:
+    launch({}, x, s, out)
+    assert torch.equal(out, (x.float() * s[:, None]).bfloat16())
+except ValueError as error:  # the entry was called, and refuses device -1, where a tensor of a CPU is
+    assert device == "cpu" and "an argument out of its range" in str(error), error
+"""
+
+
+@pytest.mark.skipif(
+    any(shutil.which(tool) is None for tool in ("nvcc", "cmake", "ninja")), reason="nvcc, cmake and ninja"
+)
+def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
+    """Two files: built by CMake as any other source, loaded, called with the launcher's arguments; a misspelt entry is noticed."""
+    found = files(cuda=True)
+    assert set(found) == {"scale_rows_sm90.py", "_scale_rows_sm90.cu"}
+    folder = write(tmp_path / "worked", {**found, "scale_rows.py": files()["scale_rows.py"]})
+    source = folder / "_scale_rows_sm90.cu"
+    done = configure(tmp_path / "build", "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={source}")
+    assert done.returncode == 0, done.stderr
+    build = ["cmake", "--build", str(tmp_path / "build"), "--target", "gristmill_cuda_sm90a"]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def checked() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", CUDA_CHECK, str(folder), str(tmp_path / "build" / "_lib")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    done = checked()
+    assert done.returncode == 0, done.stderr
+    spec = folder / "scale_rows_sm90.py"
+    spec.write_text(spec.read_text().replace('"gm_scale_rows_sm90"', '"gm_scale_row_sm90"'))
+    assert "has no function gm_scale_row_sm90" in checked().stderr

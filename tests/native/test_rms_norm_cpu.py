@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gristmill.kernels import native
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 
 from .levels import runnable_levels
 
@@ -21,7 +22,7 @@ DTYPES = {
 
 
 def run(level: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    code = native.DTYPE_CODES[str(x.dtype).removeprefix("torch.")]
+    code = DTYPE_CODES[dtype_name(x.dtype)]
     fn = native.cpu_function("gm_rms_norm", level, ARGS)
     rows, cols = x.shape
     status = fn(x.data_ptr(), x.stride(0), w.data_ptr(), out.data_ptr(), out.stride(0), rows, cols, EPS, code)
@@ -93,6 +94,6 @@ def test_special_values(level: str) -> None:
 def test_bad_dtype_is_refused() -> None:
     fn = native.cpu_function("gm_rms_norm", runnable_levels()[0], ARGS)
     x = torch.zeros(1, 4)
-    status = fn(x.data_ptr(), 4, x.data_ptr(), x.data_ptr(), 4, 1, 4, EPS, native.DTYPE_CODES["int8"])
+    status = fn(x.data_ptr(), 4, x.data_ptr(), x.data_ptr(), 4, 1, 4, EPS, DTYPE_CODES["int8"])
     with pytest.raises(TypeError, match="gm_rms_norm.*dtype"):
         native.check(status, "gm_rms_norm")

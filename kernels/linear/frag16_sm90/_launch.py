@@ -12,10 +12,9 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.kernels.common import dtype_name, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import check, cuda_function
 
-TYPES = {"fp16": 1, "bf16": 2}
 GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void_p)
 
 
@@ -147,9 +146,11 @@ def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out
         x, stride = _gathered(x, stride, perm, m, device, stream), k
     # The gate and its partner are rows of different CTAs, so silu_mul follows in torch.
     target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
-    scale_type = TYPES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
+    scale_type = (
+        DTYPE_CODES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
+    )
     return Call(
-        m, rows, k, x, stride, target, row_scale, TYPES[dtype_name(x.dtype)], scale_type, device, stream
+        m, rows, k, x, stride, target, row_scale, DTYPE_CODES[dtype_name(x.dtype)], scale_type, device, stream
     )
 
 

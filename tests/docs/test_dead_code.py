@@ -1,0 +1,48 @@
+"""The search for dead code: what it finds, and what counts as used though nothing calls it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vulture")
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+
+import dead_code  # noqa: E402
+
+SOURCE = """
+TARGET = "gristmill.kernels.example:launch"
+TEXT = "if not checked(x): raise error"
+
+def launch(): ...
+def checked(): ...
+def faulty(): ...
+def forgotten(): ...
+
+class Box:
+    def __init__(self, other):
+        self.unread, other.setting = 1, TARGET + TEXT
+"""
+TEST = """
+import pytest
+
+@pytest.mark.parametrize("fault", ["faulty"])
+def test_it(fault): ...
+
+def helper(): ...
+"""
+
+
+def test_unused_definitions_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dead_code, "ROOT", tmp_path)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "kernels" / "example.py").write_text(SOURCE)
+    (tmp_path / "tests" / "test_it.py").write_text(TEST)
+    assert dead_code.main() == 1
+    found = [line.partition(": unused ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(found) == ["attribute unread", "class Box", "function forgotten", "function helper"]
