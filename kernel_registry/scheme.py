@@ -60,6 +60,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`; n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class QuantScheme:
     """How one weight [N, K] is stored, and how its activations are quantized.

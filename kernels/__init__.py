@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gristmill.kernels.common import dtype_name as dtype_name
     from gristmill.kernels.common import need as need
     from gristmill.kernels.common import torch_dtype as torch_dtype
+    from gristmill.kernels.lazy_triton import constexpr as constexpr
+    from gristmill.kernels.lazy_triton import jit as jit
+    from gristmill.kernels.lazy_triton import tl as tl
     from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
     from gristmill.kernels.native import check as check
     from gristmill.kernels.native import cpu_function as cpu_function

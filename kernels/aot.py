@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.lazy_triton import function_of
 
 
 @dataclass(frozen=True)
 class AotCase:
     """One ahead-of-time compilation.
 
-    signature: argument name -> Triton type (``*bf16``, ``i32``, ``fp32``); pointers and ``i32`` named in `aligned` are
+    function: the jitted function. signature: argument name -> Triton type (``*bf16``, ``i32``, ``fp32``); pointers and ``i32`` named in `aligned` are
     multiples of 16. constants: the constexpr arguments. options: num_warps, num_stages. promises: instructions that
     must appear in the machine code (``wgmma``, ``mfma``, ...), by the names of `gristmill.kernel_registry.targets`.
     """
@@ -25,6 +26,9 @@ class AotCase:
     options: Mapping[str, int] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     promises: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "function", function_of(self.function))
 
 
 def matrix_product(target: Target, rows: int) -> tuple[str, ...]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernels.interpreter import install, interpreting
+from gristmill.kernels.lazy_triton import complete
 
 
 def load(kernel: Kernel) -> Callable[..., None]:
-    """The launcher of `kernel`; repairs the interpreter first when a Triton kernel is to run in it."""
-    if kernel.language == "triton" and interpreting():
+    """The launcher of `kernel`. For a Triton kernel, Triton is imported here rather than by the first launch, and its
+    interpreter repaired if the kernel is to run in it."""
+    if kernel.language != "triton":
+        return kernel.load()
+    if interpreting():
         install()
-    return kernel.load()
+    launcher = kernel.load()
+    complete(vars(sys.modules[kernel.target.partition(":")[0]]))
+    return launcher

@@ -8,14 +8,22 @@ log-sum-exp (Flash-Decoding, Dao et al., 2023). Scores are kept in units of log 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from typing import TYPE_CHECKING
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase, matrix_product
+from gristmill.kernels.attention.tiles import packing, power_of_two, tile_config
+from gristmill.kernels.lazy_triton import constexpr, jit, tl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LOG2E = constexpr(1.4426950408889634)
+LN2 = constexpr(0.6931471805599453)
 
 
-@triton.jit
+@jit
 def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
     """The sequence that tile number `tile` may belong to: sequence i owns the tiles from query_start[i] // TILE_Q + i on."""
     low = 0
@@ -29,7 +37,7 @@ def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+@jit
 def flash_kernel(
     q,
     k,
@@ -177,7 +185,7 @@ def flash_kernel(
                 tl.store(lse + token * heads + head, lse_i, mask=live)
 
 
-@triton.jit
+@jit
 def merge_kernel(
     out,
     lse,
@@ -226,3 +234,99 @@ def merge_kernel(
     )
     if LSE:
         tl.store(lse + token * heads + head, tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf")))
+
+
+def scratch(
+    workspace: Tensor | None, rows: int, dim: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """(results [rows, dim], log-sum-exps [rows]) in float32, in the caller's workspace or in fresh memory without one.
+
+    ValueError if the workspace is too small.
+    """
+    import torch
+
+    floats = rows * (dim + 1)
+    if workspace is None:
+        space = torch.empty(floats, dtype=torch.float32, device=device)
+    else:
+        if workspace.numel() * workspace.element_size() < floats * 4:
+            raise ValueError(
+                f"attention needs a workspace of {floats * 4} bytes here, got {workspace.numel() * workspace.element_size()}"
+            )
+        space = workspace.view(torch.uint8)[: floats * 4].view(torch.float32)
+    return space[: rows * dim], space[rows * dim :]
+
+
+SIGNATURE = {
+    **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
+    **dict.fromkeys(("lse", "sinks"), "*fp32"),
+    **dict.fromkeys(("table", "query_start", "seq_lens", "context_start"), "*i32"),
+    **dict.fromkeys(("parts", "parts_lse"), "*fp32"),
+    **dict.fromkeys(("seqs", "tokens", "heads"), "i32"),
+    "scale": "fp32",
+    **dict.fromkeys(
+        ("window", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"), "i32"
+    ),
+    **dict.fromkeys(("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head"), "i32"),
+}
+ALIGNED = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "parts",
+    "q_token",
+    "q_head",
+    "out_token",
+    "out_head",
+    "k_block",
+    "k_slot",
+    "k_head",
+    "v_block",
+    "v_slot",
+    "v_head",
+)
+MERGE_SIGNATURE = {
+    "out": "*bf16",
+    **dict.fromkeys(("lse", "sinks", "parts", "parts_lse"), "*fp32"),
+    **dict.fromkeys(("tokens", "heads", "count", "out_token", "out_head"), "i32"),
+}
+
+
+def flash_case(
+    name: str,
+    target: Target,
+    rows: int,
+    dk: int,
+    dv: int,
+    group: int = 4,
+    dtype: str = "bf16",
+    paged: bool = True,
+    window: bool = False,
+    sinks: bool = False,
+    lse: bool = False,
+    split: bool = False,
+) -> AotCase:
+    """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`."""
+    config = tile_config(dk, dv, dtype, rows, target)
+    constants = {
+        "GROUP": group,
+        "HEAD_TILES": packing(group, rows)[0],
+        "BLOCK_SIZE": 16,
+        "DK": dk,
+        "DV": dv,
+        "BLOCK_DK": power_of_two(dk),
+        "BLOCK_DV": power_of_two(dv),
+        "BLOCK_M": rows,
+        "BLOCK_N": config["n"],
+        "PAGED": paged,
+        "WINDOW": window,
+        "SINKS": sinks,
+        "LSE": lse,
+        "SPLIT": split,
+    }
+    signature = SIGNATURE | dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
+    options = {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
+    promises = () if dtype == "fp32" else matrix_product(target, rows)
+    return AotCase(name, flash_kernel, signature, constants, options, ALIGNED, promises)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.attention._paged_attention_triton import launch_split as launch_decode
 from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, is_decode
+from gristmill.kernels.attention.paged_attention_triton import launch_split as launch_decode
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
 from gristmill.kernels.native import check, cuda_function
 

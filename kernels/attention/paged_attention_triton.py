@@ -1,14 +1,35 @@
-"""Paged attention in Triton, for every device Triton reaches: one tile for every batch, or split contexts for decode."""
+"""Launchers of paged attention in Triton: one pass over the context, or the context split in parts and merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.attention.tiles import DEFAULT_MULTIPROCESSORS, packing, tile_config
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.attention._flash_triton import (
+    MERGE_SIGNATURE,
+    flash_case,
+    flash_kernel,
+    merge_kernel,
+    scratch,
+)
+from gristmill.kernels.attention.tiles import (
+    DEFAULT_MULTIPROCESSORS,
+    packing,
+    part_length,
+    power_of_two,
+    reach,
+    split_count,
+    tile_bound,
+    tile_config,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_HEAD = 256
 
@@ -73,14 +94,196 @@ def split_workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(rows * heads * (problem.integer("head_dim") + 1) * 4)
 
 
+def launch(
+    config: Config,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
+    splits: int = 1,
+) -> None:
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
+    tokens, heads, dim = q.shape
+    if tokens == 0:
+        return
+    _, block_size, kv_heads, _ = k_cache.shape
+    rows, step = int(config["m"]), int(config["n"])
+    head_tiles, tile_q = packing(heads // kv_heads, rows)
+    seqs = seq_lens.shape[0]
+    parts = parts_lse = out
+    if splits > 1:
+        parts, parts_lse = scratch(workspace, splits * tokens * heads, dim, q.device)
+    flags = {"SINKS": sinks is not None, "LSE": lse is not None}
+    sinks, lse = out if sinks is None else sinks, out if lse is None else lse
+    grid = (tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, splits)
+    flash_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        lse,
+        sinks,
+        block_table,
+        query_start,
+        seq_lens,
+        seq_lens,
+        parts,
+        parts_lse,
+        seqs,
+        tokens,
+        heads,
+        scale,
+        window,
+        part_length(reach(max_q, max_ctx, window), splits, step),
+        block_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=heads // kv_heads,
+        HEAD_TILES=head_tiles,
+        BLOCK_SIZE=block_size,
+        DK=dim,
+        DV=dim,
+        BLOCK_DK=power_of_two(dim),
+        BLOCK_DV=power_of_two(dim),
+        BLOCK_M=rows,
+        BLOCK_N=step,
+        PAGED=True,
+        WINDOW=window > 0,
+        SPLIT=splits > 1,
+        **flags,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
+    if splits > 1:
+        merge_kernel[(tokens, heads)](
+            out,
+            lse,
+            sinks,
+            parts,
+            parts_lse,
+            tokens,
+            heads,
+            splits,
+            out.stride(0),
+            out.stride(1),
+            DV=dim,
+            BLOCK_DV=power_of_two(dim),
+            **flags,
+            num_warps=1 if dim <= 128 else 4,
+        )
+
+
+def launch_split(
+    config: Config,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_q: int,
+    max_ctx: int,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `launch`; decode batches run in small tiles with the context split when there are few of them.
+
+    What is chosen follows from host-known bounds, so a captured graph replays what was captured.
+    """
+    kv_heads = k_cache.shape[2]
+    group, rows = q.shape[1] // kv_heads, int(config["decode_m"])
+    few = max_q * group <= rows or max_q == 1
+    if not few:
+        launch(
+            config,
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            query_start,
+            seq_lens,
+            max_q,
+            max_ctx,
+            scale,
+            window,
+            sinks,
+            lse,
+            workspace,
+            out,
+        )
+        return
+    small = {"m": rows, "n": config["decode_n"], "warps": config["decode_warps"], "stages": config["stages"]}
+    head_tiles, _ = packing(group, rows)
+    splits = split_count(
+        seq_lens.shape[0] * kv_heads * head_tiles, int(config["programs"]), reach(max_q, max_ctx, window)
+    )
+    launch(
+        small,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        max_q,
+        max_ctx,
+        scale,
+        window,
+        sinks,
+        lse,
+        workspace,
+        out,
+        splits=splits,
+    )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: prefill tiles of common head sizes and all switches."""
+    return [
+        flash_case("d128", target, 64, 128, 128),
+        flash_case("d64_sinks_window_lse", target, 64, 64, 64, 8, window=True, sinks=True, lse=True),
+        flash_case("d80_fp32", target, 64, 80, 80, 1, dtype="fp32"),
+        flash_case("d256", target, 64, 256, 256, 2),
+    ]
+
+
+def aot_split(target: Target) -> list[AotCase]:
+    """Decode tiles with a split context, and the merge."""
+    merge = {"DV": 128, "BLOCK_DV": 128, "SINKS": True, "LSE": True}
+    return [
+        flash_case("d128", target, 16, 128, 128, 4, split=True),
+        flash_case("d256", target, 16, 256, 256, 8, split=True),
+        flash_case("prefill_d128", target, 128, 128, 128, 4),
+        AotCase("merge", merge_kernel, MERGE_SIGNATURE, merge, {"num_warps": 1}, ("out", "lse", "parts")),
+    ]
+
+
 KERNELS = (
     Kernel(
         op="paged_attention",
         name="paged_attention_triton",
         provider="gristmill",
         language="triton",
-        target="gristmill.kernels.attention._paged_attention_triton:launch",
-        aot="gristmill.kernels.attention._paged_attention_triton:aot",
+        target=f"{__name__}:launch",
+        aot=f"{__name__}:aot",
         requires=Requirement(code="triton"),
         summary="a tile of queries and the heads of a KV head at a time, one pass over the context",
         accepts=accepts,
@@ -93,8 +296,8 @@ KERNELS = (
         name="paged_attention_triton_split",
         provider="gristmill",
         language="triton",
-        target="gristmill.kernels.attention._paged_attention_triton:launch_split",
-        aot="gristmill.kernels.attention._paged_attention_triton:aot_split",
+        target=f"{__name__}:launch_split",
+        aot=f"{__name__}:aot_split",
         requires=Requirement(code="triton"),
         summary="as paged_attention_triton; decode splits the context over programs and merges",
         accepts=accepts,

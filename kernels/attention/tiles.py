@@ -55,6 +55,11 @@ def tile_bound(tokens: int, seqs: int, tile_q: int) -> int:
     return tokens // tile_q + seqs
 
 
+def reach(max_q: int, max_ctx: int, window: int) -> int:
+    """Keys that one tile can see at most."""
+    return min(max_ctx, window + max_q) if window > 0 else max_ctx
+
+
 def split_count(programs: int, wanted: int, max_ctx: int) -> int:
     """Parts to cut contexts in so that `programs` programs a part make about `wanted`, never shorter than SPLIT_FLOOR."""
     return max(1, min(wanted // max(programs, 1), max_ctx // SPLIT_FLOOR))

@@ -1,34 +1,95 @@
-"""Paged writes of MLA latents in Triton, for every device Triton reaches."""
+"""Paged writes of MLA latents in Triton: one program per token and block of its elements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.kv_cache._copy_triton import block_config, block_space, copy
+from gristmill.kernels.lazy_triton import jit, tl
 
-
-def _longest(problem: Problem) -> int:
-    row = problem.integer("d")
-    return 1 << (row - 1).bit_length()
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def config(problem: Problem, target: Target) -> Config:
     """Blocks of at most 1,024 elements of a token."""
-    block = min(1024, max(16, _longest(problem)))
-    return {"block": block, "warps": max(1, block // 256)}
+    return block_config(problem.integer("d"))
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """Blocks from 256 to 4,096 elements."""
-    blocks = sorted({min(block, max(16, _longest(problem))) for block in (256, 512, 1024, 2048, 4096)})
+    return block_space(problem.integer("d"))
+
+
+@jit
+def reshape_and_cache_mla_kernel(
+    latent,
+    cache,
+    slot_mapping,
+    latent_token,
+    cache_block,
+    cache_place,
+    block_size,
+    slots,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if (slot >= 0) & (slot < slots):
+        copy(
+            latent,
+            cache,
+            token,
+            slot,
+            tl.program_id(1),
+            latent_token,
+            0,
+            cache_block,
+            cache_place,
+            0,
+            1,
+            D,
+            block_size,
+            BLOCK,
+        )
+
+
+def launch(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
+    (tokens, d), block = latent.shape, int(config["block"])
+    blocks, block_size = cache.shape[:2]
+    if tokens:
+        reshape_and_cache_mla_kernel[(tokens, cdiv(d, block))](
+            latent,
+            cache,
+            slot_mapping,
+            latent.stride(0),
+            cache.stride(0),
+            cache.stride(1),
+            block_size,
+            blocks * block_size,
+            D=d,
+            BLOCK=block,
+            num_warps=config["warps"],
+        )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: DeepSeek's latent in bf16."""
+    pointers = {"latent": "*bf16", "cache": "*bf16", "slot_mapping": "*i64"}
+    sizes = dict.fromkeys(("latent_token", "cache_block", "cache_place", "block_size", "slots"), "i32")
     return [
-        {"block": block, "warps": warps}
-        for block in blocks
-        for warps in (1, 2, 4)
-        if block >= 32 * warps or warps == 1
+        AotCase(
+            "mla", reshape_and_cache_mla_kernel, pointers | sizes, {"D": 576, "BLOCK": 1024}, {"num_warps": 4}
+        )
     ]
 
 
@@ -37,8 +98,8 @@ KERNEL = Kernel(
     name="reshape_and_cache_mla_triton",
     provider="gristmill",
     language="triton",
-    target="gristmill.kernels.kv_cache._reshape_and_cache_triton:launch_mla",
-    aot="gristmill.kernels.kv_cache._reshape_and_cache_triton:aot_mla",
+    target=f"{__name__}:launch",
+    aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
     summary="one program per token and block of its elements",
     config=config,

@@ -1,34 +1,164 @@
-"""Paged cache writes in Triton, for every device Triton reaches."""
+"""Paged cache writes in Triton: one program per token and block of its elements; those of the values follow the keys'."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.kv_cache._copy_triton import block_config, block_space, copy
+from gristmill.kernels.lazy_triton import jit, tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _longest(problem: Problem) -> int:
-    row = problem.integer("h") * max(problem.integer("d"), problem.integer("dv"))
-    return 1 << (row - 1).bit_length()
+    """Elements of a token's keys or values, whichever are more."""
+    return problem.integer("h") * max(problem.integer("d"), problem.integer("dv"))
 
 
 def config(problem: Problem, target: Target) -> Config:
     """Blocks of at most 1,024 elements of a token."""
-    block = min(1024, max(16, _longest(problem)))
-    return {"block": block, "warps": max(1, block // 256)}
+    return block_config(_longest(problem))
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """Blocks from 256 to 4,096 elements."""
-    blocks = sorted({min(block, max(16, _longest(problem))) for block in (256, 512, 1024, 2048, 4096)})
+    return block_space(_longest(problem))
+
+
+@jit
+def reshape_and_cache_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    key_block,
+    key_place,
+    key_cache_head,
+    value_block,
+    value_place,
+    value_cache_head,
+    heads,
+    block_size,
+    slots,
+    key_parts,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(slot_mapping + token)
+    if (slot >= 0) & (slot < slots):
+        if part < key_parts:
+            copy(
+                key,
+                key_cache,
+                token,
+                slot,
+                part,
+                key_token,
+                key_head,
+                key_block,
+                key_place,
+                key_cache_head,
+                heads,
+                D,
+                block_size,
+                BLOCK,
+            )
+        else:
+            copy(
+                value,
+                value_cache,
+                token,
+                slot,
+                part - key_parts,
+                value_token,
+                value_head,
+                value_block,
+                value_place,
+                value_cache_head,
+                heads,
+                DV,
+                block_size,
+                BLOCK,
+            )
+
+
+def launch(
+    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
+    tokens, heads, d = key.shape
+    dv, block = value.shape[2], int(config["block"])
+    blocks, block_size = key_cache.shape[:2]
+    key_parts, value_parts = cdiv(heads * d, block), cdiv(heads * dv, block)
+    if tokens:
+        reshape_and_cache_kernel[(tokens, key_parts + value_parts)](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            heads,
+            block_size,
+            blocks * block_size,
+            key_parts,
+            D=d,
+            DV=dv,
+            BLOCK=block,
+            num_warps=config["warps"],
+        )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: eight heads of 128 in bf16, block strides past 2³¹ elements."""
+    pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16") | {"slot_mapping": "*i64"}
+    names = (
+        "key_token",
+        "key_head",
+        "value_token",
+        "value_head",
+        "key_block",
+        "key_place",
+        "key_cache_head",
+        "value_block",
+        "value_place",
+        "value_cache_head",
+        "heads",
+        "block_size",
+        "slots",
+        "key_parts",
+    )
+    int64_names = ("key_block", "value_block")
+    sizes = {name: "i64" if name in int64_names else "i32" for name in names}
     return [
-        {"block": block, "warps": warps}
-        for block in blocks
-        for warps in (1, 2, 4)
-        if block >= 32 * warps or warps == 1
+        AotCase(
+            "nhd",
+            reshape_and_cache_kernel,
+            pointers | sizes,
+            {"D": 128, "DV": 128, "BLOCK": 1024},
+            {"num_warps": 4},
+        )
     ]
 
 
@@ -37,8 +167,8 @@ KERNEL = Kernel(
     name="reshape_and_cache_triton",
     provider="gristmill",
     language="triton",
-    target="gristmill.kernels.kv_cache._reshape_and_cache_triton:launch",
-    aot="gristmill.kernels.kv_cache._reshape_and_cache_triton:aot",
+    target=f"{__name__}:launch",
+    aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
     summary="one program per token and block of its elements",
     config=config,

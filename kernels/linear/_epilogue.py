@@ -12,7 +12,7 @@ GATING = {"block": 1024, "warps": 4}
 def finish(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor) -> None:
     """z [..., N] (+ bias), silu(gate) * up, (+ residual) -> out. On a GPU gating alone is one launch, where torch has four."""
     if silu_mul and bias is None and residual is None and z.is_cuda:
-        from gristmill.kernels.activation._silu_and_mul_triton import launch
+        from gristmill.kernels.activation.silu_and_mul_triton import launch
 
         launch(GATING, z, out)
     else:

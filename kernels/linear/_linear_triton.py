@@ -1,4 +1,4 @@
-"""Linear in Triton: one tile of the output a program, codes decoded by integer arithmetic on every vendor.
+"""The tile product of the linear kernels in Triton, on every vendor: codes decoded by integer arithmetic.
 
 Codes go into the product exactly (bf16 and float16 hold every code of 8 bits or fewer), each step's sum is scaled in
 float32, so float32 scales are never rounded. e4m3 and e2m1 are decoded through float16's subnormals: no hardware fp8.
@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import triton
-import triton.language as tl
-
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.common import row_stride
-from gristmill.kernels.linear.linear_triton import config
+from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,19 +21,19 @@ FORMATS = {"int4": INT4, "mxfp4": E2M1, "nvfp4": E2M1, "int8": INT8, "fp8": E4M3
 SCALE_FLOAT, SCALE_E8M0, SCALE_E4M3 = range(1, 4)
 
 
-@triton.jit
+@jit
 def e4m3_to_half(byte):
     bits = ((byte.to(tl.int16) & 0x80) << 8) | ((byte.to(tl.int16) & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 
-@triton.jit
+@jit
 def e2m1_to_half(code):
     bits = ((code.to(tl.int16) & 8) << 12) | ((code.to(tl.int16) & 7) << 9)
     return bits.to(tl.float16, bitcast=True) * 16384.0
 
 
-@triton.jit
+@jit
 def load_codes(
     weight,
     row_offsets,
@@ -77,7 +71,7 @@ def load_codes(
     return value.to(dtype)
 
 
-@triton.jit
+@jit
 def load_scale(scales, offsets, mask, SCALE: tl.constexpr):
     raw = tl.load(scales + offsets, mask=mask, other=0)
     if SCALE == 2:
@@ -88,7 +82,7 @@ def load_scale(scales, offsets, mask, SCALE: tl.constexpr):
     return raw.to(tl.float32)
 
 
-@triton.jit
+@jit
 def product(
     x,
     weight,
@@ -180,160 +174,6 @@ def product(
     return total
 
 
-@triton.jit
-def linear_kernel(
-    x,
-    weight,
-    scales,
-    zeros,
-    row_scale,
-    row_block,
-    perm,
-    bias,
-    residual,
-    out,
-    m,
-    n,
-    k,
-    columns,
-    x_stride,
-    row_bytes,
-    groups,
-    FORMAT: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    PERM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SILU: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """n: columns of the output; with SILU the weight has 2 n rows, gate first. FP32: multiply in float32."""
-    dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
-    ns = tl.program_id(0) * BN + tl.arange(0, BN)
-    n_mask = ns < n
-    rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
-    row_mask = rows < m
-    y = product(
-        x,
-        weight,
-        scales,
-        zeros,
-        row_scale,
-        row_block,
-        perm,
-        rows,
-        row_mask,
-        ns,
-        n_mask,
-        k,
-        columns,
-        x_stride,
-        row_bytes,
-        groups,
-        dtype,
-        FORMAT,
-        SCALE,
-        GROUP,
-        ZERO,
-        HAS_ZERO,
-        ROW_SCALE,
-        ROW_BLOCK,
-        PERM,
-        PRECISION,
-        BM,
-        BN,
-        BK,
-    )
-    if BIAS:
-        y += tl.load(bias + ns, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        up = product(
-            x,
-            weight,
-            scales,
-            zeros,
-            row_scale,
-            row_block,
-            perm,
-            rows,
-            row_mask,
-            ns + n,
-            n_mask,
-            k,
-            columns,
-            x_stride,
-            row_bytes,
-            groups,
-            dtype,
-            FORMAT,
-            SCALE,
-            GROUP,
-            ZERO,
-            HAS_ZERO,
-            ROW_SCALE,
-            ROW_BLOCK,
-            PERM,
-            PRECISION,
-            BM,
-            BN,
-            BK,
-        )
-        if BIAS:
-            up += tl.load(bias + ns + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-        y = y / (1.0 + tl.exp(-y)) * up
-    at = rows[:, None] * n + ns[None, :]
-    inside = row_mask[:, None] & n_mask[None, :]
-    if RESIDUAL:
-        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
-
-
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
-    """x [..., K], one dense tensor or the six tensors of plain_v1 -> out [..., N or N / 2]."""
-    k, columns_out = x.shape[-1], out.shape[-1]
-    m = x.numel() // k
-    if m == 0:
-        return
-    tensors, sizes, constants = weight_arguments(config, x, weight)
-    grid = (triton.cdiv(columns_out, int(config["bn"])), triton.cdiv(m, int(config["bm"])))
-    linear_kernel[grid](
-        x,
-        *tensors,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        m,
-        columns_out,
-        k,
-        *sizes,
-        **constants,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        SILU=silu_mul,
-        num_warps=config["warps"],
-        num_stages=config["stages"],
-    )
-
-
 def weight_arguments(
     config: Config, x: Tensor, weight: list[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
@@ -373,104 +213,3 @@ def weight_arguments(
         (columns, row_stride(x), codes.shape[-1], groups),
         constants,
     )
-
-
-def aot_dense(target: Target) -> list[AotCase]:
-    """What the compile matrix builds of the dense kernel."""
-    return [case for case in aot(target) if case.name.startswith("dense")]
-
-
-def aot_quantized(target: Target) -> list[AotCase]:
-    """What the compile matrix builds of the weight-only kernel."""
-    return [case for case in aot(target) if not case.name.startswith("dense")]
-
-
-def aot(target: Target) -> list[AotCase]:
-    """Dense, and one scheme of every code and scale format, with the tiles that the default configuration has for them."""
-    ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
-    plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
-    off = dict.fromkeys(
-        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "FP32"), False
-    )
-    op, cases = default_registry().op("linear"), []
-
-    def case(name: str, problem: str, weight: str, types: dict[str, str], **constants: Any) -> None:
-        described = op.problem(f"n=4096,k=4096,{problem}")
-        chosen, x = config(described, target), f"*{described.text('x')}"
-        pointers = {"x": x, "weight": weight, **plain, **types, "bias": x, "residual": x, "out": x}
-        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
-        base = (
-            {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"}
-            | off
-            | constants
-            | shape
-        )
-        cases.append(
-            AotCase(
-                name,
-                linear_kernel,
-                pointers | ints,
-                base,
-                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
-                ("k", "columns", "x_stride", "row_bytes"),
-                () if base["FP32"] else matrix_product(target, int(chosen["bm"])),
-            )
-        )
-
-    case("dense_bf16", "m=1024,x=bf16", "*bf16", {})
-    case("dense_fp32", "m=32,x=fp32,w=fp32", "*fp32", {}, FP32=True)
-    case(
-        "int4_g128",
-        "m=16,x=bf16,w=int4_g128",
-        "*u8",
-        {},
-        FORMAT=INT4,
-        SCALE=SCALE_FLOAT,
-        GROUP=128,
-        ZERO=8,
-        BIAS=True,
-    )
-    case(
-        "int4_g32_zp_act_order",
-        "m=512,x=fp16,w=int4_g32_zp",
-        "*u8",
-        {"scales": "*fp16"},
-        FORMAT=INT4,
-        SCALE=SCALE_FLOAT,
-        GROUP=32,
-        HAS_ZERO=True,
-        PERM=True,
-    )
-    case(
-        "int8_ch_silu",
-        "m=16,x=bf16,w=int8_ch",
-        "*u8",
-        {},
-        FORMAT=INT8,
-        SCALE=SCALE_FLOAT,
-        ZERO=128,
-        SILU=True,
-    )
-    case(
-        "fp8_block",
-        "m=512,x=bf16,w=fp8_block",
-        "*u8",
-        {"scales": "*fp32"},
-        FORMAT=E4M3,
-        SCALE=SCALE_FLOAT,
-        GROUP=128,
-        ROW_BLOCK=True,
-        RESIDUAL=True,
-    )
-    case("mxfp4", "m=16,x=bf16,w=mxfp4", "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32)
-    case(
-        "nvfp4",
-        "m=16,x=bf16,w=nvfp4",
-        "*u8",
-        {"scales": "*u8"},
-        FORMAT=E2M1,
-        SCALE=SCALE_E4M3,
-        GROUP=16,
-        ROW_SCALE=True,
-    )
-    return cases

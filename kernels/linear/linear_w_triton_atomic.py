@@ -1,22 +1,31 @@
-"""Weight-only linear in Triton for few rows: K split over programs, whose sums meet by atomic additions, for every device Triton reaches.
+"""Linear in Triton with K split over programs whose sums meet by atomic additions.
 
-The other kernels for few rows add in a fixed order, and are bitwise repeatable; this one is not. It has run in Triton's interpreter alone,
-so it runs only when a policy pins it.
+A program adds its part of a tile to float32 memory, then counts itself; the last one of a tile writes y, and leaves zeros behind for the
+next call. Nobody waits for anybody; the order of the additions is that of arrival, so the last bits of y differ from call to call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase, matrix_product
+from gristmill.kernels.common import need_workspace
+from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.linear._linear_triton import INT4, INT8, SCALE_FLOAT, product, weight_arguments
 from gristmill.kernels.linear.linear_triton import accepts_quantized
 from gristmill.kernels.linear.linear_triton import config as whole_config
 from gristmill.kernels.linear.linear_triton import space as whole_space
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS = 64
 """Of x, at most: sums are written and read once per program, in float32."""
@@ -65,13 +74,245 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(scratch_bytes(max(1, problem.integer("m")), problem.integer("n"), config), zeroed=True)
 
 
+@jit
+def atomic_kernel(
+    x,
+    weight,
+    scales,
+    zeros,
+    row_scale,
+    row_block,
+    perm,
+    bias,
+    residual,
+    out,
+    flags,
+    sums,
+    m,
+    n,
+    k,
+    columns,
+    x_stride,
+    row_bytes,
+    groups,
+    part,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PERM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr,
+    FP32: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """n: columns of the output; with SILU the weight has 2 n rows, gate first. part: columns of the weight a program. flags: one int32 a
+    tile; sums: float32 [m, rows of the weight]; both zero before and after."""
+    dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
+    ns = tl.program_id(0) * BN + tl.arange(0, BN)
+    n_mask = ns < n
+    rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    row_mask = rows < m
+    inside = row_mask[:, None] & n_mask[None, :]
+    first = tl.program_id(2) * part
+    last = tl.minimum(columns, first + part)
+    weight_rows = n
+    if SILU:
+        weight_rows = 2 * n
+    at = rows[:, None] * weight_rows + ns[None, :]
+    y = product(
+        x,
+        weight,
+        scales,
+        zeros,
+        row_scale,
+        row_block,
+        perm,
+        rows,
+        row_mask,
+        ns,
+        n_mask,
+        k,
+        last,
+        x_stride,
+        row_bytes,
+        groups,
+        dtype,
+        FORMAT,
+        SCALE,
+        GROUP,
+        ZERO,
+        HAS_ZERO,
+        ROW_SCALE,
+        ROW_BLOCK,
+        PERM,
+        PRECISION,
+        BM,
+        BN,
+        BK,
+        first,
+    )
+    tl.atomic_add(sums + at, y, mask=inside, sem="relaxed")
+    if SILU:
+        up = product(
+            x,
+            weight,
+            scales,
+            zeros,
+            row_scale,
+            row_block,
+            perm,
+            rows,
+            row_mask,
+            ns + n,
+            n_mask,
+            k,
+            last,
+            x_stride,
+            row_bytes,
+            groups,
+            dtype,
+            FORMAT,
+            SCALE,
+            GROUP,
+            ZERO,
+            HAS_ZERO,
+            ROW_SCALE,
+            ROW_BLOCK,
+            PERM,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+            first,
+        )
+        tl.atomic_add(sums + at + n, up, mask=inside, sem="relaxed")
+    tl.debug_barrier()  # every thread has added before the program counts itself
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if tl.atomic_add(flags + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+        # Volatile: additions are made in L2, which a plain load may not ask.
+        y = tl.load(sums + at, mask=inside, other=0.0, volatile=True)
+        tl.store(sums + at, tl.zeros([BM, BN], dtype=tl.float32), mask=inside)
+        if BIAS:
+            y += tl.load(bias + ns, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        if SILU:
+            up = tl.load(sums + at + n, mask=inside, other=0.0, volatile=True)
+            tl.store(sums + at + n, tl.zeros([BM, BN], dtype=tl.float32), mask=inside)
+            if BIAS:
+                up += tl.load(bias + ns + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+            y = y / (1.0 + tl.exp(-y)) * up
+        y_at = rows[:, None] * n + ns[None, :]
+        if RESIDUAL:
+            y += tl.load(residual + y_at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + y_at, y.to(out.dtype.element_ty), mask=inside)
+        tl.store(flags + tile, 0)
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+    n: int,
+    workspace: Tensor | None,
+    out: Tensor,
+) -> None:
+    """x [..., K], the six tensors of plain_v1 -> out [..., N or N / 2]. ValueError for a workspace that is too small or elsewhere."""
+    import torch
+
+    k, columns_out = x.shape[-1], out.shape[-1]
+    m = x.numel() // k
+    if m == 0:
+        return
+    tensors, sizes, constants = weight_arguments(config, x, weight)
+    size = scratch_bytes(m, n, config)
+    if workspace is None:
+        workspace = torch.zeros(size, dtype=torch.uint8, device=x.device)
+    need_workspace("linear", workspace, size, x.device)
+    start = flag_bytes(m, n, config)
+    flags, sums = workspace[:start].view(torch.int32), workspace[start:size].view(torch.float32)
+    bm, bn, bk = int(config["bm"]), int(config["bn"]), int(config["bk"])
+    part = cdiv(cdiv(sizes[0], bk), int(config["split"])) * bk
+    grid = (cdiv(columns_out, bn), cdiv(m, bm), cdiv(sizes[0], part))
+    atomic_kernel[grid](
+        x,
+        *tensors,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        flags,
+        sums,
+        m,
+        columns_out,
+        k,
+        *sizes,
+        part,
+        **constants,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        SILU=silu_mul,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: a scheme in groups, and one whose scales come last, with gate and up."""
+    ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups", "part"), "i32")
+    pointers = {
+        "x": "*bf16",
+        "weight": "*u8",
+        "scales": "*bf16",
+        "zeros": "*u8",
+        "row_scale": "*fp32",
+        "row_block": "*i32",
+        "perm": "*i32",
+        "bias": "*bf16",
+        "residual": "*bf16",
+        "out": "*bf16",
+        "flags": "*i32",
+        "sums": "*fp32",
+    }
+    off = dict.fromkeys(
+        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "FP32"), False
+    )
+    op, cases = default_registry().op("linear"), []
+    for scheme, own in (
+        ("int4_g128", {"FORMAT": INT4, "GROUP": 128, "ZERO": 8, "BIAS": True}),
+        ("int8_ch", {"FORMAT": INT8, "GROUP": 0, "ZERO": 128, "SILU": True}),
+    ):
+        chosen = config(op.problem(f"m=16,n=4096,k=4096,w={scheme}"), target)
+        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
+        cases.append(
+            AotCase(
+                f"{scheme}_atomic",
+                atomic_kernel,
+                pointers | ints,
+                {"SCALE": SCALE_FLOAT, "PRECISION": "ieee"} | off | own | shape,
+                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                ("k", "columns", "x_stride", "row_bytes", "part"),
+                matrix_product(target, int(chosen["bm"])),
+            )
+        )
+    return cases
+
+
 KERNEL = Kernel(
     op="linear",
     name="linear_w_triton_atomic",
     provider="gristmill",
     language="triton",
-    target="gristmill.kernels.linear._linear_atomic_triton:launch",
-    aot="gristmill.kernels.linear._linear_atomic_triton:aot",
+    target=f"{__name__}:launch",
+    aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
     summary="few rows: K split over programs, sums by atomic additions",
     accepts=accepts,

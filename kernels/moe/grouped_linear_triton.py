@@ -1,15 +1,37 @@
-"""Grouped linear in Triton, for every device Triton reaches: dense weights, and every weight-only scheme over plain_v1."""
+"""Grouped linear in Triton: linear's tile product, on tiles of rows that never cross an expert.
+
+The number of tiles depends on the offsets, which are on the device: the grid has as many as there can be, each program
+counts the tiles of the experts before it and leaves when it is past the last.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase, matrix_product
+from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.linear._linear_triton import (
+    DENSE,
+    E2M1,
+    E4M3,
+    FORMATS,
+    INT4,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    SCALE_FLOAT,
+    product,
+)
 from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, tile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -32,14 +54,312 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
     ]
 
 
+@jit
+def grouped_linear_kernel(
+    x,
+    weight,
+    scales,
+    zeros,
+    row_scale,
+    row_block,
+    perm,
+    offsets,
+    permutation,
+    out,
+    m,
+    experts,
+    n,
+    weight_rows,
+    k,
+    columns,
+    row_bytes,
+    groups,
+    scale_rows,
+    top_k,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PERM: tl.constexpr,
+    GATHER: tl.constexpr,
+    SILU: tl.constexpr,
+    FP32: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """n: columns of the output; weight_rows: rows of an expert's weight; scale_rows: rows of its scales."""
+    dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
+    tile = tl.program_id(1)
+    e = tl.arange(0, BE)
+    starts = tl.load(offsets + e, mask=e < experts, other=0)
+    ends = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    tiles = (ends - starts + BM - 1) // BM
+    through = tl.cumsum(tiles, 0)
+    expert = tl.sum((through <= tile).to(tl.int32), 0)
+    ns = tl.program_id(0) * BN + tl.arange(0, BN)
+    n_mask = ns < n
+    last = tl.load(offsets + experts)
+    if expert < BE:
+        mine = e == expert
+        start = tl.sum(tl.where(mine, starts, 0), 0)
+        end = tl.sum(tl.where(mine, ends, 0), 0)
+        first = tl.sum(tl.where(mine, through - tiles, 0), 0)
+        rows = start + (tile - first) * BM + tl.arange(0, BM)
+        row_mask = rows < end
+        source = rows.to(tl.int64)
+        if GATHER:
+            source = (tl.load(permutation + rows, mask=row_mask, other=0) // top_k).to(tl.int64)
+        at = expert.to(tl.int64)
+        w = weight + at * weight_rows * row_bytes
+        s = scales + at * scale_rows * groups
+        z = zeros + at * scale_rows * groups
+        r = row_scale + at * weight_rows
+        y = product(
+            x,
+            w,
+            s,
+            z,
+            r,
+            row_block,
+            perm,
+            source,
+            row_mask,
+            ns,
+            n_mask,
+            k,
+            columns,
+            k,
+            row_bytes,
+            groups,
+            dtype,
+            FORMAT,
+            SCALE,
+            GROUP,
+            ZERO,
+            HAS_ZERO,
+            ROW_SCALE,
+            ROW_BLOCK,
+            PERM,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+        )
+        if SILU:
+            up = product(
+                x,
+                w,
+                s,
+                z,
+                r,
+                row_block,
+                perm,
+                source,
+                row_mask,
+                ns + n,
+                n_mask,
+                k,
+                columns,
+                k,
+                row_bytes,
+                groups,
+                dtype,
+                FORMAT,
+                SCALE,
+                GROUP,
+                ZERO,
+                HAS_ZERO,
+                ROW_SCALE,
+                ROW_BLOCK,
+                PERM,
+                PRECISION,
+                BM,
+                BN,
+                BK,
+            )
+            y = y / (1.0 + tl.exp(-y)) * up
+        to = rows.to(tl.int64)[:, None] * n + ns[None, :]
+        tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+    else:
+        # Programs past the last tile clear the rows that belong to no expert: there are at least as many as such tiles.
+        rows = last + (tile - tl.sum(tiles, 0)) * BM + tl.arange(0, BM)
+        to = rows.to(tl.int64)[:, None] * n + ns[None, :]
+        zero = tl.zeros([BM, BN], dtype=tl.float32).to(out.dtype.element_ty)
+        tl.store(out + to, zero, mask=(rows < m)[:, None] & n_mask[None, :])
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None,
+    top_k: int,
+    silu_mul: bool,
+    n: int,
+    out: Tensor,
+) -> None:
+    """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
+    import torch
+
+    (m, columns_out), k, experts = out.shape, x.shape[1], expert_offsets.shape[0] - 1
+    if m == 0:
+        return
+    scheme = QuantScheme.parse(str(config["scheme"]))
+    if scheme.is_dense:
+        codes = scales = zeros = row_scale = row_block = perm = weight[0]
+        flags: tuple[bool, ...] = (False,) * 4
+        kind, code, columns, groups, scale_rows = DENSE, 0, k, 0, 0
+    else:
+        codes, scales, zeros, row_scale, row_block, perm = weight
+        flags = tuple(t.numel() > 0 for t in (zeros, row_scale, row_block, perm))
+        kind, columns, (scale_rows, groups) = FORMATS[scheme.weight], perm.numel() or k, scales.shape[-2:]
+        code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
+        scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
+    in_fp32 = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
+    bm, bn = int(config["bm"]), int(config["bn"])
+    # Each expert wastes less than one tile, and so does the part behind the last.
+    tiles = min(m, cdiv(m, bm) + experts + 1)
+    grouped_linear_kernel[(cdiv(columns_out, bn), tiles)](
+        x,
+        codes,
+        scales,
+        zeros,
+        row_scale,
+        row_block,
+        perm,
+        expert_offsets,
+        expert_offsets if permutation is None else permutation,
+        out,
+        m,
+        experts,
+        columns_out,
+        codes.shape[1],
+        k,
+        columns,
+        codes.shape[2],
+        groups,
+        scale_rows,
+        top_k,
+        FORMAT=kind,
+        SCALE=code,
+        GROUP=scheme.group_size or 0,
+        ZERO=0 if flags[0] else scheme.implicit_zero,
+        HAS_ZERO=flags[0],
+        ROW_SCALE=flags[1],
+        ROW_BLOCK=flags[2],
+        PERM=flags[3],
+        GATHER=permutation is not None,
+        SILU=silu_mul,
+        FP32=in_fp32,
+        PRECISION="ieee",
+        BE=next_power_of_2(experts),
+        BM=bm,
+        BN=bn,
+        BK=config["bk"],
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
+
+
+def aot_dense(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the dense kernel."""
+    return [case for case in aot(target) if case.name.startswith("dense")]
+
+
+def aot_quantized(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the weight-only kernel."""
+    return [case for case in aot(target) if not case.name.startswith("dense")]
+
+
+def aot(target: Target) -> list[AotCase]:
+    """Dense, and schemes of every code format, with the tiles that the default configuration has for them."""
+    ints = dict.fromkeys(
+        ("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
+        "i32",
+    )
+    plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
+    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "FP32"), False)
+    op, cases = default_registry().op("grouped_linear"), []
+
+    def case(name: str, scheme: str, m: int, weight: str, types: dict[str, str], **constants: Any) -> None:
+        chosen = config(op.problem(f"m={m},e=128,n=2048,k=4096,x=bf16,w={scheme}"), target)
+        pointers = {
+            "x": "*bf16",
+            "weight": weight,
+            **plain,
+            **types,
+            "offsets": "*i32",
+            "permutation": "*i32",
+            "out": "*bf16",
+        }
+        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee", "BE": 128}
+        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
+        cases.append(
+            AotCase(
+                name,
+                grouped_linear_kernel,
+                pointers | ints,
+                base | off | constants | shape,
+                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                ("k", "columns", "row_bytes"),
+                matrix_product(target, int(chosen["bm"])),
+            )
+        )
+
+    few, many = 256, 16384
+    case("dense_silu", "bf16", few, "*bf16", {}, SILU=True, GATHER=True)
+    case("int4_g128", "int4_g128", few, "*u8", {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8)
+    case(
+        "fp8_block",
+        "fp8_block",
+        many,
+        "*u8",
+        {"scales": "*fp32"},
+        FORMAT=E4M3,
+        SCALE=SCALE_FLOAT,
+        GROUP=128,
+        ROW_BLOCK=True,
+    )
+    case(
+        "mxfp4_silu",
+        "mxfp4",
+        few,
+        "*u8",
+        {"scales": "*u8"},
+        FORMAT=E2M1,
+        SCALE=SCALE_E8M0,
+        GROUP=32,
+        SILU=True,
+    )
+    case(
+        "nvfp4",
+        "nvfp4",
+        few,
+        "*u8",
+        {"scales": "*u8"},
+        FORMAT=E2M1,
+        SCALE=SCALE_E4M3,
+        GROUP=16,
+        ROW_SCALE=True,
+    )
+    return cases
+
+
 KERNELS = tuple(
     Kernel(
         op="grouped_linear",
         name=name,
         provider="gristmill",
         language="triton",
-        target="gristmill.kernels.moe._grouped_linear_triton:launch",
-        aot=f"gristmill.kernels.moe._grouped_linear_triton:aot_{'dense' if layout == 'dense_v1' else 'quantized'}",
+        target=f"{__name__}:launch",
+        aot=f"{__name__}:aot_{'dense' if layout == 'dense_v1' else 'quantized'}",
         requires=Requirement(code="triton"),
         summary=summary,
         accepts=accepts,

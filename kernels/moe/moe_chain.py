@@ -50,11 +50,11 @@ def launch_triton(
     out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
-    from gristmill.kernels.moe import _combine_triton, _grouped_linear_triton, _permute_triton, combine_triton
+    from gristmill.kernels.moe import combine_triton, grouped_linear_triton, permute_triton
 
-    grouped = partial(_grouped_linear_triton.launch, config)
-    combine = partial(_combine_triton.launch, combine_triton.block_config(x.shape[1]))
-    parts = _chain.Parts(partial(_permute_triton.launch, {}), grouped, grouped, combine)
+    grouped = partial(grouped_linear_triton.launch, config)
+    combine = partial(combine_triton.launch, combine_triton.block_config(x.shape[1]))
+    parts = _chain.Parts(partial(permute_triton.launch, {}), grouped, grouped, combine)
     _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
 
 

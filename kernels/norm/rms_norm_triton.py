@@ -1,20 +1,28 @@
-"""RMSNorm in Triton, for every device Triton reaches."""
+"""RMSNorm in Triton: one program per row; rows up to 16,384 stay in registers, longer ones are read twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import next_power_of_2
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.common import row_stride
+from gristmill.kernels.lazy_triton import jit, tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST_ROW = 16384
 
 
 def config(problem: Problem, target: Target) -> Config:
     """The whole row in registers while it fits, one warp for each 512 elements of it."""
-    block = min(LONGEST_ROW, max(64, 1 << (problem.integer("n") - 1).bit_length()))
+    block = min(LONGEST_ROW, max(64, next_power_of_2(problem.integer("n"))))
     return {"block": block, "warps": min(16, max(1, block // 512))}
 
 
@@ -24,13 +32,77 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
     return [{"block": block, "warps": warps} for warps in (1, 2, 4, 8, 16)]
 
 
+@jit
+def rms_norm_kernel(
+    x, weight, out, x_stride, out_stride, n, eps, BLOCK: tl.constexpr, ONE_PASS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    out += row * out_stride
+    columns = tl.arange(0, BLOCK)
+    if ONE_PASS:
+        inside = columns < n
+        values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / n + eps)
+        gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+    else:
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, n, BLOCK):
+            values = tl.load(x + start + columns, mask=start + columns < n, other=0.0).to(tl.float32)
+            total += values * values
+        scale = 1.0 / tl.sqrt(tl.sum(total, 0) / n + eps)
+        for start in range(0, n, BLOCK):
+            inside = start + columns < n
+            values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+            gain = tl.load(weight + start + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out + start + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """x [..., N], weight [N] -> out [..., N]."""
+    n, block = x.shape[-1], int(config["block"])
+    rows = x.numel() // n if n else 0
+    if rows:
+        rms_norm_kernel[(rows,)](
+            x,
+            weight,
+            out,
+            row_stride(x),
+            row_stride(out),
+            n,
+            eps,
+            BLOCK=block,
+            ONE_PASS=n <= block,
+            num_warps=config["warps"],
+        )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: both paths, in bf16."""
+    pointers = {"x": "*bf16", "weight": "*bf16", "out": "*bf16"}
+    sizes = {"x_stride": "i32", "out_stride": "i32", "n": "i32", "eps": "fp32"}
+    return [
+        AotCase(
+            "one_pass", rms_norm_kernel, pointers | sizes, {"BLOCK": 4096, "ONE_PASS": True}, {"num_warps": 8}
+        ),
+        AotCase(
+            "two_pass",
+            rms_norm_kernel,
+            pointers | sizes,
+            {"BLOCK": 8192, "ONE_PASS": False},
+            {"num_warps": 8},
+        ),
+    ]
+
+
 KERNEL = Kernel(
     op="rms_norm",
     name="rms_norm_triton",
     provider="gristmill",
     language="triton",
-    target="gristmill.kernels.norm._rms_norm_triton:launch",
-    aot="gristmill.kernels.norm._rms_norm_triton:aot",
+    target=f"{__name__}:launch",
+    aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
     summary="one program per row, float32 inside",
     config=config,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from gristmill.kernels.lazy_triton import jit, tl
 
 
-@triton.jit
+@jit
 def philox_words(seed, index, token):
     """The first two words of Philox4x32-10: key = seed, counter = (index low, index high, token, 0)."""
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -29,7 +28,7 @@ def philox_words(seed, index, token):
     return c0, c1
 
 
-@triton.jit
+@jit
 def gumbel(seed, index, token):
     """float64 Gumbel noise from 52 bits, -log(-log(u)) with u an odd multiple of 2^-53."""
     w0, w1 = philox_words(seed, index, token)
@@ -38,7 +37,7 @@ def gumbel(seed, index, token):
     return -tl.log(-tl.log(u))
 
 
-@triton.jit
+@jit
 def rough_gumbel(seed, index, token):
     """The same noise in float32, within 1e-4 of `gumbel` everywhere, both tails included.
 

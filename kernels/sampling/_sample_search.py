@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from gristmill.kernels.lazy_triton import constexpr, jit, tl
 
-BINS = tl.constexpr(256)
-DEEPEST = tl.constexpr(24.0)
+BINS = constexpr(256)
+DEEPEST = constexpr(24.0)
 """Distances below the largest scaled logit that a first histogram tells apart: e^-24 of its probability."""
-LEAST = tl.constexpr(-2139095040)
+LEAST = constexpr(-2139095040)
 """The key just above that of -inf."""
 
 
-@triton.jit
+@jit
 def scaled(row, place, inside, divisor):
     """Logits over temperature, float32 with IEEE division; -inf outside."""
     x = tl.load(row + place, mask=inside, other=float("-inf")).to(tl.float32)
@@ -21,26 +20,26 @@ def scaled(row, place, inside, divisor):
     return tl.where(barred, float("-inf"), tl.div_rn(tl.where(barred, 1.0, x), divisor))
 
 
-@triton.jit
+@jit
 def keys_of(z):
     """int32 in the order of float32; -0 counts as 0."""
     bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit
+@jit
 def values_of(key):
     """The float32 of a key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def weights_of(z, top, unit):
     """exp(z - top) as an integer number of `unit`ths, in float64: sums of them are exact."""
     return (tl.exp(z.to(tl.float64) - top.to(tl.float64)) * unit + 0.5).to(tl.int64)
 
 
-@triton.jit
+@jit
 def filters_of(top_ks, top_ps, request, v):
     """(k, whether top_k is on, p, whether top_p is on)."""
     k = tl.load(top_ks + request)
@@ -48,7 +47,7 @@ def filters_of(top_ks, top_ps, request, v):
     return k, (k > 0) & (k < v), tl.maximum(p, 0.0).to(tl.float64), p < 1.0
 
 
-@triton.jit
+@jit
 def frame_of(brackets, request, top):
     """(least key, largest key, z where the histogram starts, the width of its ranges) of what is still undecided."""
     least = tl.load(brackets + 3 * request)
@@ -58,7 +57,7 @@ def frame_of(brackets, request, top):
     return least, most, anchor, width
 
 
-@triton.jit
+@jit
 def count_kernel(
     logits,
     temperatures,
@@ -119,7 +118,7 @@ def count_kernel(
             tl.store(masses + slot * 2 + 1, above)
 
 
-@triton.jit
+@jit
 def bracket_kernel(
     top_ks,
     top_ps,
@@ -200,7 +199,7 @@ def bracket_kernel(
         tl.store(brackets + 3 * request + 2, tl.sum(tl.where((bins >= first) & (bins <= last), counts, 0), 0))
 
 
-@triton.jit
+@jit
 def gather_kernel(
     logits,
     temperatures,
@@ -276,14 +275,14 @@ def gather_kernel(
         tl.store(masses + (request * splits + split) * 2 + 1, above)
 
 
-@triton.jit
+@jit
 def all_listed(brackets, found, request, listed):
     """(whether a row's candidates are all in its list, whether all its survivors are)."""
     listed_all = (tl.load(brackets + 3 * request + 2) <= listed) & (tl.load(found + request) <= listed)
     return listed_all, listed_all & (tl.load(brackets + 3 * request + 1) == 2147483647)
 
 
-@triton.jit
+@jit
 def measure(row, v, divisor, top, unit, least, most, pivot, at, MODE: tl.constexpr, BLOCK: tl.constexpr):
     """Over the candidates of a row: 0, how many have key >= at; 1, their mass; 2, how many of key `pivot` have an id <= -at;
     3, the smallest key; 4, the largest."""
@@ -310,7 +309,7 @@ def measure(row, v, divisor, top, unit, least, most, pivot, at, MODE: tl.constex
     return best
 
 
-@triton.jit
+@jit
 def bisect(
     row,
     v,
@@ -337,7 +336,7 @@ def bisect(
     return low
 
 
-@triton.jit
+@jit
 def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total, above, BLOCK: tl.constexpr):
     """(pivot, last token of that key) of a row whose candidates do not fit in the list: many passes over the row."""
     zero = total * 0
@@ -365,7 +364,7 @@ def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total,
     return pivot, last
 
 
-@triton.jit
+@jit
 def narrow(key, inside, middle, low, high, enough):
     """One half of [low, high], shrunk to keys that occur: as many steps as there are different keys need, not as bits."""
     if enough:
@@ -375,7 +374,7 @@ def narrow(key, inside, middle, low, high, enough):
     return low, high
 
 
-@triton.jit
+@jit
 def search_list(key, token, inside, v, top, unit, k, by_k, p, by_p, total, above):
     """The same of a list, which one program holds: a pass is a sum over registers."""
     zero = total * 0

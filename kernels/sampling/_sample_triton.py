@@ -1,53 +1,22 @@
-"""Sampling in Triton: small kernels over [requests, parts of a row], so that one request uses the whole device.
-
-    peaks    the largest logit of each group of tokens, the only pass over every row
-    bound    the largest of a row; the token of a greedy one; for a small top_k, a bound of its threshold from the peaks
-    count    a histogram of the distance from the largest in 256 ranges (top_p alone, and large top_k)
-    bracket  the ranges in which the threshold can lie; both again for rows that have too many candidates left
-    gather   the candidates as a list, and the exact mass above them
-    search   bisection for the exact thresholds in registers, one program per request; the draw too if all survivors are listed
-    draw     each part's best noisy survivor
-    pick     the best of the parts
-
-Counts are integers and probabilities are integers of `unit`ths, so no result depends on how a row is split or in which
-order it is summed or listed. Histograms and peaks only bracket a threshold (masses are bounds, by the edges of a range); what
-is inside the bracket is decided exactly. Noise is needed for survivors only, and float64 noise only for those whose float32
-noise comes within its error of the best: one or two a part. Bounding first and deciding on few is also how FlashInfer and
-vLLM's Triton filter avoid the sort; they bound by pivots.
-"""
+"""The kernels of sampling in Triton that bound a row and draw from it; `sample_triton` says in which order they run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import triton
-import triton.language as tl
-
-from gristmill.kernel_registry.kernel import Config
-from gristmill.kernel_registry.scheme import cdiv
-from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase
+from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.sampling._philox_triton import gumbel, rough_gumbel
 from gristmill.kernels.sampling._sample_search import (
     LEAST,
     all_listed,
-    bracket_kernel,
-    count_kernel,
     filters_of,
-    gather_kernel,
     keys_of,
     scaled,
     search_list,
     search_row,
     values_of,
 )
-from gristmill.kernels.sampling.sample_triton import LISTED, carve, group_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
-@triton.jit
+@jit
 def peaks_kernel(
     logits, temperatures, maxima, stride, v, chunk, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -68,7 +37,7 @@ def peaks_kernel(
         )
 
 
-@triton.jit
+@jit
 def bound_kernel(
     logits,
     temperatures,
@@ -134,7 +103,7 @@ def bound_kernel(
     tl.store(found + request, 0)
 
 
-@triton.jit
+@jit
 def best_of(z, keep, place, top64, floor, seed, index, best, chosen):
     """The best noisy token of a tile, if it beats (best, chosen)."""
     rough = tl.where(keep, z + rough_gumbel(seed, index, place), float("-inf"))
@@ -153,7 +122,7 @@ def best_of(z, keep, place, top64, floor, seed, index, best, chosen):
     return best, chosen
 
 
-@triton.jit
+@jit
 def floor_of(min_ps, request):
     """(min_p, a bound of z - top under which it surely bars); a float64 test decides the rest."""
     floor = tl.load(min_ps + request).to(tl.float64)
@@ -162,7 +131,7 @@ def floor_of(min_ps, request):
     )
 
 
-@triton.jit
+@jit
 def settle(
     keys,
     tokens,
@@ -212,7 +181,7 @@ def settle(
 
 
 # A vocabulary of one token would become a constant, on which Triton 3.6 fails to compile.
-@triton.jit(do_not_specialize=["v"])  # type: ignore[call-arg, untyped-decorator]
+@jit(do_not_specialize=["v"])  # type: ignore[call-arg, untyped-decorator]
 def search_kernel(  # type: ignore[no-untyped-def]
     logits,
     temperatures,
@@ -330,7 +299,7 @@ def search_kernel(  # type: ignore[no-untyped-def]
     tl.store(pivots + 2 * request + 1, last.to(tl.int32))
 
 
-@triton.jit
+@jit
 def draw_kernel(
     logits,
     temperatures,
@@ -386,7 +355,7 @@ def draw_kernel(
         tl.store(winners + request * splits + split, chosen)
 
 
-@triton.jit
+@jit
 def pick_kernel(tops, brackets, found, scores, winners, ids, splits, listed, SPLITS: tl.constexpr):
     """The best of the parts, or of the one list."""
     request = tl.program_id(0).to(tl.int64)
@@ -400,236 +369,3 @@ def pick_kernel(tops, brackets, found, scores, winners, ids, splits, listed, SPL
         winner = tl.min(tl.where(score == tl.max(score, 0), place, 2147483647), 0)
         # A min_p above 1 bars every token; all are then equally impossible, and the first of equals is the answer.
         tl.store(ids + request, tl.where(winner == 2147483647, 0, winner).to(tl.int64))
-
-
-def launch(
-    config: Config,
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-    workspace: Tensor | None,
-    ids: Tensor,
-) -> None:
-    """logits [B, V] -> ids [B]. No synchronisation: which rows are filtered is read on the device."""
-    rows, v = logits.shape
-    if not rows:
-        return
-    block, splits, warps = int(config["block"]), int(config["splits"]), int(config["warps"])
-    chunk = cdiv(v, splits * block) * block
-    space = carve(workspace, logits, rows, v, splits)
-    (
-        maxima,
-        tops,
-        hot_groups,
-        hot,
-        brackets,
-        found,
-        histograms,
-        masses,
-        pivots,
-        scores,
-        winners,
-        keys,
-        tokens,
-    ) = space
-    listed, stride = min(v, LISTED), logits.stride(0)
-    padded = 64 if splits <= 64 else triton.next_power_of_2(splits)  # one compilation for most batch sizes
-    group = group_of(v)
-    groups = cdiv(v, group)
-    few = groups // 2
-    unit = float(2 ** min(52, 62 - v.bit_length()))
-    long = triton.next_power_of_2(listed)
-    grid, each = (rows, splits), (rows,)
-    tiles: dict[str, int] = {"BLOCK": block, "num_warps": warps}
-    thresholds = (top_k, top_p)
-    peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
-    bound_kernel[each](
-        logits,
-        temperature,
-        *thresholds,
-        maxima,
-        tops,
-        hot_groups,
-        hot,
-        brackets,
-        found,
-        ids,
-        stride,
-        v,
-        groups,
-        few,
-        GROUP=group,
-        GROUPS=triton.next_power_of_2(groups),
-        num_warps=4,
-    )
-    for again in (False, True):
-        count_kernel[grid](
-            logits,
-            temperature,
-            *thresholds,
-            tops,
-            brackets,
-            histograms,
-            masses,
-            stride,
-            v,
-            chunk,
-            few,
-            listed,
-            unit,
-            AGAIN=again,
-            **tiles,
-        )
-        bracket_kernel[each](
-            *thresholds,
-            tops,
-            brackets,
-            histograms,
-            masses,
-            v,
-            splits,
-            few,
-            listed,
-            unit,
-            AGAIN=again,
-            SPLITS=padded,
-            num_warps=4,
-        )
-    gather_kernel[grid](
-        logits,
-        temperature,
-        *thresholds,
-        maxima,
-        tops,
-        hot_groups,
-        hot,
-        brackets,
-        found,
-        masses,
-        keys,
-        tokens,
-        stride,
-        v,
-        groups,
-        few,
-        listed,
-        unit,
-        GROUP=group,
-        **tiles,
-    )
-    search_kernel[each](
-        logits,
-        temperature,
-        *thresholds,
-        min_p,
-        seed,
-        index,
-        tops,
-        brackets,
-        found,
-        masses,
-        keys,
-        tokens,
-        pivots,
-        scores,
-        winners,
-        stride,
-        v,
-        splits,
-        listed,
-        unit,
-        SPLITS=padded,
-        SHORT=min(long, 1024),
-        LIST=long,
-        BLOCK=config["search"],
-        num_warps=config["search_warps"],
-    )
-    draw_kernel[grid](
-        logits,
-        temperature,
-        min_p,
-        seed,
-        index,
-        maxima,
-        tops,
-        brackets,
-        found,
-        pivots,
-        scores,
-        winners,
-        stride,
-        v,
-        chunk,
-        groups,
-        listed,
-        GROUP=group,
-        **tiles,
-    )
-    pick_kernel[each](tops, brackets, found, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1)
-
-
-_POINTERS = {
-    "logits": "*bf16",
-    "temperatures": "*fp32",
-    "top_ks": "*i32",
-    "top_ps": "*fp32",
-    "min_ps": "*fp32",
-    "seeds": "*i64",
-    "indices": "*i64",
-    "ids": "*i64",
-    "maxima": "*fp32",
-    "tops": "*fp32",
-    "hot_groups": "*i32",
-    "hot": "*i32",
-    "brackets": "*i32",
-    "found": "*i32",
-    "histograms": "*i32",
-    "masses": "*i64",
-    "keys": "*i32",
-    "tokens": "*i32",
-    "pivots": "*i32",
-    "scores": "*fp64",
-    "winners": "*i32",
-    "stride": "i32",
-    "v": "i32",
-    "chunk": "i32",
-    "splits": "i32",
-    "groups": "i32",
-    "few": "i32",
-    "listed": "i32",
-    "unit": "fp32",
-}
-_CONSTANTS = {"SPLITS": 64, "BLOCK": 2048, "GROUP": 64, "GROUPS": 2048, "SHORT": 1024, "LIST": 8192}
-
-
-def aot(target: Target) -> list[AotCase]:
-    """What the compile matrix builds: each kernel at the sizes of 64 requests, and what reads logits for float32 too."""
-    found = []
-    for function, warps in (
-        (peaks_kernel, 4),
-        (bound_kernel, 4),
-        (count_kernel, 4),
-        (bracket_kernel, 4),
-        (gather_kernel, 4),
-        (search_kernel, 16),
-        (draw_kernel, 4),
-        (pick_kernel, 1),
-    ):
-        for again in (False, True) if "AGAIN" in function.arg_names else (False,):
-            name = function.__name__.removesuffix("_kernel") + ("-again" if again else "")
-            constants = {
-                key: value
-                for key, value in (_CONSTANTS | {"AGAIN": again}).items()
-                if key in function.arg_names
-            }
-            types = {key: _POINTERS[key] for key in function.arg_names if key not in constants}
-            for x in ("bf16", "fp32") if "logits" in types else ("",):
-                chosen = types | ({"logits": f"*{x}"} if x else {})
-                found.append(
-                    AotCase(f"{name}-{x}" if x else name, function, chosen, constants, {"num_warps": warps})
-                )
-    return found

@@ -1,4 +1,20 @@
-"""Sampling in Triton."""
+"""Sampling in Triton: small kernels over [requests, parts of a row], so that one request uses the whole device.
+
+    peaks    the largest logit of each group of tokens, the only pass over every row
+    bound    the largest of a row; the token of a greedy one; for a small top_k, a bound of its threshold from the peaks
+    count    a histogram of the distance from the largest in 256 ranges (top_p alone, and large top_k)
+    bracket  the ranges in which the threshold can lie; both again for rows that have too many candidates left
+    gather   the candidates as a list, and the exact mass above them
+    search   bisection for the exact thresholds in registers, one program per request; the draw too if all survivors are listed
+    draw     each part's best noisy survivor
+    pick     the best of the parts
+
+Counts are integers and probabilities are integers of `unit`ths, so no result depends on how a row is split or in which
+order it is summed or listed. Histograms and peaks only bracket a threshold (masses are bounds, by the edges of a range); what
+is inside the bracket is decided exactly. Noise is needed for survivors only, and float64 noise only for those whose float32
+noise comes within its error of the best: one or two a part. Bounding first and deciding on few is also how FlashInfer and
+vLLM's Triton filter avoid the sort; they bound by pivots.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +24,18 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.lazy_triton import function_of
+from gristmill.kernels.sampling._sample_search import bracket_kernel, count_kernel, gather_kernel
+from gristmill.kernels.sampling._sample_triton import (
+    bound_kernel,
+    draw_kernel,
+    peaks_kernel,
+    pick_kernel,
+    search_kernel,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +69,7 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 
 def _config(problem: Problem, block: int, warps: int) -> Config:
     m, v = max(problem.integer("m"), 1), problem.integer("v")
-    block = min(block, max(256, 1 << (v - 1).bit_length()))
+    block = min(block, max(256, next_power_of_2(v)))
     return {
         "block": block,
         "warps": warps,
@@ -55,7 +81,7 @@ def _config(problem: Problem, block: int, warps: int) -> Config:
 
 def group_of(v: int) -> int:
     """Tokens of a group: 64, or as many as leave about GROUPS groups; at most the smallest block."""
-    return min(max(64, 1 << (cdiv(v, GROUPS) - 1).bit_length()), 1024)
+    return min(max(64, next_power_of_2(cdiv(v, GROUPS))), 1024)
 
 
 def pieces(rows: int, v: int, splits: int) -> tuple[tuple[str, int], ...]:
@@ -117,13 +143,243 @@ def carve(space: Tensor | None, like: Tensor, rows: int, v: int, splits: int) ->
     return found
 
 
+def launch(
+    config: Config,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    workspace: Tensor | None,
+    ids: Tensor,
+) -> None:
+    """logits [B, V] -> ids [B]. No synchronisation: which rows are filtered is read on the device."""
+    rows, v = logits.shape
+    if not rows:
+        return
+    block, splits, warps = int(config["block"]), int(config["splits"]), int(config["warps"])
+    chunk = cdiv(v, splits * block) * block
+    space = carve(workspace, logits, rows, v, splits)
+    (
+        maxima,
+        tops,
+        hot_groups,
+        hot,
+        brackets,
+        found,
+        histograms,
+        masses,
+        pivots,
+        scores,
+        winners,
+        keys,
+        tokens,
+    ) = space
+    listed, stride = min(v, LISTED), logits.stride(0)
+    padded = 64 if splits <= 64 else next_power_of_2(splits)  # one compilation for most batch sizes
+    group = group_of(v)
+    groups = cdiv(v, group)
+    few = groups // 2
+    unit = float(2 ** min(52, 62 - v.bit_length()))
+    long = next_power_of_2(listed)
+    grid, each = (rows, splits), (rows,)
+    tiles: dict[str, int] = {"BLOCK": block, "num_warps": warps}
+    thresholds = (top_k, top_p)
+    peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
+    bound_kernel[each](
+        logits,
+        temperature,
+        *thresholds,
+        maxima,
+        tops,
+        hot_groups,
+        hot,
+        brackets,
+        found,
+        ids,
+        stride,
+        v,
+        groups,
+        few,
+        GROUP=group,
+        GROUPS=next_power_of_2(groups),
+        num_warps=4,
+    )
+    for again in (False, True):
+        count_kernel[grid](
+            logits,
+            temperature,
+            *thresholds,
+            tops,
+            brackets,
+            histograms,
+            masses,
+            stride,
+            v,
+            chunk,
+            few,
+            listed,
+            unit,
+            AGAIN=again,
+            **tiles,
+        )
+        bracket_kernel[each](
+            *thresholds,
+            tops,
+            brackets,
+            histograms,
+            masses,
+            v,
+            splits,
+            few,
+            listed,
+            unit,
+            AGAIN=again,
+            SPLITS=padded,
+            num_warps=4,
+        )
+    gather_kernel[grid](
+        logits,
+        temperature,
+        *thresholds,
+        maxima,
+        tops,
+        hot_groups,
+        hot,
+        brackets,
+        found,
+        masses,
+        keys,
+        tokens,
+        stride,
+        v,
+        groups,
+        few,
+        listed,
+        unit,
+        GROUP=group,
+        **tiles,
+    )
+    search_kernel[each](
+        logits,
+        temperature,
+        *thresholds,
+        min_p,
+        seed,
+        index,
+        tops,
+        brackets,
+        found,
+        masses,
+        keys,
+        tokens,
+        pivots,
+        scores,
+        winners,
+        stride,
+        v,
+        splits,
+        listed,
+        unit,
+        SPLITS=padded,
+        SHORT=min(long, 1024),
+        LIST=long,
+        BLOCK=config["search"],
+        num_warps=config["search_warps"],
+    )
+    draw_kernel[grid](
+        logits,
+        temperature,
+        min_p,
+        seed,
+        index,
+        maxima,
+        tops,
+        brackets,
+        found,
+        pivots,
+        scores,
+        winners,
+        stride,
+        v,
+        chunk,
+        groups,
+        listed,
+        GROUP=group,
+        **tiles,
+    )
+    pick_kernel[each](tops, brackets, found, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1)
+
+
+_POINTERS = {
+    "logits": "*bf16",
+    "temperatures": "*fp32",
+    "top_ks": "*i32",
+    "top_ps": "*fp32",
+    "min_ps": "*fp32",
+    "seeds": "*i64",
+    "indices": "*i64",
+    "ids": "*i64",
+    "maxima": "*fp32",
+    "tops": "*fp32",
+    "hot_groups": "*i32",
+    "hot": "*i32",
+    "brackets": "*i32",
+    "found": "*i32",
+    "histograms": "*i32",
+    "masses": "*i64",
+    "keys": "*i32",
+    "tokens": "*i32",
+    "pivots": "*i32",
+    "scores": "*fp64",
+    "winners": "*i32",
+    "stride": "i32",
+    "v": "i32",
+    "chunk": "i32",
+    "splits": "i32",
+    "groups": "i32",
+    "few": "i32",
+    "listed": "i32",
+    "unit": "fp32",
+}
+_CONSTANTS = {"SPLITS": 64, "BLOCK": 2048, "GROUP": 64, "GROUPS": 2048, "SHORT": 1024, "LIST": 8192}
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds: each kernel at the sizes of 64 requests, and what reads logits for float32 too."""
+    found = []
+    for function, warps in (
+        (peaks_kernel, 4),
+        (bound_kernel, 4),
+        (count_kernel, 4),
+        (bracket_kernel, 4),
+        (gather_kernel, 4),
+        (search_kernel, 16),
+        (draw_kernel, 4),
+        (pick_kernel, 1),
+    ):
+        names = function_of(function).arg_names
+        for again in (False, True) if "AGAIN" in names else (False,):
+            name = function_of(function).__name__.removesuffix("_kernel") + ("-again" if again else "")
+            constants = {key: value for key, value in (_CONSTANTS | {"AGAIN": again}).items() if key in names}
+            types = {key: _POINTERS[key] for key in names if key not in constants}
+            for x in ("bf16", "fp32") if "logits" in types else ("",):
+                chosen = types | ({"logits": f"*{x}"} if x else {})
+                found.append(
+                    AotCase(f"{name}-{x}" if x else name, function, chosen, constants, {"num_warps": warps})
+                )
+    return found
+
+
 KERNEL = Kernel(
     op="sample",
     name="sample_triton",
     provider="gristmill",
     language="triton",
-    target="gristmill.kernels.sampling._sample_triton:launch",
-    aot="gristmill.kernels.sampling._sample_triton:aot",
+    target=f"{__name__}:launch",
+    aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
     summary="rows in parts; bounds from group maxima or histograms, exact search among candidates; no sort",
     accepts=accepts,

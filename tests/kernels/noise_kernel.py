@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.sampling._philox_triton import gumbel, rough_gumbel
 
 
-@triton.jit
+@jit
 def both_noises(exact, rough, seed, index, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed, index = tl.load(seed), tl.load(index)

@@ -201,9 +201,8 @@ def test_parts_of_rows_and_long_candidate_lists(
     implementation: Runnable, listed: int, monkeypatch: Any
 ) -> None:
     """Rows in one part and in three, candidates listed and read from the row: always the reference's tokens."""
-    from gristmill.kernels.sampling import _sample_triton, sample_triton
+    from gristmill.kernels.sampling import sample_triton
 
-    monkeypatch.setattr(_sample_triton, "LISTED", listed)
     monkeypatch.setattr(sample_triton, "LISTED", listed)
     noise = torch.randn(2, 299, generator=torch.Generator().manual_seed(11))
     for logits, parameters in (
@@ -227,9 +226,8 @@ def test_parts_of_rows_and_long_candidate_lists(
 def test_rows_of_many_groups(implementation: Runnable, listed: int, monkeypatch: Any) -> None:
     """A top_k bounded by the peaks of groups, by ties too and with fewer tokens than it; top_p over almost equal logits,
     whose candidates are bracketed twice: always the reference's tokens."""
-    from gristmill.kernels.sampling import _sample_triton, sample_triton
+    from gristmill.kernels.sampling import sample_triton
 
-    monkeypatch.setattr(_sample_triton, "LISTED", listed)
     monkeypatch.setattr(sample_triton, "LISTED", listed)
     noise = torch.randn(2, 1500, generator=torch.Generator().manual_seed(12))
     tied = torch.where(noise > 1.5, 4.0, noise)

@@ -228,7 +228,7 @@ def typed_imports_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "kernel", "file", "does"),
     [
-        (only_at_the_margin, "moe_chain_triton", "kernels/moe/_combine_triton.py", "does not change"),
+        (only_at_the_margin, "moe_chain_triton", "kernels/moe/combine_triton.py", "does not change"),
         (one_include_missed, "mla_attention_cpu", "kernels/attention/_flash_rows_cpu.h", "does not change"),
         (typed_imports_followed, "linear_dequant_torch", "quant/rtn.py", "changes"),
     ],
