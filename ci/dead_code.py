@@ -19,7 +19,16 @@ from pathlib import Path
 from vulture import Vulture
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "src/gristmill")
+PRODUCT = (
+    "kernel_registry",
+    "quant",
+    "kernels",
+    "autotune",
+    "runtime",
+    "integrations",
+    "bench",
+    "src/gristmill",
+)
 SCRIPTS = ("lab", "ci", "examples")
 PRESCRIBED = ("pytestmark", "pytest_*", "handle_*", "__getattr__", "__dir__", "__all__", "teardown")
 """Names that pytest, html.parser, hypothesis or Python itself look up."""

@@ -18,7 +18,15 @@ import pytest
 from gristmill.kernel_registry import Kernel, Op, default_registry
 
 ROOT = Path(__file__).parents[1]
-LINKED = ("autotune", "bench", "kernel_registry", "kernels", "quant", "runtime")  # links under src/gristmill
+LINKED = (  # links under src/gristmill
+    "autotune",
+    "bench",
+    "integrations",
+    "kernel_registry",
+    "kernels",
+    "quant",
+    "runtime",
+)
 OURS = ("gristmill", "lab", "ci", "examples")
 TYPES = {
     "Tensor": {"Tensor", "torch.Tensor"},

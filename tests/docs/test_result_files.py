@@ -16,6 +16,7 @@ LOGS = ROOT / "docs" / "performance" / "log"
 FOLDERS = (
     "autotune",
     "bench",
+    "integrations",
     "kernel_registry",
     "kernels",
     "lab",

@@ -1,0 +1,51 @@
+"""The programs that gristmill runs inside, and the versions of them that an integration serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from gristmill.kernel_registry.build import version_key
+
+
+class HostError(RuntimeError):
+    """A host that is not installed, or not in a version that its integration serves."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One program and its versions.
+
+    Attributes:
+        name: for people.
+        distributions: the names under which it is installed; the first that is here counts.
+        minimum: the oldest version that is served.
+        below: the first version that is not served any more.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    minimum: str
+    below: str
+
+    def require(self) -> str:
+        """The installed version.
+
+        Raises:
+            HostError: it is not installed, or its version is not served.
+        """
+        served = f"gristmill serves {self.name} >={self.minimum},<{self.below}"
+        distribution = self.distributions[0]
+        for name in self.distributions:
+            try:
+                installed = version(name)
+            except PackageNotFoundError:
+                continue
+            if version_key(self.minimum) <= version_key(installed) < version_key(self.below):
+                return installed
+            raise HostError(
+                f"{served}, and {name} {installed} is installed: pip install '{name}>={self.minimum},<{self.below}'"
+            )
+        raise HostError(
+            f"{served}, and it is not installed: pip install '{distribution}>={self.minimum},<{self.below}'"
+        )
