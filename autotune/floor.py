@@ -231,10 +231,10 @@ def _measured(device: str, size: int, rounds: int, products: Sequence[str]) -> C
 
     # Sums read everything once and write nothing: the read ceiling, like STREAM's without the writes, not the copy ceiling.
     read = min(least(data.sum), least(lambda: torch.dot(data, data)))
-    half, other = data[: size // 8], torch.empty(size // 8, device=device)
+    half, other = data[: size // 8], torch.empty(size // 8, device=device, dtype=torch.float32)
     # Not copy_: between equal types that is the driver's memory copy, which is slower than kernels are.
     copy = least(lambda: torch.neg(half, out=other))
-    small = torch.ones(1, device=device)
+    small = torch.ones(1, device=device, dtype=torch.float32)
     launch = measure_call(lambda: small.neg_(), device, rounds=5)
     rates = []
     for name in products:
@@ -262,7 +262,7 @@ def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: in
 
 def _dense(dtype: torch.dtype) -> Callable[[int, str], Callable[[], Any]]:
     def make(size: int, device: str) -> Callable[[], Any]:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
@@ -275,8 +275,10 @@ def _int8(size: int, device: str) -> Callable[[], Any]:
 
 
 def _fp8(size: int, device: str) -> Callable[[], Any]:
-    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
+    a, b = (
+        torch.randn(size, size, device=device, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2)
+    )
+    one = torch.ones((), device=device, dtype=torch.float32)
     return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 

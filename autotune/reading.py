@@ -128,7 +128,7 @@ def _filled(device: str, count: int) -> torch.Tensor:
     point numbers, zeros with a one here and there: sums of them are exact, and every page is written, without which it would not be
     memory of its own."""
     if device == "cpu":
-        data = torch.zeros(count)
+        data = torch.zeros(count, dtype=torch.float32)
         data[::APART] = 1.0
         return data
     data = torch.empty(count, dtype=torch.int32, device=device)
@@ -141,7 +141,7 @@ def _filled(device: str, count: int) -> torch.Tensor:
 def _readers(data: torch.Tensor, count: int) -> Iterator[Reader]:
     """Ways of reading `count` elements of memory that is filled like `data`."""
     if data.is_floating_point():
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
         yield Reader("sum", lambda view: torch.sum(view, 0, out=total), lambda: float(total))
         yield Reader("dot", lambda view: torch.dot(view, view, out=total), lambda: float(total))
         return

@@ -159,7 +159,7 @@ def _graph_of(runner: Runner, batch: int, context: int) -> Callable[[], Any]:
 
 def _input(layer: Linear | SplitLinear, rows: int, model: Model) -> torch.Tensor:
     weight = layer.parts[0].weight if isinstance(layer, SplitLinear) else layer.weight
-    return torch.randn(rows, weight.k, device=model.plans.device).to(model.plans.dtype)
+    return torch.randn(rows, weight.k, device=model.plans.device, dtype=torch.float32).to(model.plans.dtype)
 
 
 def _bytes(layer: Linear | SplitLinear) -> int:

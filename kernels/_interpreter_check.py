@@ -27,7 +27,7 @@ def run(a: Tensor, b: Tensor) -> dict[str, Tensor]:
 
     results = {
         "bf16 addition": torch.empty_like(a),
-        "bf16 matrix product": torch.empty(16, 16),
+        "bf16 matrix product": torch.empty(16, 16, dtype=torch.float32),
         "rounding to bf16": torch.empty_like(a),
         "rounding to fp8": torch.empty(16, 16, dtype=torch.float8_e4m3fn),
     }

@@ -109,7 +109,9 @@ def check() -> None:
     from gristmill.kernels import _interpreter_check
 
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(16, 16, generator=generator).to(torch.bfloat16) for _ in range(2))
+    a, b = (
+        torch.randn(16, 16, generator=generator, dtype=torch.float32).to(torch.bfloat16) for _ in range(2)
+    )
     found = _interpreter_check.run(a, b)
     wanted = {
         "bf16 addition": a + b,

@@ -142,7 +142,7 @@ def _nvfp4(w: Tensor, scale: Tensor | None) -> QuantAct:
 
 
 def _tensor_amax(w: Tensor) -> Tensor:
-    return w.abs().amax().view(1) if w.numel() else torch.zeros(1, device=w.device)
+    return w.abs().amax().view(1) if w.numel() else torch.zeros(1, device=w.device, dtype=torch.float32)
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ def search_channel_scales(
         0
     )
     if columns is not None:
-        energy = torch.zeros(int(columns.max()) + 1, device=energy.device).index_add_(0, columns, energy)
+        energy = torch.zeros(int(columns.max()) + 1, device=energy.device, dtype=torch.float32).index_add_(
+            0, columns, energy
+        )
     best, chosen = float("inf"), torch.ones_like(energy)
     for alpha in ALPHAS:
         scales = channel_scales(energy, alpha)

@@ -88,7 +88,7 @@ def gptq(
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
     for first in range(0, k, BLOCK):
         last = min(k, first + BLOCK)
-        errors = torch.empty(n, last - first, device=w.device)
+        errors = torch.empty(n, last - first, device=w.device, dtype=torch.float32)
         for i in range(first, last):
             column = w[:, i]
             code, value = _round(column, scale[:, i], None if zero is None else zero[:, i], start)
@@ -123,7 +123,7 @@ def search_scales(weight: Tensor, hessian: Tensor, start: QuantTensor) -> QuantT
         scales = (start.scales.float() * shrink).to(start.scales.dtype)
         expanded = scales.float()[:, columns]
         error = energy * (w - (w / expanded).round().clamp(-half, half - 1) * expanded).square()
-        total = torch.zeros(scales.shape, device=w.device).index_add_(1, columns, error)
+        total = torch.zeros(scales.shape, device=w.device, dtype=torch.float32).index_add_(1, columns, error)
         if best is None:
             best = total
             continue
@@ -137,7 +137,7 @@ def search_scales(weight: Tensor, hessian: Tensor, start: QuantTensor) -> QuantT
 def _spread(start: QuantTensor, order: Tensor) -> tuple[Tensor, Tensor | None]:
     """float32 [N, K] scale, global included, and zero of each weight, columns in order."""
     columns, rows = start.column_groups().to(torch.int64)[order], start.row_blocks().to(torch.int64)
-    scale = torch.ones(start.n, start.k, device=start.device)
+    scale = torch.ones(start.n, start.k, device=start.device, dtype=torch.float32)
     if start.scales is not None:
         scale *= scales_to_float32(start.scales)[rows][:, columns]
     row_scale = start.row_scale()

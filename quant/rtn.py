@@ -152,7 +152,7 @@ def _integer_rows(w: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[
 
     def reduce(values: Tensor, how: str) -> Tensor:
         """[N, groups] amax or amin, together with 0."""
-        start = torch.zeros(n, groups, device=w.device)
+        start = torch.zeros(n, groups, device=w.device, dtype=torch.float32)
         return start.scatter_reduce(1, column.expand(n, k), values, how, include_self=True)
 
     top = (1 << scheme.bits) - 1

@@ -30,7 +30,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     m, n = problem.integers("m", "n")
-    x = torch.randn(m, 2 * n, generator=generator)
+    x = torch.randn(m, 2 * n, generator=generator, dtype=torch.float32)
     x[:, :n] *= 4
     return [x.to(torch_dtype(problem.text("x"))).to(device)]
 

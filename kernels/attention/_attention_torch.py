@@ -71,7 +71,9 @@ def attend_sequences(
         inside = rows < end
         own = context - (end - begin) + step
         made = torch.empty((max_q, *out.shape[1:]), dtype=q.dtype, device=q.device)
-        stated = None if lse is None else torch.empty((max_q, q.shape[1]), device=q.device)
+        stated = (
+            None if lse is None else torch.empty((max_q, q.shape[1]), device=q.device, dtype=torch.float32)
+        )
         _attend(
             q[rows.clamp(max=q.shape[0] - 1)],
             keys,

@@ -50,11 +50,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     t, h, d = problem.integers("t", "h", "d")
-    a, b = (torch.randn(t, h, d, generator=generator) for _ in range(2))
-    a_lse = 5 * torch.randn(t, h, generator=generator)
-    b_lse = a_lse + torch.where(torch.rand(t, h, generator=generator) < 0.2, 40.0, 2.0) * torch.randn(
-        t, h, generator=generator
-    )
+    a, b = (torch.randn(t, h, d, generator=generator, dtype=torch.float32) for _ in range(2))
+    a_lse = 5 * torch.randn(t, h, generator=generator, dtype=torch.float32)
+    b_lse = a_lse + torch.where(
+        torch.rand(t, h, generator=generator, dtype=torch.float32) < 0.2, 40.0, 2.0
+    ) * torch.randn(t, h, generator=generator, dtype=torch.float32)
     kind = torch.randint(0, 8, (t, h), generator=generator)
     for part, lse, kinds in ((a, a_lse, (0, 2)), (b, b_lse, (1, 2))):
         empty = (kind == kinds[0]) | (kind == kinds[1])

@@ -74,11 +74,17 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     dtype, max_ctx = torch_dtype(problem.text("x")), problem.integer("max_ctx")
     generator = torch.Generator(device).manual_seed(seed)
     tables, blocks = ragged.block_tables(contexts, block_size, seed)
-    q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
+    q = torch.randn(tokens, heads, dim, generator=generator, device=device, dtype=torch.float32) * 2
     cache = torch.full((blocks * block_size, dim), float("nan"), dtype=dtype, device=device)
     slots = ragged.owned_slots(tables, contexts, block_size).to(device)
-    cache[slots] = torch.randn(len(slots), dim, generator=generator, device=device).to(dtype)
-    lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
+    cache[slots] = torch.randn(len(slots), dim, generator=generator, device=device, dtype=torch.float32).to(
+        dtype
+    )
+    lse = (
+        torch.full((tokens, heads), float("nan"), device=device, dtype=torch.float32)
+        if problem["lse"]
+        else None
+    )
     return [
         q.to(dtype),
         cache.view(blocks, block_size, dim),

@@ -77,16 +77,31 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator(device).manual_seed(seed)
     tables, blocks = ragged.block_tables(contexts, block_size, seed)
     tokens = problem.integer("q_tokens")
-    wide = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator, device=device) * 2
+    wide = (
+        torch.randn(
+            tokens, heads + 2 * kv_heads, dim, generator=generator, device=device, dtype=torch.float32
+        )
+        * 2
+    )
     cache = torch.full((2, blocks * block_size, kv_heads, dim), float("nan"), dtype=dtype, device=device)
     slots = ragged.owned_slots(tables, contexts, block_size).to(device)
     for part in cache:
-        part[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator, device=device).to(dtype)
+        part[slots] = torch.randn(
+            len(slots), kv_heads, dim, generator=generator, device=device, dtype=torch.float32
+        ).to(dtype)
     caches = cache.view(2, blocks, block_size, kv_heads, dim)
     max_ctx = max(problem.integer("max_ctx"), 1)
     table = ragged.table_tensor(tables, -(-max_ctx // block_size))
-    sinks = torch.randn(heads, generator=generator, device=device) + 1 if problem["sinks"] else None
-    lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
+    sinks = (
+        torch.randn(heads, generator=generator, device=device, dtype=torch.float32) + 1
+        if problem["sinks"]
+        else None
+    )
+    lse = (
+        torch.full((tokens, heads), float("nan"), device=device, dtype=torch.float32)
+        if problem["lse"]
+        else None
+    )
     return [
         wide.to(dtype)[:, :heads],
         caches[0],

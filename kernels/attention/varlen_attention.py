@@ -66,9 +66,15 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     tokens, heads, kv_heads = problem.integers("q_tokens", "heads", "kv_heads")
     dim, width, dtype = problem.integer("qk_dim"), problem.integer("v_dim"), torch_dtype(problem.text("x"))
     generator = torch.Generator(device).manual_seed(seed)
-    q = torch.randn(tokens, heads, dim, generator=generator, device=device) * 2
-    wide = torch.randn(sum(contexts), kv_heads, dim + width, generator=generator, device=device).to(dtype)
-    lse = torch.full((tokens, heads), float("nan"), device=device) if problem["lse"] else None
+    q = torch.randn(tokens, heads, dim, generator=generator, device=device, dtype=torch.float32) * 2
+    wide = torch.randn(
+        sum(contexts), kv_heads, dim + width, generator=generator, device=device, dtype=torch.float32
+    ).to(dtype)
+    lse = (
+        torch.full((tokens, heads), float("nan"), device=device, dtype=torch.float32)
+        if problem["lse"]
+        else None
+    )
     return [
         q.to(dtype),
         wide[..., :dim],

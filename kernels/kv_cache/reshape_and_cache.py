@@ -44,7 +44,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     t, h, d, dv, size = problem.integers("t", "h", "d", "dv", "block_size")
     dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
     made = [
-        torch.randn(*shape, generator=generator).to(dtype).to(device)
+        torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype).to(device)
         for shape in ((t, h, d), (t, h, dv), (blocks, size, h, d), (blocks, size, h, dv))
     ]
     return [*made, random_slots(t, blocks, size, generator).to(device)]

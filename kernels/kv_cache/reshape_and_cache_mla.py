@@ -35,7 +35,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     t, d, size = problem.integers("t", "d", "block_size")
     dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
-    latent, cache = torch.randn(t, d, generator=generator), torch.randn(blocks, size, d, generator=generator)
+    latent, cache = (
+        torch.randn(t, d, generator=generator, dtype=torch.float32),
+        torch.randn(blocks, size, d, generator=generator, dtype=torch.float32),
+    )
     return [
         latent.to(dtype).to(device),
         cache.to(dtype).to(device),

@@ -52,5 +52,5 @@ def random_slots(tokens: int, blocks: int, block_size: int, generator: torch.Gen
     import torch
 
     slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
-    slots[torch.rand(tokens, generator=generator) < 0.2] = -1
+    slots[torch.rand(tokens, generator=generator, dtype=torch.float32) < 0.2] = -1
     return slots

@@ -98,7 +98,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     dtype, scheme = torch_dtype(problem.text("x")), QuantScheme.parse(problem.text("w"))
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
     x = normal(m, k) * torch.exp(0.5 * normal(m, 1))
     weight = normal(n, k).to(device) * (torch.exp(0.5 * normal(n, 1)) / k**0.5).to(device)

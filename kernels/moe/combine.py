@@ -42,8 +42,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     m, k, h = problem.integers("m", "top_k", "h")
     inverse = permute(torch.randint(-1, 9, (m, k), generator=generator).to(torch.int32), 9)[2]
-    y = torch.randn(m * k, h, generator=generator) * torch.exp(torch.randn(m * k, 1, generator=generator))
-    weights = torch.rand(m, k, generator=generator) + 0.1
+    y = torch.randn(m * k, h, generator=generator, dtype=torch.float32) * torch.exp(
+        torch.randn(m * k, 1, generator=generator, dtype=torch.float32)
+    )
+    weights = torch.rand(m, k, generator=generator, dtype=torch.float32) + 0.1
     return [y.to(torch_dtype(problem.text("x"))).to(device), inverse.to(device), weights.to(device)]
 
 

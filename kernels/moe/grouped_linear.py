@@ -65,12 +65,14 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     m, e, n, k = problem.integers(*"menk")
     dtype, gather = torch_dtype(problem.text("x")), problem.integer("gather")
-    ids = (e * torch.rand(m, 1, generator=generator) ** 2).int().clamp(max=e - 1)
+    ids = (e * torch.rand(m, 1, generator=generator, dtype=torch.float32) ** 2).int().clamp(max=e - 1)
     ids[(ids == 1) & (e > 2)] = 2
-    ids[torch.rand(m, 1, generator=generator) < 0.04] = -1
+    ids[torch.rand(m, 1, generator=generator, dtype=torch.float32) < 0.04] = -1
     offsets, permutation, _ = permute(ids.to(torch.int32), e)
     rows = -(-m // gather) if gather else m
-    x = torch.randn(rows, k, generator=generator) * torch.exp(0.5 * torch.randn(rows, 1, generator=generator))
+    x = torch.randn(rows, k, generator=generator, dtype=torch.float32) * torch.exp(
+        0.5 * torch.randn(rows, 1, generator=generator, dtype=torch.float32)
+    )
     weight = random_experts(
         QuantScheme.parse(problem.text("w")), (e, n, k), generator, device, bool(problem["act_order"])
     )
@@ -97,8 +99,8 @@ def random_experts(
 
     e, n, k = shape
     weight = (
-        torch.randn(e, n, k, generator=generator)
-        * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator))
+        torch.randn(e, n, k, generator=generator, dtype=torch.float32)
+        * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator, dtype=torch.float32))
         / k**0.5
     )
     return quantized(weight.to(device), scheme, act_order, generator)

@@ -109,8 +109,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     m, e = problem.integers("m", "e")
-    logits = 1.5 * torch.randn(m, e, generator=generator)
-    tied = torch.rand(m, e, generator=generator) < 0.1
+    logits = 1.5 * torch.randn(m, e, generator=generator, dtype=torch.float32)
+    tied = torch.rand(m, e, generator=generator, dtype=torch.float32) < 0.1
     logits = torch.where(tied, torch.full_like(logits, 1.25), logits)
     bias = None
     if problem["bias"]:

@@ -66,12 +66,14 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
-    ids = (e * torch.rand(m, k, generator=generator) ** 1.5).int().clamp(max=e - 1)
+    ids = (e * torch.rand(m, k, generator=generator, dtype=torch.float32) ** 1.5).int().clamp(max=e - 1)
     ids[(ids == 1) & (e > 2)] = 2
-    ids[torch.rand(m, k, generator=generator) < 0.03] = -1
-    weights = torch.rand(m, k, generator=generator) + 0.1
+    ids[torch.rand(m, k, generator=generator, dtype=torch.float32) < 0.03] = -1
+    weights = torch.rand(m, k, generator=generator, dtype=torch.float32) + 0.1
     weights /= weights.sum(-1, keepdim=True)
-    x = torch.randn(m, h, generator=generator) * torch.exp(0.5 * torch.randn(m, 1, generator=generator))
+    x = torch.randn(m, h, generator=generator, dtype=torch.float32) * torch.exp(
+        0.5 * torch.randn(m, 1, generator=generator, dtype=torch.float32)
+    )
     scheme, act_order = QuantScheme.parse(problem.text("w")), bool(problem["act_order"])
     w13 = random_experts(scheme, (e, 2 * i, h), generator, device, act_order)
     w2 = random_experts(scheme, (e, h, i), generator, device, act_order)

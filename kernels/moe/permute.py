@@ -44,8 +44,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     m, k, e = problem.integers("m", "top_k", "e")
-    ids = (e * torch.rand(m, k, generator=generator) ** 2).int().clamp(max=e - 1)
-    foreign = torch.rand(m, k, generator=generator) < 0.05
+    ids = (e * torch.rand(m, k, generator=generator, dtype=torch.float32) ** 2).int().clamp(max=e - 1)
+    foreign = torch.rand(m, k, generator=generator, dtype=torch.float32) < 0.05
     ids = torch.where(foreign, torch.where(ids % 2 == 0, -1, e), ids)
     return [ids.to(torch.int32).to(device), e]
 

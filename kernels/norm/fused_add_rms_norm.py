@@ -35,10 +35,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     m, n, dtype = problem.integer("m"), problem.integer("n"), torch_dtype(problem.text("x"))
     x, residual = (
-        torch.randn(m, n, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator))
+        torch.randn(m, n, generator=generator, dtype=torch.float32)
+        * torch.exp(torch.randn(m, 1, generator=generator, dtype=torch.float32))
         for _ in range(2)
     )
-    weight = 1 + 0.2 * torch.randn(n, generator=generator)
+    weight = 1 + 0.2 * torch.randn(n, generator=generator, dtype=torch.float32)
     return [*(t.to(dtype).to(device) for t in (x, residual, weight)), 1e-5]
 
 

@@ -26,8 +26,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     m, n, dtype = problem.integer("m"), problem.integer("n"), torch_dtype(problem.text("x"))
-    x = torch.randn(m, n, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator))
-    weight = 1 + 0.2 * torch.randn(n, generator=generator)
+    x = torch.randn(m, n, generator=generator, dtype=torch.float32) * torch.exp(
+        torch.randn(m, 1, generator=generator, dtype=torch.float32)
+    )
+    weight = 1 + 0.2 * torch.randn(n, generator=generator, dtype=torch.float32)
     return [x.to(dtype).to(device), weight.to(dtype).to(device), 1e-5]
 
 

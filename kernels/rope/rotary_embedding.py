@@ -85,7 +85,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     t, hq, hk, d, rot = problem.integers("t", "hq", "hk", "d", "rot")
     dtype = torch_dtype(problem.text("x"))
-    q, k = (torch.randn(t, heads, d, generator=generator).to(dtype).to(device) for heads in (hq, hk))
+    q, k = (
+        torch.randn(t, heads, d, generator=generator, dtype=torch.float32).to(dtype).to(device)
+        for heads in (hq, hk)
+    )
     positions = torch.randint(0, TABLE_ROWS, (t,), generator=generator)
     positions[:2] = torch.tensor([TABLE_ROWS - 1, 0])[:t]
     table = rope_cache(rot, TABLE_ROWS, RopeParameters())

@@ -99,15 +99,18 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     generator = torch.Generator().manual_seed(seed)
     m, v = problem.integers("m", "v")
-    logits = (2 * torch.randn(m, v, generator=generator)).to(torch_dtype(problem.text("x")))
-    tied = torch.rand(m, v, generator=generator) < 0.05
+    logits = (2 * torch.randn(m, v, generator=generator, dtype=torch.float32)).to(
+        torch_dtype(problem.text("x"))
+    )
+    tied = torch.rand(m, v, generator=generator, dtype=torch.float32) < 0.05
     logits = torch.where(tied & (torch.arange(m) % 2 == 0)[:, None], logits.amax(-1, keepdim=True), logits)
-    barred = torch.rand(m, v, generator=generator) < 0.02
+    barred = torch.rand(m, v, generator=generator, dtype=torch.float32) < 0.02
     barred[:, 0] = False
     logits[barred] = -torch.inf
 
     def pick(*values: float) -> torch.Tensor:
-        return torch.tensor(values)[torch.randint(len(values), (m,), generator=generator)]
+        choices = torch.tensor(values, dtype=torch.float32)
+        return choices[torch.randint(len(values), (m,), generator=generator)]
 
     parameters = [
         pick(0.0, 0.7, 1.0, 1.5),
