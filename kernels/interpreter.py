@@ -39,6 +39,9 @@ def _patch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    from gristmill.kernels import _interpreter_speed
+
+    _interpreter_speed.install()
     narrow = {
         tl.bfloat16: ml_dtypes.bfloat16,
         tl.float8e4nv: ml_dtypes.float8_e4m3fn,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gristmill.bench.cli import main
+
 VERDICTS = {"selected", "eligible", "unverified", "hardware", "build", "problem", "policy", "quarantined"}
 SOURCES = {"measured", "near", "sibling", "model", "priority", None}
 
@@ -201,11 +203,26 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) ->
     ],
 )
 def test_mistakes_are_one_line_and_status_2(
-    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    complaint: str,
 ) -> None:
-    done = kernelbench(*arguments, cache=tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("GRISTMILL_POLICY", raising=False)
+    monkeypatch.setattr(sys, "argv", ["kernelbench", *arguments])
+    with pytest.raises(SystemExit) as status:
+        main()
+    done = capfd.readouterr()
+    assert status.value.code == 2 and done.out == ""
+    assert complaint in done.err and done.err.count("\n") == 1, done.err
+
+
+def test_a_mistake_ends_the_program_with_status_2(tmp_path: Path) -> None:
+    done = kernelbench("list", "--op", "rms_nrom", cache=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
-    assert complaint in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "did you mean rms_norm" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_wrong_policy_file_is_a_mistake_too(tmp_path: Path) -> None:
