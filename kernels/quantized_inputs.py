@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from gristmill.kernels.random_inputs import Draw
     from gristmill.quant.tensor import QuantTensor
 
 
@@ -53,3 +54,13 @@ def quantized(
         whole = cdiv(start + k, multiple) * multiple
         full = quantize(pad(weight, (start, whole - start - k)), scheme)
     return full if whole == k else full.narrow(-1, start, k)
+
+
+def random_weight(draw: Draw, *shape: int) -> QuantTensor:
+    """A QuantTensor [..., N, K] in the scheme of axis w, with act_order if that is set. Its rows have very different sizes, so that
+    a wrong row, group or scale shows."""
+    problem, k = draw.problem, shape[-1]
+    values = draw.normal(*shape).to(draw.device)
+    sizes = ((0.5 * draw.normal(*shape[:-1], 1)).exp() / k**0.5).to(draw.device)
+    scheme = QuantScheme.parse(problem.text("w"))
+    return quantized(values * sizes, scheme, bool(problem["act_order"]), draw.generator)

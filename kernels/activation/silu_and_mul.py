@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import ROWS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +27,10 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments, the gate wide enough to reach both flat ends of silu."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    m, n = problem.integers("m", "n")
-    x = torch.randn(m, 2 * n, generator=generator, dtype=torch.float32)
+    draw, (m, n) = Draw(problem, seed, device), problem.integers("m", "n")
+    x = draw.normal(m, 2 * n)
     x[:, :n] *= 4
-    return [x.to(torch_dtype(problem.text("x"))).to(device)]
+    return draw.stored(x)
 
 
 def cost(problem: Problem) -> Cost:

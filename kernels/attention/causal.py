@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -36,3 +38,36 @@ def causal_attention(
         total = torch.logaddexp(total, sinks[:, None, None].float())
     weights = (scores - total).exp().nan_to_num(0.0)
     return torch.einsum("hqk,khd->qhd", weights, values), total[..., 0].T
+
+
+def attend(
+    q: Tensor,
+    query_start: Tensor,
+    context: Callable[[int], tuple[Tensor, Tensor]],
+    scale: float,
+    lse: Tensor | None,
+    out: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`causal_attention` of every sequence with new tokens, its keys and values by ``context(index)``; returns `out`, zero where no
+    sequence has a token. lse is written in place."""
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    begin = query_start.tolist()
+    for index in range(len(begin) - 1):
+        rows = slice(begin[index], begin[index + 1])
+        if rows.start < rows.stop:
+            attended, total = causal_attention(q[rows], *context(index), scale, window, sinks)
+            out[rows] = attended.to(q.dtype)
+            if lse is not None:
+                lse[rows] = total
+    return out
+
+
+def slots_of(block_table: Tensor, seq_lens: Tensor, block_size: int, index: int) -> tuple[Tensor, Tensor]:
+    """(blocks, offsets) int64 of the context of sequence `index` in a paged cache."""
+    import torch
+
+    position = torch.arange(int(seq_lens[index]), device=block_table.device)
+    return block_table[index, position // block_size].long(), position % block_size

@@ -1,8 +1,7 @@
-"""Ragged attention problems: lengths, paged caches and tensor checks shared by the attention operations.
+"""Ragged attention problems: axes, arguments, lengths and checks shared by the attention operations.
 
 A problem holds bounds only (``q_tokens, seqs, max_q, max_ctx, total_ctx``); `lengths` turns them into one query length and one
-context length a sequence, by seed. `paged_cache` lays contexts out in shuffled blocks in which everything that no
-sequence owns is NaN, so that reading a wrong slot shows.
+context length per sequence, by seed.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.op import Tolerance
+from gristmill.kernel_registry.arguments import VECTORS, Argument, Scalar
+from gristmill.kernel_registry.arguments import Tensor as TensorArgument
+from gristmill.kernel_registry.op import Cost, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernel_registry.scheme import cdiv
-from gristmill.kernels.common import need
+from gristmill.kernels.common import ITEM_BYTES, need
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-UNUSED_BLOCK = 2**30
-"""What table entries past a sequence's blocks hold in generated problems: no kernel may follow it."""
 
 LIMITS = {"fp32": (4e-5, 2e-5), "fp16": (2.5e-3, 2e-4), "bf16": (1.3e-2, 2e-4)}
 """Limits of (outputs, log-sum-exp) by dtype: two roundings of the output; the scores are float32 in every kernel."""
@@ -37,6 +34,19 @@ RAGGED_AXES = (
         minimum=1,
     ),
     Axis("total_ctx", "int", "contexts of all sequences together", dynamic=True),
+)
+
+PAGES: tuple[Argument, ...] = (
+    TensorArgument("block_table", "seqs max_blocks", dtype="int32", strides=VECTORS),
+    TensorArgument("query_start", "seqs+1", dtype="int32"),
+    TensorArgument("seq_lens", "seqs", dtype="int32"),
+)
+"""Where the sequences of a paged cache are, and their lengths."""
+
+BOUNDS: tuple[Argument, ...] = (
+    Scalar("max_q", "int", minimum=1),
+    Scalar("max_ctx", "int", minimum=1),
+    Scalar("scale", "float"),
 )
 
 
@@ -133,45 +143,11 @@ def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int,
     return read, pairs
 
 
-def starts(counts: Sequence[int]) -> list[int]:
-    """Running sums of `counts` from 0: where each sequence begins, and the total."""
-    found = [0]
-    for count in counts:
-        found.append(found[-1] + count)
-    return found
-
-
-def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[list[list[int]], int]:
-    """Shuffled blocks for each context, and how many blocks the cache has (a few belong to nobody)."""
-    counts = [cdiv(context, block_size) for context in contexts]
-    blocks = sum(counts) + 3
-    order = list(range(blocks))
-    random.Random(seed + 1).shuffle(order)
-    begin = starts(counts)
-    return [order[begin[i] : begin[i + 1]] for i in range(len(contexts))], blocks
-
-
-def table_tensor(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """int32 [seqs, width] of block numbers, padded by UNUSED_BLOCK."""
-    import torch
-
-    table = torch.full((len(rows), max(width, 1)), UNUSED_BLOCK, dtype=torch.int32)
-    for index, row in enumerate(rows):
-        table[index, : len(row)] = torch.tensor(row, dtype=torch.int32)
-    return table
-
-
-def owned_slots(tables: Sequence[Sequence[int]], contexts: Sequence[int], block_size: int) -> Tensor:
-    """int64 slots (block · block_size + offset) of every context token, sequence after sequence."""
-    import torch
-
-    parts = [torch.zeros(0, dtype=torch.int64)]
-    for row, context in zip(tables, contexts, strict=True):
-        position = torch.arange(context)
-        parts.append(
-            torch.tensor(row, dtype=torch.int64)[position // block_size] * block_size + position % block_size
-        )
-    return torch.cat(parts)
+def attention_cost(problem: Problem, elements: int, flops: int) -> Cost:
+    """`elements` of axis x's dtype moved, and the log-sum-exps if asked for."""
+    lse_bytes = 4 * problem.integer("q_tokens") * problem.integer("heads") if problem["lse"] else 0
+    x = problem.text("x")
+    return Cost(bytes=elements * ITEM_BYTES[x] + lse_bytes, flops=flops, unit=x)
 
 
 def queries_fit(q_tokens: int, seqs: int, max_q: int) -> str | None:

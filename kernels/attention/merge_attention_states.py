@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -48,20 +49,17 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random partials: close and far log-sum-exps, and rows in which one or both partials are empty and hold NaN."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    t, h, d = problem.integers("t", "h", "d")
-    a, b = (torch.randn(t, h, d, generator=generator, dtype=torch.float32) for _ in range(2))
-    a_lse = 5 * torch.randn(t, h, generator=generator, dtype=torch.float32)
-    b_lse = a_lse + torch.where(
-        torch.rand(t, h, generator=generator, dtype=torch.float32) < 0.2, 40.0, 2.0
-    ) * torch.randn(t, h, generator=generator, dtype=torch.float32)
-    kind = torch.randint(0, 8, (t, h), generator=generator)
+    draw, (t, h, d) = Draw(problem, seed, device), problem.integers("t", "h", "d")
+    a, b = draw.normal(t, h, d), draw.normal(t, h, d)
+    a_lse = 5 * draw.normal(t, h)
+    b_lse = a_lse + torch.where(draw.uniform(t, h) < 0.2, 40.0, 2.0) * draw.normal(t, h)
+    kind = torch.randint(0, 8, (t, h), generator=draw.generator)
     for part, lse, kinds in ((a, a_lse, (0, 2)), (b, b_lse, (1, 2))):
         empty = (kind == kinds[0]) | (kind == kinds[1])
         lse[empty] = -math.inf
         part[empty] = math.nan
-    dtype = torch_dtype(problem.text("x"))
-    return [a.to(dtype).to(device), a_lse.to(device), b.to(dtype).to(device), b_lse.to(device)]
+    a, b = draw.stored(a, b)
+    return [a, a_lse.to(device), b, b_lse.to(device)]
 
 
 def cost(problem: Problem) -> Cost:
@@ -85,7 +83,7 @@ def error(
     a, a_lse, b, b_lse = (tensor.double() for tensor in arguments)
     if not a.numel():
         return 0.0
-    lse, found = references[1].double(), outputs[1].double()
+    lse, lse_out = references[1].double(), outputs[1].double()
     size = sum(
         torch.where(
             (part_lse == -math.inf)[..., None], 0.0, part.abs() * torch.exp(part_lse - lse)[..., None]
@@ -94,7 +92,7 @@ def error(
     )
     delta = (outputs[0].double() - references[0].double()).abs()
     worst = torch.where(delta == 0, 0.0, delta / (size + 1e-30)).max()
-    gap = torch.where(found == lse, 0.0, (found - lse).abs() / lse.abs().clamp_min(1)).max()
+    gap = torch.where(lse_out == lse, 0.0, (lse_out - lse).abs() / lse.abs().clamp_min(1)).max()
     figure = max(float(worst), float(gap) / LSE_LIMIT * OP.tolerance(problem).limit)
     return math.inf if math.isnan(figure) else figure
 

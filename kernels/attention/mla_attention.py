@@ -14,12 +14,9 @@ from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention import lengths as ragged
-from gristmill.kernels.attention.causal import causal_attention
-from gristmill.kernels.common import (
-    FLOATS,
-    ITEM_BYTES,
-    torch_dtype,
-)
+from gristmill.kernels.attention.causal import attend, slots_of
+from gristmill.kernels.attention.ragged_inputs import RaggedDraw
+from gristmill.kernels.common import FLOATS
 
 if TYPE_CHECKING:
     import torch
@@ -48,73 +45,33 @@ def reference(
     import torch
 
     out = torch.zeros(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
-    if lse is not None:
-        lse.fill_(float("-inf"))
-    begin, block_size = query_start.tolist(), cache.shape[1]
-    for index, context in enumerate(seq_lens.tolist()):
-        rows = slice(begin[index], begin[index + 1])
-        if rows.stop == rows.start:
-            continue
-        position = torch.arange(context, device=q.device)
-        keys = cache[block_table[index, position // block_size].long(), position % block_size][:, None]
-        found, total = causal_attention(q[rows], keys, keys[..., :latent_dim], scale)
-        out[rows] = found.to(q.dtype)
-        if lse is not None:
-            lse[rows] = total
-    return out
+
+    def context(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = cache[slots_of(block_table, seq_lens, cache.shape[1], index)][:, None]
+        return keys, keys[..., :latent_dim]
+
+    return attend(q, query_start, context, scale, lse, out)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments within the bounds: shuffled blocks, unowned slots NaN, unused table entries out of range."""
-    import torch
+    draw, (tokens, heads, latent, rope) = RaggedDraw(problem, seed, device), _sizes(problem)
+    (q,) = draw.stored(draw.normal(tokens, heads, latent + rope) * 2)
+    (cache,), table = draw.pages(1, latent + rope)
+    sequences = (table, draw.query_start, draw.indices(draw.contexts))
+    return [q, cache, *sequences, *draw.bounds, (latent + rope) ** -0.5, latent, draw.lse(), None]
 
-    queries, contexts = ragged.lengths(problem, seed)
-    tokens, heads, latent = problem.integers("q_tokens", "heads", "latent_dim")
-    dim, block_size = latent + problem.integer("rope_dim"), problem.integer("block_size")
-    dtype, max_ctx = torch_dtype(problem.text("x")), problem.integer("max_ctx")
-    generator = torch.Generator(device).manual_seed(seed)
-    tables, blocks = ragged.block_tables(contexts, block_size, seed)
-    q = torch.randn(tokens, heads, dim, generator=generator, device=device, dtype=torch.float32) * 2
-    cache = torch.full((blocks * block_size, dim), float("nan"), dtype=dtype, device=device)
-    slots = ragged.owned_slots(tables, contexts, block_size).to(device)
-    cache[slots] = torch.randn(len(slots), dim, generator=generator, device=device, dtype=torch.float32).to(
-        dtype
-    )
-    lse = (
-        torch.full((tokens, heads), float("nan"), device=device, dtype=torch.float32)
-        if problem["lse"]
-        else None
-    )
-    return [
-        q.to(dtype),
-        cache.view(blocks, block_size, dim),
-        ragged.table_tensor(tables, -(-max_ctx // block_size)).to(device),
-        torch.tensor(ragged.starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(contexts, dtype=torch.int32, device=device),
-        problem.integer("max_q"),
-        max_ctx,
-        dim**-0.5,
-        latent,
-        lse,
-        None,
-    ]
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    return problem.integers("q_tokens", "heads", "latent_dim", "rope_dim")
 
 
 def cost(problem: Problem) -> Cost:
     """q and out once, every cache row once for all heads; two products for each visible pair."""
-    heads, latent, item = (
-        problem.integer("heads"),
-        problem.integer("latent_dim"),
-        ITEM_BYTES[problem.text("x")],
-    )
-    dim = latent + problem.integer("rope_dim")
+    tokens, heads, latent, rope = _sizes(problem)
     read, pairs = ragged.visible_keys(problem)
-    rows = problem.integer("q_tokens") * heads
-    return Cost(
-        bytes=(rows * (dim + latent) + read * dim) * item + (4 * rows if problem["lse"] else 0),
-        flops=2 * pairs * heads * (dim + latent),
-        unit=problem.text("x"),
-    )
+    elements = tokens * heads * (2 * latent + rope) + read * (latent + rope)
+    return ragged.attention_cost(problem, elements, 2 * pairs * heads * (2 * latent + rope))
 
 
 OP = Op(
@@ -125,11 +82,7 @@ OP = Op(
         *ragged.RAGGED_AXES,
         Axis("heads", "int", "query heads", minimum=1),
         Axis(
-            "latent_dim",
-            "int",
-            "elements of the latent: the values, and the first part of the keys",
-            default=512,
-            minimum=1,
+            "latent_dim", "int", "elements of the values, the first ones of the keys", default=512, minimum=1
         ),
         Axis("rope_dim", "int", "rotated elements of the keys", default=64),
         Axis("block_size", "int", "tokens of a cache block", default=64, minimum=1),
@@ -139,12 +92,8 @@ OP = Op(
     arguments=(
         Tensor("q", "q_tokens heads latent_dim+rope_dim", strides=VECTORS),
         Tensor("cache", "blocks block_size latent_dim+rope_dim", strides=VECTORS),
-        Tensor("block_table", "seqs max_blocks", dtype="int32", strides=VECTORS),
-        Tensor("query_start", "seqs+1", dtype="int32"),
-        Tensor("seq_lens", "seqs", dtype="int32"),
-        Scalar("max_q", "int", minimum=1),
-        Scalar("max_ctx", "int", minimum=1),
-        Scalar("scale", "float"),
+        *ragged.PAGES,
+        *ragged.BOUNDS,
         Scalar("latent_dim", "int", 512),
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
         Scratch(),

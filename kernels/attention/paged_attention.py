@@ -13,12 +13,9 @@ from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention import lengths as ragged
-from gristmill.kernels.attention.causal import causal_attention
-from gristmill.kernels.common import (
-    FLOATS,
-    ITEM_BYTES,
-    torch_dtype,
-)
+from gristmill.kernels.attention.causal import attend, slots_of
+from gristmill.kernels.attention.ragged_inputs import RaggedDraw
+from gristmill.kernels.common import FLOATS
 
 if TYPE_CHECKING:
     import torch
@@ -49,87 +46,34 @@ def reference(
     """
     import torch
 
-    out = torch.zeros_like(q)
-    if lse is not None:
-        lse.fill_(float("-inf"))
-    begin, block_size = query_start.tolist(), k_cache.shape[1]
-    for index, context in enumerate(seq_lens.tolist()):
-        rows = slice(begin[index], begin[index + 1])
-        if rows.stop == rows.start:
-            continue
-        position = torch.arange(context, device=q.device)
-        slots = block_table[index, position // block_size].long(), position % block_size
-        found, total = causal_attention(q[rows], k_cache[slots], v_cache[slots], scale, window, sinks)
-        out[rows] = found.to(q.dtype)
-        if lse is not None:
-            lse[rows] = total
-    return out
+    def context(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = slots_of(block_table, seq_lens, k_cache.shape[1], index)
+        return k_cache[slots], v_cache[slots]
+
+    return attend(q, query_start, context, scale, lse, torch.zeros_like(q), window, sinks)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments within the bounds: shuffled blocks, unowned slots NaN, unused table entries out of range, q as rows
     of a wider buffer (as after a fused QKV projection), scores with a spread of about 2 so that single keys matter."""
-    import torch
-
-    queries, contexts = ragged.lengths(problem, seed)
-    heads, kv_heads, dim = problem.integers("heads", "kv_heads", "head_dim")
-    block_size, dtype = problem.integer("block_size"), torch_dtype(problem.text("x"))
-    generator = torch.Generator(device).manual_seed(seed)
-    tables, blocks = ragged.block_tables(contexts, block_size, seed)
-    tokens = problem.integer("q_tokens")
-    wide = (
-        torch.randn(
-            tokens, heads + 2 * kv_heads, dim, generator=generator, device=device, dtype=torch.float32
-        )
-        * 2
+    draw, (heads, kv_heads, dim) = (
+        RaggedDraw(problem, seed, device),
+        problem.integers("heads", "kv_heads", "head_dim"),
     )
-    cache = torch.full((2, blocks * block_size, kv_heads, dim), float("nan"), dtype=dtype, device=device)
-    slots = ragged.owned_slots(tables, contexts, block_size).to(device)
-    for part in cache:
-        part[slots] = torch.randn(
-            len(slots), kv_heads, dim, generator=generator, device=device, dtype=torch.float32
-        ).to(dtype)
-    caches = cache.view(2, blocks, block_size, kv_heads, dim)
-    max_ctx = max(problem.integer("max_ctx"), 1)
-    table = ragged.table_tensor(tables, -(-max_ctx // block_size))
-    sinks = (
-        torch.randn(heads, generator=generator, device=device, dtype=torch.float32) + 1
-        if problem["sinks"]
-        else None
-    )
-    lse = (
-        torch.full((tokens, heads), float("nan"), device=device, dtype=torch.float32)
-        if problem["lse"]
-        else None
-    )
-    return [
-        wide.to(dtype)[:, :heads],
-        caches[0],
-        caches[1],
-        table.to(device),
-        torch.tensor(ragged.starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(contexts, dtype=torch.int32, device=device),
-        problem.integer("max_q"),
-        max_ctx,
-        dim**-0.5,
-        problem.integer("window"),
-        sinks,
-        lse,
-        None,
-    ]
+    qkv = draw.normal(problem.integer("q_tokens"), heads + 2 * kv_heads, dim) * 2
+    (keys, values), table = draw.pages(2, kv_heads, dim)
+    sequences = (table, draw.query_start, draw.indices(draw.contexts))
+    sinks = draw.normal(heads) + 1 if problem["sinks"] else None
+    options = (dim**-0.5, problem.integer("window"), sinks, draw.lse(), None)
+    return [qkv.to(draw.dtype)[:, :heads], keys, values, *sequences, *draw.bounds, *options]
 
 
 def cost(problem: Problem) -> Cost:
     """q and out once, every visible key and value once; two multiply-adds for each visible pair and head element."""
-    heads, dim, item = problem.integer("heads"), problem.integer("head_dim"), ITEM_BYTES[problem.text("x")]
+    tokens, heads, kv_heads, dim = problem.integers("q_tokens", "heads", "kv_heads", "head_dim")
     read, pairs = ragged.visible_keys(problem, problem.integer("window"))
-    rows = problem.integer("q_tokens") * heads
-    return Cost(
-        bytes=(2 * rows + 2 * read * problem.integer("kv_heads")) * dim * item
-        + (4 * rows if problem["lse"] else 0),
-        flops=4 * pairs * heads * dim,
-        unit=problem.text("x"),
-    )
+    elements = 2 * (tokens * heads + read * kv_heads) * dim
+    return ragged.attention_cost(problem, elements, 4 * pairs * heads * dim)
 
 
 OP = Op(
@@ -151,12 +95,8 @@ OP = Op(
         Tensor("q", "q_tokens heads head_dim", strides=VECTORS),
         Tensor("k_cache", "blocks block_size kv_heads head_dim", strides=VECTORS),
         Tensor("v_cache", "blocks block_size kv_heads head_dim", strides=VECTORS),
-        Tensor("block_table", "seqs max_blocks", dtype="int32", strides=VECTORS),
-        Tensor("query_start", "seqs+1", dtype="int32"),
-        Tensor("seq_lens", "seqs", dtype="int32"),
-        Scalar("max_q", "int", minimum=1),
-        Scalar("max_ctx", "int", minimum=1),
-        Scalar("scale", "float"),
+        *ragged.PAGES,
+        *ragged.BOUNDS,
         Scalar("window", "int", 0),
         Tensor("sinks", "heads", dtype="fp32", optional=True),
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
+from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention import lengths as ragged
-from gristmill.kernels.attention.causal import causal_attention
-from gristmill.kernels.common import (
-    FLOATS,
-    ITEM_BYTES,
-    torch_dtype,
-)
+from gristmill.kernels.attention.causal import attend
+from gristmill.kernels.attention.ragged_inputs import RaggedDraw, starts
+from gristmill.kernels.common import FLOATS
 
 if TYPE_CHECKING:
     import torch
@@ -44,65 +41,34 @@ def reference(
     import torch
 
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-    if lse is not None:
-        lse.fill_(float("-inf"))
-    begin, context = query_start.tolist(), context_start.tolist()
-    for index in range(len(begin) - 1):
-        rows, seen = slice(begin[index], begin[index + 1]), slice(context[index], context[index + 1])
-        if rows.stop == rows.start:
-            continue
-        found, total = causal_attention(q[rows], k[seen], v[seen], scale)
-        out[rows] = found.to(q.dtype)
-        if lse is not None:
-            lse[rows] = total
-    return out
+    begin = context_start.tolist()
+
+    def context(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(begin[index], begin[index + 1])
+        return k[rows], v[rows]
+
+    return attend(q, query_start, context, scale, lse, out)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments within the bounds; k and v are parts of one wider projection, as MLA has them."""
-    import torch
+    draw, (tokens, heads, kv_heads, dk, dv) = RaggedDraw(problem, seed, device), _sizes(problem)
+    q, kv = draw.normal(tokens, heads, dk) * 2, draw.normal(sum(draw.contexts), kv_heads, dk + dv)
+    q, kv = draw.stored(q, kv)
+    starting = (draw.query_start, draw.indices(starts(draw.contexts)))
+    return [q, kv[..., :dk], kv[..., dk:], *starting, *draw.bounds, dk**-0.5, draw.lse()]
 
-    queries, contexts = ragged.lengths(problem, seed)
-    tokens, heads, kv_heads = problem.integers("q_tokens", "heads", "kv_heads")
-    dim, width, dtype = problem.integer("qk_dim"), problem.integer("v_dim"), torch_dtype(problem.text("x"))
-    generator = torch.Generator(device).manual_seed(seed)
-    q = torch.randn(tokens, heads, dim, generator=generator, device=device, dtype=torch.float32) * 2
-    wide = torch.randn(
-        sum(contexts), kv_heads, dim + width, generator=generator, device=device, dtype=torch.float32
-    ).to(dtype)
-    lse = (
-        torch.full((tokens, heads), float("nan"), device=device, dtype=torch.float32)
-        if problem["lse"]
-        else None
-    )
-    return [
-        q.to(dtype),
-        wide[..., :dim],
-        wide[..., dim:],
-        torch.tensor(ragged.starts(queries), dtype=torch.int32, device=device),
-        torch.tensor(ragged.starts(contexts), dtype=torch.int32, device=device),
-        problem.integer("max_q"),
-        problem.integer("max_ctx"),
-        dim**-0.5,
-        lse,
-    ]
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    return problem.integers("q_tokens", "heads", "kv_heads", "qk_dim", "v_dim")
 
 
 def cost(problem: Problem) -> Cost:
     """q and out once, every key and value once; two products for each visible pair."""
-    heads, kv_heads, item = (
-        problem.integer("heads"),
-        problem.integer("kv_heads"),
-        ITEM_BYTES[problem.text("x")],
-    )
-    both = problem.integer("qk_dim") + problem.integer("v_dim")
+    tokens, heads, kv_heads, dk, dv = _sizes(problem)
     read, pairs = ragged.visible_keys(problem)
-    rows = problem.integer("q_tokens") * heads
-    return Cost(
-        bytes=(rows + read * kv_heads) * both * item + (4 * rows if problem["lse"] else 0),
-        flops=2 * pairs * heads * both,
-        unit=problem.text("x"),
-    )
+    elements = (tokens * heads + read * kv_heads) * (dk + dv)
+    return ragged.attention_cost(problem, elements, 2 * pairs * heads * (dk + dv))
 
 
 OP = Op(
@@ -124,9 +90,7 @@ OP = Op(
         Tensor("v", "total_ctx kv_heads v_dim", strides=VECTORS),
         Tensor("query_start", "seqs+1", dtype="int32"),
         Tensor("context_start", "seqs+1", dtype="int32"),
-        Scalar("max_q", "int", minimum=1),
-        Scalar("max_ctx", "int", minimum=1),
-        Scalar("scale", "float"),
+        *ragged.BOUNDS,
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
     ),
     returns=(Tensor("out", "q_tokens heads v_dim", strides=VECTORS),),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.kv_cache.slots import check_slots, random_writes, store
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -38,16 +39,8 @@ def reference(
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random tokens for distinct slots of a cache with room for twice as many; about one in five is not written."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
     t, h, d, dv, size = problem.integers("t", "h", "d", "dv", "block_size")
-    dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
-    made = [
-        torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype).to(device)
-        for shape in ((t, h, d), (t, h, dv), (blocks, size, h, d), (blocks, size, h, dv))
-    ]
-    return [*made, random_slots(t, blocks, size, generator).to(device)]
+    return random_writes(Draw(problem, seed, device), t, size, (h, d), (h, dv))
 
 
 def cost(problem: Problem) -> Cost:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import VECTORS, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.kv_cache.slots import check_slots, random_slots, store
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.kv_cache.slots import check_slots, random_writes, store
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -30,20 +31,8 @@ def reference(latent: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Ten
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random latents for distinct slots of a cache with room for twice as many; about one in five is not written."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
     t, d, size = problem.integers("t", "d", "block_size")
-    dtype, blocks = torch_dtype(problem.text("x")), -(-2 * t // size) + 1
-    latent, cache = (
-        torch.randn(t, d, generator=generator, dtype=torch.float32),
-        torch.randn(blocks, size, d, generator=generator, dtype=torch.float32),
-    )
-    return [
-        latent.to(dtype).to(device),
-        cache.to(dtype).to(device),
-        random_slots(t, blocks, size, generator).to(device),
-    ]
+    return random_writes(Draw(problem, seed, device), t, size, (d,))
 
 
 def cost(problem: Problem) -> Cost:

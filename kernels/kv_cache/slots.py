@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import need
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from gristmill.kernels.random_inputs import Draw
 
 
 def check_slots(op: str, slot_mapping: Tensor, slots: int) -> None:
@@ -47,10 +49,14 @@ def store(tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     cache.index_put_((block, place), values)
 
 
-def random_slots(tokens: int, blocks: int, block_size: int, generator: torch.Generator) -> Tensor:
-    """Distinct slots in random order, about one in five replaced by −1."""
+def random_writes(draw: Draw, tokens: int, block_size: int, *parts: tuple[int, ...]) -> list[Tensor]:
+    """Rows of the shapes `parts` for `tokens` tokens, a cache of each part with room for twice as many, and distinct slots in
+    random order, about one in five replaced by −1."""
     import torch
 
-    slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
-    slots[torch.rand(tokens, generator=generator, dtype=torch.float32) < 0.2] = -1
-    return slots
+    blocks = cdiv(2 * tokens, block_size) + 1
+    rows = [draw.normal(tokens, *part) for part in parts]
+    caches = [draw.normal(blocks, block_size, *part) for part in parts]
+    slots = torch.randperm(blocks * block_size, generator=draw.generator)[:tokens]
+    slots[draw.uniform(tokens) < 0.2] = -1
+    return [*draw.stored(*rows, *caches), slots.to(draw.device)]

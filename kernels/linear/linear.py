@@ -11,8 +11,9 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.quantized_inputs import misfit, quantized
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.quantized_inputs import misfit, random_weight
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -46,22 +47,34 @@ def reference(
     if bias is not None:
         z = z + bias.float()
     if silu_mul:
-        gate, up = z.chunk(2, -1)
-        z = gate * gate.sigmoid() * up
+        z = gated(z)
     if residual is not None:
         z = z + residual.float()
     return z.to(x.dtype)
 
 
+def gated(z: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up of z [..., 2 N], gate first."""
+    gate, up = z.chunk(2, -1)
+    return gate * gate.sigmoid() * up
+
+
+def gated_error(z: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """The size of an error of silu(gate) · up when gate and up, [..., 2 N] = z, have errors of `size`."""
+    gate, up = z.chunk(2, -1)
+    of_gate, of_up = size.chunk(2, -1)
+    return 1.1 * of_gate * up.abs() + of_up * (gate * gate.sigmoid()).abs() + 1e-3 * of_gate * of_up
+
+
 def product(x: torch.Tensor, weight: WeightLike) -> torch.Tensor:
     """x · Wᵀ in float32, [..., N]."""
     weight = as_quant(weight)
-    wide = x.float()
+    values = x.float()
     if weight.scheme.activation is not None:
         from gristmill.quant.activations import quantize_activation
 
-        wide = quantize_activation(x, weight.scheme.activation).dequantize()
-    return wide @ weight.dequantize().T
+        values = quantize_activation(x, weight.scheme.activation).dequantize()
+    return values @ weight.dequantize().T
 
 
 def as_quant(weight: WeightLike) -> QuantTensor:
@@ -91,23 +104,13 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     So a wrong row, group or scale shows: the error is relative to each column of the output.
     """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    m, n, k = problem.integers(*"mnk")
-    dtype, scheme = torch_dtype(problem.text("x")), QuantScheme.parse(problem.text("w"))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32)
-
-    x = normal(m, k) * torch.exp(0.5 * normal(m, 1))
-    weight = normal(n, k).to(device) * (torch.exp(0.5 * normal(n, 1)) / k**0.5).to(device)
-    packed = quantized(weight, scheme, bool(problem["act_order"]), generator)
-    flags = problem.flags("epilogue")
+    draw, (m, n, k) = Draw(problem, seed, device), problem.integers(*"mnk")
+    (x,), flags = draw.stored(draw.rows(m, k, spread=0.5)), problem.flags("epilogue")
+    weight = random_weight(draw, n, k)
     columns = n // 2 if "silu_mul" in flags else n
-    bias = normal(n).to(dtype).to(device) if "bias" in flags else None
-    residual = normal(m, columns).to(dtype).to(device) if "residual" in flags else None
-    return [x.to(dtype).to(device), packed, bias, residual, "silu_mul" in flags, n, None]
+    bias = draw.stored(draw.normal(n))[0] if "bias" in flags else None
+    residual = draw.stored(draw.normal(m, columns))[0] if "residual" in flags else None
+    return [x, weight, bias, residual, "silu_mul" in flags, n, None]
 
 
 def pack(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
@@ -154,7 +157,6 @@ def error(
     column however small that is. |bias| and |residual| are added to it, being rounded with the sum; behind silu_mul
     it goes through the derivative of silu(gate)·up.
     """
-    import torch
 
     x, weight, bias, residual, silu_mul = arguments[:5]
     out, ref = (t.double().reshape(-1, t.shape[-1]) for t in (outputs[0], references[0]))
@@ -167,12 +169,15 @@ def error(
         scale = scale + bias.double().abs()
     if silu_mul:
         z = product(x, weight).double().reshape(scale.shape) + (0 if bias is None else bias.double())
-        gate, up = z.chunk(2, 1)
-        of_gate, of_up = scale.chunk(2, 1)
-        scale = 1.1 * of_gate * up.abs() + of_up * (gate * gate.sigmoid()).abs() + 1e-3 * of_gate * of_up
+        scale = gated_error(z, scale)
     if residual is not None:
         scale = scale + residual.double().reshape(ref.shape).abs()
-    delta = torch.where(out == ref, 0.0, (out - ref).abs() / scale.clamp_min(1e-30))
+    return worst_column(out, ref, scale)
+
+
+def worst_column(out: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor) -> float:
+    """RMS over rows of |Δ| / scale, of the worst column."""
+    delta = ((out - ref).abs() / scale.clamp_min(1e-30)).where(out != ref, 0.0)
     return float(delta.square().mean(0).sqrt().max())
 
 
@@ -183,7 +188,7 @@ def cost(problem: Problem) -> Cost:
     scheme = QuantScheme.parse(problem.text("w"))
     columns = n // 2 if "silu_mul" in flags else n
     moved = m * k + m * columns * (2 if "residual" in flags else 1) + (n if "bias" in flags else 0)
-    unit = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}[problem.text("x")]
+    unit = problem.text("x")
     if scheme.activation is not None:
         unit = "int8" if scheme.activation.startswith("int8") else "fp8"
     return Cost(bytes=moved * item + scheme.weight_bytes(n, k), flops=2 * m * n * k, unit=unit)
@@ -219,7 +224,7 @@ OP = Op(
         Axis("k", "int", "columns of W (input features)", minimum=1),
         Axis("x", "dtype", "dtype of x, bias, residual and the output", default="bf16", choices=FLOATS),
         Axis(
-            "w", "scheme", "how the weight is stored, and how x is quantized first, if it is", default="bf16"
+            "w", "scheme", "storage of the weight, and the format x is quantized to, if any", default="bf16"
         ),
         Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.moe.permute import reference as permute
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -37,16 +39,10 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """A real permutation of random ids, some of other ranks, and rows of very different sizes."""
     import torch
 
-    from gristmill.kernels.moe.permute import reference as permute
-
-    generator = torch.Generator().manual_seed(seed)
-    m, k, h = problem.integers("m", "top_k", "h")
-    inverse = permute(torch.randint(-1, 9, (m, k), generator=generator).to(torch.int32), 9)[2]
-    y = torch.randn(m * k, h, generator=generator, dtype=torch.float32) * torch.exp(
-        torch.randn(m * k, 1, generator=generator, dtype=torch.float32)
-    )
-    weights = torch.rand(m, k, generator=generator, dtype=torch.float32) + 0.1
-    return [y.to(torch_dtype(problem.text("x"))).to(device), inverse.to(device), weights.to(device)]
+    draw, (m, k, h) = Draw(problem, seed, device), problem.integers("m", "top_k", "h")
+    inverse = permute(torch.randint(-1, 9, (m, k), generator=draw.generator).to(torch.int32), 9)[2]
+    y, weights = draw.rows(m * k, h), draw.uniform(m, k) + 0.1
+    return [*draw.stored(y), inverse.to(device), weights.to(device)]
 
 
 def cost(problem: Problem) -> Cost:

@@ -8,16 +8,24 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.linear.linear import as_quant, check, pack
-from gristmill.kernels.quantized_inputs import quantized
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.linear.linear import (
+    as_quant,
+    check,
+    gated,
+    gated_error,
+    pack,
+    worst_column,
+)
+from gristmill.kernels.moe.permute import reference as permute
+from gristmill.kernels.quantized_inputs import random_weight
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
 
     from gristmill.kernels.linear.linear import WeightLike
-    from gristmill.quant.tensor import QuantTensor
 
 EPILOGUE = ("silu_mul",)
 
@@ -46,64 +54,20 @@ def reference(
     rows = x[source[: offsets[-1]]]
     out = torch.zeros(source.shape[0], weight.n, dtype=torch.float32, device=x.device)
     for e, expert in enumerate(weight.experts()):
-        if offsets[e] < offsets[e + 1]:
-            out[offsets[e] : offsets[e + 1]] = (
-                rows[offsets[e] : offsets[e + 1]].float() @ expert.dequantize().T
-            )
-    if silu_mul:
-        gate, up = out.chunk(2, -1)
-        out = gate * gate.sigmoid() * up
-    return out.to(x.dtype)
+        part = slice(offsets[e], offsets[e + 1])
+        if part.start < part.stop:
+            out[part] = rows[part].float() @ expert.dequantize().T
+    return (gated(out) if silu_mul else out).to(x.dtype)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Experts with very different numbers of rows (the second has none), and rows behind the last expert's."""
-    import torch
-
-    from gristmill.kernels.moe.permute import reference as permute
-
-    generator = torch.Generator().manual_seed(seed)
-    m, e, n, k = problem.integers(*"menk")
-    dtype, gather = torch_dtype(problem.text("x")), problem.integer("gather")
-    ids = (e * torch.rand(m, 1, generator=generator, dtype=torch.float32) ** 2).int().clamp(max=e - 1)
-    ids[(ids == 1) & (e > 2)] = 2
-    ids[torch.rand(m, 1, generator=generator, dtype=torch.float32) < 0.04] = -1
-    offsets, permutation, _ = permute(ids.to(torch.int32), e)
-    rows = -(-m // gather) if gather else m
-    x = torch.randn(rows, k, generator=generator, dtype=torch.float32) * torch.exp(
-        0.5 * torch.randn(rows, 1, generator=generator, dtype=torch.float32)
-    )
-    weight = random_experts(
-        QuantScheme.parse(problem.text("w")), (e, n, k), generator, device, bool(problem["act_order"])
-    )
-    return [
-        x.to(dtype).to(device),
-        weight,
-        offsets.to(device),
-        permutation.to(device) if gather else None,
-        gather or 1,
-        "silu_mul" in problem.flags("epilogue"),
-        n,
-    ]
-
-
-def random_experts(
-    scheme: QuantScheme,
-    shape: tuple[int, int, int],
-    generator: torch.Generator,
-    device: str,
-    act_order: bool = False,
-) -> QuantTensor:
-    """A QuantTensor [E, N, K] whose rows have very different sizes, so that a wrong row, group or scale shows."""
-    import torch
-
-    e, n, k = shape
-    weight = (
-        torch.randn(e, n, k, generator=generator, dtype=torch.float32)
-        * torch.exp(0.5 * torch.randn(e, n, 1, generator=generator, dtype=torch.float32))
-        / k**0.5
-    )
-    return quantized(weight.to(device), scheme, act_order, generator)
+    draw, (m, e, n, k) = Draw(problem, seed, device), problem.integers(*"menk")
+    gather, silu_mul = problem.integer("gather"), "silu_mul" in problem.flags("epilogue")
+    offsets, permutation, _ = permute(draw.experts(m, 1, power=2, foreign=0.04), e)
+    (x,) = draw.stored(draw.rows(cdiv(m, gather) if gather else m, k, spread=0.5))
+    places = permutation.to(device) if gather else None
+    return [x, random_weight(draw, e, n, k), offsets.to(device), places, gather or 1, silu_mul, n]
 
 
 def error(
@@ -130,16 +94,8 @@ def error(
             continue
         dense = expert.dequantize().double()
         size = rows[part].norm(dim=1, keepdim=True) * dense.norm(dim=1) / weight.k**0.5
-        scale[part] = behind_silu(rows[part] @ dense.T, size) if silu_mul else size
-    delta = torch.where(out == ref, 0.0, (out - ref).abs() / scale.clamp_min(1e-30))
-    return float(delta.square().mean(0).sqrt().max())
-
-
-def behind_silu(z: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """The size of an error of silu(gate) · up when gate and up, [.., N] = z, have errors of `size`."""
-    gate, up = z.chunk(2, -1)
-    of_gate, of_up = size.chunk(2, -1)
-    return 1.1 * of_gate * up.abs() + of_up * (gate * gate.sigmoid()).abs() + 1e-3 * of_gate * of_up
+        scale[part] = gated_error(rows[part] @ dense.T, size) if silu_mul else size
+    return worst_column(out, ref, scale)
 
 
 def cost(problem: Problem) -> Cost:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +46,7 @@ def reference(
     """
     import torch
 
-    wide = logits.float()
-    scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
     weights, ids = choose(scores, top_k, bias, n_group, topk_group)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -60,9 +60,7 @@ def choose(
     choice = scores if bias is None else scores + bias
     keys = _keys(choice)
     if topk_group < n_group:
-        grouped = choice.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).unflatten(
-            -1, (n_group, -1)
-        )
+        grouped = _nan_last(choice).unflatten(-1, (n_group, -1))
         best = grouped.topk(1 if bias is None else min(2, grouped.shape[-1]), -1).values.sum(-1)
         kept = _keys(best).topk(topk_group, -1).indices
         inside = keys.new_zeros(best.shape).scatter_(-1, kept, 1).bool()
@@ -71,13 +69,16 @@ def choose(
     return scores.gather(-1, ids), ids
 
 
+def _nan_last(values: torch.Tensor) -> torch.Tensor:
+    """NaN as -inf."""
+    return values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
 def _keys(values: torch.Tensor) -> torch.Tensor:
     """Distinct non-negative int64 keys in the order of float32 values [..., N]; the lower index is the larger of equals."""
     import torch
 
-    values = torch.where(
-        values == 0, 0.0, values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    )
+    values = torch.where(values == 0, 0.0, _nan_last(values))
     bits = values.view(torch.int32).long()
     ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
     n = values.shape[-1]
@@ -107,25 +108,16 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random logits, with ties; a bias large enough to change what is chosen."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    m, e = problem.integers("m", "e")
-    logits = 1.5 * torch.randn(m, e, generator=generator, dtype=torch.float32)
-    tied = torch.rand(m, e, generator=generator, dtype=torch.float32) < 0.1
-    logits = torch.where(tied, torch.full_like(logits, 1.25), logits)
+    draw, (m, e) = Draw(problem, seed, device), problem.integers("m", "e")
+    logits = 1.5 * draw.normal(m, e)
+    logits = torch.where(draw.uniform(m, e) < 0.1, 1.25, logits)
     bias = None
     if problem["bias"]:
         spread = 0.1 if problem.text("scoring") == "sigmoid" else 0.5 / e
-        bias = (spread * torch.randint(-3, 4, (e,), generator=generator).float()).to(device)
-    return [
-        logits.to(torch_dtype(problem.text("x"))).to(device),
-        problem.integer("top_k"),
-        bias,
-        problem.integer("n_group"),
-        problem.integer("topk_group"),
-        problem.text("scoring"),
-        bool(problem["renormalize"]),
-        2.5,
-    ]
+        bias = (spread * torch.randint(-3, 4, (e,), generator=draw.generator).float()).to(device)
+    top_k, *groups = problem.integers("top_k", "n_group", "topk_group")
+    (logits,) = draw.stored(logits)
+    return [logits, top_k, bias, *groups, problem.text("scoring"), bool(problem["renormalize"]), 2.5]
 
 
 def error(
@@ -142,17 +134,16 @@ def error(
     import torch
 
     weights, ids = outputs
-    wanted, wanted_ids = references
     if ids.numel() == 0:
         return 0.0
-    rows = ids.shape[-1]
-    differ = (ids != wanted_ids).reshape(-1, rows).any(-1)
+    top_k = ids.shape[-1]
+    differ = (ids != references[1]).reshape(-1, top_k).any(-1)
     if differ.any():
         excused = near_ties(*arguments[:6]).reshape(-1) & differ
         if int(excused.sum()) != int(differ.sum()) or int(excused.sum()) > 1 + differ.numel() // 100:
             return math.inf
     same = ~differ
-    out, ref = weights.double().reshape(-1, rows)[same], wanted.double().reshape(-1, rows)[same]
+    out, ref = (values.double().reshape(-1, top_k)[same] for values in (weights, references[0]))
     delta = torch.where((out == ref) | ref.isnan(), 0.0, (out - ref).abs() / ref.abs().clamp_min(1e-30))
     return float(delta.max()) if delta.numel() else 0.0
 
@@ -163,8 +154,7 @@ def near_ties(
     """Whether each row's decision hangs on a difference below `NEAR_TIE`, which float32 cannot tell: bool [...]."""
     import torch
 
-    wide = logits.double()
-    scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    scores = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
     offset = torch.zeros_like(scores[..., :1]) if bias is None else bias.double()
     choice, size = scores + offset, (scores + offset.abs()).expand_as(scores)
     close = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
@@ -225,9 +215,8 @@ OP = Op(
     inputs=inputs,
     check=check,
     cost=cost,
-    tolerance=lambda problem: Tolerance(
-        "relative", 4e-6
-    ),  # ids exact; weights within some float32 rounding steps (a softmax and a sum).
+    # ids exact; weights within some float32 rounding steps (a softmax and a sum).
+    tolerance=lambda problem: Tolerance("relative", 4e-6),
     error=error,
     bucket="m",
     examples=problems(

@@ -12,10 +12,10 @@ from gristmill.kernel_registry.arguments import Scalar, Scratch, Tensor, Weight
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
-from gristmill.kernels.linear.linear import as_quant, pack
-from gristmill.kernels.moe.grouped_linear import behind_silu, random_experts
-from gristmill.kernels.quantized_inputs import misfit
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.linear.linear import as_quant, gated, gated_error, pack
+from gristmill.kernels.quantized_inputs import misfit, random_weight
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +41,12 @@ def reference(
     import torch
 
     w13, w2 = as_quant(w13), as_quant(w2)
-    wide, terms = x.float(), torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
+    values, terms = x.float(), torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
         token, place = torch.where(ids == e)
         if token.numel():
-            gate, up = (wide[token] @ up_proj.dequantize().T).chunk(2, -1)
-            terms[token, place] = (gate * gate.sigmoid() * up) @ down_proj.dequantize().T
-    out = torch.zeros_like(wide)
+            terms[token, place] = gated(values[token] @ up_proj.dequantize().T) @ down_proj.dequantize().T
+    out = torch.zeros_like(values)
     for k in range(ids.shape[1]):
         out += weights[:, k, None] * terms[:, k]
     return out.to(x.dtype)
@@ -55,37 +54,17 @@ def reference(
 
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
-    return misfit(
-        problem.text("w"), min(problem.integer("h"), problem.integer("i")), bool(problem["act_order"])
-    )
+    return misfit(problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"]))
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Skewed experts, one with nothing, ids repeated within a token, ids of other ranks."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
-    ids = (e * torch.rand(m, k, generator=generator, dtype=torch.float32) ** 1.5).int().clamp(max=e - 1)
-    ids[(ids == 1) & (e > 2)] = 2
-    ids[torch.rand(m, k, generator=generator, dtype=torch.float32) < 0.03] = -1
-    weights = torch.rand(m, k, generator=generator, dtype=torch.float32) + 0.1
+    draw, (m, k, e, h, i) = Draw(problem, seed, device), problem.integers("m", "top_k", "e", "h", "i")
+    ids, weights = draw.experts(m, k, power=1.5, foreign=0.03), draw.uniform(m, k) + 0.1
     weights /= weights.sum(-1, keepdim=True)
-    x = torch.randn(m, h, generator=generator, dtype=torch.float32) * torch.exp(
-        0.5 * torch.randn(m, 1, generator=generator, dtype=torch.float32)
-    )
-    scheme, act_order = QuantScheme.parse(problem.text("w")), bool(problem["act_order"])
-    w13 = random_experts(scheme, (e, 2 * i, h), generator, device, act_order)
-    w2 = random_experts(scheme, (e, h, i), generator, device, act_order)
-    return [
-        x.to(torch_dtype(problem.text("x"))).to(device),
-        weights.to(device),
-        ids.to(torch.int32).to(device),
-        w13,
-        w2,
-        i,
-        None,
-    ]
+    (x,) = draw.stored(draw.rows(m, h, spread=0.5))
+    w13, w2 = random_weight(draw, e, 2 * i, h), random_weight(draw, e, h, i)
+    return [x, weights.to(device), ids.to(device), w13, w2, i, None]
 
 
 def error(
@@ -112,16 +91,11 @@ def error(
         token, k = torch.where(ids == e)
         if not token.numel():
             continue
-        up_proj, down_proj, rows = (
-            first.dequantize().double(),
-            second.dequantize().double(),
-            x[token].double(),
-        )
+        up_proj, down_proj = first.dequantize().double(), second.dequantize().double()
+        rows = x[token].double()
         z = rows @ up_proj.T
-        spread = behind_silu(z, rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5)
-        gate, up = z.chunk(2, -1)
-        a = gate * gate.sigmoid() * up
-        own = a.square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
+        spread = gated_error(z, rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5)
+        own = gated(z).square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
         square.index_add_(
             0, token, weights[token, k].double()[:, None] ** 2 * (own + spread**2 @ down_proj.T**2)
         )

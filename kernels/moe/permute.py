@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +43,9 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Skewed experts (some with nothing), repeated ids in a row, ids of other ranks."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    m, k, e = problem.integers("m", "top_k", "e")
-    ids = (e * torch.rand(m, k, generator=generator, dtype=torch.float32) ** 2).int().clamp(max=e - 1)
-    foreign = torch.rand(m, k, generator=generator, dtype=torch.float32) < 0.05
+    draw, (m, k, e) = Draw(problem, seed, device), problem.integers("m", "top_k", "e")
+    ids = (e * draw.uniform(m, k) ** 2).int().clamp(max=e - 1)
+    foreign = draw.uniform(m, k) < 0.05
     ids = torch.where(foreign, torch.where(ids % 2 == 0, -1, e), ids)
     return [ids.to(torch.int32).to(device), e]
 

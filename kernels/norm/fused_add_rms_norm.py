@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
-from gristmill.kernel_registry.op import Cost, Op, Tolerance
-from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernel_registry.op import Cost, Op
+from gristmill.kernel_registry.problem import Axis, Problem
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.norm import rms_norm
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -23,24 +25,13 @@ def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
     The norm is computed in float32 from the stored sum and rounded once. The output may be x itself.
     """
     residual.copy_(x.float() + residual.float())
-    wide = residual.float()
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight.float()).to(x.dtype)
+    return rms_norm.reference(residual, weight, eps)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments: rows of very different sizes, so that a wrong row or a wrong mean shows."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    m, n, dtype = problem.integer("m"), problem.integer("n"), torch_dtype(problem.text("x"))
-    x, residual = (
-        torch.randn(m, n, generator=generator, dtype=torch.float32)
-        * torch.exp(torch.randn(m, 1, generator=generator, dtype=torch.float32))
-        for _ in range(2)
-    )
-    weight = 1 + 0.2 * torch.randn(n, generator=generator, dtype=torch.float32)
-    return [*(t.to(dtype).to(device) for t in (x, residual, weight)), 1e-5]
+    draw, (m, n) = Draw(problem, seed, device), problem.integers("m", "n")
+    return [*draw.stored(draw.rows(m, n), draw.rows(m, n), 1 + 0.2 * draw.normal(n)), 1e-5]
 
 
 def cost(problem: Problem) -> Cost:
@@ -69,13 +60,8 @@ OP = Op(
     inputs=inputs,
     cost=cost,
     # One rounding step of the dtype beside the reference's own, for the sum and for the norm.
-    tolerance=Tolerance.by_dtype("relative", fp32=4e-6, fp16=1.1e-3, bf16=8.5e-3),
+    tolerance=rms_norm.OP.tolerance,
     bucket="m",
-    examples=problems(
-        """
-        m=0,n=64,x=fp32  m=1,n=1,x=fp32  m=7,n=257,x=bf16  m=33,n=768,x=fp16  m=5,n=4096,x=bf16
-        m=257,n=256,x=fp32  m=2,n=16387,x=bf16
-        """
-    ),
-    bench=("m=1,n=4096", "m=64,n=7168", "m=1024,n=7168", "m=16384,n=7168"),
+    examples=rms_norm.OP.examples,
+    bench=rms_norm.OP.bench,
 )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -15,22 +16,15 @@ if TYPE_CHECKING:
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., N], weight [N] -> [..., N] in x's dtype; computed in float32 and rounded once."""
-    wide = x.float()
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight.float()).to(x.dtype)
+    values = x.float()
+    scale = (values.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (values * scale * weight.float()).to(x.dtype)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments: rows of very different sizes, so that a wrong row or a wrong mean shows."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    m, n, dtype = problem.integer("m"), problem.integer("n"), torch_dtype(problem.text("x"))
-    x = torch.randn(m, n, generator=generator, dtype=torch.float32) * torch.exp(
-        torch.randn(m, 1, generator=generator, dtype=torch.float32)
-    )
-    weight = 1 + 0.2 * torch.randn(n, generator=generator, dtype=torch.float32)
-    return [x.to(dtype).to(device), weight.to(dtype).to(device), 1e-5]
+    draw, (m, n) = Draw(problem, seed, device), problem.integers("m", "n")
+    return [*draw.stored(draw.rows(m, n), 1 + 0.2 * draw.normal(n)), 1e-5]
 
 
 def cost(problem: Problem) -> Cost:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS, ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,8 @@ def reference(
         if x is not None:
             part = x[..., :rot]
             a, b = part[..., first].float(), part[..., second].float()
-            turned = (
-                a * cos - b * sin,
-                b * cos + a * sin,
-            )  # both before either is written: a and b may be views of x
+            # Both before either is written: a and b may be views of x.
+            turned = a * cos - b * sin, b * cos + a * sin
             part[..., first], part[..., second] = (value.to(x.dtype) for value in turned)
 
 
@@ -69,11 +68,9 @@ def table_has_rows(positions: int) -> str | None:
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
     rot, size = problem.integers("rot", "d")
-    return (
-        None
-        if rot % 2 == 0 and 2 <= rot <= size
-        else f"rot must be even, at least 2 and at most the head size {size}, got {rot}"
-    )
+    if rot % 2 == 0 and 2 <= rot <= size:
+        return None
+    return f"rot must be even, at least 2 and at most the head size {size}, got {rot}"
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -82,14 +79,9 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
     from gristmill.kernels.rope.cache import RopeParameters, rope_cache
 
-    generator = torch.Generator().manual_seed(seed)
-    t, hq, hk, d, rot = problem.integers("t", "hq", "hk", "d", "rot")
-    dtype = torch_dtype(problem.text("x"))
-    q, k = (
-        torch.randn(t, heads, d, generator=generator, dtype=torch.float32).to(dtype).to(device)
-        for heads in (hq, hk)
-    )
-    positions = torch.randint(0, TABLE_ROWS, (t,), generator=generator)
+    draw, (t, hq, hk, d, rot) = Draw(problem, seed, device), problem.integers("t", "hq", "hk", "d", "rot")
+    q, k = draw.stored(draw.normal(t, hq, d), draw.normal(t, hk, d))
+    positions = torch.randint(0, TABLE_ROWS, (t,), generator=draw.generator)
     positions[:2] = torch.tensor([TABLE_ROWS - 1, 0])[:t]
     table = rope_cache(rot, TABLE_ROWS, RopeParameters())
     return [q, k if hk else None, positions.to(device), table.to(device), problem.text("style") == "gptj"]

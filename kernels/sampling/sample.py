@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.arguments import VECTORS, Scratch, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
-from gristmill.kernels.common import ITEM_BYTES, torch_dtype
+from gristmill.kernels.common import ITEM_BYTES
+from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -97,14 +98,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Requests of every kind: greedy and not, each filter on and off, ties and tokens at -inf among the logits."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    m, v = problem.integers("m", "v")
-    logits = (2 * torch.randn(m, v, generator=generator, dtype=torch.float32)).to(
-        torch_dtype(problem.text("x"))
-    )
-    tied = torch.rand(m, v, generator=generator, dtype=torch.float32) < 0.05
+    draw, (m, v) = Draw(problem, seed, device), problem.integers("m", "v")
+    generator, logits = draw.generator, (2 * draw.normal(m, v)).to(draw.dtype)
+    tied = draw.uniform(m, v) < 0.05
     logits = torch.where(tied & (torch.arange(m) % 2 == 0)[:, None], logits.amax(-1, keepdim=True), logits)
-    barred = torch.rand(m, v, generator=generator, dtype=torch.float32) < 0.02
+    barred = draw.uniform(m, v) < 0.02
     barred[:, 0] = False
     logits[barred] = -torch.inf
 
@@ -153,9 +151,8 @@ OP = Op(
     reference=reference,
     inputs=inputs,
     cost=cost,
-    tolerance=lambda problem: Tolerance(
-        "exact", 0.0
-    ),  # The same ids: scores are float64, so two implementations differ about once in 10^13 draws.
+    # The same ids: scores are float64, so two implementations differ about once in 10^13 draws.
+    tolerance=lambda problem: Tolerance("exact", 0.0),
     bucket="m",
     examples=("m=0,v=16", "m=1,v=1", "m=33,v=7", "m=7,v=257,x=bf16", "m=19,v=1000", "m=5,v=4099,x=bf16"),
     bench=("m=1,v=128256", "m=8,v=128256", "m=64,v=128256", "m=256,v=128256", "m=64,v=32000,x=bf16"),

@@ -218,7 +218,7 @@ def linear(
         n: rows of W (output features; gate and up together for silu_mul); an integer of at least 1
         k: columns of W (input features); an integer of at least 1
         x: dtype of x, bias, residual and the output; a dtype, one of fp32, fp16, bf16
-        w: how the weight is stored, and how x is quantized first, if it is; a quantization scheme name such as bf16, int4_g128 or
+        w: storage of the weight, and the format x is quantized to, if any; a quantization scheme name such as bf16, int4_g128 or
             fp8_block.fp8_g128
         epilogue: what follows the product; none or a +-joined subset of bias, residual, silu_mul
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
@@ -297,7 +297,7 @@ def mla_attention(
         max_ctx: bound on the context of one sequence, its new tokens included; an integer of at least 1
         total_ctx: contexts of all sequences together; an integer of at least 0
         heads: query heads; an integer of at least 1
-        latent_dim: elements of the latent: the values, and the first part of the keys; an integer of at least 1
+        latent_dim: elements of the values, the first ones of the keys; an integer of at least 1
         rope_dim: rotated elements of the keys; an integer of at least 0
         block_size: tokens of a cache block; an integer of at least 1
         x: dtype of q, the cache and the output; a dtype, one of fp32, fp16, bf16
