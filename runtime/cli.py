@@ -143,7 +143,7 @@ def generate(
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
     "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs" (likewise:
-    {"seqs", "max_ctx", "captured", "steps", "reason"})}
+    {"seqs", "max_ctx", "samples", "captured", "steps", "reason"})}
     """
     from gristmill.runtime.sampling_params import SamplingParams
 
@@ -185,11 +185,12 @@ def generate(
     if graphs:
         console.table(
             "Decode steps",
-            ["requests up to", "context up to", "CUDA graph", "steps", "why not"],
+            ["requests up to", "context up to", "ends with", "CUDA graph", "steps", "why not"],
             [
                 [
                     r["seqs"] or "",
                     r["max_ctx"] or "",
+                    {True: "ids", False: "logits", None: ""}[r["samples"]],
                     "yes" if r["captured"] else "no",
                     r["steps"],
                     r["reason"],

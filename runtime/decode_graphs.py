@@ -3,7 +3,8 @@
 Two such steps differ only in their numbers. The numbers are copied, in one copy, into buffers at fixed addresses, and a graph that
 was captured over these buffers is replayed. There is one graph per power of two of sequences and per power of two of the context
 bound, since launches are sized by bounds that the host knows (for example, into how many parts attention splits a context). A step
-uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing.
+uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing. A step whose logits are processed
+before they are sampled (penalties, bans) uses a graph that ends with the logits.
 
 A graph is captured when a step first needs it: the step runs once, which resolves and loads its kernels and sizes their scratch
 memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture.
@@ -124,12 +125,15 @@ class Buffers:
 
 @dataclass
 class DecodeGraph:
-    """Steps of `seqs` sequences and contexts up to `bound`. reason: why they cannot be captured; "" where they can, or where
-    nothing is captured, on a CPU. holds: what the graph uses besides its own memory."""
+    """Steps of `seqs` sequences and contexts up to `bound`. samples: the graph ends with sampled ids, in its buffers; else with
+    logits. reason: why they cannot be captured; "" where they can, or where nothing is captured, on a CPU. holds: what the graph
+    uses besides its own memory."""
 
     seqs: int
     bound: int
+    samples: bool
     buffers: Buffers
+    logits: Tensor | None = field(default=None, repr=False)
     reason: str = ""
     graph: Any = None
     steps: int = 0
@@ -146,7 +150,7 @@ class DecodeGraphs:
     def __init__(self, model: Model, cache: PagedCache, sampler: Sampler) -> None:
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.plans.device
-        self.graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
         self.refused: Counter[str] = Counter()
         self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
         self._cuda = self.device.type == "cuda"
@@ -155,10 +159,21 @@ class DecodeGraphs:
 
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int] | None:
         """The sampled ids of a decode step; None for a step that no graph holds, with the reason counted in `refused`."""
+        graph = self._run(entries, rows, samples=True)
+        return None if graph is None else graph.buffers.ids[: len(entries)].tolist()
+
+    def logits(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> Tensor | None:
+        """The logits [entries, vocab] of a decode step, valid until the next one; None as in `run`."""
+        graph = self._run(entries, rows, samples=False)
+        return None if graph is None or graph.logits is None else graph.logits[: len(entries)]
+
+    def _run(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], samples: bool
+    ) -> DecodeGraph | None:
         if reason := self.why_not(entries):
             self.refused[reason] += 1
             return None
-        graph = self.graph(len(entries), max(entry.context for entry in entries))
+        graph = self.graph(len(entries), max(entry.context for entry in entries), samples)
         if graph.reason:
             self.refused[graph.reason] += 1
             return None
@@ -168,7 +183,7 @@ class DecodeGraphs:
         else:
             self.compute(graph)
         graph.steps += 1
-        return graph.buffers.ids[: len(entries)].tolist()
+        return graph
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
         """Why a step is none for a graph; "" if it is one."""
@@ -178,29 +193,46 @@ class DecodeGraphs:
             return "a sequence is inside its prompt"
         return f"over {LARGEST} sequences" if len(entries) > LARGEST else ""
 
-    def graph(self, seqs: int, context: int) -> DecodeGraph:
+    def graph(self, seqs: int, context: int, samples: bool = True) -> DecodeGraph:
         """The graph for steps of that many sequences and contexts up to `context`; made if there is none."""
         bound = min(max(SHORTEST, 1 << (context - 1).bit_length()), max(self._limit, context))
-        key = (1 << (seqs - 1).bit_length(), bound)
+        key = (1 << (seqs - 1).bit_length(), bound, samples)
         if key not in self.graphs:
             self.graphs[key] = self._make(*key)
         return self.graphs[key]
 
     def explain(self) -> list[dict[str, Any]]:
-        """A row for each graph, {"seqs", "max_ctx", "captured", "steps", "reason"}, and one for each kind of step that none
-        took, its seqs and max_ctx None."""
+        """A row for each graph, {"seqs", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each kind of step that
+        none took, its seqs, max_ctx and samples None. samples: the graph samples too; otherwise it ends with the logits, for steps
+        whose logits are processed."""
         rows = [
-            {"seqs": g.seqs, "max_ctx": g.bound, "captured": g.captured, "steps": g.steps, "reason": g.reason}
+            {
+                "seqs": g.seqs,
+                "max_ctx": g.bound,
+                "samples": g.samples,
+                "captured": g.captured,
+                "steps": g.steps,
+                "reason": g.reason,
+            }
             for g in self.graphs.values()
         ]
         return rows + [
-            {"seqs": None, "max_ctx": None, "captured": False, "steps": count, "reason": reason}
+            {
+                "seqs": None,
+                "max_ctx": None,
+                "samples": None,
+                "captured": False,
+                "steps": count,
+                "reason": reason,
+            }
             for reason, count in self.refused.items()
         ]
 
     @torch.inference_mode()
-    def _make(self, seqs: int, bound: int) -> DecodeGraph:
-        made = DecodeGraph(seqs, bound, Buffers(seqs, cdiv(bound, self.cache.block_size), self.device))
+    def _make(self, seqs: int, bound: int, samples: bool) -> DecodeGraph:
+        made = DecodeGraph(
+            seqs, bound, samples, Buffers(seqs, cdiv(bound, self.cache.block_size), self.device)
+        )
         made.buffers.fill([], [], self.cache.block_size, self.sampler.top_k)
         if self._stream is None:
             return made
@@ -228,4 +260,8 @@ class DecodeGraphs:
         """The step of a graph, kernel by kernel."""
         with torch.cuda.device(self.device) if self._cuda else nullcontext():
             hidden = self.model.forward(made.buffers.batch(made.bound), self.cache)
-            self.sampler.draw(self.model.logits(hidden), made.buffers.sampling, made.buffers.ids)
+            logits = self.model.logits(hidden)
+            if made.samples:
+                self.sampler.draw(logits, made.buffers.sampling, made.buffers.ids)
+            else:
+                made.logits = logits

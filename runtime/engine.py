@@ -168,8 +168,12 @@ class Engine:
                 f"request {request_id!r}: prompt ids must be integers from 0 to {config.vocab_size - 1}, got {wrong!r}"
             )
         stop = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
+        if params.edits_logits:
+            _check_logits_params(request_id, params, stop, config.vocab_size)
         request = Request(request_id, ids, params.max_tokens, stop, priority)
         self.scheduler.add(request)
+        if params.edits_logits:
+            self.runner.processors.add(request_id, params, request.tokens, request.prompt_len, sorted(stop))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         self._active[request_id] = _Active(request, params, seed)
 
@@ -193,19 +197,24 @@ class Engine:
         outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, sampled)
         for output in outputs:
             if output.finish_reason is not None:
-                del self._active[output.id]
+                self._forget(output.id)
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Abort requests; returns the aborted ones (without unknown and finished ids)."""
         ended = self.scheduler.abort(request_ids)
         for output in ended:
-            del self._active[output.id]
+            self._forget(output.id)
         return ended
 
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
         return self.scheduler.has_unfinished()
+
+    def _forget(self, request_id: str) -> None:
+        active = self._active.pop(request_id)
+        if active.params.edits_logits:
+            self.runner.processors.remove(request_id)
 
     def _row(self, request_id: str) -> SamplingRow:
         active = self._active[request_id]
@@ -218,3 +227,26 @@ def _integers(**values: object) -> None:
     for name, value in values.items():
         if value is not None and (type(value) is not int or value < 1):
             raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _check_logits_params(
+    request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int
+) -> None:
+    """UsageError unless the tokens that the parameters name are ids of the vocabulary."""
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": stop_ids if params.min_tokens else (),
+    }
+    for word in params.bad_words:
+        if isinstance(word, str):
+            raise UsageError(
+                f"request {request_id!r}: the engine has no tokenizer: bad_words must be lists of token ids, got {word!r}"
+            )
+        named["bad_words"] = [*named.get("bad_words", ()), *word]
+    for name, ids in named.items():
+        wrong = next((token for token in ids if token >= vocab_size), None)
+        if wrong is not None:
+            raise UsageError(
+                f"request {request_id!r}: {name} must be token ids from 0 to {vocab_size - 1}, got {wrong}"
+            )

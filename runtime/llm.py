@@ -8,7 +8,7 @@ for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ class LLM:
             for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
                 name = f"llm-{self._requests}"
                 self._requests += 1
-                engine.add_request(name, prompt, wish)
+                engine.add_request(name, prompt, self._engine_params(wish))
                 indices[name] = index
             streams = [self._stream() for _ in prompts]
             open_requests = set(indices)
@@ -196,6 +196,17 @@ class LLM:
                     yield Chunk(index, tuple(output.new_ids), text, reason)
         finally:
             engine.abort(indices)
+
+    def _engine_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with texts as token ids, as the engine takes them."""
+        if not any(isinstance(word, str) for word in params.bad_words):
+            return params
+        words = [
+            ids
+            for word in params.bad_words
+            for ids in (self.tokenizer.words(word) if isinstance(word, str) else [word])
+        ]
+        return replace(params, bad_words=words)
 
     def _stream(self) -> TextStream | None:
         try:

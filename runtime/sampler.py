@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.runtime.batch import send
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampling_params import SamplingParams
@@ -40,7 +41,8 @@ class Sampler:
     def __init__(self, plans: Plans, vocab_size: int) -> None:
         self.plans = plans
         self.vocab_size = vocab_size
-        self.plan = plans.bind("sample", v=vocab_size, x="bf16" if plans.dtype is torch.bfloat16 else "fp32")
+        self._bound: dict[torch.dtype, BoundPlan] = {}
+        self.plan = self._bind(torch.bfloat16 if plans.dtype is torch.bfloat16 else torch.float32)
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """logits [rows, vocab] -> an id for each row; -1 for a row that holds no fair answer (NaN, or nothing finite)."""
@@ -64,7 +66,9 @@ class Sampler:
         """logits [rows, vocab] -> ids int64 [rows], all on the device, nothing waited for."""
         if logits.dtype is torch.float16:
             logits = logits.float()
-        self.plan(
+        # Processed logits are float32 in a bf16 model too.
+        plan = self.plan if logits.dtype is self.plans.dtype else self._bind(logits.dtype)
+        plan(
             logits,
             sampling.temperature,
             sampling.top_k,
@@ -72,6 +76,13 @@ class Sampler:
             sampling.min_p,
             sampling.seed,
             sampling.index,
-            self.plans.scratch(self.plan, len(ids)),
+            self.plans.scratch(plan, len(ids)),
             ids,
         )
+
+    def _bind(self, dtype: torch.dtype) -> BoundPlan:
+        if dtype not in self._bound:
+            self._bound[dtype] = self.plans.bind(
+                "sample", v=self.vocab_size, x="bf16" if dtype is torch.bfloat16 else "fp32"
+            )
+        return self._bound[dtype]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gristmill.runtime.errors import UsageError
 
@@ -14,6 +15,9 @@ MAX_SEED = 2**63 - 1
 class SamplingParams:
     """How one request is sampled and when it ends. The defaults are the same for every model: generation_config.json does not change them.
 
+    Logits pass, in this order: logit_bias and allowed_token_ids, bans (min_tokens, bad_words), repetition_penalty,
+    frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p.
+
     Args:
         max_tokens: maximum number of output tokens.
         temperature: 0 = greedy: the token with the largest logit, ties to the smallest id.
@@ -23,6 +27,15 @@ class SamplingParams:
         seed: with the same seed a request samples the same tokens whatever else runs; None = chosen by the engine.
         stop_token_ids: ids that end the request, in addition to the model's end tokens; they are part of the output.
         ignore_eos: continue after the model's end tokens.
+        presence_penalty: subtracted from the logit of every token that is in the output; -2 to 2.
+        frequency_penalty: subtracted from a token's logit once for every time that it is in the output; -2 to 2.
+        repetition_penalty: logits of tokens in the prompt or the output are divided by it if positive, multiplied if
+            negative (Keskar et al., 2019, arXiv:1909.05858); 1 = off.
+        logit_bias: token id -> number added to its logit.
+        bad_words: texts, or lists of token ids, that are not generated: the last token is barred where the others precede it.
+            A text stands for its tokens at the beginning of a word and inside one. Texts need a tokenizer: `LLM`, not `Engine`.
+        allowed_token_ids: the only ids that may be sampled; None = all.
+        min_tokens: number of output tokens before which no end token is sampled.
 
     Raises:
         UsageError: a value outside its range; the message names it.
@@ -34,30 +47,57 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._integer("max_tokens", 1)
         self._integer("top_k", 0)
+        self._integer("min_tokens", 0)
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
         self._number("temperature", 0.0, math.inf, "a finite number of at least 0")
         self._number("top_p", 0.0, 1.0, "a number in (0, 1]", open_below=True)
         self._number("min_p", 0.0, 1.0, "a number in [0, 1]")
+        self._number("presence_penalty", -2.0, 2.0, "a number in [-2, 2]")
+        self._number("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
+        self._number("repetition_penalty", 0.0, math.inf, "a finite number above 0", open_below=True)
         if self.seed is not None:
             self._integer("seed", 0)
             if self.seed > MAX_SEED:
                 raise UsageError(f"seed must be at most {MAX_SEED}, got {self.seed}")
-        try:
-            stop = tuple(self.stop_token_ids)
-        except TypeError:
-            raise UsageError(
-                f"stop_token_ids must be a sequence of token ids, got {self.stop_token_ids!r}"
-            ) from None
-        if any(type(token) is not int or token < 0 for token in stop):
-            raise UsageError(
-                f"stop_token_ids must be token ids (non-negative integers), got {self.stop_token_ids!r}"
-            )
-        object.__setattr__(self, "stop_token_ids", stop)
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", _bias(self.logit_bias))
+        self._set("bad_words", _bad_words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise UsageError("allowed_token_ids must name at least one token id; None allows all")
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before they are sampled, by anything but temperature and filters."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.bad_words
+            or self.allowed_token_ids is not None
+            or self.min_tokens
+        )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def _integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -66,6 +106,36 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, wanted: str, open_below: bool = False) -> None:
         value = getattr(self, name)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or not low <= value <= high or (open_below and value == low):
+        if not _finite(value) or not low <= value <= high or (open_below and value == low):
             raise UsageError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Sequence | set | frozenset) or isinstance(value, str | bytes):
+        raise UsageError(f"{name} must be a sequence of token ids, got {value!r}")
+    ids = tuple(value)
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise UsageError(f"{name} must be token ids (non-negative integers), got {value!r}")
+    return ids
+
+
+def _bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias must map token ids to numbers, got {value!r}")
+    for token, bias in value.items():
+        if type(token) is not int or token < 0 or not _finite(bias):
+            raise UsageError(f"logit_bias must map token ids to finite numbers, got {token!r}: {bias!r}")
+    return dict(value)
+
+
+def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UsageError(f"bad_words must be a list of texts or of lists of token ids, got {value!r}")
+    words = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in value)
+    if any(not word for word in words):
+        raise UsageError("bad_words must not hold an empty text or an empty list")
+    return words

@@ -25,6 +25,15 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
+    def words(self, text: str) -> list[list[int]]:
+        """The ids of a text inside of a word and, where they differ, behind a space; nothing is added by the post-processor."""
+        found: list[list[int]] = []
+        for place in (text, " " + text.lstrip()):
+            ids: list[int] = self._backend.encode(place, add_special_tokens=False).ids
+            if ids and ids not in found:
+                found.append(ids)
+        return found
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)

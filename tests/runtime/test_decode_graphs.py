@@ -91,8 +91,8 @@ def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.Monkey
 def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make(LLAMA, decode_graphs=True)
 
-    def refuse(self: DecodeGraphs, seqs: int, bound: int) -> Any:
-        made = original(self, seqs, bound)
+    def refuse(self: DecodeGraphs, seqs: int, bound: int, samples: bool) -> Any:
+        made = original(self, seqs, bound, samples)
         made.reason = "no graph can hold this kernel"
         return made
 
@@ -103,6 +103,7 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
     assert {
         "seqs": None,
         "max_ctx": None,
+        "samples": None,
         "captured": False,
         "steps": 4,
         "reason": "no graph can hold this kernel",

@@ -1,0 +1,230 @@
+"""Logits processors: penalties, biases and bans of the requests that ask for them, for all rows of a step at once.
+
+State of a request is a slot, a row of tensors on the device that are allocated when the first request needs them: the bias of every
+token (logit_bias; -inf for tokens that are never allowed), how often each is in the output, and which are in the prompt. A slot is
+written when its request first samples. Afterwards a step sends the tokens that are new since the last one, and the bans that depend
+on them. Tokens are counted from the host's list of known tokens, so a step that failed, or a preemption, counts nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.batch import send
+from gristmill.runtime.sampling_params import SamplingParams
+
+ROWS = 64
+"""Rows that are processed at a time: bounds the memory of intermediate float32 results."""
+FIRST_SLOTS = 8
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """A request. tokens: its known tokens, a list that grows. counted: how many of them are in its slot; slot: None before its
+    first step."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+    stop_ids: tuple[int, ...]
+    bad_words: tuple[tuple[list[int], int], ...]  # of several tokens: those before the last, the last
+    slot: int | None = None
+    counted: int = 0
+
+    @property
+    def penalized(self) -> bool:
+        p = self.params
+        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+    def bans(self) -> list[int]:
+        """Tokens that must not come next, beyond those that never may."""
+        banned: list[int] = []
+        if len(self.tokens) - self.prompt_len < self.params.min_tokens:
+            banned += self.stop_ids
+        for before, last in self.bad_words:
+            if list(self.tokens[-len(before) :]) == before:
+                banned.append(last)
+        return banned
+
+
+class LogitsProcessors:
+    """The processed requests of one engine; its length is their number.
+
+    vocab_size: tokens of a row of logits. device: where the logits are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._states: dict[str, _State] = {}
+        self._free: list[int] = []
+        self._slots = 0
+        self._bias: Tensor | None = None  # float32 [slots, vocab]
+        self._counts: Tensor | None = None  # int32 [slots, vocab], of output tokens
+        self._in_prompt: Tensor | None = None  # bool [slots, vocab]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        prompt_len: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """Process the request's rows from now on.
+
+        tokens: its known tokens, a list that the scheduler extends. stop_ids: barred until min_tokens.
+        bad_words of params must be token ids, all ids below the vocabulary's size.
+        """
+        words = [list(word) for word in params.bad_words if not isinstance(word, str) and len(word) > 1]
+        bad = tuple((word[:-1], word[-1]) for word in words)
+        self._states[request_id] = _State(params, tokens, prompt_len, tuple(stop_ids), bad)
+
+    def remove(self, request_id: str) -> None:
+        """The request has ended; unknown ids are ignored."""
+        state = self._states.pop(request_id, None)
+        if state is not None and state.slot is not None:
+            self._free.append(state.slot)
+
+    def apply(self, logits: Tensor, request_ids: Sequence[str]) -> Tensor:
+        """logits [rows, vocab] of these requests -> what they sample from: `logits` itself where no row is processed, else a new
+        tensor, float32 [rows, vocab]. Nothing is waited for."""
+        rows = [row for row, name in enumerate(request_ids) if name in self._states]
+        if not rows:
+            return logits
+        states = [self._states[request_ids[row]] for row in rows]
+        self._assign_slots(states)
+        self._count(states)
+        processed = logits.to(torch.float32, copy=True)
+        for first in range(0, len(rows), ROWS):
+            self._process(processed, rows[first : first + ROWS], states[first : first + ROWS])
+        return processed
+
+    def _process(self, logits: Tensor, rows: Sequence[int], states: Sequence[_State]) -> None:
+        """Process these rows of float32 logits [rows, vocab] in place."""
+        slots = [_slot(state) for state in states]
+        row_index, slot_index = send([*rows, *slots], torch.int64, self.device).view(2, len(rows))
+        x = logits[row_index]
+        if self._bias is not None:
+            x += self._bias[slot_index]
+        bans = [(i, token) for i, state in enumerate(states) for token in state.bans()]
+        if bans:
+            _fill(x, bans, -torch.inf)
+        if self._counts is not None and self._in_prompt is not None:
+            params = [state.params for state in states]
+            values = [p.repetition_penalty for p in params]
+            values += [p.frequency_penalty for p in params] + [p.presence_penalty for p in params]
+            repetition, frequency, presence = send(values, torch.float32, self.device).view(3, len(rows), 1)
+            counts = self._counts[slot_index]
+            output = counts > 0
+            repeated = torch.where(x > 0, x / repetition, x * repetition)
+            x = torch.where(output | self._in_prompt[slot_index], repeated, x)
+            x -= frequency * counts
+            x -= presence * output
+        logits[row_index] = x
+
+    def _assign_slots(self, states: Sequence[_State]) -> None:
+        """Give slots to the requests that have none, and write what does not change into them."""
+        new = [state for state in states if state.slot is None]
+        if not new:
+            return
+        while len(self._free) < len(new):
+            self._grow()
+        if self._bias is None and any(_biased(state.params) for state in new):
+            self._bias = self._zeros(torch.float32)
+        if self._counts is None and any(state.penalized for state in new):
+            self._in_prompt = self._zeros(torch.bool)
+            self._counts = self._zeros(torch.int32)
+        slots = self._free[-len(new) :]
+        slot_index = send(slots, torch.int64, self.device)
+        for tensor in (self._bias, self._counts, self._in_prompt):
+            if tensor is not None:
+                tensor.index_fill_(0, slot_index, 0)
+        if self._bias is not None:
+            params = [(slot, state.params) for slot, state in zip(slots, new, strict=True)]
+            _write_bias(self._bias, [(slot, p) for slot, p in params if _biased(p)])
+        # Last, so that a request whose slot could not be written, for lack of memory, has none.
+        for slot, state in zip(slots, new, strict=True):
+            state.slot = slot
+        del self._free[-len(new) :]
+
+    def _count(self, states: Sequence[_State]) -> None:
+        """Bring prompt and counts up to the known tokens."""
+        if self._counts is None or self._in_prompt is None:
+            return
+        prompt: list[tuple[int, int]] = []
+        output: list[tuple[int, int]] = []
+        for state in states:
+            if state.penalized and state.counted < len(state.tokens):
+                slot = _slot(state)
+                prompt += [(slot, token) for token in state.tokens[state.counted : state.prompt_len]]
+                output += [(slot, t) for t in state.tokens[max(state.counted, state.prompt_len) :]]
+        if prompt:
+            _fill(self._in_prompt, prompt, True)
+        if output:
+            places = _places(self._counts, output)
+            self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        for state in states:
+            state.counted = len(state.tokens)
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self._slots, self.vocab_size, dtype=dtype, device=self.device)
+
+    def _grow(self) -> None:
+        """Twice the slots; what is in them stays."""
+        added = max(self._slots, FIRST_SLOTS)
+        self._free += range(self._slots, self._slots + added)
+        self._slots += added
+        for name in ("_bias", "_counts", "_in_prompt"):
+            old = getattr(self, name)
+            if old is not None:
+                new = self._zeros(old.dtype)
+                new[: len(old)] = old
+                setattr(self, name, new)
+
+
+def _slot(state: _State) -> int:
+    """The slot of a request that has one."""
+    if state.slot is None:
+        raise RuntimeError("a request without a slot was processed")
+    return state.slot
+
+
+def _biased(params: SamplingParams) -> bool:
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or any(len(word) == 1 for word in params.bad_words)
+    )
+
+
+def _write_bias(bias: Tensor, slots: Sequence[tuple[int, SamplingParams]]) -> None:
+    """Write what the parameters say of every token into slots of zeros."""
+    limited = [(slot, p.allowed_token_ids) for slot, p in slots if p.allowed_token_ids is not None]
+    if limited:
+        bias.index_fill_(0, send([slot for slot, _ in limited], torch.int64, bias.device), -torch.inf)
+        _fill(bias, [(slot, token) for slot, allowed in limited for token in allowed], 0.0)
+    shifts = [(slot, token, value) for slot, p in slots for token, value in p.logit_bias.items()]
+    if shifts:
+        values = send([value for _, _, value in shifts], torch.float32, bias.device)
+        bias.view(-1).index_add_(0, _places(bias, [(slot, token) for slot, token, _ in shifts]), values)
+    words = [(slot, word[0]) for slot, p in slots for word in p.bad_words if len(word) == 1]
+    if words:
+        _fill(bias, [(slot, token) for slot, token in words if isinstance(token, int)], -torch.inf)
+
+
+def _places(tensor: Tensor, entries: Sequence[tuple[int, int]]) -> Tensor:
+    """Flat int64 places of (row, token) pairs in a contiguous tensor [rows, vocab]."""
+    width = tensor.shape[1]
+    return send([row * width + token for row, token in entries], torch.int64, tensor.device)
+
+
+def _fill(tensor: Tensor, entries: Sequence[tuple[int, int]], value: float) -> None:
+    tensor.view(-1).index_fill_(0, _places(tensor, entries), value)

@@ -1,0 +1,318 @@
+"""Penalties, biases and bans: against transformers' processors, in any batch, whatever happens to the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.logits_processors import FIRST_SLOTS, ROWS, LogitsProcessors
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime import oracle
+from tests.runtime.oracle import LLAMA
+
+VOCAB = 257
+CPU = torch.device("cpu")
+TEXT = "The CREATE INDEX statement"
+
+
+class CountPenalties:
+    """Frequency and presence penalties, which transformers lacks, as the OpenAI API defines them."""
+
+    def __init__(self, params: SamplingParams, prompt_len: int) -> None:
+        self.params, self.prompt_len = params, prompt_len
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token in input_ids[0, self.prompt_len :].tolist():
+            scores[0, token] -= self.params.frequency_penalty
+        for token in set(input_ids[0, self.prompt_len :].tolist()):
+            scores[0, token] -= self.params.presence_penalty
+        return scores
+
+
+def theirs(params: SamplingParams, prompt_len: int, stop_ids: Sequence[int], vocab: int = VOCAB) -> Any:
+    """transformers' processors of a request, in the order that SamplingParams states."""
+    found: list[Any] = []
+    if params.logit_bias:
+        found.append(SequenceBiasLogitsProcessor({(t,): float(b) for t, b in params.logit_bias.items()}))
+    if params.allowed_token_ids is not None:
+        barred = sorted(set(range(vocab)) - set(params.allowed_token_ids))
+        found.append(SuppressTokensLogitsProcessor(barred, device="cpu"))
+    if params.min_tokens:
+        found.append(MinNewTokensLengthLogitsProcessor(prompt_len, params.min_tokens, list(stop_ids)))
+    if params.bad_words:
+        found.append(NoBadWordsLogitsProcessor([list(w) for w in params.bad_words], eos_token_id=-1))
+    if params.repetition_penalty != 1.0:
+        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    found.append(CountPenalties(params, prompt_len))
+    return LogitsProcessorList(found)
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(repetition_penalty=0.7, presence_penalty=-1.5),
+    SamplingParams(presence_penalty=1.1, frequency_penalty=0.3),
+    SamplingParams(logit_bias={3: 2.5, 256: -7.0, 0: 100.0}),
+    SamplingParams(allowed_token_ids=[0, 5, 9, 256], logit_bias={5: -1.0, 7: 30.0}),
+    SamplingParams(bad_words=[[4], [1, 2], [1, 2, 3], [2, 2]]),
+    SamplingParams(min_tokens=3),
+    SamplingParams(
+        repetition_penalty=1.2,
+        frequency_penalty=-0.4,
+        presence_penalty=0.9,
+        logit_bias={1: 4.0, 2: -4.0},
+        bad_words=[[2], [3, 1]],
+        min_tokens=2,
+        allowed_token_ids=range(200),
+    ),
+]
+STOP_IDS = [0, 7]
+
+
+def compare(params: Sequence[SamplingParams], seed: int = 0, steps: int = 6) -> float:
+    """The largest difference to transformers over some steps of requests that come one after another; every row is compared."""
+    rng = torch.Generator().manual_seed(seed)
+    mine = LogitsProcessors(VOCAB, CPU)
+    tokens: list[list[int]] = []
+    prompts: list[int] = []
+    worst = 0.0
+    for number in range(steps + len(params)):
+        if number < len(params):  # another request joins
+            length = int(
+                torch.randint(3, 9, (), generator=rng)
+            )  # transformers skips words longer than the context
+            tokens.append(torch.randint(0, 8, (length,), generator=rng).tolist())
+            prompts.append(length)
+            if params[number].edits_logits:
+                mine.add(str(number), params[number], tokens[number], length, STOP_IDS)
+        order = torch.randperm(len(tokens), generator=rng).tolist()
+        logits = 3 * torch.randn(len(tokens), VOCAB, generator=rng)
+        kept = logits.clone()
+        got = mine.apply(logits, [str(i) for i in order])
+        assert torch.equal(logits, kept), "the logits that came in were changed"
+        for row, i in enumerate(order):
+            wanted = theirs(params[i], prompts[i], STOP_IDS)(torch.tensor([tokens[i]]), logits[row][None])[0]
+            assert torch.equal(got[row].isinf(), wanted.isinf()), params[i]
+            finite = wanted.isfinite()
+            worst = max(worst, float((got[row] - wanted)[finite].abs().max()))
+        for some in tokens:
+            some.append(int(torch.randint(0, 8, (), generator=rng)))
+    return worst
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+def test_alone_like_transformers(params: SamplingParams) -> None:
+    assert compare([params]) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_together_like_transformers(seed: int) -> None:
+    """More requests than the first slots hold; rows in a new order every step."""
+    assert len(PARAMS * 2) > 2 * FIRST_SLOTS
+    assert compare(PARAMS * 2, seed) < 1e-5
+
+
+def test_more_rows_than_are_processed_at_a_time() -> None:
+    rows = ROWS + 3
+    mine = LogitsProcessors(VOCAB, CPU)
+    for i in range(rows):
+        mine.add(str(i), SamplingParams(logit_bias={i: 1.0 + i}), [1], 1, [])
+    got = mine.apply(torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
+    assert torch.equal(got, torch.zeros(rows, VOCAB).diagonal_scatter(1.0 + torch.arange(rows)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed"),
+    [
+        ("_count", lambda self, states: None),
+        ("_in_prompt", None),
+    ],
+)
+def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: Any) -> None:
+    if changed is not None:
+        monkeypatch.setattr(LogitsProcessors, fault, changed)
+    else:  # output tokens alone count as repeated
+        apply = LogitsProcessors.apply
+
+        def forgetful(self: LogitsProcessors, *arguments: Any) -> torch.Tensor:
+            apply(self, *arguments)
+            if self._in_prompt is not None:
+                self._in_prompt.zero_()
+            return apply(self, *arguments)
+
+        monkeypatch.setattr(LogitsProcessors, "apply", forgetful)
+    assert compare([SamplingParams(repetition_penalty=1.3)]) > 0.1
+
+
+def test_slots_are_given_back_and_written_anew() -> None:
+    mine = LogitsProcessors(VOCAB, CPU)
+    for i in range(5 * FIRST_SLOTS):
+        mine.add("r", SamplingParams(logit_bias={i: -3.0}, repetition_penalty=2.0), [i, i], 1, [])
+        got = mine.apply(torch.ones(1, VOCAB), ["r"])
+        wanted = torch.ones(1, VOCAB)
+        wanted[0, i] = -2 * 2.0
+        assert torch.equal(got, wanted)
+        mine.remove("r")
+    assert mine._slots == FIRST_SLOTS and len(mine) == 0
+    mine.remove("nobody")
+
+
+def test_rows_without_wishes_are_the_same_tensor() -> None:
+    mine = LogitsProcessors(VOCAB, CPU)
+    mine.add("r", SamplingParams(min_tokens=1), [1], 1, [2])
+    logits = torch.randn(3, VOCAB)
+    assert mine.apply(logits, ["a", "b", "c"]) is logits
+    got = mine.apply(logits, ["a", "r", "c"])
+    assert torch.equal(got[[0, 2]], logits[[0, 2]]) and got[1, 2] == -torch.inf
+
+
+def test_steps_without_wishes_do_not_meet_the_processors(
+    shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogitsProcessors, "apply", lambda *arguments: 1 / 0)
+    llm = shared(LLAMA)
+    llm.generate(TEXT, SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, stop_token_ids=[5]))
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(TEXT, SamplingParams(max_tokens=2, min_tokens=1))
+
+
+def test_bf16_logits_are_processed_in_float32() -> None:
+    mine = LogitsProcessors(VOCAB, CPU)
+    mine.add("r", SamplingParams(logit_bias={1: 0.001}), [1], 1, [])
+    got = mine.apply(torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
+    assert got.dtype is torch.float32 and float(got[0, 1]) == pytest.approx(100.001)
+
+
+def test_a_step_that_failed_counts_nothing_twice() -> None:
+    mine = LogitsProcessors(VOCAB, CPU)
+    tokens = [5, 6]
+    mine.add("r", SamplingParams(frequency_penalty=1.0), tokens, 1, [])
+    for _ in range(3):  # the same step, tried again
+        assert float(mine.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -1.0
+    tokens += [6, 6]  # drafts: two at once
+    assert float(mine.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -3.0
+
+
+EDITS = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {40: 5.0, 41: 5.0}},
+    {"allowed_token_ids": range(100, 400)},
+]
+
+
+def greedy(llm: LLM, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
+    """transformers' logits and processors, one token after another."""
+    ids, model = list(prompt), oracle.oracle(LLAMA)
+    stop_ids = [*llm.config.eos_ids, *params.stop_token_ids]
+    processors = theirs(params, len(prompt), stop_ids, llm.config.vocab_size)
+    for _ in range(count):
+        scores = processors(torch.tensor([ids]), oracle.logits(model, ids)[-1:])
+        ids.append(int(scores.argmax()))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("decode_graphs", [False, True])
+def test_generation_like_transformers(shared: Callable[..., LLM], decode_graphs: bool) -> None:
+    """All together in one batch, with a plain request between them."""
+    llm = shared(LLAMA, decode_graphs=decode_graphs)
+    prompt = llm.tokenizer.encode(TEXT)
+    params = [SamplingParams(max_tokens=16), *(SamplingParams(max_tokens=16, **edit) for edit in EDITS)]  # type: ignore[arg-type]
+    plain = greedy(llm, prompt, 16, params[0])
+    params.append(SamplingParams(max_tokens=16, bad_words=[plain[2:4], [plain[6]]]))
+    params.append(SamplingParams(max_tokens=16, stop_token_ids=[plain[2]], min_tokens=9))
+    got = llm.generate([prompt] * len(params), params)
+    for one, wish in zip(got, params, strict=True):
+        assert list(one.token_ids) == greedy(llm, prompt, 16, wish), wish
+    assert len({one.token_ids for one in got}) > 5, "the edits change nothing: the test shows nothing"
+    assert not llm.engine.runner.processors
+    if decode_graphs:
+        graphs = {row["samples"]: row["steps"] for row in llm.explain_graphs() if row["seqs"]}
+        assert graphs[False] > 10
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_others_ask_for_changes_no_ids(make: Callable[..., LLM], dtype: str) -> None:
+    llm = make(LLAMA, dtype=dtype)
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    alone = llm.generate(TEXT, sampled)[0]
+    among = llm.generate([TEXT, TEXT], [sampled, SamplingParams(max_tokens=12, repetition_penalty=1.5)])
+    assert among[0] == alone and among[1].token_ids != alone.token_ids
+
+
+def test_preemption_changes_nothing(make: Callable[..., LLM]) -> None:
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, **edit) for edit in EDITS]  # type: ignore[arg-type]
+    prompts = [oracle.eval_tokens()[100 * i :][:20] for i in range(len(params))]
+    roomy, tight = make(LLAMA), make(LLAMA, num_blocks=9, max_seqs=4)
+    commit, preempted = tight.engine.scheduler.commit, []
+    tight.engine.scheduler.commit = lambda plan: (preempted.extend(plan.preempted), commit(plan))  # type: ignore[method-assign]
+    assert tight.generate(prompts, params) == roomy.generate(prompts, params)
+    assert preempted
+
+
+def test_bad_words_as_text(shared: Callable[..., LLM]) -> None:
+    llm = shared(LLAMA)
+    text = llm.generate(TEXT, SamplingParams(max_tokens=16))[0].text
+    word = max(text.split(), key=len)
+    cleaned = llm.generate(TEXT, SamplingParams(max_tokens=16, bad_words=[word]))[0].text
+    assert word in text and word not in cleaned
+    with pytest.raises(
+        UsageError, match="the engine has no tokenizer: bad_words must be lists of token ids, got 'x'"
+    ):
+        llm.engine.add_request("a", [1], SamplingParams(bad_words=["x"]))
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"presence_penalty": 2.5}, r"presence_penalty must be a number in \[-2, 2\], got 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a finite number above 0, got 0"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {"1": 2.0}}, "logit_bias must map token ids to finite numbers, got '1'"),
+        ({"logit_bias": {1: float("inf")}}, "finite numbers, got 1: inf"),
+        ({"bad_words": "word"}, "bad_words must be a list of texts"),
+        ({"bad_words": [""]}, "must not hold an empty text"),
+        ({"bad_words": [[]]}, "must not hold an empty text"),
+        ({"bad_words": [[-1]]}, "bad_words must be token ids"),
+        ({"allowed_token_ids": []}, "must name at least one"),
+        ({"allowed_token_ids": "abc"}, "allowed_token_ids must be a sequence"),
+        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens must be at most max_tokens \(4\), got 5"),
+    ],
+)
+def test_parameters_are_checked(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**wish)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"logit_bias": {4096: 1.0}},
+        {"bad_words": [[1, 4096]]},
+        {"allowed_token_ids": [1, 4096]},
+        {"min_tokens": 1, "stop_token_ids": [4096]},
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(shared: Callable[..., LLM], wish: dict[str, Any]) -> None:
+    llm = shared(LLAMA)
+    with pytest.raises(UsageError, match="must be token ids from 0 to 4095, got 4096"):
+        llm.generate([1], SamplingParams(**wish))
+    assert not llm.engine.has_unfinished() and not llm.engine.runner.processors
