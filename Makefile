@@ -55,7 +55,7 @@ test-full: build  ## test, with the slow tests, sanitizers everywhere and the wh
 build: $(SETUP)  ## compile what changed; libraries land in src/gristmill/_lib
 	@cmake --build build --parallel $(JOBS)
 
-lint: $(SETUP)  ## formatters, ruff, dead code, mypy and the import contracts
+lint: $(SETUP)  ## formatters, ruff, dead code, duplicates, mypy and the import contracts
 	@exec bash ci/lint.sh
 
 format: $(SETUP)  ## format Python, C++ and CUDA sources in place

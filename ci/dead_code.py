@@ -60,7 +60,6 @@ def named(files: list[Path], anything: bool) -> Iterator[str]:
                 yield text
             else:  # source that is compiled as text
                 yield from re.findall(r"\b([A-Za-z]\w+)[(\[]", text)
-                yield from re.findall(r"\bt\.(\w+)", text)
 
 
 def columns() -> Iterator[str]:

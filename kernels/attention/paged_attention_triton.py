@@ -208,51 +208,17 @@ def launch_split(
 
     What is chosen follows from host-known bounds, so a captured graph replays what was captured.
     """
-    kv_heads = k_cache.shape[2]
+    kv_heads, seqs, keys = k_cache.shape[2], seq_lens.shape[0], reach(max_q, max_ctx, window)
+    arguments = (q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale)
+    options = (window, sinks, lse, workspace, out)
     group, rows = q.shape[1] // kv_heads, int(config["decode_m"])
-    few = max_q * group <= rows or max_q == 1
-    if not few:
-        launch(
-            config,
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            query_start,
-            seq_lens,
-            max_q,
-            max_ctx,
-            scale,
-            window,
-            sinks,
-            lse,
-            workspace,
-            out,
-        )
+    if max_q * group > rows and max_q > 1:
+        launch(config, *arguments, *options)
         return
     small = {"m": rows, "n": config["decode_n"], "warps": config["decode_warps"], "stages": config["stages"]}
     head_tiles, _ = packing(group, rows)
-    splits = split_count(
-        seq_lens.shape[0] * kv_heads * head_tiles, int(config["programs"]), reach(max_q, max_ctx, window)
-    )
-    launch(
-        small,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start,
-        seq_lens,
-        max_q,
-        max_ctx,
-        scale,
-        window,
-        sinks,
-        lse,
-        workspace,
-        out,
-        splits=splits,
-    )
+    splits = split_count(seqs * kv_heads * head_tiles, int(config["programs"]), keys)
+    launch(small, *arguments, *options, splits=splits)
 
 
 def aot(target: Target) -> list[AotCase]:

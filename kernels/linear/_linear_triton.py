@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import row_stride
 from gristmill.kernels.lazy_triton import jit, tl
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 DENSE, INT4, E2M1, INT8, E4M3 = range(5)
 FORMATS = {"int4": INT4, "mxfp4": E2M1, "nvfp4": E2M1, "int8": INT8, "fp8": E4M3, "mxfp8": E4M3}
 SCALE_FLOAT, SCALE_E8M0, SCALE_E4M3 = range(1, 4)
+SCALES = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}
 
 
 @jit
@@ -180,36 +182,63 @@ def weight_arguments(
     """What a kernel is given of a weight: its six tensors; (columns, stride of x, bytes of a row, groups); constants."""
     import torch
 
-    k = x.shape[-1]
     scheme = QuantScheme.parse(str(config["scheme"]))
     if scheme.is_dense:
         codes = scales = zeros = row_scale = row_block = perm = weight[0]
-        flags: tuple[bool, ...] = (False,) * 4
-        kind, code, columns, groups = DENSE, 0, k, 1
+        columns, groups = x.shape[-1], 1
+        constants = scheme_constants(scheme)
     else:
         codes, scales, zeros, row_scale, row_block, perm = weight
-        flags = tuple(t.numel() > 0 for t in (zeros, row_scale, row_block, perm))
-        kind, columns, groups = FORMATS[scheme.weight], perm.numel() or k, scales.shape[-1]
-        code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
-        scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
-    in_fp32 = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
-    constants = {
-        "FORMAT": kind,
-        "SCALE": code,
-        "GROUP": scheme.group_size or 0,
-        "ZERO": 0 if flags[0] else scheme.implicit_zero,
-        "HAS_ZERO": flags[0],
-        "ROW_SCALE": flags[1],
-        "ROW_BLOCK": flags[2],
-        "PERM": flags[3],
-        "FP32": in_fp32,
-        "PRECISION": "ieee",
-        "BM": config["bm"],
-        "BN": config["bn"],
-        "BK": config["bk"],
-    }
+        columns, groups = perm.numel() or x.shape[-1], scales.shape[-1]
+        constants = scheme_constants(
+            scheme,
+            HAS_ZERO=zeros.numel() > 0,
+            ROW_SCALE=row_scale.numel() > 0,
+            ROW_BLOCK=row_block.numel() > 0,
+            PERM=perm.numel() > 0,
+        )
+        scales = scales.view(torch.uint8) if constants["SCALE"] == SCALE_E4M3 else scales
     return (
         (codes, scales, zeros, row_scale, row_block, perm),
         (columns, row_stride(x), codes.shape[-1], groups),
-        constants,
+        constants
+        | {
+            "FP32": x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype),
+            "BM": config["bm"],
+            "BN": config["bn"],
+            "BK": config["bk"],
+        },
     )
+
+
+def scheme_constants(scheme: QuantScheme, **given: bool) -> dict[str, Any]:
+    """The constants of `product` that a scheme fixes; given: which of HAS_ZERO, ROW_SCALE, ROW_BLOCK and PERM are on."""
+    has_zero = given.get("HAS_ZERO", False)
+    return {
+        "FORMAT": DENSE if scheme.is_dense else FORMATS[scheme.weight],
+        "SCALE": 0 if scheme.is_dense else SCALES.get(str(scheme.scale_dtype), SCALE_FLOAT),
+        "GROUP": scheme.group_size or 0,
+        "ZERO": 0 if has_zero else scheme.implicit_zero,
+        **dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM"), False),
+        **given,
+        "PRECISION": "ieee",
+    }
+
+
+def weight_case(problem: Problem, tile: Config, **given: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """What the compile matrix compiles for the weight of `problem` and a tile: types of its tensors, and constants.
+
+    given: as for `scheme_constants`.
+    """
+    scheme, x = QuantScheme.parse(problem.text("w")), f"*{problem.text('x')}"
+    constants = scheme_constants(scheme, **given)
+    types = {
+        "weight": f"*{scheme.name}" if scheme.is_dense else "*u8",
+        "scales": {"e8m0": "*u8", "e4m3": "*u8", "fp32": "*fp32"}.get(str(scheme.scale_dtype), x),
+        "zeros": "*u8",
+        "row_scale": "*fp32",
+        "row_block": "*i32",
+        "perm": "*i32",
+    }
+    sizes = {name.upper(): tile[name] for name in ("bm", "bn", "bk")}
+    return types, constants | sizes | {"FP32": x == "*fp32"}

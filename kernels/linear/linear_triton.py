@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -13,18 +13,7 @@ from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.lazy_triton import jit, tl
-from gristmill.kernels.linear._linear_triton import (
-    DENSE,
-    E2M1,
-    E4M3,
-    INT4,
-    INT8,
-    SCALE_E4M3,
-    SCALE_E8M0,
-    SCALE_FLOAT,
-    product,
-    weight_arguments,
-)
+from gristmill.kernels.linear._linear_triton import product, weight_arguments, weight_case
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,41 +119,8 @@ def linear_kernel(
     n_mask = ns < n
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     row_mask = rows < m
-    y = product(
-        x,
-        weight,
-        scales,
-        zeros,
-        row_scale,
-        row_block,
-        perm,
-        rows,
-        row_mask,
-        ns,
-        n_mask,
-        k,
-        columns,
-        x_stride,
-        row_bytes,
-        groups,
-        dtype,
-        FORMAT,
-        SCALE,
-        GROUP,
-        ZERO,
-        HAS_ZERO,
-        ROW_SCALE,
-        ROW_BLOCK,
-        PERM,
-        PRECISION,
-        BM,
-        BN,
-        BK,
-    )
-    if BIAS:
-        y += tl.load(bias + ns, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        up = product(
+    for half in tl.static_range(2 if SILU else 1):  # gate, then up
+        z = product(
             x,
             weight,
             scales,
@@ -174,7 +130,7 @@ def linear_kernel(
             perm,
             rows,
             row_mask,
-            ns + n,
+            ns + half * n,
             n_mask,
             k,
             columns,
@@ -196,8 +152,11 @@ def linear_kernel(
             BK,
         )
         if BIAS:
-            up += tl.load(bias + ns + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-        y = y / (1.0 + tl.exp(-y)) * up
+            z += tl.load(bias + ns + half * n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        if half == 0:
+            y = z
+        else:
+            y = y / (1.0 + tl.exp(-y)) * z
     at = rows[:, None] * n + ns[None, :]
     inside = row_mask[:, None] & n_mask[None, :]
     if RESIDUAL:
@@ -255,91 +214,34 @@ def aot_quantized(target: Target) -> list[AotCase]:
 def aot(target: Target) -> list[AotCase]:
     """Dense, and one scheme of every code and scale format, with the tiles that the default configuration has for them."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
-    plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
-    off = dict.fromkeys(
-        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "FP32"), False
-    )
+    epilogue = dict.fromkeys(("BIAS", "RESIDUAL", "SILU"), False)
     op, cases = default_registry().op("linear"), []
 
-    def case(name: str, problem: str, weight: str, types: dict[str, str], **constants: Any) -> None:
-        described = op.problem(f"n=4096,k=4096,{problem}")
-        chosen, x = config(described, target), f"*{described.text('x')}"
-        pointers = {"x": x, "weight": weight, **plain, **types, "bias": x, "residual": x, "out": x}
-        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
-        base = (
-            {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee"}
-            | off
-            | constants
-            | shape
-        )
+    def case(name: str, text: str, **given: bool) -> None:
+        problem = op.problem(f"n=4096,k=4096,{text}")
+        tile, x = config(problem, target), f"*{problem.text('x')}"
+        after = {flag: given.pop(flag, False) for flag in epilogue}
+        types, constants = weight_case(problem, tile, **given)
         cases.append(
             AotCase(
                 name,
                 linear_kernel,
-                pointers | ints,
-                base,
-                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                types | dict.fromkeys(("x", "bias", "residual", "out"), x) | ints,
+                constants | after,
+                {"num_warps": int(tile["warps"]), "num_stages": int(tile["stages"])},
                 ("k", "columns", "x_stride", "row_bytes"),
-                () if base["FP32"] else matrix_product(target, int(chosen["bm"])),
+                () if constants["FP32"] else matrix_product(target, int(tile["bm"])),
             )
         )
 
-    case("dense_bf16", "m=1024,x=bf16", "*bf16", {})
-    case("dense_fp32", "m=32,x=fp32,w=fp32", "*fp32", {}, FP32=True)
-    case(
-        "int4_g128",
-        "m=16,x=bf16,w=int4_g128",
-        "*u8",
-        {},
-        FORMAT=INT4,
-        SCALE=SCALE_FLOAT,
-        GROUP=128,
-        ZERO=8,
-        BIAS=True,
-    )
-    case(
-        "int4_g32_zp_act_order",
-        "m=512,x=fp16,w=int4_g32_zp",
-        "*u8",
-        {"scales": "*fp16"},
-        FORMAT=INT4,
-        SCALE=SCALE_FLOAT,
-        GROUP=32,
-        HAS_ZERO=True,
-        PERM=True,
-    )
-    case(
-        "int8_ch_silu",
-        "m=16,x=bf16,w=int8_ch",
-        "*u8",
-        {},
-        FORMAT=INT8,
-        SCALE=SCALE_FLOAT,
-        ZERO=128,
-        SILU=True,
-    )
-    case(
-        "fp8_block",
-        "m=512,x=bf16,w=fp8_block",
-        "*u8",
-        {"scales": "*fp32"},
-        FORMAT=E4M3,
-        SCALE=SCALE_FLOAT,
-        GROUP=128,
-        ROW_BLOCK=True,
-        RESIDUAL=True,
-    )
-    case("mxfp4", "m=16,x=bf16,w=mxfp4", "*u8", {"scales": "*u8"}, FORMAT=E2M1, SCALE=SCALE_E8M0, GROUP=32)
-    case(
-        "nvfp4",
-        "m=16,x=bf16,w=nvfp4",
-        "*u8",
-        {"scales": "*u8"},
-        FORMAT=E2M1,
-        SCALE=SCALE_E4M3,
-        GROUP=16,
-        ROW_SCALE=True,
-    )
+    case("dense_bf16", "m=1024")
+    case("dense_fp32", "m=32,x=fp32,w=fp32")
+    case("int4_g128", "m=16,w=int4_g128", BIAS=True)
+    case("int4_g32_zp_act_order", "m=512,x=fp16,w=int4_g32_zp", HAS_ZERO=True, PERM=True)
+    case("int8_ch_silu", "m=16,w=int8_ch", SILU=True)
+    case("fp8_block", "m=512,w=fp8_block", ROW_BLOCK=True, RESIDUAL=True)
+    case("mxfp4", "m=16,w=mxfp4")
+    case("nvfp4", "m=16,w=nvfp4", ROW_SCALE=True)
     return cases
 
 

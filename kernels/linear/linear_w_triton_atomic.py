@@ -19,7 +19,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.common import need_workspace
 from gristmill.kernels.lazy_triton import jit, tl
-from gristmill.kernels.linear._linear_triton import INT4, INT8, SCALE_FLOAT, product, weight_arguments
+from gristmill.kernels.linear._linear_triton import product, weight_arguments, weight_case
 from gristmill.kernels.linear.linear_triton import accepts_quantized
 from gristmill.kernels.linear.linear_triton import config as whole_config
 from gristmill.kernels.linear.linear_triton import space as whole_space
@@ -127,41 +127,8 @@ def atomic_kernel(
     if SILU:
         weight_rows = 2 * n
     at = rows[:, None] * weight_rows + ns[None, :]
-    y = product(
-        x,
-        weight,
-        scales,
-        zeros,
-        row_scale,
-        row_block,
-        perm,
-        rows,
-        row_mask,
-        ns,
-        n_mask,
-        k,
-        last,
-        x_stride,
-        row_bytes,
-        groups,
-        dtype,
-        FORMAT,
-        SCALE,
-        GROUP,
-        ZERO,
-        HAS_ZERO,
-        ROW_SCALE,
-        ROW_BLOCK,
-        PERM,
-        PRECISION,
-        BM,
-        BN,
-        BK,
-        first,
-    )
-    tl.atomic_add(sums + at, y, mask=inside, sem="relaxed")
-    if SILU:
-        up = product(
+    for half in tl.static_range(2 if SILU else 1):  # gate, then up
+        y = product(
             x,
             weight,
             scales,
@@ -171,7 +138,7 @@ def atomic_kernel(
             perm,
             rows,
             row_mask,
-            ns + n,
+            ns + half * n,
             n_mask,
             k,
             last,
@@ -193,7 +160,7 @@ def atomic_kernel(
             BK,
             first,
         )
-        tl.atomic_add(sums + at + n, up, mask=inside, sem="relaxed")
+        tl.atomic_add(sums + at + half * n, y, mask=inside, sem="relaxed")
     tl.debug_barrier()  # every thread has added before the program counts itself
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     if tl.atomic_add(flags + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1:
@@ -268,39 +235,21 @@ def launch(
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: a scheme in groups, and one whose scales come last, with gate and up."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups", "part"), "i32")
-    pointers = {
-        "x": "*bf16",
-        "weight": "*u8",
-        "scales": "*bf16",
-        "zeros": "*u8",
-        "row_scale": "*fp32",
-        "row_block": "*i32",
-        "perm": "*i32",
-        "bias": "*bf16",
-        "residual": "*bf16",
-        "out": "*bf16",
-        "flags": "*i32",
-        "sums": "*fp32",
-    }
-    off = dict.fromkeys(
-        ("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "BIAS", "RESIDUAL", "SILU", "FP32"), False
-    )
+    tensors = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | {"flags": "*i32", "sums": "*fp32"}
     op, cases = default_registry().op("linear"), []
-    for scheme, own in (
-        ("int4_g128", {"FORMAT": INT4, "GROUP": 128, "ZERO": 8, "BIAS": True}),
-        ("int8_ch", {"FORMAT": INT8, "GROUP": 0, "ZERO": 128, "SILU": True}),
-    ):
-        chosen = config(op.problem(f"m=16,n=4096,k=4096,w={scheme}"), target)
-        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
+    for scheme, silu_mul in (("int4_g128", False), ("int8_ch", True)):
+        problem = op.problem(f"m=16,n=4096,k=4096,w={scheme}")
+        tile = config(problem, target)
+        types, constants = weight_case(problem, tile)
         cases.append(
             AotCase(
                 f"{scheme}_atomic",
                 atomic_kernel,
-                pointers | ints,
-                {"SCALE": SCALE_FLOAT, "PRECISION": "ieee"} | off | own | shape,
-                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                types | tensors | ints,
+                constants | {"BIAS": not silu_mul, "RESIDUAL": False, "SILU": silu_mul},
+                {"num_warps": int(tile["warps"]), "num_stages": int(tile["stages"])},
                 ("k", "columns", "x_stride", "row_bytes", "part"),
-                matrix_product(target, int(chosen["bm"])),
+                matrix_product(target, int(tile["bm"])),
             )
         )
     return cases

@@ -7,7 +7,7 @@ counts the tiles of the experts before it and leaves when it is past the last.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -17,17 +17,7 @@ from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.lazy_triton import jit, tl
-from gristmill.kernels.linear._linear_triton import (
-    DENSE,
-    E2M1,
-    E4M3,
-    FORMATS,
-    INT4,
-    SCALE_E4M3,
-    SCALE_E8M0,
-    SCALE_FLOAT,
-    product,
-)
+from gristmill.kernels.linear._linear_triton import product, weight_arguments, weight_case
 from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, tile
 
 if TYPE_CHECKING:
@@ -120,39 +110,8 @@ def grouped_linear_kernel(
         s = scales + at * scale_rows * groups
         z = zeros + at * scale_rows * groups
         r = row_scale + at * weight_rows
-        y = product(
-            x,
-            w,
-            s,
-            z,
-            r,
-            row_block,
-            perm,
-            source,
-            row_mask,
-            ns,
-            n_mask,
-            k,
-            columns,
-            k,
-            row_bytes,
-            groups,
-            dtype,
-            FORMAT,
-            SCALE,
-            GROUP,
-            ZERO,
-            HAS_ZERO,
-            ROW_SCALE,
-            ROW_BLOCK,
-            PERM,
-            PRECISION,
-            BM,
-            BN,
-            BK,
-        )
-        if SILU:
-            up = product(
+        for half in tl.static_range(2 if SILU else 1):  # gate, then up
+            part = product(
                 x,
                 w,
                 s,
@@ -162,7 +121,7 @@ def grouped_linear_kernel(
                 perm,
                 source,
                 row_mask,
-                ns + n,
+                ns + half * n,
                 n_mask,
                 k,
                 columns,
@@ -183,7 +142,10 @@ def grouped_linear_kernel(
                 BN,
                 BK,
             )
-            y = y / (1.0 + tl.exp(-y)) * up
+            if half == 0:
+                y = part
+            else:
+                y = y / (1.0 + tl.exp(-y)) * part
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
         tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
     else:
@@ -206,63 +168,34 @@ def launch(
     out: Tensor,
 ) -> None:
     """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
-    import torch
-
     (m, columns_out), k, experts = out.shape, x.shape[1], expert_offsets.shape[0] - 1
     if m == 0:
         return
-    scheme = QuantScheme.parse(str(config["scheme"]))
-    if scheme.is_dense:
-        codes = scales = zeros = row_scale = row_block = perm = weight[0]
-        flags: tuple[bool, ...] = (False,) * 4
-        kind, code, columns, groups, scale_rows = DENSE, 0, k, 0, 0
-    else:
-        codes, scales, zeros, row_scale, row_block, perm = weight
-        flags = tuple(t.numel() > 0 for t in (zeros, row_scale, row_block, perm))
-        kind, columns, (scale_rows, groups) = FORMATS[scheme.weight], perm.numel() or k, scales.shape[-2:]
-        code = {"e8m0": SCALE_E8M0, "e4m3": SCALE_E4M3}.get(str(scheme.scale_dtype), SCALE_FLOAT)
-        scales = scales.view(torch.uint8) if code == SCALE_E4M3 else scales
-    in_fp32 = x.dtype == torch.float32 or (scheme.is_dense and codes.dtype != x.dtype)
+    tensors, (columns, _, row_bytes, groups), constants = weight_arguments(config, x, weight)
+    scale_rows, groups = (tensors[1].shape[1], groups) if len(weight) > 1 else (0, 0)
     bm, bn = int(config["bm"]), int(config["bn"])
     # Each expert wastes less than one tile, and so does the part behind the last.
     tiles = min(m, cdiv(m, bm) + experts + 1)
     grouped_linear_kernel[(cdiv(columns_out, bn), tiles)](
         x,
-        codes,
-        scales,
-        zeros,
-        row_scale,
-        row_block,
-        perm,
+        *tensors,
         expert_offsets,
         expert_offsets if permutation is None else permutation,
         out,
         m,
         experts,
         columns_out,
-        codes.shape[1],
+        tensors[0].shape[1],
         k,
         columns,
-        codes.shape[2],
+        row_bytes,
         groups,
         scale_rows,
         top_k,
-        FORMAT=kind,
-        SCALE=code,
-        GROUP=scheme.group_size or 0,
-        ZERO=0 if flags[0] else scheme.implicit_zero,
-        HAS_ZERO=flags[0],
-        ROW_SCALE=flags[1],
-        ROW_BLOCK=flags[2],
-        PERM=flags[3],
+        **constants,
         GATHER=permutation is not None,
         SILU=silu_mul,
-        FP32=in_fp32,
-        PRECISION="ieee",
         BE=next_power_of_2(experts),
-        BM=bm,
-        BN=bn,
-        BK=config["bk"],
         num_warps=config["warps"],
         num_stages=config["stages"],
     )
@@ -284,71 +217,31 @@ def aot(target: Target) -> list[AotCase]:
         ("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
         "i32",
     )
-    plain = {"scales": "*bf16", "zeros": "*u8", "row_scale": "*fp32", "row_block": "*i32", "perm": "*i32"}
-    off = dict.fromkeys(("HAS_ZERO", "ROW_SCALE", "ROW_BLOCK", "PERM", "GATHER", "SILU", "FP32"), False)
     op, cases = default_registry().op("grouped_linear"), []
 
-    def case(name: str, scheme: str, m: int, weight: str, types: dict[str, str], **constants: Any) -> None:
-        chosen = config(op.problem(f"m={m},e=128,n=2048,k=4096,x=bf16,w={scheme}"), target)
-        pointers = {
-            "x": "*bf16",
-            "weight": weight,
-            **plain,
-            **types,
-            "offsets": "*i32",
-            "permutation": "*i32",
-            "out": "*bf16",
-        }
-        base = {"FORMAT": DENSE, "SCALE": 0, "GROUP": 0, "ZERO": 0, "PRECISION": "ieee", "BE": 128}
-        shape = {name.upper(): chosen[name] for name in ("bm", "bn", "bk")}
+    def case(name: str, text: str, **given: bool) -> None:
+        problem = op.problem(f"e=128,n=2048,k=4096,{text}")
+        tile = config(problem, target)
+        switches = {flag: given.pop(flag, False) for flag in ("GATHER", "SILU")}
+        types, constants = weight_case(problem, tile, **given)
+        types |= {"x": "*bf16", "offsets": "*i32", "permutation": "*i32", "out": "*bf16"}
         cases.append(
             AotCase(
                 name,
                 grouped_linear_kernel,
-                pointers | ints,
-                base | off | constants | shape,
-                {"num_warps": int(chosen["warps"]), "num_stages": int(chosen["stages"])},
+                types | ints,
+                constants | switches | {"BE": 128},
+                {"num_warps": int(tile["warps"]), "num_stages": int(tile["stages"])},
                 ("k", "columns", "row_bytes"),
-                matrix_product(target, int(chosen["bm"])),
+                matrix_product(target, int(tile["bm"])),
             )
         )
 
-    few, many = 256, 16384
-    case("dense_silu", "bf16", few, "*bf16", {}, SILU=True, GATHER=True)
-    case("int4_g128", "int4_g128", few, "*u8", {}, FORMAT=INT4, SCALE=SCALE_FLOAT, GROUP=128, ZERO=8)
-    case(
-        "fp8_block",
-        "fp8_block",
-        many,
-        "*u8",
-        {"scales": "*fp32"},
-        FORMAT=E4M3,
-        SCALE=SCALE_FLOAT,
-        GROUP=128,
-        ROW_BLOCK=True,
-    )
-    case(
-        "mxfp4_silu",
-        "mxfp4",
-        few,
-        "*u8",
-        {"scales": "*u8"},
-        FORMAT=E2M1,
-        SCALE=SCALE_E8M0,
-        GROUP=32,
-        SILU=True,
-    )
-    case(
-        "nvfp4",
-        "nvfp4",
-        few,
-        "*u8",
-        {"scales": "*u8"},
-        FORMAT=E2M1,
-        SCALE=SCALE_E4M3,
-        GROUP=16,
-        ROW_SCALE=True,
-    )
+    case("dense_silu", "m=256", SILU=True, GATHER=True)
+    case("int4_g128", "m=256,w=int4_g128")
+    case("fp8_block", "m=16384,w=fp8_block", ROW_BLOCK=True)
+    case("mxfp4_silu", "m=256,w=mxfp4", SILU=True)
+    case("nvfp4", "m=256,w=nvfp4", ROW_SCALE=True)
     return cases
 
 

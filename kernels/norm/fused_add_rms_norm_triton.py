@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
 from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.norm.rms_norm_triton import config, space
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LONGEST_ROW = 16384
-
-
-def config(problem: Problem, target: Target) -> Config:
-    """The whole row in registers while it fits, one warp for each 512 elements of it."""
-    block = min(LONGEST_ROW, max(64, next_power_of_2(problem.integer("n"))))
-    return {"block": block, "warps": min(16, max(1, block // 512))}
-
-
-def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """The same block at other warp counts."""
-    block = config(problem, target)["block"]
-    return [{"block": block, "warps": warps} for warps in (1, 2, 4, 8, 16)]
 
 
 @jit

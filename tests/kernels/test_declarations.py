@@ -6,11 +6,13 @@ and the guard of a plan must refuse it, with an error that names an argument tie
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
@@ -311,3 +313,23 @@ def test_mistakes_in_declarations_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             replace(op, arguments=arguments, returns=()).source  # noqa: B018
+
+
+def lines_of_code(text: str) -> int:
+    """Lines of a Python file that are neither blank, nor comments, nor docstrings."""
+    left_out = {0}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(
+        number not in left_out and bool(line.strip()) and not line.strip().startswith("#")
+        for number, line in enumerate(text.splitlines(), 1)
+    )
+
+
+def test_descriptions_of_operations_stay_short() -> None:
+    """What several operations need stands in one place: all descriptions together are under 1,700 lines of code."""
+    assert lines_of_code('"""Doc\nstring."""\n\nx = 1  # said\n# Said.\ny = """\ntext"""\n') == 3
+    files = {str(inspect.getsourcefile(op.reference)) for op in REGISTRY.ops.values()}
+    assert len(files) == len(REGISTRY.ops)
+    assert sum(lines_of_code(Path(file).read_text(encoding="utf-8")) for file in files) < 1700

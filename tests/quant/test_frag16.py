@@ -268,8 +268,8 @@ def test_the_packing_kernel_agrees_with_torch() -> None:
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     pytest.importorskip("triton")
     code = (
-        "import torch; from tests.quant import test_frag16 as t\n"
-        "for case in t.KERNEL_CASES:\n    a, b = t.packed_by_the_kernel(*case)\n    assert torch.equal(a, b), case\n"
+        "import torch; from tests.quant.test_frag16 import packed_by_the_kernel\n"
+        f"for case in {KERNEL_CASES}:\n    a, b = packed_by_the_kernel(*case)\n    assert torch.equal(a, b), case\n"
     )
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
