@@ -264,5 +264,14 @@ def meaning(op: Op) -> str:
 
 
 def functions(registry: Registry) -> dict[str, Callable[..., Any]]:
-    """The function of each operation of a registry; its torch operators are defined."""
-    return {op.name: _define(op) for op in registry.ops.values()}
+    """The function of each operation of a registry; its torch operators are defined. An operation of a plugin for which that
+    fails is left out of the registry, and the plugin is among its failures."""
+    made: dict[str, Callable[..., Any]] = {}
+    for op in [*registry.ops.values()]:
+        try:
+            made[op.name] = _define(op)
+        except Exception as error:  # torch refuses, or a function of the plugin raises
+            if op.name not in registry.plugins:
+                raise
+            registry.leave_out(op.name, error)
+    return made

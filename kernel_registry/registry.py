@@ -30,13 +30,14 @@ class UnknownError(LookupError):
 class Registry:
     """Operations, kernels and layouts by name. Filled by `default_registry`, or by hand in tests.
 
-    failures: plugins that were left out, each with its reason.
+    failures: plugins that were left out, each with its reason. plugins: operations that a plugin declares.
     """
 
     ops: dict[str, Op] = field(default_factory=dict)
     kernels: dict[str, list[Kernel]] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     failures: list[PluginFailure] = field(default_factory=list)
+    plugins: dict[str, Plugin] = field(default_factory=dict)
 
     def add(self, spec: Op | Kernel | Layout) -> None:
         """Register a spec; ValueError if its name is taken."""
@@ -59,7 +60,13 @@ class Registry:
     def copy(self) -> Registry:
         """A registry with the same contents, which can grow on its own."""
         kernels = {op: [*kernels] for op, kernels in self.kernels.items()}
-        return Registry(dict(self.ops), kernels, dict(self.layouts), [*self.failures])
+        return Registry(dict(self.ops), kernels, dict(self.layouts), [*self.failures], dict(self.plugins))
+
+    def leave_out(self, op: str, error: Exception) -> None:
+        """Forget an operation of a plugin, and its kernels, for an error that showed only later."""
+        self.failures.append(self.plugins.pop(op).failure(error))
+        del self.ops[op]
+        self.kernels.pop(op, None)
 
     def op(self, name: str) -> Op:
         """The operation called `name`; UnknownError lists near names."""
@@ -175,6 +182,8 @@ def _all_added(
             for spec in declared:
                 _check(spec)
                 grown.add(spec)
+                if isinstance(spec, Op):
+                    grown.plugins[spec.name] = plugin
         except Exception as error:  # a check calls functions of the plugin
             bad.append(plugin.failure(error))
         else:
@@ -201,5 +210,8 @@ def _check(spec: Op | Kernel | Layout) -> None:
         if not isinstance(spec.requires, Requirement) or not isinstance(spec.priority, int):
             raise TypeError(f"kernel {spec.name}: requires must be a Requirement and priority an int")
     elif isinstance(spec, Op):
+        from gristmill.kernel_registry.argument_functions import check_declared
+
+        check_declared(spec)
         for text in (*spec.examples, *spec.bench):
             spec.problem(text)

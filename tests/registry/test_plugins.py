@@ -23,6 +23,14 @@ from gristmill.kernel_registry.requirement import Requirement
 KERNEL = Kernel(op="rms_norm", name="rms_norm_good", provider="good", language="python", target="json:dumps",
                 requires=Requirement())
 """
+OPERATION = """
+from gristmill.kernel_registry import Axis, Cost, Op, Scalar, Tensor, Tolerance
+
+OP = Op(name="gm_op", family="good", summary="an operation", axes=(Axis("m", "int", "size", dynamic=True),
+        Axis("x", "dtype", "dtype", default="fp32")), arguments=(Tensor('x', 'm'), Scalar('eps', 'float')),
+        returns=(Tensor("out", "m"),), reference=lambda x, eps: x + eps, inputs=lambda *given: [], bucket="m",
+        cost=lambda problem: Cost(0, 0), tolerance=lambda problem: Tolerance("exact", 0.0), examples=("m=1",), bench=())
+"""
 FAULTS = {
     "missing": ("import gm_no_such_module\n", "ModuleNotFoundError: No module named 'gm_no_such_module'"),
     "syntax": ("KERNEL = (\n", "SyntaxError"),
@@ -37,6 +45,22 @@ FAULTS = {
     "no_op": (GOOD.replace('"rms_norm"', '"no_such_op"'), "has kernels of no_such_op: no such operation"),
     "no_launcher": (GOOD.replace("json:dumps", "json"), "target must be 'module:attr', got 'json'"),
     "bad_priority": (GOOD.replace("requires=", "priority='high', requires="), "priority an int"),
+    "bad_type": (
+        OPERATION.replace("Scalar('eps', 'float')", "Scalar('eps', 'real')"),
+        "ValueError: gm_op: eps must be one of int, float, bool, str, got 'real'",
+    ),
+    "bad_name": (OPERATION.replace("'eps'", "'e-s'"), "gm_op: 'e-s' is no name for an operation"),
+    "bad_default": (
+        OPERATION.replace("Scalar('eps', 'float')", "Scalar('eps', 'float', 'none')"),
+        "gm_op: eps is float, and 'none' is no default for it",
+    ),
+    "bad_order": (
+        OPERATION.replace("Tensor('x', 'm')", "Scalar('a', 'int', 1), Tensor('x', 'm')"),
+        "an argument with a default stands before one without",
+    ),
+    "twice": (OPERATION.replace("'eps'", "'x'"), "gm_op: x: declared twice"),
+    "reserved": (OPERATION.replace("'eps'", "'plan'"), "plan: no argument may have this name"),
+    "bad_shape": (OPERATION.replace("'x', 'm'", "'x', 'm+'"), "gm_op: x has a size 'm+': invalid syntax"),
     "half": (
         GOOD + "KERNELS = (KERNEL,)\n",
         "kernel rms_norm_good of rms_norm is registered twice",
@@ -103,6 +127,25 @@ def test_doctor_prints_one_line_for_each(folder: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if "failed plugin" in line]
     assert len(lines) == len(FAULTS)
     assert any("missing (gm_missing, from gm-missing 1.0): ModuleNotFoundError" in line for line in lines)
+
+
+def test_operations_are_functions_beside_plugins_that_failed(folder: Path, tmp_path: Path) -> None:
+    """gristmill.ops has every operation but those of the plugins that failed, also one that only torch refuses."""
+    install(tmp_path, "fine", OPERATION.replace("gm_op", "gm_fine"))
+    install(tmp_path, "late", OPERATION.replace("gm_op", "gm_late").replace('"an operation"', '""'))
+    code = (
+        "import torch, gristmill; from gristmill.kernel_registry import default_registry as registry\n"
+        "ops = gristmill.ops; x = torch.ones(3); print(ops.rms_norm(x[None], x, 0.0).sum().item())\n"
+        "print(hasattr(ops, 'gm_fine'), hasattr(ops, 'gm_op'), hasattr(ops, 'gm_late'), 'gm_late' in registry().ops)\n"
+        "print(*(failure for failure in registry().failures if failure.plugin.name == 'late'))\n"
+    )
+    path = os.pathsep.join((str(folder), str(tmp_path), *filter(None, sys.path)))
+    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    total, has, late = done.stdout.splitlines()
+    assert float(total) == 3.0 and has == "True False False False"
+    assert late == "plugin late (gm_late, from gm-late 1.0): IndexError: string index out of range"
 
 
 def test_without_plugins_there_is_nothing_to_report(tmp_path: Path) -> None:
