@@ -170,3 +170,39 @@ def test_every_kernel_is_reachable(kernel) -> None:
             ):
                 return
     pytest.fail(f"no target of {_EVERYWHERE} and no example runs {kernel.name}")
+
+
+ALIKE = [
+    ("sm_80", "sm_86"),
+    ("sm_80", "sm_87"),
+    ("sm_80", "sm_89"),
+    ("sm_100", "sm_103"),
+    ("sm_120", "sm_121"),
+]
+
+
+@pytest.mark.parametrize(("known", "other"), ALIKE)
+def test_relatives_of_a_compiled_target_are_served_by_the_same_kernels(known: str, other: str) -> None:
+    """What the tables and the compile matrix say of one target holds for those that they do not list: the same kernels accept
+    the hardware, and one of gristmill's own is selected for every operation."""
+    build = Build.of(
+        {"torch": "2.13.0", "triton": "3.9.0"}, triton_backends=("cuda",), cuda_archs=("sm_90a",)
+    )
+    for op in REGISTRY.ops.values():
+        kernels = REGISTRY.kernels_of(op.name)
+        served = [
+            {k.name for k in kernels if not k.requires.check_hardware(Target.parse(target))}
+            for target in (known, other)
+        ]
+        assert served[0] == served[1] and any(name.endswith("triton") for name in served[0]), op.name
+        chosen = [
+            [_selected(op, text, Target.parse(target), build) for text in op.bench]
+            for target in (known, other)
+        ]
+        assert chosen[0] == chosen[1] and None not in chosen[0], op.name
+
+
+def _selected(op: Op, text: str, target: Target, build: Build) -> str | None:
+    kernels = REGISTRY.kernels_of(op.name)
+    chosen = select(op, op.problem(text), kernels, target, build, Store(), Policy(), foreign=True)
+    return None if chosen.best is None else chosen.best.kernel.name
