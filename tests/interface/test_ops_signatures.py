@@ -104,6 +104,22 @@ def test_a_type_checker_reports_wrong_calls_and_no_others(tmp_path: Path) -> Non
     assert reported == expected, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("faulty", "errors"), [("", 0), ("return __all__", 1)], ids=["as it is", "a planted fault"]
+)
+def test_the_module_that_the_stub_hides_is_checked(tmp_path: Path, faulty: str, errors: int) -> None:
+    """A type checker reads ops.pyi in place of ops.py, so a copy of ops.py is checked under another name."""
+    source = (ROOT / "src" / "gristmill" / "ops.py").read_text(encoding="utf-8")
+    if faulty:
+        assert source.count(faulty) == 1
+        source = source.replace(faulty, "return 3")
+    copy = tmp_path / "ops_copy.py"
+    copy.write_text(source, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(copy)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.count(": error: ") == errors and done.returncode == bool(errors), done.stdout
+
+
 def test_the_stub_and_the_page_are_what_the_code_says() -> None:
     assert api.STUB.read_text(encoding="utf-8") == api.stub(), "run python ci/api.py"
     assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run python ci/api.py"
