@@ -44,6 +44,7 @@ SECTIONS = {
         "LLM",
         "Completion",
         "Chunk",
+        "TokenLogprobs",
         "SamplingParams",
         "Engine",
         "RequestOutput",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from gristmill._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from gristmill.runtime.completion import Chunk as Chunk
+    from gristmill.runtime.completion import Completion as Completion
     from gristmill.runtime.config import Fields as Fields
     from gristmill.runtime.config import ModelConfig as ModelConfig
     from gristmill.runtime.engine import Engine as Engine
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.explain import summarize as summarize
     from gristmill.runtime.llm import LLM as LLM
-    from gristmill.runtime.llm import Chunk as Chunk
-    from gristmill.runtime.llm import Completion as Completion
     from gristmill.runtime.loader.load import load_model as load_model
     from gristmill.runtime.loader.weights import Weight as Weight
     from gristmill.runtime.loader.weights import WeightTable as WeightTable
@@ -32,5 +32,6 @@ if TYPE_CHECKING:
     from gristmill.runtime.scheduler import RequestOutput as RequestOutput
     from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
     from gristmill.runtime.scheduler import SchedulerConfig as SchedulerConfig
+    from gristmill.runtime.scheduler import TokenLogprobs as TokenLogprobs
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

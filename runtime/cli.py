@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gristmill import __version__, console
+from gristmill.runtime.sampling_options import OPTIONS, sampling_options
 
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
@@ -74,45 +76,7 @@ def model_options(function: F) -> F:
 @cli.command()
 @model_options
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
-@click.option(
-    "--max-tokens",
-    type=int,
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Maximum number of tokens to generate.",
-)
-@click.option(
-    "--temperature",
-    type=float,
-    default=0.0,
-    show_default=True,
-    metavar="T",
-    help="0: greedy. Higher values give more varied text.",
-)
-@click.option(
-    "--top-k", type=int, default=0, metavar="K", help="Sample from the K most likely tokens. 0: all."
-)
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    metavar="P",
-    help="Sample from the most likely tokens whose probabilities sum to P.",
-)
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    metavar="P",
-    help="Sample from tokens at least P times as likely as the most likely one.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    metavar="S",
-    help="The same seed gives the same tokens. Default: a fixed seed of the engine.",
-)
+@sampling_options
 @click.option(
     "--decode-graphs/--no-decode-graphs",
     default=None,
@@ -126,12 +90,6 @@ def model_options(function: F) -> F:
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout, at the end.")
 def generate(
     prompt: str,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int | None,
     explain: bool,
     as_json: bool,
     **options: Any,
@@ -141,18 +99,21 @@ def generate(
     Sampling follows the options. Of the model's generation_config.json only the end tokens are used.
 
     \b
-    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "prompt_tokens",
-    "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs" (likewise:
-    {"seqs", "max_ctx", "samples", "captured", "steps", "reason"})}
+    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "logprobs" (null without
+    --logprobs: {"token_id", "logprob", "rank", "top"}), "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
+    "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "max_ctx", "samples", "captured", "steps",
+    "reason"})}
     """
     from gristmill.runtime.sampling_params import SamplingParams
 
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed)
+    params = SamplingParams(**{name: options.pop(name) for name in OPTIONS})
     llm = _load(options, as_json)
     begin = time.perf_counter()
     text, reason = "", None
     ids: list[int] = []
+    logprobs: list[dict[str, Any]] = []
     for chunk in llm.stream(prompt, params):
+        logprobs += [asdict(one) for one in chunk.logprobs or ()]
         text += chunk.text
         ids += chunk.token_ids
         reason = chunk.finish_reason or reason
@@ -167,6 +128,7 @@ def generate(
                 "text": text,
                 "token_ids": ids,
                 "finish_reason": reason,
+                "logprobs": None if params.logprobs is None else logprobs,
                 "prompt_tokens": len(llm.tokenizer.encode(prompt)),
                 "seconds": seconds,
                 "tokens_per_second": len(ids) / seconds,

@@ -10,7 +10,7 @@ while engine.has_unfinished():
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,17 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.cache_size import cache_blocks, make_cache
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.load import load_model
-from gristmill.runtime.runner import Runner
+from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import FinishReason, Request, RequestOutput, Scheduler, SchedulerConfig
+from gristmill.runtime.scheduler import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    Scheduler,
+    SchedulerConfig,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,9 @@ class Engine:
         self.runner = runner
         self.scheduler = Scheduler(config)
         self._active: dict[str, _Active] = {}
+        self._followers: dict[str, list[str]] = {}  # id -> requests held until its prompt is computed
+        self._with_logprobs: set[str] = set()
+        self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
 
     def add_request(
@@ -137,8 +147,12 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        after: str | None = None,
     ) -> None:
         """Queue a prompt of token ids.
+
+        params: without what needs text (stop strings, bad words as texts) and with n = 1. after: an unfinished request with the
+        same prompt, such as another choice: this one is held until that one has computed the prompt, and shares its blocks.
 
         Raises:
             UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of the wrong type.
@@ -168,12 +182,19 @@ class Engine:
                 f"request {request_id!r}: prompt ids must be integers from 0 to {config.vocab_size - 1}, got {wrong!r}"
             )
         stop = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
-        if params.edits_logits:
-            _check_logits_params(request_id, params, stop, config.vocab_size)
+        _check_params(request_id, params, stop, config.vocab_size)
         request = Request(request_id, ids, params.max_tokens, stop, priority)
-        self.scheduler.add(request)
+        request.reads_cache = params.prompt_logprobs is None
+        held = self._computes_prompt(after)
+        self.scheduler.add(request, held=held)
+        if held and after is not None:
+            self._followers.setdefault(after, []).append(request_id)
         if params.edits_logits:
             self.runner.processors.add(request_id, params, request.tokens, request.prompt_len, sorted(stop))
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._with_logprobs.add(request_id)
+        if params.prompt_logprobs is not None:
+            self._prompts[request_id] = PromptLogprobs(ids, params.prompt_logprobs, [None] * len(ids))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         self._active[request_id] = _Active(request, params, seed)
 
@@ -187,15 +208,24 @@ class Engine:
             return []
         self.scheduler.commit(plan)
         rows = [self._row(entry.id) for entry in plan.sampling()]
+        logprobs: dict[str, TokenLogprobs] = {}
         try:
-            sampled = self.runner.run(plan.entries, rows)
+            if self._with_logprobs:
+                result = self.runner.run_detailed(plan.entries, rows, self._prompts)
+                sampled, logprobs = result.ids, result.logprobs
+            else:
+                sampled = self.runner.run(plan.entries, rows)
         except BaseException:
             self.scheduler.discard(plan)
             raise
         # A row of NaN, or of nothing finite, ends its own request and no other.
         failed = [entry.id for entry, token in zip(plan.sampling(), sampled, strict=True) if token < 0]
         outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, sampled)
+        if self._with_logprobs:
+            self._attach(outputs, logprobs)
         for output in outputs:
+            if self._followers:
+                self._release_followers(output.id)
             if output.finish_reason is not None:
                 self._forget(output.id)
         return outputs
@@ -211,10 +241,35 @@ class Engine:
         """Whether any request has not ended."""
         return self.scheduler.has_unfinished()
 
+    def _attach(self, outputs: Sequence[RequestOutput], logprobs: Mapping[str, TokenLogprobs]) -> None:
+        for output in outputs:
+            if output.id in logprobs:
+                output.logprobs = (logprobs[output.id],)
+            if output.new_ids and output.id in self._prompts:
+                output.prompt_logprobs = tuple(self._prompts.pop(output.id).found)
+                self._active[output.id].request.reads_cache = True  # after a preemption, say
+
+    def _computes_prompt(self, request_id: str | None) -> bool:
+        """Whether it is worth waiting for a request: its blocks will be shared, and are not there yet."""
+        active = None if request_id is None else self._active.get(request_id)
+        return (
+            active is not None
+            and self.scheduler.cache is not None
+            and len(active.request.tokens) == active.request.prompt_len
+        )
+
+    def _release_followers(self, request_id: str) -> None:
+        for follower in self._followers.pop(request_id, ()):
+            if follower in self.scheduler.held:
+                self.scheduler.resume(follower)
+
     def _forget(self, request_id: str) -> None:
         active = self._active.pop(request_id)
         if active.params.edits_logits:
             self.runner.processors.remove(request_id)
+        self._with_logprobs.discard(request_id)
+        self._prompts.pop(request_id, None)
+        self._release_followers(request_id)
 
     def _row(self, request_id: str) -> SamplingRow:
         active = self._active[request_id]
@@ -229,10 +284,20 @@ def _integers(**values: object) -> None:
             raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-def _check_logits_params(
-    request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int
-) -> None:
-    """UsageError unless the tokens that the parameters name are ids of the vocabulary."""
+def _check_params(request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int) -> None:
+    """UsageError unless the parameters need no text and the tokens that they name are ids of the vocabulary."""
+    if params.n != 1 or params.stop:
+        raise UsageError(
+            f"request {request_id!r}: the engine makes one completion of token ids; n and stop strings need LLM or AsyncEngine"
+        )
+    for which in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, which) or 0) > vocab_size:
+            raise UsageError(
+                f"request {request_id!r}: {which} must be at most the vocabulary's size {vocab_size}, "
+                f"got {getattr(params, which)}"
+            )
+    if not params.edits_logits:
+        return
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids or (),

@@ -8,7 +8,6 @@ for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.runtime.completion import Chunk, Completion, TextOutput, completion, engine_params
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
@@ -25,39 +25,6 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The completion of one prompt.
-
-    Attributes:
-        prompt_ids, token_ids: token ids of the prompt and of the completion, including a final end token.
-        text: the completion as text; empty for a model without a tokenizer.
-        finish_reason: ``stop`` (an end token), ``length``, ``abort``, or ``error`` (the model's logits were NaN).
-    """
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The part of a completion that one step added.
-
-    Attributes:
-        index: the index of the prompt, from 0.
-        token_ids: new token ids.
-        text: new text, of whole characters; a step may have none.
-        finish_reason: as of `Completion`; None until the last chunk of the prompt.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None = None
 
 
 class LLM:
@@ -125,7 +92,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt, batched by the scheduler; results are in the order of the prompts.
+        """Complete every prompt, batched by the scheduler; results are in the order of the prompts, each with its n choices in turn.
 
         prompts: one or several; text, or token ids that are used unchanged. params: one for all, or one for each; None =
         greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
@@ -136,16 +103,14 @@ class LLM:
             RequestTooLarge: a prompt that can never fit in the cache or the model's length.
         """
         ids = self._prompts(prompts)
-        tokens: list[list[int]] = [[] for _ in ids]
-        texts = [""] * len(ids)
-        reasons = ["abort"] * len(ids)
-        for chunk in self._run(ids, self._params(params, len(ids))):
-            tokens[chunk.index] += chunk.token_ids
-            texts[chunk.index] += chunk.text
-            reasons[chunk.index] = chunk.finish_reason or reasons[chunk.index]
+        chunks: dict[tuple[int, int], list[Chunk]] = {}
+        wishes = self._params(params, len(ids))
+        for chunk in self._run(ids, wishes):
+            chunks.setdefault((chunk.index, chunk.choice), []).append(chunk)
         return [
-            Completion(tuple(prompt), tuple(new), text, reason)
-            for prompt, new, text, reason in zip(ids, tokens, texts, reasons, strict=True)
+            completion(prompt, chunks[index, choice])
+            for index, (prompt, wish) in enumerate(zip(ids, wishes, strict=True))
+            for choice in range(wish.n)
         ]
 
     def stream(
@@ -173,45 +138,39 @@ class LLM:
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Chunk]:
         engine = self.engine
-        indices: dict[str, int] = {}
+        outputs: dict[str, TextOutput] = {}
         try:
             for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
-                name = f"llm-{self._requests}"
-                self._requests += 1
-                engine.add_request(name, prompt, self._engine_params(wish))
-                indices[name] = index
-            streams = [self._stream() for _ in prompts]
-            open_requests = set(indices)
-            while open_requests:
+                first = None
+                for choice in range(wish.n):
+                    name = f"llm-{self._requests}"
+                    self._requests += 1
+                    text = TextOutput(index, choice, wish, self._stream(wish))
+                    engine.add_request(
+                        name, prompt, engine_params(wish, choice, lambda: self.tokenizer), after=first
+                    )
+                    outputs[name] = text
+                    first = first or name
+            while outputs:
                 for output in engine.step():
-                    if output.id not in indices:
+                    if (text_output := outputs.get(output.id)) is None:
                         continue
-                    index = indices[output.id]
-                    text = "" if (decoder := streams[index]) is None else decoder.push(output.new_ids)
-                    reason = None
-                    if output.finish_reason is not None:
-                        open_requests.discard(output.id)
-                        reason = output.finish_reason.value
-                        text += "" if decoder is None else decoder.finish()
-                    yield Chunk(index, tuple(output.new_ids), text, reason)
+                    chunk = text_output.push(output)
+                    if chunk.finish_reason is not None:
+                        del outputs[output.id]
+                        engine.abort(
+                            [output.id]
+                        )  # where a stop string ended it, the engine does not know yet
+                    yield chunk
         finally:
-            engine.abort(indices)
+            engine.abort(outputs)
 
-    def _engine_params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with texts as token ids, as the engine takes them."""
-        if not any(isinstance(word, str) for word in params.bad_words):
-            return params
-        words = [
-            ids
-            for word in params.bad_words
-            for ids in (self.tokenizer.words(word) if isinstance(word, str) else [word])
-        ]
-        return replace(params, bad_words=words)
-
-    def _stream(self) -> TextStream | None:
+    def _stream(self, params: SamplingParams) -> TextStream | None:
         try:
             return self.tokenizer.stream()
         except NoTokenizerError:
+            if params.stop:
+                raise
             return None
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +13,28 @@ from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.logits_processors import LogitsProcessors
+from gristmill.runtime.logprobs import ROWS, token_logprobs
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
-from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt, while its chunks are computed. ids: the prompt. top: likeliest tokens wanted at each position.
+    found: one for each token; None for the first, which nothing predicts, and for those not computed yet."""
+
+    ids: list[int]
+    top: int
+    found: list[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """ids: as of `Runner.run`. logprobs: by request id, of the ids of requests that asked for them."""
+
+    ids: list[int]
+    logprobs: dict[str, TokenLogprobs]
 
 
 class Runner:
@@ -45,7 +65,7 @@ class Runner:
         Logits are computed for those alone, and the ids are all that comes back from the device.
         """
         if self.processors:
-            return self._run_processed(entries, rows)
+            return self.run_detailed(entries, rows, {}).ids
         if self.decode is not None and (ids := self.decode.run(entries, rows)) is not None:
             return ids
         batch = make_batch(entries, self.cache.block_size, self.device)
@@ -54,17 +74,59 @@ class Runner:
             return []
         return self.sampler(self.model.logits(hidden[batch.rows]), rows)
 
-    def _run_processed(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
-        """`run` with the logits between model and sampler; a decode graph ends with the logits then."""
+    @torch.inference_mode()
+    def run_detailed(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        prompts: Mapping[str, PromptLogprobs],
+    ) -> StepResult:
+        """`run` with the logits between model and sampler: processed, and read for log-probabilities.
+
+        prompts: by request id, those that want log-probabilities of their prompts; they are written there. A decode graph ends
+        with the logits then, and the sampler is launched after it.
+        """
         logits = None if self.decode is None else self.decode.logits(entries, rows)
         if logits is None:
             batch = make_batch(entries, self.cache.block_size, self.device)
             hidden = self.model.forward(batch, self.cache)
+            if prompts:
+                self._read_prompts(hidden, entries, prompts)
             if not rows:
-                return []
+                return StepResult([], {})
             logits = self.model.logits(hidden[batch.rows])
         request_ids = [entry.id for entry in entries if entry.samples]
-        return self.sampler(self.processors.apply(logits, request_ids), rows)
+        ids = self.sampler(self.processors.apply(logits, request_ids), rows)
+        wanted = [
+            (place, row.params.logprobs)
+            for place, row in enumerate(rows)
+            if row.params.logprobs is not None and ids[place] >= 0
+        ]
+        if not wanted:
+            return StepResult(ids, {})
+        places = [place for place, _ in wanted]
+        of_tokens = token_logprobs(
+            logits[places], [ids[place] for place in places], [top for _, top in wanted]
+        )
+        return StepResult(ids, dict(zip((request_ids[place] for place in places), of_tokens, strict=True)))
+
+    def _read_prompts(
+        self, hidden: Tensor, entries: Sequence[ScheduledRequest], prompts: Mapping[str, PromptLogprobs]
+    ) -> None:
+        """Write the log-probabilities of the prompt tokens that the positions of this step predict."""
+        begin = 0
+        for entry in entries:
+            if (prompt := prompts.get(entry.id)) is not None:
+                targets = prompt.ids[entry.start + 1 : entry.context + 1]
+                for first in range(0, len(targets), ROWS):
+                    some = targets[first : first + ROWS]
+                    start = begin + first
+                    logits = self.model.logits(hidden[start : start + len(some)])
+                    place = entry.start + 1 + first
+                    prompt.found[place : place + len(some)] = token_logprobs(
+                        logits, some, [prompt.top] * len(some)
+                    )
+            begin += entry.count
 
     @torch.inference_mode()
     def logits(self, entries: Sequence[ScheduledRequest]) -> Tensor:

@@ -35,7 +35,15 @@ class SamplingParams:
         bad_words: texts, or lists of token ids, that are not generated: the last token is barred where the others precede it.
             A text stands for its tokens at the beginning of a word and inside one. Texts need a tokenizer: `LLM`, not `Engine`.
         allowed_token_ids: the only ids that may be sampled; None = all.
-        min_tokens: number of output tokens before which no end token is sampled.
+        min_tokens: number of output tokens before which no end token is sampled and no stop string ends the request.
+        stop: texts that end the request where the first of them is complete; the output's text ends before it. Needs a tokenizer:
+            `LLM` or `AsyncEngine`, not `Engine`.
+        include_stop_str_in_output: the output's text ends behind the stop string.
+        logprobs: log-probabilities of the output tokens, and of this many most likely tokens at each position, from the model's
+            logits before they are processed; None = none.
+        prompt_logprobs: the same for the prompt, whose part in the prefix cache is then computed anew; None = none.
+        n: number of completions of the prompt, which is computed once (with a prefix cache); with a seed, choice i has
+            seed + i. Needs `LLM` or `AsyncEngine`.
 
     Raises:
         UsageError: a value outside its range; the message names it.
@@ -56,11 +64,20 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         self._integer("max_tokens", 1)
         self._integer("top_k", 0)
         self._integer("min_tokens", 0)
+        self._integer("n", 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0)
         if self.min_tokens > self.max_tokens:
             raise UsageError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
@@ -75,6 +92,7 @@ class SamplingParams:
             self._integer("seed", 0)
             if self.seed > MAX_SEED:
                 raise UsageError(f"seed must be at most {MAX_SEED}, got {self.seed}")
+        self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._set("logit_bias", _bias(self.logit_bias))
         self._set("bad_words", _bad_words(self.bad_words))
@@ -121,6 +139,15 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if any(type(token) is not int or token < 0 for token in ids):
         raise UsageError(f"{name} must be token ids (non-negative integers), got {value!r}")
     return ids
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence) or isinstance(strings, bytes):
+        raise UsageError(f"stop must be a text or a list of texts, got {value!r}")
+    if not all(isinstance(string, str) and string for string in strings):
+        raise UsageError(f"stop must be texts of at least one character, got {value!r}")
+    return tuple(strings)
 
 
 def _bias(value: object) -> dict[int, float]:

@@ -15,7 +15,7 @@ prefix hits, preemption by recomputation and speculative drafts are all that one
 """
 
 from gristmill.runtime.scheduler.config import SchedulerConfig
-from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
+from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan, TokenLogprobs
 from gristmill.runtime.scheduler.policy import Admission
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
 from gristmill.runtime.scheduler.scheduler import QueueFull, RequestTooLarge, Scheduler, SchedulerStuck
@@ -33,4 +33,5 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerStuck",
     "StepPlan",
+    "TokenLogprobs",
 ]

@@ -82,6 +82,23 @@ class StepPlan:
         return sum(entry.context for entry in self.entries)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token, before logits were processed.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log-probability, nats.
+        rank: its place among all tokens by probability, from 1.
+        top: (token id, log-probability) of the most likely tokens, in order.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The output of a step, or of an abort, for one request.
@@ -90,8 +107,12 @@ class RequestOutput:
         id: the request's.
         new_ids: token ids of this step, in order; a final end token is among them.
         finish_reason: why the request ended with this output; None = it continues.
+        logprobs: of new_ids; empty where `SamplingParams.logprobs` is None.
+        prompt_logprobs: of the prompt's tokens, None for the first: with the first new id, where they were asked for.
     """
 
     id: str
     new_ids: Sequence[int]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -183,7 +183,7 @@ class Planner:
         )
 
     def _hits(self, request: Request) -> list[CachedBlock]:
-        if self.cache is None:
+        if self.cache is None or not request.reads_cache:
             return []
         hits = self.cache.match(request.block_hashes, request.tokens, request.cache_key)
         for index, hit in enumerate(hits):

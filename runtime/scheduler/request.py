@@ -44,6 +44,7 @@ class Request:
     drafts      proposed continuation of `tokens`, to be verified in the next step
     limit       known tokens at which the request ends by length
     bypassed    younger requests admitted past this one since it waits for blocks
+    reads_cache whether it may begin with blocks of the prefix cache; not where every position of the prompt has to be computed
     """
 
     __slots__ = (
@@ -64,6 +65,7 @@ class Request:
         "preemptions",
         "priority",
         "prompt_len",
+        "reads_cache",
         "registered",
         "state",
         "stop_ids",
@@ -113,6 +115,7 @@ class Request:
         self.block_ids: list[int] = []
         self.drafts: list[int] = []
         self.bypassed = 0
+        self.reads_cache = True
         self.preemptions = 0
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.block_hashes: list[int] = []  # chained hash of every full block of `tokens`

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
     from gristmill.quant.rtn import quantize as quantize
     from gristmill.quant.tensor import QuantTensor as QuantTensor
+    from gristmill.runtime.completion import Chunk as Chunk
+    from gristmill.runtime.completion import Completion as Completion
     from gristmill.runtime.engine import Engine as Engine
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
@@ -41,12 +43,11 @@ if TYPE_CHECKING:
     from gristmill.runtime.evaluate import evaluate as evaluate
     from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.llm import LLM as LLM
-    from gristmill.runtime.llm import Chunk as Chunk
-    from gristmill.runtime.llm import Completion as Completion
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason
     from gristmill.runtime.scheduler import QueueFull as QueueFull
     from gristmill.runtime.scheduler import RequestOutput as RequestOutput
     from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
+    from gristmill.runtime.scheduler import TokenLogprobs as TokenLogprobs
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

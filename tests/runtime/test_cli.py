@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gristmill import LLM, SamplingParams
 from gristmill.runtime.cli import main
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -73,6 +74,37 @@ def test_as_a_program(cache: Path) -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "") and len(wrong.stderr.strip().splitlines()) == 1
 
 
+def test_generate_with_every_sampling_option(gristmill: Command) -> None:
+    """The options are the parameters: the same ids as by the library."""
+    options = (
+        "generate",
+        "--model",
+        MODEL,
+        "--prompt",
+        "The SELECT",
+        "--max-tokens",
+        "12",
+        "--dtype",
+        "fp32",
+        "--json",
+    )
+    text = json.loads(gristmill(*options).stdout)["text"]
+    done = gristmill(*options, "--stop", text[9:13], "--stop", "never there", "--logprobs", "2")
+    found = json.loads(done.stdout)
+    assert found["text"] == text[: text.index(text[9:13])] and found["finish_reason"] == "stop"
+    assert [one["token_id"] for one in found["logprobs"]] == found["token_ids"]
+    assert all(len(one["top"]) == 2 and one["rank"] == 1 for one in found["logprobs"])
+    wishes = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "min_tokens": 12}
+    flags = [part for name, value in wishes.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    edited = json.loads(gristmill(*options, *flags, "--bad-word", "query").stdout)
+    llm = LLM(MODEL, dtype="fp32")
+    params = SamplingParams(max_tokens=12, bad_words=["query"], **wishes)  # type: ignore[arg-type]
+    assert edited["token_ids"] == list(llm.generate("The SELECT", params)[0].token_ids)
+    assert edited["text"] != text and edited["logprobs"] is None
+    wrong = gristmill(*options, "--presence-penalty", "3")
+    assert wrong.returncode == 2 and "presence_penalty must be a number in [-2, 2], got 3.0" in wrong.stderr
+
+
 def test_generate(gristmill: Command) -> None:
     options = ("generate", "--model", MODEL, "--prompt", "The SELECT", "--max-tokens", "8", "--dtype", "fp32")
     plain, as_json = gristmill(*options, "--explain"), gristmill(*options, "--json")
@@ -87,6 +119,7 @@ def test_generate(gristmill: Command) -> None:
         "seconds",
         "tokens_per_second",
         "weight_bytes",
+        "logprobs",
         "explain",
         "decode_graphs",
     }

@@ -1,0 +1,160 @@
+"""Completions as text: the engine's outputs of one request become chunks; stop strings, and several completions of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from gristmill.runtime.sampling_params import MAX_SEED, SamplingParams
+from gristmill.runtime.scheduler import FinishReason, RequestOutput, TokenLogprobs
+from gristmill.runtime.stop_strings import StopStrings
+from gristmill.runtime.tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion of a prompt.
+
+    Attributes:
+        prompt_ids, token_ids: token ids of the prompt and of the completion, including a final end token.
+        text: the completion as text, up to a stop string; empty for a model without a tokenizer.
+        finish_reason: ``stop`` (an end token or a stop string), ``length``, ``abort``, or ``error`` (the model's logits were NaN).
+        choice: which of the prompt's `SamplingParams.n` completions this is, from 0.
+        stop_reason: the stop string, or the id among stop_token_ids, that ended it; None = something else did.
+        logprobs: of each token of the completion; None = not asked for.
+        prompt_logprobs: of each token of the prompt, None for the first; None = not asked for, or choice is not 0.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    choice: int = 0
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a completion that one step added.
+
+    Attributes:
+        index: the index of the prompt, from 0.
+        token_ids: new token ids.
+        text: new text, of whole characters, without what may be the beginning of a stop string; a step may have none.
+        finish_reason: as of `Completion`; None until the last chunk of the completion.
+        choice, stop_reason: as of `Completion`.
+        logprobs: of the new tokens; None = not asked for.
+        prompt_logprobs: as of `Completion`, in the first chunk; None in the others.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    choice: int = 0
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
+    """The parameters of one completion as the engine takes them: without n and stop strings, bad words as token ids.
+
+    tokenizer: called where text has to be encoded. Choices after the first have seeds of their own and no logprobs of the prompt.
+    """
+    text_words = any(isinstance(word, str) for word in params.bad_words)
+    if params.n == 1 and not params.stop and not text_words:
+        return params
+    words = [
+        ids
+        for word in params.bad_words
+        for ids in (tokenizer().words(word) if isinstance(word, str) else [word])
+    ]
+    return replace(
+        params,
+        n=1,
+        stop=(),
+        bad_words=words,
+        seed=None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1),
+        prompt_logprobs=params.prompt_logprobs if choice == 0 else None,
+    )
+
+
+def completion(prompt_ids: Sequence[int], chunks: Sequence[Chunk]) -> Completion:
+    """All chunks of one completion as one."""
+    last = chunks[-1]
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = tuple(one for chunk in chunks for one in chunk.logprobs or ())
+    return Completion(
+        tuple(prompt_ids),
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        "".join(chunk.text for chunk in chunks),
+        last.finish_reason or FinishReason.ABORT.value,
+        last.choice,
+        last.stop_reason,
+        logprobs,
+        next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
+    )
+
+
+class TextOutput:
+    """One completion as it grows.
+
+    index, choice: of its chunks. stream: decodes its ids; None where there is no tokenizer.
+    """
+
+    def __init__(self, index: int, choice: int, params: SamplingParams, stream: TextStream | None) -> None:
+        self.index, self.choice = index, choice
+        self._params = params
+        self._stream = stream
+        self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._count = 0  # output tokens so far
+
+    def push(self, output: RequestOutput) -> Chunk:
+        """The chunk of an output of the engine. One that ends with a stop string ends here: the engine has to be told to abort."""
+        ids = tuple(output.new_ids)
+        reason = output.finish_reason
+        stop_reason: int | str | None = None
+        if reason is FinishReason.STOP and ids[-1] in self._params.stop_token_ids:
+            stop_reason = ids[-1]
+        if self._stop is None or self._stream is None:
+            text = self._decode(ids, reason)
+        else:
+            text, kept = self._decode_until_stop(self._stop, self._stream, ids, reason)
+            ids = ids[:kept]
+            if self._stop.found is not None:
+                reason, stop_reason = FinishReason.STOP, self._stop.found
+        return Chunk(
+            self.index,
+            ids,
+            text,
+            None if reason is None else reason.value,
+            self.choice,
+            stop_reason,
+            None if self._params.logprobs is None else output.logprobs[: len(ids)],
+            output.prompt_logprobs,
+        )
+
+    def _decode(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:
+        if self._stream is None:
+            return ""
+        text = self._stream.push(ids)
+        return text if reason is None else text + self._stream.finish()
+
+    def _decode_until_stop(
+        self, stop: StopStrings, stream: TextStream, ids: tuple[int, ...], reason: FinishReason | None
+    ) -> tuple[str, int]:
+        """(the text that is certain, how many of the ids it took to complete a stop string, else all)."""
+        text = ""
+        for kept, token in enumerate(ids, 1):
+            self._count += 1
+            text += stop.push(stream.push([token]), armed=self._count > self._params.min_tokens)
+            if stop.found is not None:
+                return text, kept
+        if reason is not None:
+            text += stop.push(stream.finish(), armed=self._count > self._params.min_tokens)
+            text += stop.finish()
+        return text, len(ids)

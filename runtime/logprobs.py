@@ -1,0 +1,37 @@
+"""Log-probabilities of tokens: the log-softmax of the model's logits as they are, before processors, temperature and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.batch import send
+from gristmill.runtime.scheduler import TokenLogprobs
+
+ROWS = 64
+"""Rows of logits whose log-softmax is computed at a time: bounds the memory of float32 results."""
+
+
+def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """The log-probability of one token for each row of logits [rows, vocab], computed in float32.
+
+    ids: the token of each row. tops: how many of the row's likeliest tokens are wanted beside it.
+    """
+    most = min(max(tops, default=0), logits.shape[1])
+    parts = []
+    for first in range(0, len(ids), ROWS):
+        x = logits[first : first + ROWS].float()
+        chosen = x.gather(1, send(ids[first : first + ROWS], torch.int64, x.device)[:, None])
+        norm = x.logsumexp(1, keepdim=True)
+        rank = 1 + (x > chosen).sum(1, keepdim=True)
+        values, places = x.topk(most, 1)
+        # One tensor, one copy to the host: float64 holds ranks and ids exactly.
+        parts.append(torch.cat([part.double() for part in (chosen - norm, rank, values - norm, places)], 1))
+    rows: list[list[float]] = torch.cat(parts).tolist() if parts else []
+    found = []
+    for token, top, row in zip(ids, tops, rows, strict=True):
+        likeliest = zip(row[2 + most : 2 + most + top], row[2 : 2 + top], strict=True)
+        found.append(TokenLogprobs(token, row[0], int(row[1]), tuple((int(i), p) for i, p in likeliest)))
+    return found
