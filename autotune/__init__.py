@@ -11,7 +11,7 @@ from gristmill._lazy import lazy_names
 
 if TYPE_CHECKING:
     from gristmill.autotune.bound import BoundPlan as BoundPlan
-    from gristmill.autotune.bound import UnpreparedError as UnpreparedError
+    from gristmill.autotune.errors import UnpreparedError as UnpreparedError
     from gristmill.autotune.explanation import Explanation as Explanation
     from gristmill.autotune.explanation import explain as explain
     from gristmill.autotune.place import Place as Place

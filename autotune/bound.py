@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gristmill.autotune.device import device_index
+from gristmill.autotune.errors import UnpreparedError
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.op import Op
@@ -19,15 +20,13 @@ from gristmill.kernels.load import load
 Runner = Callable[..., None]
 
 
-class UnpreparedError(RuntimeError):
-    """A call of an unprepared size while preparing is impossible (CUDA-graph capture)."""
-
-
 class BoundPlan:
     """A plan on one device: call it with the operation's arguments and outputs. `gristmill.ops.bind` makes it.
 
     Buckets are resolved on first use, or in advance by `prepare`; during CUDA-graph capture an unprepared bucket raises.
-    `layouts` are the layouts of the packed weights; None for operations without packed weights.
+    `layouts` are the layouts of the packed weights; None for operations without packed weights. Where they are several, a weight
+    is the list of the tensors of all of them, in the order of their names, and each bucket's kernel gets those of its own.
+    `sealed`: nothing is verified any more (see `gristmill.ops.seal`). `binds`: how often it was bound.
     """
 
     __slots__ = (
@@ -36,11 +35,13 @@ class BoundPlan:
         "_index",
         "_runners",
         "_tensor",
+        "binds",
         "entries",
         "handle",
         "layouts",
         "op",
         "resolver",
+        "sealed",
         "static",
     )
 
@@ -62,9 +63,11 @@ class BoundPlan:
             if parameter.type.startswith("Tensor") and "[]" not in parameter.type
         )
         self.handle = 0
+        self.binds = 0
+        self.sealed = False
 
     def __call__(self, *arguments: Any) -> None:
-        """Run with `arguments` followed by the outputs, in the form of the kernel's layout.
+        """Run with `arguments` followed by the outputs; weights are the tensors of the plan's layouts.
 
         Raises:
             ValueError: a tensor on another device, or a call that does not match the plan.
@@ -133,9 +136,9 @@ class BoundPlan:
 
     def _bind(self, index: int) -> Runner:
         size = bucket_sizes()[index]
-        candidate = self.resolver.resolve(
-            self.op, self.op.at_bucket(self.static, size), self.layouts
-        ).require()
+        problem = self.op.at_bucket(self.static, size)
+        find = self.resolver.verified if self.sealed else self.resolver.resolve
+        candidate = find(self.op, problem, self.layouts).require()
         reads = [name for name in candidate.kernel.layouts if self.layouts is None or name in self.layouts]
         return self._load(
             index,
@@ -152,11 +155,37 @@ class BoundPlan:
     def _load(self, index: int, entry: PlanEntry) -> Runner:
         kernel = self.resolver.kernel(self.op, entry.kernel)
         runner: Runner = partial(load(kernel), entry.config)
+        if self.layouts is not None and len(self.layouts) > 1:
+            runner = self._among_layouts(runner, entry)
         if self._cuda and not kernel.capturable:
             runner = partial(_outside_capture, kernel.name, runner)
         self.entries[index] = entry
         self._runners[index] = runner
         return runner
+
+    def _among_layouts(self, runner: Runner, entry: PlanEntry) -> Runner:
+        """`runner` for calls with the tensors of all layouts: it gets those of the entry's layout."""
+        counts = {name: len(self.resolver.registry.layout(name).slots) for name in sorted(self.layouts or ())}
+        names = list(counts)
+        begin = sum(counts[name] for name in names[: names.index(str(entry.layout))])
+        mine = slice(begin, begin + counts[str(entry.layout)])
+        places = [place for place, p in enumerate(self.op.parameters) if p.type == "Tensor[]"]
+        expected = f"the tensors of {' and '.join(names)}, {sum(counts.values())} in all"
+
+        def run(*arguments: Any) -> None:
+            given = list(arguments)
+            for place in places:
+                weight = given[place]
+                if len(weight) != sum(counts.values()):
+                    raise ValueError(
+                        f"{self.op.name} planned for {self.static}: {self.op.parameters[place].name} must be {expected}, "
+                        f"got {len(weight)}"
+                    )
+                given[place] = weight[mine]
+            self._guard(*given)  # before, it has looked at the tensors of the first layout alone
+            runner(*given)
+
+        return run
 
 
 def fitting(op: Op, question: Callable[..., Any], arguments: Sequence[Any]) -> Any:

@@ -1,4 +1,15 @@
-"""The torch operators of the registry's operations, and the functions of `gristmill.ops` that call them."""
+"""The torch operators of the registry's operations, and the functions of `gristmill.ops` that call them.
+
+Overloads of ``torch.ops.gristmill.<op>``. *Inputs* are the arguments without the optional ones that are written in place (scratch
+memory, ``lse``): Inductor cannot functionalize those where they are None.
+
+- default: ``(inputs, int plan=0) -> outputs``. Of an operation without outputs: ``(arguments, int plan=0) -> ()``.
+- ``with_<names>``: the default overload with some of the arguments that it leaves out, all required.
+- ``without_<name>``: the same of an operation without outputs, whose default overload leaves nothing out.
+- ``out``: ``(arguments, int plan, outputs) -> ()``, the primary one. Positional, because keywords cost as much as a planned call.
+- ``planned`` and ``planned_out``: ``(inputs, int handle) -> outputs``, without defaults, and the same with its outputs as keyword arguments and
+  `torch.Tag.out`. Inductor calls the second for the first, and allocates the outputs together with its other buffers.
+"""
 
 from __future__ import annotations
 
@@ -6,156 +17,167 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
 
+from gristmill.autotune.binding import PLANS, automatic
 from gristmill.autotune.bound import BoundPlan, fitting
 from gristmill.autotune.guard import tensors
-from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.policy import Policy
-from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.registry import Registry, default_registry
+from gristmill.kernel_registry.registry import Registry
 
 _LIBRARY = torch.library.Library("gristmill", "DEF")
-_PLANS: list[BoundPlan | None] = [None]
-_RESOLVERS: dict[tuple[str, int], Resolver] = {}
-_FOUND: dict[tuple[Any, ...], BoundPlan] = {}
-
-
-def resolver(device: str | torch.device, policy: Policy | None = None) -> Resolver:
-    """The resolver of a device under a policy (None: the one GRISTMILL_POLICY names), made once."""
-    policy = policy or Policy.current()
-    key = (str(device), id(policy))
-    if key not in _RESOLVERS:
-        _RESOLVERS[key] = Resolver(str(device), policy)
-    return _RESOLVERS[key]
-
-
-def bind(
-    op: str,
-    problem: Problem | str | Mapping[str, object],
-    device: str | torch.device,
-    policy: Policy | None = None,
-    layouts: frozenset[str] | None = None,
-) -> BoundPlan:
-    """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
-
-    problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
-    device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
-    packed; None for operations without packed weights.
-
-    Raises:
-        UnknownError: no such operation.
-        AxisError: a problem that it does not have.
-        ValueError: no such device.
-    """
-    definition = default_registry().op(op)
-    if not isinstance(problem, Problem):
-        problem = definition.problem(problem)
-    plan = BoundPlan(definition, problem, resolver(device, policy), layouts)
-    plan.handle = len(_PLANS)
-    _PLANS.append(plan)
-    return plan
-
-
-def release(plan: BoundPlan) -> None:
-    """Forget a plan's handle; calls with it fail from now on."""
-    if plan.handle:
-        _PLANS[plan.handle] = None
-        plan.handle = 0
-
-
-def _automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
-    """The plan for these arguments: by their shapes, dtypes and strides, described and resolved only the first time."""
-    policy = Policy.current()
-    key = (op.name, id(policy), *(_signature(argument) for argument in arguments))
-    plan = _FOUND.get(key)
-    if plan is None:
-        described = fitting(op, op.describe, arguments)
-        device = next(t.device for a in arguments for t in tensors(a))
-        static = op.static(described)
-        known = (op.name, id(policy), static, str(device))
-        plan = _FOUND.get(known) or bind(op.name, static, device, policy, op.unplanned)
-        _FOUND[known] = _FOUND[key] = plan
-    return plan
-
-
-def _signature(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return (argument.shape, argument.dtype, argument.device, argument.stride())
-    if isinstance(argument, list | tuple):
-        return tuple(_signature(item) for item in argument)
-    return argument
 
 
 def _define(op: Op) -> Callable[..., Any]:
     """Register the torch operator of `op`: its function."""
-    count = len(op.parameters)
-    defaults = tuple(_default(parameter.default) for parameter in op.parameters)
-    typed = [f"{parameter.type} {parameter.name}" for parameter in op.parameters]
-    inputs = ", ".join(
-        text if p.default is None else f"{text}={p.default}"
-        for text, p in zip(typed, op.parameters, strict=True)
-    )
-    outputs = [f"Tensor({chr(ord('m') + index)}!) {name}" for index, name in enumerate(op.outputs)]
+    absent = _absent(op)
+    written = [f"Tensor({chr(ord('m') + index)}!)" for index in range(len(op.outputs))]
+    outputs = ", ".join(f"{kind} {name}" for kind, name in zip(written, op.outputs, strict=True))
+    returned = _returned(["Tensor"] * len(written))
 
-    run = _runner(op)
-
-    def allocate(*arguments: Any) -> list[torch.Tensor]:
-        device = next(t.device for a in arguments for t in tensors(a))
-        return [
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)
-        ]
-
-    def run_new(*given: Any) -> Any:
-        # The dispatcher leaves out trailing arguments that are at their defaults.
-        arguments = (*given, *(*defaults, 0)[len(given) :])
-        made = allocate(*arguments[:count])
-        run(*arguments, *made)
-        return made[0] if len(made) == 1 else tuple(made) if made else None
-
-    def fake_new(*given: Any) -> Any:
-        fake_out(*given)
-        made = allocate(*(*given, *defaults[len(given) :])[:count])
-        return made[0] if len(made) == 1 else tuple(made) if made else None
-
-    def fake_out(*given: Any) -> None:
+    def fake(*given: Any) -> None:
         # A meta tensor among real ones comes here too, and would be answered by an empty tensor.
         devices = sorted({str(t.device) for a in given for t in tensors(a)})
         if len(devices) > 1:
             raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
 
-    returned = ", ".join("Tensor" for _ in op.outputs)
-    _LIBRARY.define(
-        f"{op.name}({inputs}, int plan=0) -> {returned if len(op.outputs) == 1 else f'({returned})'}"
-    )
-    _LIBRARY.impl(op.name, run_new, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gristmill::{op.name}", fake_new if op.outputs else fake_out, lib=_LIBRARY)
-    packet = getattr(torch.ops.gristmill, op.name)
-    if op.outputs:
-        _LIBRARY.define(f"{op.name}.out({', '.join([*typed, 'int plan', *outputs])}) -> ()")
-        _LIBRARY.impl(f"{op.name}.out", run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"gristmill::{op.name}.out", fake_out, lib=_LIBRARY)
-    return _function(op, packet.default, packet.out if op.outputs else None)
+    def register(
+        overload: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
+    ) -> None:
+        name = ".".join(filter(None, (op.name, overload)))
+        _LIBRARY.define(f"{name}{schema}", tags=tags)
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"gristmill::{name}", fake, lib=_LIBRARY)
+
+    def register_new(overload: str, left_out: Sequence[str], plan: str) -> None:
+        code = _implementations(op, left_out)
+
+        def fake_new(*given: Any) -> Any:
+            fake(*given)
+            return _one_or_tuple(_allocate(op, code["arguments"](*given)))
+
+        taken = f"{_typed(op, left_out, '=' in plan)}, int {plan}"
+        register(overload, f"({taken}) -> {returned}", code["new"], fake_new)
+
+    code = _implementations(op, ())
+    if not op.outputs:
+        register("", f"({op.schema}, int plan=0) -> ()", code["run"], fake)
+        if absent:
+            short = _implementations(op, absent)["run"]
+            register(
+                _overload("without", absent), f"({_typed(op, absent, True)}, int plan=0) -> ()", short, fake
+            )
+        return _function(op)
+    register_new("", absent, "plan=0")
+    for given in _choices(absent):
+        register_new(_overload("with", given), [name for name in absent if name not in given], "plan")
+    register("out", f"({_typed(op, (), False)}, int plan, {outputs}) -> ()", code["run"], fake)
+    if _inductor_allocates(op):
+
+        def fake_planned_out(*given: Any, **made: torch.Tensor) -> Any:
+            fake(*given)
+            return _one_or_tuple([made[name] for name in op.outputs])
+
+        # Its last argument is called otherwise than that of the default overload: torch takes two overloads that differ in defaults
+        # alone for one when it forgets them, and ends the process.
+        register_new("planned", absent, "handle")
+        schema = f"({_typed(op, absent, False)}, int handle, *, {outputs}) -> {_returned(written)}"
+        into = _implementations(op, absent)["planned_out"]
+        register("planned_out", schema, into, fake_planned_out, torch.Tag.out)
+    return _function(op)
 
 
-def _runner(op: Op) -> Callable[..., None]:
-    """The implementation of the mutating overload. Written out with its arguments' names: slicing ``*arguments`` would cost
-    a tenth of the whole call."""
-    inputs = ", ".join(f"p_{parameter.name}" for parameter in op.parameters)
-    outputs = "".join(f", o_{name}" for name in op.outputs)
-    source = f"""def run({inputs}, handle{outputs}):
-    plan = plans[handle] if handle else automatic(op, ({inputs},))
-    if plan is None:
-        raise ValueError(f"{op.name}: the plan with handle {{handle}} was released")
-    plan({inputs}{outputs})
+def _absent(op: Op) -> list[str]:
+    """The arguments that are optional and written in place."""
+    return [p.name for p in op.parameters if p.mutable and "?" in p.type]
+
+
+def _choices(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every choice of some of `names`."""
+    return [chosen for count in range(1, len(names) + 1) for chosen in combinations(names, count)]
+
+
+def _overload(how: str, names: Sequence[str]) -> str:
+    return "_".join([how, *names])
+
+
+def _typed(op: Op, left_out: Sequence[str], defaults: bool) -> str:
+    """The arguments in torch schema syntax, without some, and without defaults if so asked."""
+    kept = [p for p in op.parameters if p.name not in left_out]
+    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in kept)
+
+
+def _inductor_allocates(op: Op) -> bool:
+    """Whether torch 2.13's Inductor calls the overload with `torch.Tag.out` right.
+
+    Of one output, it passes the tensors first, then everything else, a list as its items, and the output as ``out``
+    (torch/_inductor/ir.py, `FallbackKernel.create`). It takes no operator that writes into other arguments.
+    """
+    absent = _absent(op)
+    inputs = [p for p in op.parameters if p.name not in absent]
+    if any(p.mutable for p in inputs):
+        return False
+    if len(op.outputs) > 1:
+        return True
+    kinds = [p.type for p in inputs]
+    in_order = kinds == sorted(kinds, key=lambda kind: kind != "Tensor")
+    return in_order and op.outputs == ("out",) and not {"Tensor?", "Tensor[]"} & {*kinds}
+
+
+def _returned(types: Sequence[str]) -> str:
+    return types[0] if len(types) == 1 else f"({', '.join(types)})"
+
+
+def _one_or_tuple(made: Sequence[torch.Tensor]) -> Any:
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _allocate(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """Empty outputs for a call."""
+    device = next(t.device for a in arguments for t in tensors(a))
+    return [
+        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)
+    ]
+
+
+def _implementations(op: Op, left_out: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """The functions behind overloads without some of the arguments.
+
+    Written out with the names of the arguments: slicing ``*arguments`` would cost a tenth of the whole call. The dispatcher leaves
+    out trailing arguments that are at their defaults.
+    """
+    inputs = [p for p in op.parameters if p.name not in left_out]
+    every = ", ".join(f"p_{p.name}" for p in op.parameters)
+    taken = ", ".join(f"p_{p.name}" + ("" if p.default is None else f"={p.default}") for p in inputs)
+    filled = ", ".join("None" if p.name in left_out else f"p_{p.name}" for p in op.parameters)
+    source = f"""def run({taken}, handle=0):
+    plan = plans[handle] if handle else automatic(op, ({filled},))
+    plan({filled})
 """
-    scope: dict[str, Any] = {"plans": _PLANS, "automatic": _automatic, "op": op}
+    if outputs := ", ".join(op.outputs):
+        source = f"""def run({every}, handle, {outputs}):
+    plan = plans[handle] if handle else automatic(op, ({every},))
+    plan({every}, {outputs})
+
+def arguments({taken}, handle=0):
+    return ({filled},)
+
+def new({taken}, handle=0):
+    made = allocate(op, ({filled},))
+    run({filled}, handle, *made)
+    return one_or_tuple(made)
+
+def planned_out({taken}, handle=0, *, {outputs}):
+    run({filled}, handle, {outputs})
+    return {outputs}
+"""
+    scope: dict[str, Any] = {"plans": PLANS, "automatic": automatic, "op": op}
+    scope |= {"allocate": _allocate, "one_or_tuple": _one_or_tuple}
     exec(compile(source, f"<gristmill.ops.{op.name}>", "exec"), scope)
-    function: Callable[..., None] = scope["run"]
-    return function
+    return scope
 
 
 def _default(text: str | None) -> Any:
@@ -196,33 +218,65 @@ def signature(op: Op) -> inspect.Signature:
     return inspect.Signature(parameters, return_annotation=returned)
 
 
-def _function(op: Op, new: Callable[..., Any], into: Callable[..., Any] | None) -> Callable[..., Any]:
+def _function(op: Op) -> Callable[..., Any]:
     """The function of `op`: torch's overloads with keyword arguments, defaults and `out`."""
     shown = signature(op)
     positional = shown.replace(
         parameters=[p for p in shown.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     )
-    packed = [index for index, p in enumerate(op.parameters) if p.type == "Tensor[]"]
-    taken = ", ".join(f"{p.type} {p.name}" for p in op.parameters)
+    defaults = {p.name: _default(p.default) for p in op.parameters if p.default is not None}
+    names, count = [p.name for p in op.parameters], len(op.parameters)
+    packed = [place for place, p in enumerate(op.parameters) if p.type == "Tensor[]"]
+    absent = [(names.index(name), name) for name in _absent(op)]
+    inputs = [place for place, name in enumerate(names) if name not in _absent(op)]
+    overloads = getattr(torch.ops.gristmill, op.name)
+    into = overloads.out if op.outputs else overloads.default
+    new = overloads.planned if op.outputs and _inductor_allocates(op) else overloads.default
+    if absent and not op.outputs:
+        new = getattr(overloads, _overload("without", _absent(op)))
+    some = {
+        given: (
+            getattr(overloads, _overload("with", given)),
+            [i for i in range(count) if i in inputs or names[i] in given],
+        )
+        for given in (_choices(_absent(op)) if op.outputs else ())
+    }
 
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
-        if named or len(arguments) < len(op.parameters):
-            try:
-                bound = positional.bind(*arguments, **named)
-            except TypeError as error:
-                raise TypeError(f"{op.name}: {error}; its arguments are ({taken})") from None
-            bound.apply_defaults()
-            arguments = bound.args
-        for index in packed:  # a dense weight may be given as it is
-            if isinstance(arguments[index], torch.Tensor):
-                arguments = (*arguments[:index], [arguments[index]], *arguments[index + 1 :])
+        if named or len(arguments) != count:
+            values = {**defaults, **dict(zip(names, arguments, strict=False)), **named}
+            if (
+                len(values) != count
+                or len(arguments) > count
+                or any(n in named for n in names[: len(arguments)])
+            ):
+                raise misfit(arguments, named)
+            arguments = tuple([values[name] for name in names])
+        for place in packed:  # a dense weight may be given as it is
+            if isinstance(arguments[place], torch.Tensor):
+                arguments = (*arguments[:place], [arguments[place]], *arguments[place + 1 :])
         handle = plan.handle if plan is not None else 0
-        if out is None:
+        if out is not None:
+            if not op.outputs:
+                raise TypeError(f"{op.name} writes into its arguments and has no out")
+            into(*arguments, handle, *((out,) if isinstance(out, torch.Tensor) else out))
+            return out
+        if not absent:
             return new(*arguments, handle)
-        if into is None:
-            raise TypeError(f"{op.name} writes into its arguments and has no out")
-        into(*arguments, handle, *((out,) if isinstance(out, torch.Tensor) else out))
-        return out
+        given = tuple([name for place, name in absent if arguments[place] is not None])
+        if not given:
+            return new(*[arguments[place] for place in inputs], handle)
+        if not op.outputs:
+            return into(*arguments, handle)
+        overload, places = some[given]
+        return overload(*[arguments[place] for place in places], handle)
+
+    def misfit(arguments: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
+        try:
+            positional.bind(*arguments, **named)
+        except TypeError as error:
+            return TypeError(f"{op.name}: {error}; its arguments are ({op.schema})")
+        return TypeError(f"{op.name}: its arguments are ({op.schema})")
 
     call.__name__ = call.__qualname__ = op.name
     call.__module__ = "gristmill.ops"

@@ -9,10 +9,11 @@ import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from gristmill.autotune.device import device_target
-from gristmill.autotune.errors import UnverifiableError
+from gristmill.autotune.errors import UnpreparedError, UnverifiableError
 from gristmill.autotune.mark import mark
 from gristmill.autotune.store import save
 from gristmill.autotune.worker import Worker, shared_worker
@@ -78,6 +79,28 @@ class Resolver:
                         RuntimeWarning,
                         stacklevel=2,
                     )
+
+    def verified(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
+        """A selection whose best has matched the reference here already: verifies nothing.
+
+        Raises:
+            UnpreparedError: no kernel for the problem is verified.
+        """
+        selection = self.select(op, problem, layouts)
+        best = next((c for c in selection.candidates if c.verdict in ("selected", "eligible")), None)
+        if selection.best is None or selection.best is best:
+            return selection
+        late = f"{op.name} {problem} was not prepared before the plans were sealed"
+        if best is None:
+            raise UnpreparedError(
+                f"{late}, and no kernel is verified for it: call gristmill.ops.prepare for its size"
+            )
+        warnings.warn(
+            f"{late}: it runs {best.kernel.name}, which is verified; {selection.best.kernel.name} is expected to be faster",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return replace(selection, best=best)
 
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
         """Verify one candidate, in a child process, and write the record; UnverifiableError where that says nothing of it.

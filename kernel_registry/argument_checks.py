@@ -168,7 +168,10 @@ def stated_size(where: str, name: str, declared: str, given: Any, stated: Any) -
     if not stated and len(first.shape) != len(declared.split()):
         raise ValueError(f"{where}: the packing of {name} does not tell its rows; pass their number")
     size = stated or first.shape[-2]
-    if size < 1 or (listed and size > 2 * first.nbytes):  # a row has at least half a byte
+    held = (
+        first.numel() * first.element_size()
+    )  # nbytes has no symbolic sizes, which torch.compile(dynamic=True) gives
+    if size < 1 or (listed and size > 2 * held):  # a row has at least half a byte
         raise ValueError(
             f"{where}: {name} has at least one row, and no more than its bytes can hold: not {size} in {list(first.shape)}"
         )

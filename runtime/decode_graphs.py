@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.bound import UnpreparedError
 from gristmill.autotune.captures import capturing
+from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gristmill.autotune.bound import UnpreparedError
+from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.kernel import Workspace
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LinearWeight:
     """One [N, K] weight in one or more layouts.
 
-    A layer packs for the layouts of its plan, binds the plan for `problem(...)` with `layouts`, and passes `tensors(layout)` and
-    `n` with every call.
+    A layer packs for the layouts of its plan, binds the plan for `problem(...)` with `layouts`, and passes `tensors()` and `n`
+    with every call.
 
     Attributes:
         scheme: how the numbers are stored.
@@ -62,11 +62,13 @@ class LinearWeight:
         return problem_of(self.scheme, self.n, self.k, x, bias, residual, silu_mul, self.act_order)
 
     def tensors(self, layout: str | None = None) -> list[Tensor]:
-        """The tensors of a layout (None: the only one); ValueError if the weight is not packed in it."""
+        """The tensors of a layout; None: of all of them, in the order of their names, as a plan over them takes a weight.
+
+        Raises:
+            ValueError: the weight is not packed in that layout.
+        """
         if layout is None:
-            if len(self.packed) != 1:
-                raise ValueError(f"this weight is packed as {', '.join(self.packed)}: say which layout")
-            return next(iter(self.packed.values()))
+            return [tensor for name in sorted(self.packed) for tensor in self.packed[name]]
         if layout not in self.packed:
             raise ValueError(f"this weight is packed as {', '.join(self.packed)}, not as {layout}")
         return self.packed[layout]

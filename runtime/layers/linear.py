@@ -49,7 +49,7 @@ class Linear:
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
         plans.own(bias, *(tensor for packing in self.weight.packed.values() for tensor in packing))
-        self._only = self.weight.tensors() if len(layouts) == 1 else None
+        self.tensors = self.weight.tensors()
         self.target = ""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -57,9 +57,8 @@ class Linear:
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns)
         if rows:
-            tensors = self._only or self.weight.tensors(self.plan.entry(rows).layout)
             scratch = self.plans.scratch(self.plan, rows)
-            self.plan(x, tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
+            self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
         return out
 
 

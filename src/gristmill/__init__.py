@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gristmill import ops as ops
     from gristmill.autotune.bound import BoundPlan as BoundPlan
-    from gristmill.autotune.bound import UnpreparedError as UnpreparedError
+    from gristmill.autotune.errors import UnpreparedError as UnpreparedError
     from gristmill.autotune.explanation import Explanation as Explanation
     from gristmill.autotune.explanation import explain as explain
     from gristmill.kernel_registry.policy import Policy as Policy

@@ -1,6 +1,6 @@
 """Written by `python ci/api.py` from the registry; do not edit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ def bind(
 ) -> BoundPlan:
     """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
 
+    The same arguments give the same plan, and the same handle in every process. A plan over several layouts takes the tensors of
+    all of them, in the order of their names (`LinearWeight.tensors`), and reads those that its kernel for the call's size wants.
+
     problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
     device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
     packed; None for operations without packed weights.
@@ -29,16 +32,36 @@ def bind(
         ValueError: no such device.
     """
 
+def prepare(
+    sizes: Iterable[int] | None = None,
+) -> None:
+    """Resolve, verify and load the kernels of every plan that is bound, for these sizes of its dynamic axis (None: all buckets).
+
+    For the warm-up of a host, which then calls `seal`.
+
+    Raises:
+        NoKernelError: no kernel runs a size under the policy.
+    """
+
 def release(
     plan: BoundPlan,
 ) -> None:
-    """Forget a plan's handle; calls with it fail from now on."""
+    """Give a plan back: when everybody who bound it has, calls with its handle fail from then on."""
 
 def resolver(
     device: str | torch.device,
     policy: Policy | None = None,
 ) -> Resolver:
     """The resolver of a device under a policy (None: the one GRISTMILL_POLICY names), made once."""
+
+def seal(
+    on: bool = True,
+) -> None:
+    """From now on the plans that are bound verify nothing, so that no request waits for it.
+
+    A size that `prepare` has not covered gets the best kernel that is verified for it already, with a warning, and where there is
+    none the call raises UnpreparedError. on: False lifts it. Plans that are bound later are free until the next `seal`.
+    """
 
 def combine(
     y: Tensor,

@@ -10,7 +10,7 @@ import torch
 
 from gristmill import ops
 from gristmill.autotune import bound as bound_module
-from gristmill.autotune.bound import UnpreparedError
+from gristmill.autotune.errors import UnpreparedError
 
 
 @pytest.fixture(autouse=True)

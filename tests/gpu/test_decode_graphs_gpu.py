@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from gristmill.autotune.bound import UnpreparedError
 from gristmill.autotune.captures import capturing
+from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.cache import PagedCache

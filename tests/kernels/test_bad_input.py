@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gristmill import ops
-from gristmill.autotune import operators
+from gristmill.autotune import binding
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.device import device_target
 from gristmill.autotune.verify import kernel_arguments
@@ -62,8 +62,8 @@ def planned(op_name: str, static: Problem | str, *_: Any) -> BoundPlan:
     )
     plan = BoundPlan(op, problem, ops.resolver("cpu"), None)
     plan.adopt(Plan(op.name, op.static(problem), entries, ()))
-    plan.handle = len(operators._PLANS)
-    operators._PLANS.append(plan)
+    plan.handle = len(binding.PLANS) + 1
+    binding.PLANS[plan.handle] = plan
     return plan
 
 
@@ -205,8 +205,8 @@ def mutations(op: Op, arguments: list[Any]) -> Iterator[tuple[str, list[Any]]]:
 @pytest.fixture(autouse=True)
 def unverified(monkeypatch: pytest.MonkeyPatch, policy_file) -> None:
     policy_file()
-    monkeypatch.setattr(operators, "bind", planned)
-    monkeypatch.setattr(operators, "_FOUND", {})
+    monkeypatch.setattr(binding, "bind", planned)
+    monkeypatch.setattr(binding, "_AUTOMATIC", {})
 
 
 def report(op: Op, found: list[str]) -> None:

@@ -1,0 +1,144 @@
+"""Plans by their handles, and the resolver of each device and policy.
+
+A handle is a number made of what its plan is for, so that a compiled graph that holds it stays right in another process, and
+layers of one shape hold the same number: a traced model has one subgraph for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from gristmill.autotune.bound import BoundPlan, fitting
+from gristmill.autotune.device import device_index
+from gristmill.autotune.guard import tensors
+from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+
+
+class _Plans(dict[int, BoundPlan]):
+    """Handle -> plan."""
+
+    def __missing__(self, handle: int) -> BoundPlan:
+        raise ValueError(
+            f"the plan with handle {handle} was released, or was never bound in this process: call gristmill.ops.bind"
+        )
+
+
+PLANS = _Plans()
+_RESOLVERS: dict[tuple[str, int], Resolver] = {}
+_AUTOMATIC: dict[tuple[Any, ...], BoundPlan] = {}
+
+
+def resolver(device: str | torch.device, policy: Policy | None = None) -> Resolver:
+    """The resolver of a device under a policy (None: the one GRISTMILL_POLICY names), made once."""
+    policy = policy or Policy.current()
+    key = (str(device), id(policy))
+    if key not in _RESOLVERS:
+        _RESOLVERS[key] = Resolver(str(device), policy)
+    return _RESOLVERS[key]
+
+
+def bind(
+    op: str,
+    problem: Problem | str | Mapping[str, object],
+    device: str | torch.device,
+    policy: Policy | None = None,
+    layouts: frozenset[str] | None = None,
+) -> BoundPlan:
+    """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
+
+    The same arguments give the same plan, and the same handle in every process. A plan over several layouts takes the tensors of
+    all of them, in the order of their names (`LinearWeight.tensors`), and reads those that its kernel for the call's size wants.
+
+    problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
+    device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
+    packed; None for operations without packed weights.
+
+    Raises:
+        UnknownError: no such operation.
+        AxisError: a problem that it does not have.
+        ValueError: no such device.
+    """
+    definition = default_registry().op(op)
+    if not isinstance(problem, Problem):
+        problem = definition.problem(problem)
+    static, found = definition.static(problem), resolver(device, policy)
+    handle = handle_of(definition, static, found, layouts)
+    plan = PLANS.get(handle)
+    if plan is None or plan.resolver is not found:
+        plan = BoundPlan(definition, static, found, layouts)
+        plan.handle = handle
+        PLANS[handle] = plan
+    plan.binds += 1
+    return plan
+
+
+def handle_of(op: Op, static: Problem, place: Resolver, layouts: frozenset[str] | None) -> int:
+    """The number of a plan, of 63 bits and never 0, from its operation, problem, device, policy and layouts."""
+    policy = asdict(place.policy) | {"origin": "", "store": str(place.policy.store_path)}
+    index = device_index(place.device)
+    device = place.device.partition(":")[0] + (f":{index}" if index >= 0 else "")
+    parts = [op.name, str(static), device, policy, None if layouts is None else sorted(layouts)]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1 or 1
+
+
+def release(plan: BoundPlan) -> None:
+    """Give a plan back: when everybody who bound it has, calls with its handle fail from then on."""
+    plan.binds = max(0, plan.binds - 1)
+    if plan.binds == 0 and plan.handle:
+        if PLANS.get(plan.handle) is plan:
+            del PLANS[plan.handle]
+        plan.handle = 0
+
+
+def prepare(sizes: Iterable[int] | None = None) -> None:
+    """Resolve, verify and load the kernels of every plan that is bound, for these sizes of its dynamic axis (None: all buckets).
+
+    For the warm-up of a host, which then calls `seal`.
+
+    Raises:
+        NoKernelError: no kernel runs a size under the policy.
+    """
+    wanted = None if sizes is None else sorted(set(sizes))
+    for plan in list(PLANS.values()):
+        plan.prepare(wanted)
+
+
+def seal(on: bool = True) -> None:
+    """From now on the plans that are bound verify nothing, so that no request waits for it.
+
+    A size that `prepare` has not covered gets the best kernel that is verified for it already, with a warning, and where there is
+    none the call raises UnpreparedError. on: False lifts it. Plans that are bound later are free until the next `seal`.
+    """
+    for plan in PLANS.values():
+        plan.sealed = on
+
+
+def automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
+    """The plan for these arguments: by their shapes, dtypes and strides, described and bound only the first time."""
+    policy = Policy.current()
+    key = (op.name, id(policy), *(_signature(argument) for argument in arguments))
+    plan = _AUTOMATIC.get(key)
+    if plan is None:
+        described = fitting(op, op.describe, arguments)
+        device = next(t.device for a in arguments for t in tensors(a))
+        plan = _AUTOMATIC[key] = bind(op.name, described, device, policy, op.unplanned)
+    return plan
+
+
+def _signature(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return (argument.shape, argument.dtype, argument.device, argument.stride())
+    if isinstance(argument, list | tuple):
+        return tuple(_signature(item) for item in argument)
+    return argument
