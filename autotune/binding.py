@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +22,11 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels.linear.linear import layout_for
+
+LAYOUT_SIZES = (1, 16, 256)
+"""Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
 
 
 class _Plans(dict[int, BoundPlan]):
@@ -80,6 +85,35 @@ def bind(
         PLANS[handle] = plan
     plan.binds += 1
     return plan
+
+
+def layouts(
+    op: str,
+    problem: Problem | str | Mapping[str, object],
+    device: str | torch.device,
+    policy: Policy | None = None,
+    without: Collection[str] = (),
+) -> frozenset[str]:
+    """The layouts in which the weights of a layer are to be packed: those that the fastest kernels read, within the policy's
+    bound on memory.
+
+    op, problem, device, policy: as for `bind`. without: layouts that cannot hold the weight. Kernels are verified first where
+    that is not on record, which takes seconds.
+
+    Raises:
+        UnknownError: no such operation.
+        AxisError: a problem that it does not have.
+        NoKernelError: no kernel runs it here under the policy.
+    """
+    definition = default_registry().op(op)
+    static = definition.static(definition.problem(problem))
+    if {"n", "k"} <= static.as_dict().keys():
+        return frozenset(resolver(device, policy).plan(definition, static, LAYOUT_SIZES, without).layouts)
+    # Experts are packed once, for the kernel of a middling batch.
+    best = (
+        resolver(device, policy).resolve(definition, definition.at_bucket(static, LAYOUT_SIZES[1])).require()
+    )
+    return frozenset({layout_for(best.kernel, QuantScheme.parse(static.text("w"))).name})
 
 
 def handle_of(op: Op, static: Problem, place: Resolver, layouts: frozenset[str] | None) -> int:

@@ -71,7 +71,7 @@ SECTIONS = {
 MADE_BY_USERS = ("SamplingParams", "Policy")
 """Dataclasses shown by the arguments that make them; of the others, which functions return, the fields are shown."""
 
-OPS_HELPERS = ("bind", "prepare", "release", "resolver", "seal")
+OPS_HELPERS = ("bind", "layouts", "prepare", "release", "resolver", "seal")
 
 HEAD = """# Public interface
 
@@ -275,7 +275,7 @@ def stub() -> str:
     """src/gristmill/ops.pyi."""
     head = (
         '"""Written by `python ci/api.py` from the registry; do not edit."""\n\n'
-        "from collections.abc import Iterable, Mapping, Sequence\n\n"
+        "from collections.abc import Collection, Iterable, Mapping, Sequence\n\n"
         "import torch\n"
         "from torch import Tensor\n\n"
         "from gristmill.autotune.bound import BoundPlan\n"

@@ -12,15 +12,11 @@ from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import dtype_name
-from gristmill.kernels.linear.linear import layout_for
 from gristmill.runtime.workspace import Arenas
 
 BLOCK_SIZE = 16
 """Tokens per block of the paged cache, unless told otherwise."""
-LAYOUT_SIZES = (1, 16, 256)
-"""Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
 
 
 class Plans:
@@ -81,15 +77,7 @@ class Plans:
         """The layouts in which the weights of a static problem are to be packed. without: those that cannot hold the weight."""
         key = (problem, without)
         if key not in self._layouts:
-            definition = default_registry().op(problem.op)
-            resolver = ops.resolver(self.device, self.policy)
-            if {"n", "k"} <= problem.as_dict().keys():
-                chosen = resolver.plan(definition, problem, LAYOUT_SIZES, without).layouts
-            else:
-                # Experts are packed once, for the kernel of a middling batch.
-                best = resolver.resolve(definition, definition.at_bucket(problem, LAYOUT_SIZES[1])).require()
-                chosen = (layout_for(best.kernel, QuantScheme.parse(problem.text("w"))).name,)
-            self._layouts[key] = frozenset(chosen)
+            self._layouts[key] = ops.layouts(problem.op, problem, self.device, self.policy, without)
         return self._layouts[key]
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gristmill.autotune.binding import bind as bind
+from gristmill.autotune.binding import layouts as layouts
 from gristmill.autotune.binding import prepare as prepare
 from gristmill.autotune.binding import release as release
 from gristmill.autotune.binding import resolver as resolver
@@ -24,7 +25,7 @@ from gristmill.kernel_registry.registry import UnknownError, default_registry
 
 _FUNCTIONS = functions(default_registry())
 
-__all__ = sorted([*_FUNCTIONS, "bind", "prepare", "release", "resolver", "seal"])
+__all__ = sorted([*_FUNCTIONS, "bind", "layouts", "prepare", "release", "resolver", "seal"])
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Written by `python ci/api.py` from the registry; do not edit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,25 @@ def bind(
         UnknownError: no such operation.
         AxisError: a problem that it does not have.
         ValueError: no such device.
+    """
+
+def layouts(
+    op: str,
+    problem: Problem | str | Mapping[str, object],
+    device: str | torch.device,
+    policy: Policy | None = None,
+    without: Collection[str] = (),
+) -> frozenset[str]:
+    """The layouts in which the weights of a layer are to be packed: those that the fastest kernels read, within the policy's
+    bound on memory.
+
+    op, problem, device, policy: as for `bind`. without: layouts that cannot hold the weight. Kernels are verified first where
+    that is not on record, which takes seconds.
+
+    Raises:
+        UnknownError: no such operation.
+        AxisError: a problem that it does not have.
+        NoKernelError: no kernel runs it here under the policy.
     """
 
 def prepare(
