@@ -4,7 +4,8 @@
 
 A name counts as used where vulture cannot see the use, but a rule of the tree makes one: launchers that specs name as
 ``"module:attr"``, names that pytest or another library prescribes, planted faults that a test names by a string, and
-attributes of other libraries' objects, names that generated source calls, and fields that a table of kernels names.
+attributes of other libraries' objects, names that generated source calls, fields that a table of kernels names, and methods that a host of
+`gristmill.integrations` calls.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ PRODUCT = (
     "src/gristmill",
 )
 SCRIPTS = ("lab", "ci", "examples")
-PRESCRIBED = ("pytestmark", "pytest_*", "handle_*", "__getattr__", "__dir__", "__all__", "teardown")
+PRESCRIBED = (
+    "pytestmark",
+    "pytest_*",
+    "collect_ignore_glob",
+    "handle_*",
+    "__getattr__",
+    "__dir__",
+    "__all__",
+    "teardown",
+)
 """Names that pytest, html.parser, hypothesis or Python itself look up."""
 DECORATED = ("@pytest.fixture*", "@invariant*")
 
@@ -68,6 +78,21 @@ def columns() -> Iterator[str]:
         yield from re.findall(r'"(\w+)"', table.read_text(encoding="utf-8"))
 
 
+def host_methods(files: list[Path]) -> Iterator[str]:
+    """Methods of classes that derive from a class of another package: the package calls them."""
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        foreign = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("gristmill")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and foreign & {ast.unparse(base) for base in node.bases}:
+                yield from (part.name for part in node.body if isinstance(part, ast.FunctionDef))
+
+
 def unused(files: list[Path], names: list[str]) -> list[str]:
     """A line for each definition in `files` that neither they nor `names` use."""
     patterns = {name for name in names if "*" in name}
@@ -90,6 +115,7 @@ def main() -> int:
     """Print what nothing uses; 1 if there is any."""
     product, tests = sources(*PRODUCT, *SCRIPTS), sources("tests")
     names = [*named(product, anything=False), *named(tests, anything=True), *columns()]
+    names += host_methods(sources("integrations"))
     found = unused([*product, *tests], names)
     for line in found:
         print(line)

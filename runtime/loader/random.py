@@ -12,7 +12,7 @@ from torch import Tensor
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.load import parse_device, parse_dtype, parse_scheme
 from gristmill.runtime.loader.weights import Weights, WeightTable
 from gristmill.runtime.models import Model, build_model, model_table
@@ -65,14 +65,15 @@ class RandomCheckpoint:
 
 def random_model(
     config: ModelConfig,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     quant: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     policy: Policy | None = None,
     seed: int = 0,
+    block_size: int = BLOCK_SIZE,
 ) -> Model:
     """A model of random weights; arguments as of `load_model`. UsageError: an unknown dtype, scheme or device, stacked experts."""
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy)
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size)
     table = model_table(config)
     checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)
     return build_model(

@@ -25,6 +25,18 @@ class Box:
     def __init__(self, other):
         self.unread, other.setting = 1, TARGET + TEXT
 """
+HOST = """
+from gristmill.runtime import Engine
+from host import Worker
+
+class Ours(Worker):
+    def called_by_host(self): ...
+
+class Other(Engine):
+    def called_by_nobody(self): ...
+
+USES = Ours, Other
+"""
 TEST = """
 import pytest
 
@@ -42,7 +54,16 @@ def test_unused_definitions_are_named(
     (tmp_path / "kernels").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "kernels" / "example.py").write_text(SOURCE)
+    (tmp_path / "integrations").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(TEST)
+    (tmp_path / "integrations" / "host.py").write_text(HOST)
     assert dead_code.main() == 1
     found = [line.partition(": unused ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(found) == ["attribute unread", "class Box", "function forgotten", "function helper"]
+    assert sorted(found) == [
+        "attribute unread",
+        "class Box",
+        "function forgotten",
+        "function helper",
+        "method called_by_nobody",
+        "variable USES",
+    ]

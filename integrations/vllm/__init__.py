@@ -1,0 +1,25 @@
+"""gristmill inside vLLM (Kwon et al., 2023, arXiv:2309.06180): the runtime as a worker under vLLM's scheduler and server.
+
+    vllm serve MODEL --worker-cls gristmill.integrations.vllm.Worker
+
+vLLM is imported with the first name that needs it, after its version was checked. docs/embedding/vllm.md has the commands and their output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gristmill._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gristmill.integrations.vllm.admission import Admission as Admission
+    from gristmill.integrations.vllm.plugin import register as register
+    from gristmill.integrations.vllm.version import HOST as HOST
+    from gristmill.integrations.vllm.worker import Worker as Worker
+else:
+    _get, __dir__, __all__ = lazy_names(__name__, __file__)
+
+    def __getattr__(name: str) -> Any:
+        if name in ("Admission", "Worker"):
+            _get("HOST").require()
+        return _get(name)

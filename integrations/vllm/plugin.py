@@ -1,0 +1,45 @@
+"""The entry point ``vllm.general_plugins``: vLLM calls `register` in each of its processes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from gristmill.integrations.vllm.version import HOST
+
+logger = logging.getLogger("vllm.gristmill")
+WORKER = "gristmill.integrations.vllm.Worker"
+
+
+def register() -> None:
+    """Make gristmill's options known to vLLM. Nothing changes for who uses none of them.
+
+    May be called more than once. Whatever fails is logged: an exception here would end vLLM.
+    """
+    try:
+        HOST.require()
+        _admit()
+    except Exception as error:
+        logger.warning("gristmill is not available in this vLLM: %s: %s", type(error).__name__, error)
+
+
+def _admit() -> None:
+    """``--worker-cls gristmill...Worker`` implies the logits processor that refuses what the worker does not sample."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from gristmill.integrations.vllm.admission import ADMISSION
+
+    create = EngineArgs.create_model_config
+    if getattr(create, "gristmill", False):
+        return
+
+    @functools.wraps(create)
+    def create_model_config(self: Any, *arguments: Any, **named: Any) -> Any:
+        others = list(self.logits_processors or ())
+        if self.worker_cls == WORKER and ADMISSION not in others:
+            self.logits_processors = [*others, ADMISSION]
+        return create(self, *arguments, **named)
+
+    create_model_config.gristmill = True  # type: ignore[attr-defined]  # how a second call sees the first
+    EngineArgs.create_model_config = create_model_config

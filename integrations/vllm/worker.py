@@ -1,0 +1,227 @@
+"""The runtime as a vLLM worker: model, cache and sampler are gristmill's; scheduler, prefix cache and server are vLLM's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from gristmill.integrations.vllm.options import Options
+from gristmill.integrations.vllm.refusals import require_served
+from gristmill.integrations.vllm.requests import Requests
+from gristmill.integrations.vllm.version import HOST
+from gristmill.integrations.vllm.warm_up import warm_up
+from gristmill.runtime.cache_size import make_cache
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.explain import explain_plans, summarize
+from gristmill.runtime.loader.config import parse_config
+from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.random import random_model
+from gristmill.runtime.models import Model
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.scheduler import ScheduledRequest
+
+# Below "vllm", whose handlers print.
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
+    """One device: ``vllm serve MODEL --worker-cls gristmill.integrations.vllm.Worker``.
+
+    vLLM hands out the blocks of the cache and chooses the tokens of each step; the worker owns the cache's memory, computes the step
+    and samples. Options for gristmill are in `Options`.
+
+    Raises:
+        HostError: a version of vLLM that is not served.
+        UsageError: a configuration that asks for something that is not served.
+    """
+
+    def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        HOST.require()
+        super().__init__(vllm_config, *arguments, **named)
+        require_served(vllm_config)
+        self.options = Options.parse(vllm_config.additional_config)
+        self.model: Model | None = None
+        self.runner: Runner | None = None
+        self.requests: Requests | None = None
+        self._output: ModelRunnerOutput | None = None
+
+    def init_device(self) -> None:
+        """The device that vLLM gives this worker."""
+        kind = self.current_platform.device_type
+        self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, self.local_rank)
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model's directory; with ``--load-format dummy`` only its configuration."""
+        path, options = self._path(), self.options
+        dtype, policy = self.model_config.dtype, options.load_policy()
+        block_size = self.cache_config.block_size
+        if load_dummy_weights or self.load_config.load_format == "dummy":
+            config = parse_config(*open_checkpoint(path).config())
+            model = random_model(config, dtype, options.quant, self.device, policy, block_size=block_size)
+        else:
+            model = load_model(path, dtype, options.quant, self.device, policy, block_size)
+        if self.model_config.max_model_len > model.config.max_position:
+            raise UsageError(
+                f"--max-model-len {self.model_config.max_model_len} is more than the {model.config.max_position} positions of {path}"
+            )
+        self.model = model
+
+    def _path(self) -> Path:
+        """The model's directory; one of the Hugging Face hub is the downloaded copy."""
+        name = self.model_config.model
+        if Path(name).is_dir():
+            return Path(name)
+        return Path(
+            snapshot_download(
+                name,
+                revision=self.model_config.revision,
+                cache_dir=self.load_config.download_dir,
+                ignore_patterns=self.load_config.ignore_patterns,
+            )
+        )
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Text generation alone."""
+        return ("generate",)
+
+    def get_model(self) -> Any:
+        """vLLM calls it for a torch module, which the model is not."""
+        raise UsageError(
+            "the gristmill worker's model is no torch module: vLLM's apply_model does not reach it"
+        )
+
+    def get_model_inspection(self) -> str:
+        """The model in a line, as ``repr(llm)`` shows it."""
+        model = _loaded(self.model)
+        return f"gristmill {model.config.architecture}, {model.config.num_layers} layers, {model.plans.weight_bytes} bytes of weights"
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """The bytes of a block in each layer. Layers with a window keep all tokens."""
+        model = _loaded(self.model)
+        config, plans = model.config, model.plans
+        if config.mla is not None:
+            spec = MLAAttentionSpec(
+                block_size=plans.block_size,
+                num_kv_heads=1,
+                head_size=config.mla.latent_dim,
+                dtype=plans.dtype,
+            )
+        else:
+            spec = FullAttentionSpec(
+                block_size=plans.block_size,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_dim,
+                dtype=plans.dtype,
+            )
+        return {f"layers.{index}": spec for index in range(config.num_layers)}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """vLLM's name for the order layers, blocks, tokens, heads."""
+        return ["LBNHC"]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the cache: --kv-cache-memory-bytes, or --gpu-memory-utilization of the device less what is in use."""
+        given = self.cache_config.kv_cache_memory_bytes
+        if given is not None:
+            return int(given)
+        free, total = _memory(self.device)
+        room = int(total * self.cache_config.gpu_memory_utilization) - (total - free)
+        if room <= 0:
+            raise UsageError(
+                f"nothing is left for the cache: {free} of {total} bytes are free, and --gpu-memory-utilization is "
+                f"{self.cache_config.gpu_memory_utilization}"
+            )
+        return room
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the cache that vLLM's scheduler hands out."""
+        model = _loaded(self.model)
+        (group,) = kv_cache_config.kv_cache_groups
+        cache = make_cache(model, kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
+        self.runner = Runner(model, cache)
+        self.requests = Requests(self.model_config.seed, self.runner.processors)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Resolve, verify and load every kernel that a step can need, so that no request waits for one."""
+        runner = _loaded(self.runner)
+        scheduler = self.scheduler_config
+        steps = warm_up(
+            runner, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.model_config.max_model_len
+        )
+        logger.info("gristmill: %d steps ran before the first request, with these kernels:", steps)
+        for row in self.explain():
+            formats = f" ({', '.join(row['formats'])})" if row["formats"] else ""
+            logger.info("gristmill: %s%s: %s, %s", row["op"], formats, row["kernel"], row["reason"])
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def explain(self) -> list[dict[str, Any]]:
+        """The kernels that run, for ``llm.collective_rpc("explain")``: {"op", "kernel", "formats", "reason", "plans"}."""
+        return summarize(explain_plans(_loaded(self.model).plans))
+
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        """Compute a step; `sample_tokens` returns its ids."""
+        requests = _loaded(self.requests)
+        entries = requests.step(scheduler_output)
+        if not entries:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        sampled = _loaded(self.runner).run(entries, requests.rows(entries))
+        self._output = self._answer(entries, sampled)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        """The ids of the step that was computed last."""
+        if grammar_output is not None:
+            raise UsageError("the gristmill worker does not serve structured outputs")
+        output, self._output = self._output, None
+        return EMPTY_MODEL_RUNNER_OUTPUT if output is None else output
+
+    def _answer(self, entries: Sequence[ScheduledRequest], sampled: Sequence[int]) -> ModelRunnerOutput:
+        config = _loaded(self.model).config
+        names = [entry.id for entry in entries if entry.samples]
+        failed = {name for name, token in zip(names, sampled, strict=True) if token < 0}
+        # vLLM has no answer of a worker that fails one request: an end token ends it.
+        end = config.eos_ids[0] if config.eos_ids else 0
+        sampled = [end if token < 0 else token for token in sampled]
+        for name in failed:
+            logger.error("gristmill: the logits of request %s are not numbers; it ends here", name)
+        _loaded(self.requests).append(entries, sampled)
+        ids = dict(zip(names, sampled, strict=True))
+        return ModelRunnerOutput(
+            req_ids=[entry.id for entry in entries],
+            req_id_to_index={entry.id: index for index, entry in enumerate(entries)},
+            sampled_token_ids=[[ids[entry.id]] if entry.samples else [] for entry in entries],
+            num_nans_in_logits=dict.fromkeys(failed, config.vocab_size) if failed else None,
+        )
+
+    def shutdown(self) -> None:
+        """Give the memory of model and cache back."""
+        self.runner = self.requests = self.model = None
+
+
+def _loaded(part: Any) -> Any:
+    """A part of the worker that vLLM's order of calls has made."""
+    if part is None:
+        raise RuntimeError(
+            "vLLM called the worker before load_model and initialize_from_config, or after shutdown"
+        )
+    return part
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Free and all bytes of a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page

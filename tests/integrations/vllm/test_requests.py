@@ -1,0 +1,180 @@
+"""Steps of vLLM's scheduler as entries of the runner: its own data classes, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from gristmill import UsageError
+from gristmill.integrations.vllm.requests import Requests
+from gristmill.integrations.vllm.sampling import SERVED_BY_RUNTIME, SERVED_BY_VLLM, check, translate, unserved
+from gristmill.runtime.logits_processors import LogitsProcessors
+
+
+def requests_of() -> Requests:
+    return Requests(0, LogitsProcessors(100, torch.device("cpu")))
+
+
+def new(name: str, prompt: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewRequestData:
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0),
+        pooling_params=None,
+        block_ids=(blocks,),
+        num_computed_tokens=computed,
+        lora_request=None,
+        **fields,
+    )
+
+
+def step(
+    news: tuple[NewRequestData, ...] = (),
+    cached: dict[str, tuple[int, list[int] | None, int]] | None = None,
+    counts: dict[str, int] | None = None,
+    resumed: tuple[str, ...] = (),
+    finished: tuple[str, ...] = (),
+) -> SchedulerOutput:
+    """cached: name -> (computed tokens, new blocks, output tokens). counts: name -> scheduled tokens."""
+    output, cached = SchedulerOutput.make_empty(), cached or {}
+    output.scheduled_new_reqs = list(news)
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=list(cached),
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None if blocks is None else (blocks,) for _, blocks, _ in cached.values()],
+        num_computed_tokens=[computed for computed, _, _ in cached.values()],
+        num_output_tokens=[count for _, _, count in cached.values()],
+    )
+    output.num_scheduled_tokens = counts or {}
+    output.total_num_scheduled_tokens = sum((counts or {}).values())
+    output.finished_req_ids = set(finished)
+    return output
+
+
+def shown(entries: list[Any]) -> list[tuple[Any, ...]]:
+    return [(e.id, e.start, e.tokens, e.samples, e.block_ids) for e in entries]
+
+
+def test_chunks_of_a_prompt_then_its_tokens() -> None:
+    requests = requests_of()
+    entries = requests.step(step((new("a", [1, 2, 3, 4, 5], [7]),), counts={"a": 3}))
+    assert shown(entries) == [("a", 0, [1, 2, 3], False, [7])]
+    requests.append(entries, [])
+    entries = requests.step(step(cached={"a": (3, [9], 0)}, counts={"a": 2}))
+    assert shown(entries) == [("a", 3, [4, 5], True, [7, 9])]
+    assert [row.index for row in requests.rows(entries)] == [0]
+    requests.append(entries, [42])
+    entries = requests.step(step(cached={"a": (5, None, 1)}, counts={"a": 1}))
+    assert shown(entries) == [("a", 5, [42], True, [7, 9])]
+    assert [row.index for row in requests.rows(entries)] == [1]
+    assert requests.step(step(finished=("a",))) == [] and not requests.active
+
+
+def test_a_prefix_that_is_in_the_cache_is_not_computed() -> None:
+    entries = requests_of().step(step((new("a", [1, 2, 3, 4, 5], [7, 9], computed=4),), counts={"a": 1}))
+    assert shown(entries) == [("a", 4, [5], True, [7, 9])]
+
+
+def test_a_preempted_request_gets_other_blocks_and_keeps_its_tokens_and_its_seed() -> None:
+    requests = requests_of()
+    for known, cached in ((None, None), (42, {"a": (2, None, 1)})):
+        output = step(() if cached else (new("a", [1, 2], [7]),), cached, {"a": 1 if cached else 2})
+        entries = requests.step(output)
+        requests.append(entries, [42 if known is None else 43])
+    seed = requests.active["a"].seed
+    again = step(cached={"a": (0, [3, 4], 2)}, counts={"a": 4}, resumed=("a",))
+    entries = requests.step(again)
+    assert shown(entries) == [("a", 0, [1, 2, 42, 43], True, [3, 4])]
+    # Model Runner V2's scheduler sends it as a new request.
+    entries = requests.step(step((new("a", [1, 2], [5], prefill_token_ids=[1, 2, 42, 43]),), counts={"a": 4}))
+    assert shown(entries) == [("a", 0, [1, 2, 42, 43], True, [5])]
+    assert (requests.active["a"].seed, requests.active["a"].row.index) == (seed, 2)
+
+
+def test_a_scheduler_that_runs_ahead_takes_tokens_back() -> None:
+    requests = requests_of()
+    requests.append(requests.step(step((new("a", [1, 2], [7]),), counts={"a": 2})), [42])
+    requests.append(requests.step(step(cached={"a": (2, None, 1)}, counts={"a": 1})), [43])
+    entries = requests.step(step(cached={"a": (2, None, 1)}, counts={"a": 1}))
+    assert shown(entries) == [("a", 2, [42], True, [7])]
+
+
+def test_tokens_that_are_not_there_are_an_error() -> None:
+    requests = requests_of()
+    with pytest.raises(RuntimeError, match="scheduled tokens 0 to 3, and it has 2"):
+        requests.step(step((new("a", [1, 2], [7]),), counts={"a": 3}))
+
+
+def test_drafts_are_refused() -> None:
+    output = step((new("a", [1, 2], [7]),), counts={"a": 2})
+    output.scheduled_spec_decode_tokens = {"a": [5]}
+    with pytest.raises(UsageError, match="scheduled_spec_decode_tokens"):
+        requests_of().step(output)
+
+
+SAMPLES: dict[str, Any] = {
+    "extra_args": {"a": 1},
+    "logprob_token_ids": [1],
+    "prompt_logprob_token_ids": [[1]],
+    "structured_outputs": object(),
+    "trace_decode_token_ids": [1],
+    "watermarking": True,
+}
+
+
+def fields() -> list[Any]:
+    served = SERVED_BY_RUNTIME | SERVED_BY_VLLM
+    return [f for f in msgspec.structs.fields(SamplingParams) if f.name not in served and f.name[0] != "_"]
+
+
+def test_the_parameters_that_are_served_exist() -> None:
+    assert {
+        field.name for field in msgspec.structs.fields(SamplingParams)
+    } >= SERVED_BY_RUNTIME | SERVED_BY_VLLM
+
+
+@pytest.mark.parametrize("field", fields(), ids=lambda field: field.name)
+def test_every_other_parameter_is_refused(field: Any) -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, stop=["a"], n=2, seed=1)
+    check(params)
+    setattr(params, field.name, SAMPLES.get(field.name, 3))
+    assert len(fields()) > 8
+    assert [text.partition("=")[0] for text in unserved(params)] == [field.name]
+    with pytest.raises(UsageError, match=f"does not serve {field.name}="):
+        check(params)
+
+
+def test_values_are_translated() -> None:
+    params = translate(SamplingParams(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.05, seed=5))
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (
+        0.7,
+        0,
+        0.9,
+        0.05,
+        5,
+    )
+    assert translate(SamplingParams(temperature=0, top_k=7)).temperature == 0
+
+
+def test_requests_that_edit_logits_are_processed_until_they_end() -> None:
+    requests = requests_of()
+    one = new("a", [1, 2], [7])
+    one.sampling_params = SamplingParams(temperature=0, repetition_penalty=1.5, logit_bias={3: 2.0})
+    entries = requests.step(step((one, new("b", [1], [8])), counts={"a": 2, "b": 1}))
+    assert len(requests.processors) == 1
+    requests.append(entries, [42, 43])
+    again = step(cached={"a": (0, [5], 0)}, counts={"a": 2}, resumed=("a",))
+    assert shown(requests.step(again)) == [
+        ("a", 0, [1, 2], True, [5])
+    ]  # 42 is taken back, and no longer penalized
+    assert len(requests.processors) == 1
+    requests.step(step(finished=("a",)))
+    assert len(requests.processors) == 0

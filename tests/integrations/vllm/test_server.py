@@ -1,0 +1,196 @@
+"""``vllm serve`` with the worker, and the real `openai` client: streaming, aborts, 32 at a time, refusals, a killed worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+import gristmill
+from tests.integrations.vllm.conftest import MODELS
+from tests.integrations.vllm.test_worker import own, texts
+
+START_S = 300
+END_S = 60
+
+
+@dataclass
+class Server:
+    """``vllm serve`` of docs-llama. url: of its root. log: the file of its output."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str) -> float:
+        """The sum over labels of a metric."""
+        lines = self.get("/metrics").splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@contextlib.contextmanager
+def serve(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODELS / "docs-llama")]
+    command += [
+        "--worker-cls",
+        "gristmill.integrations.vllm.Worker",
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+    ]
+    command += ["--dtype", "float32", "--served-model-name", "docs-llama", "--max-num-batched-tokens", "256"]
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            start_new_session=True,
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vllm serve did not start:\n{log.read_text()[-4000:]}")
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                server.get("/health")
+                break
+            time.sleep(0.5)
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("server"), environment) as running:
+        yield running
+
+
+def test_a_completion_is_the_runtimes(server: Server) -> None:
+    answer = server.client.completions.create(
+        model="docs-llama", prompt="The index", max_tokens=24, temperature=0
+    )
+    (done,) = gristmill.LLM(MODELS / "docs-llama", dtype="float32", num_blocks=64, block_size=128).generate(
+        "The index", gristmill.SamplingParams(max_tokens=24)
+    )
+    assert answer.choices[0].text == done.text
+    assert answer.usage is not None and answer.usage.completion_tokens == 24
+
+
+def test_streaming_gives_the_same_text_in_pieces(server: Server) -> None:
+    whole = server.client.completions.create(
+        model="docs-llama", prompt="How to", max_tokens=24, temperature=0
+    )
+    stream = server.client.completions.create(
+        model="docs-llama", prompt="How to", max_tokens=24, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].text for chunk in stream]
+    assert len(pieces) > 8 and "".join(pieces) == whole.choices[0].text
+
+
+def test_an_aborted_request_gives_its_blocks_back(server: Server) -> None:
+    stream = server.client.completions.create(
+        model="docs-llama",
+        prompt="How to",
+        max_tokens=3000,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + END_S
+    while server.metric("vllm:num_requests_running") or server.metric("vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < deadline, "the request goes on"
+        time.sleep(0.2)
+    assert server.metric("vllm:generation_tokens_total") < 3000
+
+
+def test_32_at_a_time(server: Server) -> None:
+    ids = [text[: 3 + 5 * i] for i, text in enumerate(texts(8) * 4)]
+    expected = own("docs-llama", ids)
+
+    def ask(prompt: list[int]) -> list[int]:
+        body = {"ignore_eos": True, "return_token_ids": True}
+        answer = server.client.completions.create(
+            model="docs-llama", prompt=prompt, max_tokens=24, temperature=0, extra_body=body
+        )
+        return answer.choices[0].token_ids  # type: ignore[attr-defined]  # of vLLM's, not OpenAI's, answers
+
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(ask, ids)) == expected
+
+
+def test_prefixes_are_counted(server: Server) -> None:
+    before = server.metric("vllm:prefix_cache_hits_total")
+    for _ in range(2):
+        server.client.completions.create(
+            model="docs-llama", prompt=texts(5)[4][:400], max_tokens=2, temperature=0
+        )
+    assert server.metric("vllm:prefix_cache_hits_total") - before >= 384
+
+
+def test_a_refusal_is_a_400_that_names_the_parameter(server: Server) -> None:
+    ask = server.client.completions.create
+    with pytest.raises(openai.BadRequestError, match="the gristmill worker does not serve logprobs=2"):
+        ask(model="docs-llama", prompt="The", max_tokens=2, logprobs=2)
+    with pytest.raises(
+        openai.BadRequestError, match="the gristmill worker does not serve structured_outputs="
+    ):
+        ask(
+            model="docs-llama", prompt="The", max_tokens=2, extra_body={"structured_outputs": {"regex": "a+"}}
+        )
+    server.client.completions.create(model="docs-llama", prompt="The", max_tokens=2)
+
+
+def test_the_log_names_the_kernels(server: Server) -> None:
+    log = server.log.read_text()
+    assert "gristmill: paged_attention: paged_attention_" in log
+    assert "Traceback" not in log
+
+
+def test_a_killed_worker_ends_the_server(server: Server) -> None:
+    """The last test of the module. No process is left behind."""
+    family = server.family()
+    (worker,) = [
+        process for process in family if "Worker" in process.name() or "Worker" in "".join(process.cmdline())
+    ]
+    worker.send_signal(signal.SIGKILL)
+    server.process.wait(END_S)
+    assert "died unexpectedly" in server.log.read_text()
+    _, alive = psutil.wait_procs(family, END_S)
+    assert alive == []
