@@ -88,9 +88,9 @@ def wrong_size(where: str, name: str, declared: str, why: str, x: Any) -> ValueE
     return ValueError(f"{where}: {name} must be {shown(declared)} with {why}, got {list(x.shape)}")
 
 
-def wrong_dtype(where: str, name: str, wanted: Iterable[Any], x: Any) -> TypeError:
+def wrong_dtype(where: str, name: str, expected: Iterable[Any], x: Any) -> TypeError:
     """The error for a tensor of none of the dtypes that are taken."""
-    return TypeError(f"{where}: {name} must be {' or '.join(map(str, wanted))}, got {x.dtype}")
+    return TypeError(f"{where}: {name} must be {' or '.join(map(str, expected))}, got {x.dtype}")
 
 
 def other_dtype(where: str, name: str, x: Any, first: str, dtype: Any) -> TypeError:
@@ -98,9 +98,9 @@ def other_dtype(where: str, name: str, x: Any, first: str, dtype: Any) -> TypeEr
     return TypeError(f"{where}: {name} must have {first}'s dtype {dtype}, got {x.dtype}")
 
 
-def unplanned_dtype(where: str, name: str, wanted: Any, x: Any) -> ValueError:
+def unplanned_dtype(where: str, name: str, expected: Any, x: Any) -> ValueError:
     """The error for a tensor of another dtype than the planned one."""
-    return ValueError(f"{where}: {name} must be {wanted}, got {x.dtype}")
+    return ValueError(f"{where}: {name} must be {expected}, got {x.dtype}")
 
 
 def wrong_device(where: str, name: str, x: Any, first: str, device: Any) -> ValueError:
@@ -124,9 +124,9 @@ def overlapping(where: str, name: str, x: Any) -> ValueError:
     )
 
 
-def wrong_value(where: str, name: str, wanted: str, value: Any) -> ValueError:
+def wrong_value(where: str, name: str, expected: str, value: Any) -> ValueError:
     """The error for a number, a flag or a text that is not taken."""
-    return ValueError(f"{where}: {name} must be {wanted}, got {value!r}")
+    return ValueError(f"{where}: {name} must be {expected}, got {value!r}")
 
 
 def dense_or_quantized(where: str, name: str, declared: str, given: Any) -> tuple[Any, str, bool]:

@@ -57,7 +57,7 @@ class Shape:
 class Names:
     """The names of one operation.
 
-    sizes: told by shapes. static: axes that a plan fixes, and the arguments that its flags fix.
+    sizes: determined by shapes. static: axes that a plan fixes, and the arguments that its flags fix.
     stated: optional tensors whose presence a plan fixes. scalar_axes: numbers that are static axes (all numbers that are axes,
     where nothing is planned yet).
     """
@@ -107,7 +107,7 @@ class Names:
         return [name for name in names_in(text) if name in self.sizes]
 
     def only_in(self, argument: str) -> set[str]:
-        """Sizes that no argument but this one tells."""
+        """Sizes that only this argument determines."""
         others = {n for name, shape in self.shapes.items() if name != argument for n in self.of(shape)}
         return self.sizes.intersection(self.of(self.shapes.get(argument, ""))) - others
 
@@ -161,7 +161,7 @@ class Names:
         return any(name not in self.static for name in signature(rule).parameters)
 
     def axis_values(self) -> dict[str, str]:
-        """Axis -> the expression of its value where a call is described. Dynamic axes that nothing tells are left out."""
+        """Axis -> the expression of its value where a call is described. Dynamic axes that nothing determines are left out."""
         values = {}
         for axis in self.op.axes:
             if axis.name in self.sizes or axis.name in self.op.values or axis.kind == "dtype":
@@ -179,7 +179,7 @@ class Names:
             elif axis.name in self.arguments:
                 values[axis.name] = axis.name
             elif not axis.dynamic:
-                raise ValueError(f"{self.op.name}: no argument tells axis {axis.name}")
+                raise ValueError(f"{self.op.name}: no argument determines axis {axis.name}")
         return values
 
     def _flag(self, name: str) -> str:

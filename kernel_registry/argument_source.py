@@ -43,8 +43,8 @@ def unless(condition: str, error: str) -> Lines:
 
 def tuple_of(items: Iterable[str]) -> str:
     """A tuple display."""
-    found = list(items)
-    return f"({', '.join(found)}{',' if len(found) == 1 else ''})"
+    texts = list(items)
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
 
 class Checks:
@@ -58,7 +58,7 @@ class Checks:
         self.items += op.returns if planned else self.names.weights
         self.items.sort(key=lambda item: isinstance(item, Tensor) and item.optional)
         self.known: set[str] = {*self.names.static} if planned else set()
-        self.told: dict[str, str] = {}  # size -> the argument that tells it
+        self.told: dict[str, str] = {}  # size -> the argument that determines it
         self.whole: dict[str, str] = {}  # size that an expression divides -> the condition that it does
         self.offset: dict[
             str, str
@@ -98,7 +98,7 @@ class Checks:
         return lines
 
     def sizes(self) -> Lines:
-        """Every size that a shape tells: plain names first, then those inside an expression."""
+        """Every size that a shape determines: plain names first, then those inside an expression."""
         lines: Lines = []
         for plain in (True, False):
             for item in self.items:
@@ -150,15 +150,15 @@ class Checks:
         """Axes that are computed, and arguments that are axes."""
         lines: Lines = []
         for name, text in self.op.values.items():
-            found = self.names.computed(name)
+            computed = self.names.computed(name)
             if self.planned and name in self.names.static:
                 given = next(n for n in names_in(text) if n in self.names.arguments)
                 lines += unless(
-                    f"({found}) == s_{name}",
+                    f"({computed}) == s_{name}",
                     f"wrong_value(where, {given!r}, f'such that {name} is {{s_{name}!r}}', {given})",
                 )
             else:
-                lines.append(f"s_{name} = {found}")
+                lines.append(f"s_{name} = {computed}")
         if self.planned:
             for name in self.names.stated:
                 lines += unless(
@@ -243,8 +243,8 @@ class Checks:
     def scheme(self, item: Weight, seen: dict[str, str]) -> Lines:
         lines = self.device(item.name, f"w_{item.name}")
         if item.scheme in seen:
-            wanted = f'f"of {seen[item.scheme]}\'s scheme {{s_{item.scheme}}}"'
-            error = f"wrong_value(where, {item.name!r}, {wanted}, scheme_{item.name})"
+            expected = f'f"of {seen[item.scheme]}\'s scheme {{s_{item.scheme}}}"'
+            error = f"wrong_value(where, {item.name!r}, {expected}, scheme_{item.name})"
             return [*lines, *unless(f"scheme_{item.name} == s_{item.scheme}", error)]
         seen[item.scheme] = item.name
         return [*lines, f"s_{item.scheme} = scheme_{item.name}"]
@@ -286,7 +286,7 @@ class Checks:
 
 
 def scalar_bounds(names: Names, scalar: Scalar, which: tuple[str, ...]) -> Lines:
-    """The checks of a number: its bounds, if they are asked for, and that it repeats the size it states."""
+    """The checks of a number: its declared bounds, and that it equals the size it states."""
     name, lines = scalar.name, Lines()
     if scalar.states:
         size = f"s_{scalar.states}"
@@ -303,13 +303,13 @@ def scalar_bounds(names: Names, scalar: Scalar, which: tuple[str, ...]) -> Lines
         lines += unless(f"{name} >= {minimum!r}", error)
     if scalar.maximum is not None:
         most = names.resolve(str(scalar.maximum), planned=False)
-        wanted = f"'at most {most}'" if most.isdigit() else f"f'at most {{{most}}} ({scalar.maximum})'"
-        lines += unless(f"{name} <= {most}", f"wrong_value(where, {name!r}, {wanted}, {name})")
+        expected = f"'at most {most}'" if most.isdigit() else f"f'at most {{{most}}} ({scalar.maximum})'"
+        lines += unless(f"{name} <= {most}", f"wrong_value(where, {name!r}, {expected}, {name})")
     if scalar.finite:
         lines += unless(f"isfinite({name})", f"wrong_value(where, {name!r}, 'finite', {name})")
     if axis is not None and axis.choices and name in names.scalar_axes:
-        wanted = f"one of {', '.join(axis.choices)}"
-        lines += unless(f"{name} in {axis.choices!r}", f"wrong_value(where, {name!r}, {wanted!r}, {name})")
+        expected = f"one of {', '.join(axis.choices)}"
+        lines += unless(f"{name} in {axis.choices!r}", f"wrong_value(where, {name!r}, {expected!r}, {name})")
     return lines
 
 
@@ -328,8 +328,8 @@ def describe_source(op: Declared) -> Lines:
     """``describe(*arguments)`` -> axis values."""
     names = Names(op)
     body = Checks(op, planned=False).lines()
-    found = [f"{axis!r}: {value}" for axis, value in names.axis_values().items()]
+    values = [f"{axis!r}: {value}" for axis, value in names.axis_values().items()]
     return [
         f"def describe({names.parameters}):",
-        *indented([*body, "return {", *indented(f"{v}," for v in found), "}"]),
+        *indented([*body, "return {", *indented(f"{v}," for v in values), "}"]),
     ]

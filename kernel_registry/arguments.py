@@ -6,7 +6,7 @@ A shape is a string of sizes, one per dimension: ``"blocks block_size kv_heads h
 another name that ties arguments to each other (``blocks``), a number, or an expression of those without spaces (``2*n``,
 ``seqs+1``, ``n//(1+silu_mul)``; the last needs its names from elsewhere). ``...``, in front, stands for any leading dimensions:
 their product is the operation's bucket axis, and they are the same for every argument that has them. A shape in brackets,
-``"(m*top_k)"``, is a number of elements in any shape. A size that only an absent optional argument would tell is 0.
+``"(m*top_k)"``, is a number of elements in any shape. A size that only an absent optional argument would determine is 0.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, a flag or a text. It is the value of the axis of its name where no shape tells that.
+    """A number, a flag or a text. It is the value of the axis of its name, unless a shape determines that axis.
 
     kind: ``int``, ``float``, ``bool`` or ``str``. default: None = required.
-    minimum, maximum, finite: what is asked of it where a call is described; `maximum` may be an expression of sizes.
-    states: the size that it repeats, 0 = not stated: packed weights need not tell their number of rows.
+    minimum, maximum, finite: checked where a call is described; `maximum` may be an expression of sizes.
+    states: the size that it repeats, 0 = not stated: packed weights may not determine their number of rows.
     """
 
     name: str

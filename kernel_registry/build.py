@@ -45,7 +45,7 @@ class Build:
     why not). cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold.
     compilers: (name, path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU
     (TRITON_INTERPRET=1).
-    machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = as `cpu_levels` tell.
+    machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = derived from `cpu_levels`.
     library: version of the native libraries; driver: of the GPU's driver, "" = unknown or none.
     """
 
@@ -100,8 +100,8 @@ class Build:
         for offer in offers:
             if offer in have or (offer in lack and not importing):
                 continue
-            found, why = find_offer(offer, importing)
-            if found:
+            offered, why = find_offer(offer, importing)
+            if offered:
                 have.add(offer)
                 lack.pop(offer, None)
             else:
@@ -188,15 +188,15 @@ class Build:
 def installed(path: Iterable[str] | None = None) -> dict[str, str]:
     """Distribution -> version, by the names of the metadata folders on `path` (default sys.path); the first one
     wins."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for entry in sys.path if path is None else path:
         if not os.path.isdir(entry or "."):
             continue
         for name in sorted(os.listdir(entry or ".")):
             match = _DIST.fullmatch(name)
             if match:
-                found.setdefault(normal_name(match["name"]), match["version"])
-    return found
+                versions.setdefault(normal_name(match["name"]), match["version"])
+    return versions
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a kernel runs, found by reading sources: its Python modules, and the native sources whose entries it calls.
 
-Nothing is imported and nothing is run, so that the hash of a kernel can be asked for where neither torch nor a compiler is.
+Nothing is imported and nothing is run: the hash of a kernel can be computed without torch and without a compiler.
 
 Python: the modules of the spec and of the launcher, and what these import, in functions too, but not under
 ``if TYPE_CHECKING``. The search stays within `COUNTED`, and within the package of a kernel of a third party. What else of
@@ -36,7 +36,7 @@ COUNTED = (
 
 Read = Callable[[str], bytes | None]
 Entry = tuple[str, ...]
-"""The name of an entry: text and, at odd places, the name of a configuration value, or "" where anything may stand."""
+"""The name of an entry: text and, at odd places, the name of a configuration value, or "" for any text."""
 
 
 def read_file(path: str) -> bytes | None:
@@ -50,11 +50,11 @@ def read_file(path: str) -> bytes | None:
 
 @dataclass(frozen=True)
 class Module:
-    """What the text of a module says.
+    """What the source of a module contains.
 
-    imports: (module as written, names taken from it; none for a plain import). typed: those under ``if TYPE_CHECKING``,
-    where a package that makes its names when asked says where they come from. entries: native entries that it names;
-    files: strings that may be the name of a file.
+    imports: (module as written, names imported from it; none for a plain import). typed: those under ``if TYPE_CHECKING``,
+    where a package with lazy imports states the origin of its names. entries: native entries that it names; files: strings
+    that may be the name of a file.
     """
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
@@ -84,11 +84,11 @@ def read_module(source: bytes) -> Module:
     code = _TRIPLE.sub('""', source.decode("utf-8", "replace"))
     plain = _COMMENT.sub("", code)
     typed = [block for match in _TYPED.finditer(plain) for block in _imports(match[2])]
-    found = (next(filter(None, match.groups())) for match in _ENTRY.finditer(code))
+    names = (next(filter(None, match.groups())) for match in _ENTRY.finditer(code))
     return Module(
         imports=tuple(_imports(_TYPED.sub("", plain))),
         typed=tuple(typed),
-        entries=tuple(dict.fromkeys(_entry(text) for text in found)),
+        entries=tuple(dict.fromkeys(_entry(text) for text in names)),
         files=tuple(dict.fromkeys(_FILE.findall(code))),
     )
 
@@ -110,7 +110,7 @@ def _entry(text: str) -> Entry:
 
 
 def entry_pattern(entry: Entry, config: Mapping[str, object]) -> str:
-    """The name of an entry under a configuration; ``*`` where anything may stand."""
+    """The name of an entry under a configuration; ``*`` for any text."""
     return "".join(
         part if not at % 2 else str(config[part]) if part in config else "*" for at, part in enumerate(entry)
     )
@@ -210,9 +210,9 @@ class Sources:
         key = (kind, modules, names, level if kind == "verification" else "", built)
         if key not in self._hashes:
             orders = (self.built, self.present) if built else (self.present, self.built)
-            found = next((f for of in orders if names and (f := self.natives(reach, config, of()))), [])
+            natives = next((f for of in orders if names and (f := self.natives(reach, config, of()))), [])
             lines = [f"{_sha(data)} {name}" for name, data in reach.files]
-            lines += sorted({s.digest(level) if kind == "verification" else s.closure for s in found})
+            lines += sorted({s.digest(level) if kind == "verification" else s.closure for s in natives})
             self._hashes[key] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         return self._hashes[key]
 
@@ -257,7 +257,7 @@ class Sources:
         return "" if rest else _single(top)
 
     def _taken(self, base: str, names: tuple[tuple[str, str], ...]) -> list[str]:
-        """The modules that an import statement runs. A package imported whole may be asked for any name that it makes."""
+        """The modules that an import statement runs. A package imported whole may be used for any of its lazy names."""
         if names and names[0][0] != "*":
             return [module for name, _ in names for module in self._owner(base, name)]
         made = self._handed(base) if _within(base, COUNTED) else {}
@@ -271,16 +271,16 @@ class Sources:
         return [base, *(self._owner(*home) if home else ())]
 
     def _handed(self, package: str) -> dict[str, tuple[str, str]]:
-        """Names that a package makes when asked, and where they are from: what it imports under ``if TYPE_CHECKING``."""
+        """Lazy names of a package, and their origin: what it imports under ``if TYPE_CHECKING``."""
         path = self._path(package)
         text = self._text(path) if path.endswith("__init__.py") else None
-        found = {
+        homes = {
             bound: (_absolute(base, package), name)
             for base, names in (read_module(text).typed if text is not None else ())
             for name, bound in names
         }
         top = package.partition(".")[0]
-        return {bound: home for bound, home in found.items() if home[0].partition(".")[0] == top}
+        return {bound: home for bound, home in homes.items() if home[0].partition(".")[0] == top}
 
 
 @cache
@@ -332,5 +332,5 @@ def _name(module: str, path: str) -> str:
 
 @cache
 def installed_sources() -> Sources:
-    """The sources of this installation, as they were when they were first asked for."""
+    """The sources of this installation, as they were at the first call."""
     return Sources()

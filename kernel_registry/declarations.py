@@ -36,32 +36,32 @@ def find_declarations(
     Raises:
         TypeError, ValueError: the same of a module of the package.
     """
-    found: dict[str, T] = {}
+    by_name: dict[str, T] = {}
     root = importlib.import_module(package)
     for info in pkgutil.iter_modules(root.__path__):
         if not info.name.startswith("_"):
             module = importlib.import_module(f"{package}.{info.name}")
             if hasattr(module, attribute):
-                _add(found, getattr(module, attribute), attribute, kind, names)
+                _add(by_name, getattr(module, attribute), attribute, kind, names)
     loaded, failures = load_plugins(group)
     for plugin, module in loaded:
         try:
-            _add(found, getattr(module, attribute), attribute, kind, names)
+            _add(by_name, getattr(module, attribute), attribute, kind, names)
         except Exception as error:  # `names` reads what a plugin wrote
             failures.append(plugin.failure(error))
-    return Declarations(dict(sorted(found.items())), tuple(failures))
+    return Declarations(dict(sorted(by_name.items())), tuple(failures))
 
 
 def _add(
-    found: dict[str, T], value: Any, attribute: str, kind: type[T], names: Callable[[T], Collection[str]]
+    by_name: dict[str, T], value: Any, attribute: str, kind: type[T], names: Callable[[T], Collection[str]]
 ) -> None:
     """Add one declaration whole, or raise."""
     if not isinstance(value, kind):
         raise TypeError(f"{attribute} must be a {kind.__name__}, got {type(value).__name__}")
     own = tuple(names(value))
-    taken = [name for name in own if not isinstance(name, str) or name in found]
+    taken = [name for name in own if not isinstance(name, str) or name in by_name]
     if taken or not own:
         raise ValueError(
             f"{attribute} must have names that are not taken, got {', '.join(map(repr, taken or own))}"
         )
-    found.update(dict.fromkeys(own, value))
+    by_name.update(dict.fromkeys(own, value))

@@ -49,7 +49,7 @@ def canonical_dtype(dtype: object) -> str:
 
 
 class _Names(dict[Any, str]):
-    """Short names of torch dtypes, each found by its text when first asked for."""
+    """Short names of torch dtypes, each computed from its text at the first lookup."""
 
     def __missing__(self, dtype: Any) -> str:
         try:

@@ -37,9 +37,9 @@ class Guard:
 
     def size(self, text: str) -> str:
         """A size, as a variable where the plan fixes it."""
-        found = self.names.resolve(text, planned=True)
+        resolved = self.names.resolve(text, planned=True)
         fixed = all(name in self.names.static for name in names_in(text))
-        return self.constant(found) if fixed and not is_name(text) and not text.isdigit() else found
+        return self.constant(resolved) if fixed and not is_name(text) and not text.isdigit() else resolved
 
     def shape(self, item: Tensor) -> str:
         """The condition under which the shape is wrong."""
@@ -60,7 +60,7 @@ class Guard:
         return f"{self.shape_of(item)} != {expected}"
 
     def shape_of(self, item: Tensor) -> str:
-        """The shape: a variable where it is asked for more than once."""
+        """The shape: a variable if it is used more than once."""
         alike = [t for t in (*self.names.tensors, *self.op.returns) if t.shape == item.shape]
         tells = any(name not in self.names.static for name in self.names.of(item.shape))
         again = self.shaped.get(item.shape) == item.name and (len(alike) > 1 or tells or item is self.lead)
@@ -130,11 +130,11 @@ class Guard:
         self.wrong += [self.tensor(item) for item in (*self.required, *self.op.returns, *self.optional)]
         self.wrong += [f"{name} != s_{name}" for name in self.names.scalar_axes]
         for axis in self.op.values:
-            found = self.names.computed(axis)
+            computed = self.names.computed(axis)
             if axis in self.names.static:
-                self.wrong.append(f"({found}) != s_{axis}")
+                self.wrong.append(f"({computed}) != s_{axis}")
             else:
-                self.ahead.append(f"s_{axis} = {found}")
+                self.ahead.append(f"s_{axis} = {computed}")
         for scalar in self.names.scalars:
             if scalar.states:
                 self.wrong.append(f"({scalar.name} != s_{scalar.states} and {scalar.name} != 0)")
@@ -203,31 +203,31 @@ def guard_source(op: Declared) -> Lines:
 
 
 def like_source(op: Declared) -> Lines:
-    """``like(*arguments)`` -> ((shape, dtype), ...) of the outputs, from the arguments that tell them and no others.
+    """``like(*arguments)`` -> ((shape, dtype), ...) of the outputs, from the arguments that determine them.
 
     Runs under fake tensors, whose sizes are symbols: no size is compared with another argument's.
     """
     names, required = Names(op), [t for t in Names(op).tensors if not t.optional]
     same = {t.shape: t.name for t in reversed(required) if " " in t.shape}
     lead = next((t for t in required if Shape(t.shape).leading), None)
-    wanted = [name for item in op.returns if item.shape not in same for name in names.of(item.shape)]
-    for name in wanted:
-        wanted += [n for n in names_in(op.values.get(name, "0")) if n not in wanted]
-    scalars = [s for s in names.scalars if s.name in wanted and not s.states]
+    needed = [name for item in op.returns if item.shape not in same for name in names.of(item.shape)]
+    for name in needed:
+        needed += [n for n in names_in(op.values.get(name, "0")) if n not in needed]
+    scalars = [s for s in names.scalars if s.name in needed and not s.states]
     for scalar in scalars:
-        wanted += [n for n in names_in(str(scalar.maximum)) if n in names.sizes]
-    wanted = [name for name in dict.fromkeys(wanted) if name in names.sizes]
+        needed += [n for n in names_in(str(scalar.maximum)) if n in names.sizes]
+    needed = [name for name in dict.fromkeys(needed) if name in names.sizes]
 
     checks, lines = Checks(op, planned=False), Lines()
     for scalar in names.scalars:
         for weight in names.weights:
-            if scalar.states in wanted and scalar.states in weight.shape.split():
+            if scalar.states in needed and scalar.states in weight.shape.split():
                 given = f"where, {weight.name!r}, {weight.shape!r}, {weight.name}, {scalar.name}"
                 lines.append(f"s_{scalar.states} = stated_size({given})")
                 checks.known.add(scalar.states)
     items: list[Tensor | Weight] = []
     for plain in (True, False):
-        for name in (n for n in wanted if n not in checks.known):
+        for name in (n for n in needed if n not in checks.known):
             tellers = [
                 item
                 for item in checks.items
@@ -238,7 +238,7 @@ def like_source(op: Declared) -> Lines:
             if tellers and tellers[0] not in items:
                 items.append(tellers[0])
             checks.known |= {name} if tellers else set()
-    checks.known -= set(wanted) - {s.states for s in names.scalars}
+    checks.known -= set(needed) - {s.states for s in names.scalars}
     checks.items = items
     leading = [item for item in op.returns if Shape(item.shape).leading and item.shape not in same]
     if lead is not None and leading and lead not in items:
@@ -253,7 +253,7 @@ def like_source(op: Declared) -> Lines:
         for name in op.values
         if any(name in names.of(r.shape) for r in op.returns)
     ]
-    found = []
+    outputs = []
     for item in op.returns:
         if item.shape in same:
             shape = f"{same[item.shape]}.shape"
@@ -263,5 +263,5 @@ def like_source(op: Declared) -> Lines:
         teller = next(
             (t.name for t in names.tensors if t.dtype == item.dtype and item.dtype in names.axes), ""
         )
-        found.append(f"({shape}, {f'{teller}.dtype' if teller else f'd_{item.dtype}'})")
-    return [f"def like({names.parameters}):", *indented([*lines, f"return {tuple_of(found)}"])]
+        outputs.append(f"({shape}, {f'{teller}.dtype' if teller else f'd_{item.dtype}'})")
+    return [f"def like({names.parameters}):", *indented([*lines, f"return {tuple_of(outputs)}"])]

@@ -53,7 +53,7 @@ class Kernel:
     target: ``"module:attr"`` of the launcher ``launch(config, *arguments, *outputs)``; imported at first use. It
         launches on the caller's current stream, allocates nothing that outlives the call, and does not synchronise.
     requires: what device and installation must have; refusals are sentences.
-    accepts: ``accepts(problem)`` -> None, or the reason why not. Dynamic axes may be asked at any value.
+    accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
     config: the pure default configuration, which also carries what the launcher must know of the problem's static part
         (scheme, code level); space: the configurations worth trying, for tuning.
     layouts: names of the weight layouts it reads, for operations with packed weights.

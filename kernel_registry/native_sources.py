@@ -108,11 +108,11 @@ def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compil
         defined = {text.defined for text in texts if text.defined} if "GM_ENTRY" in entries else set()
         made[name] = tuple(sorted(entries - {"GM_ENTRY"} | defined))
     makers = {entry: name for name, entries in made.items() for entry in entries}
-    found = []
+    sources = []
     for name, files in closures.items():
         named = frozenset().union(*(_read(data).names for _, data in files if data is not None))
         links = {makers[entry] for entry in named & makers.keys()} | {_library(name)}
-        found.append(
+        sources.append(
             Compiled(
                 name=name,
                 entries=made[name],
@@ -121,13 +121,13 @@ def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compil
                 files=tuple(file for file, data in files if data is not None),
             )
         )
-    return tuple(found)
+    return tuple(sources)
 
 
 def built_sources(folder: Path) -> tuple[Compiled, ...]:
     """The native sources that the libraries in `folder` were built from. Empty where nothing was built, or by a build that
     did not say."""
-    found: Mapping[str, Any] = read_manifest(folder).get("sources", {})
+    recorded: Mapping[str, Any] = read_manifest(folder).get("sources", {})
     return tuple(
         Compiled(
             name=name,
@@ -136,7 +136,7 @@ def built_sources(folder: Path) -> tuple[Compiled, ...]:
             closure=one["closure"],
             builds=one["builds"],
         )
-        for name, one in sorted(found.items())
+        for name, one in sorted(recorded.items())
     )
 
 
@@ -159,13 +159,13 @@ def _closure(
     folder: str, name: str, read: Callable[[str], bytes | None]
 ) -> tuple[tuple[str, bytes | None], ...]:
     """(name, bytes) of a source and of everything that it includes in quotes; None for an include that is nowhere."""
-    found: dict[str, bytes | None] = {}
+    contents: dict[str, bytes | None] = {}
     waiting = [name]
     while waiting:
         one = waiting.pop()
-        if one in found:
+        if one in contents:
             continue
-        found[one] = data = read(os.path.join(folder, one))
+        contents[one] = data = read(os.path.join(folder, one))
         if data is None:
             continue
         text, here = _read(data), os.path.dirname(one)
@@ -174,7 +174,7 @@ def _closure(
             places = [os.path.normpath(os.path.join(place, include)) for place in (here, INCLUDE_FOLDER)]
             there = (place for place in places if read(os.path.join(folder, place)) is not None)
             waiting.append(next(there, include))
-    return tuple(sorted(found.items()))
+    return tuple(sorted(contents.items()))
 
 
 def _digest(files: tuple[tuple[str, bytes | None], ...]) -> str:

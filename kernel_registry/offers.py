@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
     """Whether `"module:attr"` is there: (True, ""), (False, why), or (None, why) when only an import could tell.
 
-    Reads the module's source; runs none of it. With `importing` an undecided module is imported and asked.
+    Reads the module's source; runs none of it. With `importing`, an undecided module is imported and its attributes are looked up.
     """
     module, _, attribute = offer.partition(":")
     offered, why = _by_source(module, attribute.partition(".")[0])

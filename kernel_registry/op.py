@@ -127,8 +127,8 @@ class Op:
 
     def like(self, *arguments: Any, **named: Any) -> tuple[tuple[Any, Any], ...]:
         """((shape, dtype), ...) of the outputs; runs under fake tensors."""
-        found: tuple[tuple[Any, Any], ...] = self._compiled["like"](*arguments, **named)
-        return found
+        outputs: tuple[tuple[Any, Any], ...] = self._compiled["like"](*arguments, **named)
+        return outputs
 
     def guard(self, static: Problem) -> Callable[..., int]:
         """``guard(*arguments, *outputs)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.

@@ -170,7 +170,7 @@ class MoreMemory:
     """What a plan without a bound on memory has over one with it.
 
     layouts: what it keeps. memory: their bytes over those of the weight. faster: expected time of the bounded plan over its
-    own, all buckets counting equally by ratio; None where a time is not known, and declared priority speaks for it.
+    own, all buckets counting equally by ratio; None where a time is not known, and declared priority decides.
     """
 
     layouts: tuple[str, ...]
@@ -225,9 +225,9 @@ def _layout_choices(
     fits = [name for name in names if sizes[name] <= padded] or sorted(names, key=lambda name: sizes[name])[
         :1
     ]
-    found = [frozenset((name,)) for name in fits]
+    choices = [frozenset((name,)) for name in fits]
     for count in range(2, MAX_LAYOUTS + 1):
-        found += [
+        choices += [
             frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed
         ]
     too_large = [
@@ -235,7 +235,7 @@ def _layout_choices(
         for name in names
         if name not in fits
     ]
-    return list(found), too_large
+    return list(choices), too_large
 
 
 def _entries(
@@ -245,7 +245,7 @@ def _entries(
     choice: frozenset[str] | None,
     select_at: SelectAt,
 ) -> list[tuple[PlanEntry, Candidate]]:
-    found = []
+    chosen = []
     for size in sizes:
         candidate = select_at(op.at_bucket(static, size), choice).require()
         reads = [name for name in candidate.kernel.layouts if choice is not None and name in choice]
@@ -257,8 +257,8 @@ def _entries(
             source=candidate.source or "priority",
             expected_us=candidate.expected_us,
         )
-        found.append((entry, candidate))
-    return found
+        chosen.append((entry, candidate))
+    return chosen
 
 
 _Cost = tuple[int, float]

@@ -121,13 +121,13 @@ def discover(package: str) -> Iterator[Op | Kernel | Layout]:
 
 def specs_of(module: Any) -> Iterator[Op | Kernel | Layout]:
     """The specs that a module declares, each told where it was declared."""
-    found: list[Any] = []
+    specs: list[Any] = []
     for attribute in ("OP", "KERNEL", "LAYOUT"):
         if hasattr(module, attribute):
-            found.append(getattr(module, attribute))
+            specs.append(getattr(module, attribute))
     for attribute in ("KERNELS", "LAYOUTS"):
-        found.extend(getattr(module, attribute, ()))
-    for spec in found:
+        specs.extend(getattr(module, attribute, ()))
+    for spec in specs:
         yield replace(spec, module=module.__name__) if hasattr(spec, "module") else spec
 
 

@@ -90,10 +90,10 @@ class Requirement:
             reasons.append(f"runs on {', '.join(self.vendors)}; {target.name} is {target.vendor}")
         interpreted = self._kind == "triton" and build is not None and build.triton_interpreter
         if self.features and not interpreted and not any(s <= target.features for s in self.features):
-            wanted = " or ".join("{" + ", ".join(sorted(s)) + "}" for s in self.features)
+            needed = " or ".join("{" + ", ".join(sorted(s)) + "}" for s in self.features)
             lacking = sorted(frozenset().union(*(s - target.features for s in self.features)))
             one = "" if len(self.features) == 1 else "one of "
-            reasons.append(f"needs {one}{wanted}; {target.name} lacks {', '.join(lacking)}")
+            reasons.append(f"needs {one}{needed}; {target.name} lacks {', '.join(lacking)}")
         if reasons:
             return tuple(reasons)
         if self.brings and all(why_not_code(target, code) for code in self.brings):
@@ -144,10 +144,10 @@ class Requirement:
 
     def _compiled(self, target: Target, have: list[str], what: str, build: Build) -> list[str]:
         if self._arch:
-            wanted = self._code_name()
-            if wanted in have:
+            code = self._code_name()
+            if code in have:
                 return []
-            return [f"this build has no code for {wanted}; it has {', '.join(have) or 'none'}"]
+            return [f"this build has no code for {code}; it has {', '.join(have) or 'none'}"]
         if target.vendor == "cpu":
             runs = build.cpu_level(target) is not None
         else:

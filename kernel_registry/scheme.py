@@ -312,9 +312,9 @@ def _dense(dtype: object) -> QuantScheme | None:
 def _parse(name: str) -> QuantScheme:
     weights, dot, activation = name.removeprefix("torch.").partition(".")
     scheme = _WEIGHTS.get(weights) or _dense(weights)
-    found = _INTEGER.fullmatch(weights)
-    if scheme is None and found is not None:
-        bits, group, tail = found.groups()
+    match = _INTEGER.fullmatch(weights)
+    if scheme is None and match is not None:
+        bits, group, tail = match.groups()
         scheme = QuantScheme.integer(
             int(bits), int(group) if group else None, zero_points=tail == "_zp", minimums=tail == "_min"
         )

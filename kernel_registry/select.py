@@ -107,7 +107,7 @@ def select(
 
 @dataclass(frozen=True)
 class _Case:
-    """What one selection is asked, and what all its candidates share."""
+    """The inputs of one selection, and what all its candidates share."""
 
     op: Op
     problem: Problem
@@ -193,11 +193,11 @@ def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | N
 
 def _expected(case: _Case, kernel: Kernel, failed: frozenset[str]) -> tuple[float | None, str]:
     """Microseconds and where they come from: measured, near, sibling, model or (None) priority."""
-    found = case.times.expected(kernel, failed)
-    if found is None and kernel.estimate is not None:
+    time = case.times.expected(kernel, failed)
+    if time is None and kernel.estimate is not None:
         estimate = kernel.estimate(case.problem, case.target)
-        found = None if estimate is None else (estimate, "model")
-    return found or (None, "priority")
+        time = None if estimate is None else (estimate, "model")
+    return time or (None, "priority")
 
 
 _SOURCES = {"measured": 0, "near": 0, "sibling": 0, "model": 1, "priority": 2}

@@ -20,7 +20,7 @@ SCHEMA = 1
 SHIPPED = Path(__file__).parent.parent / "autotune" / "tuned"
 """Stores that come with gristmill: times and tuned configurations of devices that somebody measured."""
 NEAR_LIMIT = 1.0
-"""How far, in powers of two summed over the integer axes (`distance`), a tuned problem may be to speak for another."""
+"""How far, in powers of two summed over the integer axes (`distance`), a tuned problem may be from another that its time is used for."""
 
 
 class StoreError(ValueError):
@@ -123,7 +123,7 @@ class Store:
                 yield from records.values()
 
     def problem(self, op: Op, text: str) -> Problem | None:
-        """The problem that a record is for, parsed once; None for one that `op` no longer has: it speaks for nothing."""
+        """The problem that a record is for, parsed once; None for one that `op` no longer has: the record is not used."""
         key = (op.name, text)
         if key not in self._problems:
             try:
@@ -189,7 +189,7 @@ class Store:
 
 @cache
 def shipped_times() -> tuple[Timing, ...]:
-    """Every measured time under `SHIPPED`. Their ``code`` is empty: they speak for a kernel's present code, whatever it is."""
+    """Every measured time under `SHIPPED`. Their ``code`` is empty: they apply to a kernel's present code."""
     return tuple(timing for path in sorted(SHIPPED.glob("*.json")) for timing in Store.read(path).timings)
 
 

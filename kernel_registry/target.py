@@ -70,7 +70,7 @@ class Target:
                 )
         if self.vendor == "cpu":
             arch = self.arch
-            if arch == "any":  # a hand-written CPU: its features tell the family
+            if arch == "any":  # a hand-written CPU: its features determine the family
                 arch = next((f.arch for f in cpu.ARCHES if f.features and f.features <= self.features), arch)
             object.__setattr__(self, "_levels", cpu.levels(arch, self.features))
 
@@ -90,14 +90,14 @@ class Target:
         target = _base(base, text)
         if not edits:
             return target
-        found = _EDIT.findall(edits)
-        if "".join(sign + name for sign, name in found) != edits:
+        changes = _EDIT.findall(edits)
+        if "".join(sign + name for sign, name in changes) != edits:
             raise ValueError(
                 f"target {text!r}: {edits!r} is no list of edits; expected +feature or -feature, repeated"
             )
         return target.edited(
-            add=[name for sign, name in found if sign == "+"],
-            remove=[name for sign, name in found if sign == "-"],
+            add=[name for sign, name in changes if sign == "+"],
+            remove=[name for sign, name in changes if sign == "-"],
         )
 
     def edited(self, add: list[str] | None = None, remove: list[str] | None = None) -> Target:

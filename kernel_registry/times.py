@@ -80,14 +80,14 @@ class Times:
         """The records that bear on the problem for `kernel`, the decisive ones first: the record, how far its problem is in
         powers of two, and what it counts as (``measured``, ``near`` or ``sibling``)."""
         tools = self.build.key()
-        found = []
+        ranked = []
         for n in self._of(kernel):
             exact = n.far == 0 and not n.sibling and n.timing.toolchain == tools
             fresh = exact and of_present_code(kernel, n.timing)
-            found.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
+            ranked.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
         order = ("measured", "near", "sibling")
         return sorted(
-            found, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config))
+            ranked, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config))
         )
 
     def _of(self, kernel: Kernel) -> list[_Near]:

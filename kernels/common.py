@@ -1,4 +1,4 @@
-"""Small helpers shared by operation definitions and launchers. Imports no torch: tensors are asked, not built."""
+"""Small helpers shared by operation definitions and launchers. Importing it does not import torch."""
 
 from __future__ import annotations
 

@@ -115,16 +115,16 @@ def check() -> None:
     a, b = (
         torch.randn(16, 16, generator=generator, dtype=torch.float32).to(torch.bfloat16) for _ in range(2)
     )
-    found = _interpreter_check.run(a, b)
-    wanted = {
+    computed = _interpreter_check.run(a, b)
+    expected = {
         "bf16 addition": a + b,
         "bf16 matrix product": a.float() @ b.float(),
         "rounding to bf16": (a.float() * b.float()).to(torch.bfloat16),
         "rounding to fp8": (a.float() * 7).to(torch.float8_e4m3fn),
     }
-    for what, value in wanted.items():
+    for what, value in expected.items():
         if not torch.allclose(
-            found[what].float(), value.float(), rtol=0 if "matrix" not in what else 1e-6, atol=1e-6
+            computed[what].float(), value.float(), rtol=0 if "matrix" not in what else 1e-6, atol=1e-6
         ):
             raise InterpreterError(
                 f"{what} differs from torch in Triton's interpreter, repaired; do not trust its results"

@@ -110,11 +110,11 @@ def probe_cuda(library: Any = None) -> Probe:
     targets: list[Target] = []
     reasons: list[str] = []
     for index in range(count.value):
-        found = _cuda_device(cuda, index)
-        if isinstance(found, Target):
-            targets.append(found)
+        device = _cuda_device(cuda, index)
+        if isinstance(device, Target):
+            targets.append(device)
         else:
-            reasons.append(found)
+            reasons.append(device)
     return Probe(tuple(targets), tuple(reasons))
 
 

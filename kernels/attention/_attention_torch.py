@@ -18,7 +18,7 @@ QUERY_TILE = 256
 
 Gather = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """gather(sequence, first, end) -> keys [end - first, kv_heads, Dk] and values [.., Dv] of these positions; past a
-sequence's context (only asked for on GPUs) anything that exists."""
+sequence's context (used only on GPUs) anything that exists."""
 
 
 def attend_sequences(

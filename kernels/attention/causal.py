@@ -17,7 +17,7 @@ def causal_attention(
 
     The n queries are the last of the c positions. softmax(scale · q·k + mask) · v, the query at position p seeing keys 0..p or,
     with window > 0, the last `window` of them; query head h reads KV head h // (heads / kv_heads). sinks [heads]: one
-    more logit a head in the denominator, without a value. lse is the natural logarithm of the denominator; a query that
+    more logit per head in the denominator, without a value. lse is the natural logarithm of the denominator; a query that
     sees nothing gives 0 and lse -inf.
     """
     import torch

@@ -144,7 +144,7 @@ def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int,
 
 
 def attention_cost(problem: Problem, elements: int, flops: int) -> Cost:
-    """`elements` of axis x's dtype moved, and the log-sum-exps if asked for."""
+    """`elements` of axis x's dtype moved, and the log-sum-exps, if the problem has them."""
     lse_bytes = 4 * problem.integer("q_tokens") * problem.integer("heads") if problem["lse"] else 0
     x = problem.text("x")
     return Cost(bytes=elements * ITEM_BYTES[x] + lse_bytes, flops=flops, unit=x)
@@ -179,7 +179,7 @@ def tolerance(problem: Problem) -> Tolerance:
 def error(
     problem: Problem, arguments: Sequence[Any], outputs: Sequence[Tensor], references: Sequence[Tensor]
 ) -> float:
-    """max over elements of |Δ| / max(|ref|, RMS of its row); the log-sum-exp, when asked for, counts in proportion to its own limit."""
+    """max over elements of |Δ| / max(|ref|, RMS of its row); the log-sum-exp, if there is one, counts in proportion to its own limit."""
     import math
 
     import torch

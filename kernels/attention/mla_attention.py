@@ -87,7 +87,7 @@ OP = Op(
         Axis("rope_dim", "int", "rotated elements of the keys", default=64),
         Axis("block_size", "int", "tokens of a cache block", default=64, minimum=1),
         Axis("x", "dtype", "dtype of q, the cache and the output", default="bf16", choices=FLOATS),
-        Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
+        Axis("lse", "bool", "the log-sum-exp is written too", default=False),
     ),
     arguments=(
         Tensor("q", "q_tokens heads latent_dim+rope_dim", strides=VECTORS),

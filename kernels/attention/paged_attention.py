@@ -40,7 +40,7 @@ def reference(
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
 
     scale multiplies the scores. window: keys a query sees, itself included; 0 or less = all. sinks float32 [heads]: one more
-    logit a head in the softmax, with no value (gpt-oss). lse float32 [tokens, heads]: written in place, the natural
+    logit per head in the softmax, with no value (gpt-oss). lse float32 [tokens, heads]: written in place, the natural
     logarithm of the softmax's denominator, sink included. max_q, max_ctx: host-known bounds. A query that sees no key gives 0.
     Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
     """
@@ -88,8 +88,8 @@ OP = Op(
         Axis("block_size", "int", "tokens of a cache block", default=16, minimum=1),
         Axis("x", "dtype", "dtype of q, the caches and the output", default="bf16", choices=FLOATS),
         Axis("window", "int", "keys a query sees, itself included; 0 = all", default=0),
-        Axis("sinks", "bool", "one more softmax logit a head", default=False),
-        Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
+        Axis("sinks", "bool", "one more softmax logit per head", default=False),
+        Axis("lse", "bool", "the log-sum-exp is written too", default=False),
     ),
     arguments=(
         Tensor("q", "q_tokens heads head_dim", strides=VECTORS),

@@ -35,7 +35,7 @@ EXAMPLES = (
 
 
 def is_decode(max_q: int, group: int) -> bool:
-    """Whether no sequence of a call has more query-head pairs a KV head than the split kernel's tiles."""
+    """Whether no sequence of a call has more pairs of query and head per KV head than the split kernel's tiles."""
     return max_q == 1 or max_q * group <= DECODE_ROWS
 
 
@@ -46,7 +46,7 @@ def accepts(problem: Problem) -> str | None:
     if problem.integer("head_dim") not in HEAD_DIMS:
         return f"made for a head_dim of 64 or 128, not {problem['head_dim']}"
     group = problem.integer("heads") // problem.integer("kv_heads")
-    return f"{group} query heads a KV head are over {LARGEST_GROUP}" if group > LARGEST_GROUP else None
+    return f"{group} query heads per KV head are over {LARGEST_GROUP}" if group > LARGEST_GROUP else None
 
 
 def config(problem: Problem, target: Target) -> Config:

@@ -65,11 +65,11 @@ def split_config(problem: Problem, target: Target) -> Config:
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
     """Tiles and warps around the default."""
     base = split_config(problem, target)
-    found = []
+    configs = []
     for rows, keys, warps in ((128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 64, 4), (64, 32, 4)):
         for decode_keys, decode_warps in ((32, 2), (64, 4), (128, 4)):
             for programs in (2, 4, 8):
-                found.append(
+                configs.append(
                     {
                         **base,
                         "m": rows,
@@ -80,7 +80,7 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
                         "programs": programs * (target.multiprocessors or DEFAULT_MULTIPROCESSORS),
                     }
                 )
-    return found
+    return configs
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:

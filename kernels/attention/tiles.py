@@ -21,7 +21,7 @@ def power_of_two(n: int) -> int:
 
 
 def tile_config(dk: int, dv: int, dtype: str, rows: int, target: Target) -> Config:
-    """Tile of `rows` rows: keys a step, stages and warps such that the staged keys and values fit in shared memory."""
+    """Tile of `rows` rows: keys per step, stages and warps such that the staged keys and values fit in shared memory."""
     item = ITEM_BYTES[dtype]
     row_width = power_of_two(dk) + power_of_two(dv)
     limit = (target.smem_bytes or SMALLEST_SHARED) * 3 // 4
@@ -60,9 +60,9 @@ def reach(max_q: int, max_ctx: int, window: int) -> int:
     return min(max_ctx, window + max_q) if window > 0 else max_ctx
 
 
-def split_count(programs: int, wanted: int, max_ctx: int) -> int:
-    """Parts to cut contexts in so that `programs` programs a part make about `wanted`, never shorter than SPLIT_FLOOR."""
-    return max(1, min(wanted // max(programs, 1), max_ctx // SPLIT_FLOOR))
+def split_count(programs: int, most: int, max_ctx: int) -> int:
+    """Parts to cut contexts in so that `programs` programs per part make about `most`, never shorter than SPLIT_FLOOR."""
+    return max(1, min(most // max(programs, 1), max_ctx // SPLIT_FLOOR))
 
 
 def part_length(max_ctx: int, splits: int, step: int) -> int:

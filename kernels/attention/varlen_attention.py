@@ -82,7 +82,7 @@ OP = Op(
         Axis("qk_dim", "int", "elements of a query or key head", default=192, minimum=1),
         Axis("v_dim", "int", "elements of a value head", default=128, minimum=1),
         Axis("x", "dtype", "dtype of q, k, v and the output", default="bf16", choices=FLOATS),
-        Axis("lse", "bool", "the log-sum-exp is asked for", default=False),
+        Axis("lse", "bool", "the log-sum-exp is written too", default=False),
     ),
     arguments=(
         Tensor("q", "q_tokens heads qk_dim", strides=VECTORS),

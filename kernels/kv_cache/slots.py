@@ -37,15 +37,17 @@ def store(tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     if not slot_mapping.numel() or not cache.numel():
         return
     blocks, size = cache.shape[:2]
-    wanted = (slot_mapping >= 0) & (slot_mapping < blocks * size)
+    is_written = (slot_mapping >= 0) & (slot_mapping < blocks * size)
     row = torch.where(
-        wanted, torch.arange(wanted.numel(), device=wanted.device), wanted.to(torch.uint8).argmax()
+        is_written,
+        torch.arange(is_written.numel(), device=is_written.device),
+        is_written.to(torch.uint8).argmax(),
     )
     slot = slot_mapping[row]
-    slot = torch.where(wanted.any(), slot, torch.zeros_like(slot))
+    slot = torch.where(is_written.any(), slot, torch.zeros_like(slot))
     block, place = slot // size, slot % size
     values = tokens[row]
-    values = torch.where(wanted.any(), values, cache[block, place])
+    values = torch.where(is_written.any(), values, cache[block, place])
     cache.index_put_((block, place), values)
 
 

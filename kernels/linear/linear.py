@@ -1,4 +1,4 @@
-"""Linear: y = x · Wᵀ (+ bias), then silu(gate)·up if asked, then + residual, over dense and quantized weights."""
+"""Linear: y = x · Wᵀ (+ bias), then optionally silu(gate)·up, then + residual, over dense and quantized weights."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The code level, and what the scheme says of a packed weight: columns a line, group (0 = row), zero, format."""
+    """The code level, and what the scheme determines of a packed weight: columns per line, group (0 = row), zero, format."""
     scheme = QuantScheme.parse(problem.text("w"))
     return {
         **_LEVEL(problem, target),

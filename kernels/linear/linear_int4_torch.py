@@ -55,7 +55,7 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The group, which packed tensors tell only together with K."""
+    """The group size, which follows from packed tensors only together with K."""
     return {"group": QuantScheme.parse(problem.text("w")).group_size or 0}
 
 

@@ -42,9 +42,9 @@ def accepts_quantized(problem: Problem) -> str | None:
 def config(problem: Problem, target: Target) -> Config:
     """Tiles as high as M asks for; a step along K stays inside one group, or covers whole ones."""
     scheme = QuantScheme.parse(problem.text("w"))
-    m, wide = problem.integer("m"), problem.text("x") == "fp32"
-    rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 or wide else 128
-    return {"scheme": scheme.name, **tile(scheme, rows, 32 if wide else 64 if m > 16 else 128, target)}
+    m, is_fp32 = problem.integer("m"), problem.text("x") == "fp32"
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 or is_fp32 else 128
+    return {"scheme": scheme.name, **tile(scheme, rows, 32 if is_fp32 else 64 if m > 16 else 128, target)}
 
 
 def tile(scheme: QuantScheme, rows: int, widest: int, target: Target) -> dict[str, int]:

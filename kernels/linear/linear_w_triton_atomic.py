@@ -47,11 +47,11 @@ def config(problem: Problem, target: Target) -> Config:
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     """Its other tiles, with as many parts, half and twice as many."""
-    found = []
+    configs = []
     for base in whole_space(problem, target):
         split = int(_split(problem, target, base)["split"])
-        found += [{**base, "split": parts} for parts in sorted({max(1, split // 2), split, split * 2})]
-    return found
+        configs += [{**base, "split": parts} for parts in sorted({max(1, split // 2), split, split * 2})]
+    return configs
 
 
 def _split(problem: Problem, target: Target, base: Config) -> Config:

@@ -60,11 +60,11 @@ def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tens
             f"moe: the workspace must be {sum(steps)} contiguous bytes on {like.device}, got {space.nbytes} on "
             f"{space.device}"
         )
-    flat, found, start = space.view(-1).view(torch.uint8), [], 0
+    flat, views, start = space.view(-1).view(torch.uint8), [], 0
     for size, step in zip(sizes, steps, strict=True):
-        found.append(flat[start : start + size])
+        views.append(flat[start : start + size])
         start += step
-    return found
+    return views
 
 
 def sizes_of(w13: list[Tensor], inter: int) -> tuple[int, int]:

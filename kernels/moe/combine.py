@@ -59,7 +59,7 @@ OP = Op(
     summary="weighted sum of each token's expert rows",
     axes=(
         Axis("m", "int", "tokens", dynamic=True),
-        Axis("top_k", "int", "experts a token", minimum=1),
+        Axis("top_k", "int", "experts per token", minimum=1),
         Axis("h", "int", "hidden size", minimum=1),
         Axis("x", "dtype", "dtype of y and the output", default="bf16", choices=FLOATS),
     ),

@@ -119,7 +119,7 @@ def weights(config: Config, packed: list[Tensor], experts: int, n: int, k: int) 
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The code level, and what the scheme says of packed weights (as for linear)."""
+    """The code level, and what the scheme determines of packed weights (as for linear)."""
     return {**linear_config(problem, target), **_LEVEL(problem, target)}
 
 

@@ -66,7 +66,7 @@ def accepts_named(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The scheme, which packed tensors do not tell."""
+    """The scheme, which cannot be derived from packed tensors."""
     return {"scheme": problem.text("w")}
 
 

@@ -192,7 +192,7 @@ OP = Op(
     axes=(
         Axis("m", "int", "tokens", dynamic=True),
         Axis("e", "int", "experts", minimum=1),
-        Axis("top_k", "int", "experts a token", minimum=1),
+        Axis("top_k", "int", "experts per token", minimum=1),
         Axis("n_group", "int", "groups of experts", default=1, minimum=1),
         Axis("topk_group", "int", "groups kept", default=1, minimum=1),
         Axis("x", "dtype", "dtype of the logits", default="fp32", choices=FLOATS),

@@ -26,9 +26,9 @@ def launch(
     ids: Tensor,
 ) -> None:
     """logits [..., E] -> weights, ids [..., top_k]. The reference is plain torch operators: this runs it."""
-    found = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)
-    weights.copy_(found[0])
-    ids.copy_(found[1])
+    results = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)
+    weights.copy_(results[0])
+    ids.copy_(results[1])
 
 
 KERNEL = Kernel(

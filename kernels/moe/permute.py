@@ -62,7 +62,7 @@ OP = Op(
     summary="tokens sorted by expert: offsets, order and its inverse",
     axes=(
         Axis("m", "int", "tokens", dynamic=True),
-        Axis("top_k", "int", "experts a token", minimum=1),
+        Axis("top_k", "int", "experts per token", minimum=1),
         Axis("e", "int", "experts", minimum=1),
     ),
     arguments=(

@@ -16,8 +16,8 @@ def launch(
     config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
 ) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
-    for out, found in zip((offsets, permutation, inverse), reference(ids, experts), strict=True):
-        out.copy_(found)
+    for out, result in zip((offsets, permutation, inverse), reference(ids, experts), strict=True):
+        out.copy_(result)
 
 
 KERNEL = Kernel(

@@ -105,8 +105,8 @@ def count_kernel(
                 # Near enough: brackets have a margin.
                 z = tl.load(row + place, mask=place < v, other=float("-inf")).to(tl.float32) * (1.0 / divisor)
                 inside = z > float("-inf")
-            found = tl.minimum((anchor - z) * (1.0 / width), BINS - 1.0).to(tl.int32)
-            counts += tl.histogram(tl.maximum(found, 0), BINS, mask=inside)
+            bin_index = tl.minimum((anchor - z) * (1.0 / width), BINS - 1.0).to(tl.int32)
+            counts += tl.histogram(tl.maximum(bin_index, 0), BINS, mask=inside)
             if AGAIN:
                 weight = weights_of(z, top, unit)
                 total += tl.sum(weight, 0)
@@ -174,12 +174,12 @@ def bracket_kernel(
             if AGAIN:
                 slot = masses + (request * splits + tl.arange(0, SPLITS)) * 2
                 inside = tl.arange(0, SPLITS) < splits
-                wanted = p * tl.sum(tl.load(slot, mask=inside, other=0), 0).to(tl.float64)
+                target = p * tl.sum(tl.load(slot, mask=inside, other=0), 0).to(tl.float64)
                 above = tl.sum(tl.load(slot + 1, mask=inside, other=0), 0).to(tl.float64)
                 # Each weight is rounded to a unit.
-                slack = tl.cumsum(counts, 0).to(tl.float64) + 1e-9 * wanted + 1.0
-                possible = above + largest + slack >= wanted
-                certain = above + smallest - slack >= wanted
+                slack = tl.cumsum(counts, 0).to(tl.float64) + 1e-9 * target + 1.0
+                possible = above + largest + slack >= target
+                certain = above + smallest - slack >= target
             else:
                 possible = largest * (1.0 - p) >= p * (tl.sum(light, 0) - smallest)
                 certain = smallest * (1.0 - p) >= p * (tl.sum(heavy, 0) - largest)
@@ -210,7 +210,7 @@ def gather_kernel(
     hot_groups,
     hot,
     brackets,
-    found,
+    candidate_counts,
     masses,
     keys,
     tokens,
@@ -223,7 +223,7 @@ def gather_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """keys, tokens [requests, listed]: the candidates in no order, where they fit; found [requests]: how many there are.
+    """keys, tokens [requests, listed]: the candidates in no order, where they fit; candidate_counts [requests]: how many there are.
 
     masses as in `count_kernel`, for top_p without top_k. Only groups with a candidate are read, unless for their mass.
     """
@@ -250,10 +250,10 @@ def gather_kernel(
             if bounded:
                 group = tl.load(hot_groups + request * groups + at, mask=at < end, other=0)
             peak = tl.load(maxima + request * groups + group, mask=at < end, other=float("-inf"))
-            wanted = (at < end) & (keys_of(tl.div_rn(peak, divisor)) >= tl.where(whole, -2147483648, least))
-            if whole | (fits & (tl.max(wanted.to(tl.int32), 0) > 0)):
+            may_hold = (at < end) & (keys_of(tl.div_rn(peak, divisor)) >= tl.where(whole, -2147483648, least))
+            if whole | (fits & (tl.max(may_hold.to(tl.int32), 0) > 0)):
                 place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-                z = scaled(row, place, (place < v) & wanted[:, None], divisor)
+                z = scaled(row, place, (place < v) & may_hold[:, None], divisor)
                 key = keys_of(z)
                 if whole:
                     weight = weights_of(z, top, unit)
@@ -264,7 +264,7 @@ def gather_kernel(
                 here = tl.sum(candidate.to(tl.int32), 1)
                 count = tl.sum(here, 0)
                 if fits & (count > 0):
-                    free = tl.atomic_add(found + request, count)
+                    free = tl.atomic_add(candidate_counts + request, count)
                     slot = (
                         free + (tl.cumsum(here, 0) - here)[:, None] + tl.cumsum(candidate.to(tl.int32), 1) - 1
                     )
@@ -276,9 +276,11 @@ def gather_kernel(
 
 
 @jit
-def all_listed(brackets, found, request, listed):
+def all_listed(brackets, candidate_counts, request, listed):
     """(whether a row's candidates are all in its list, whether all its survivors are)."""
-    listed_all = (tl.load(brackets + 3 * request + 2) <= listed) & (tl.load(found + request) <= listed)
+    listed_all = (tl.load(brackets + 3 * request + 2) <= listed) & (
+        tl.load(candidate_counts + request) <= listed
+    )
     return listed_all, listed_all & (tl.load(brackets + 3 * request + 1) == 2147483647)
 
 
@@ -322,15 +324,15 @@ def bisect(
     low,
     high,
     base,
-    wanted,
+    target,
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest t in [low, high] with base + measure(t) >= wanted, given that low has it."""
+    """The largest t in [low, high] with base + measure(t) >= target, given that low has it."""
     while low < high:
         middle = high - ((high - low) >> 1)
-        found = base + measure(row, v, divisor, top, unit, least, most, pivot, middle, MODE, BLOCK)
-        enough = found.to(tl.float64) >= wanted
+        reached = base + measure(row, v, divisor, top, unit, least, most, pivot, middle, MODE, BLOCK)
+        enough = reached.to(tl.float64) >= target
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     return low
@@ -351,12 +353,12 @@ def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total,
         if by_p:
             total = measure(row, v, divisor, top, unit, least, most, zero, pivot, 1, BLOCK)
     if by_p:
-        wanted = p * total.to(tl.float64)
-        pivot = bisect(row, v, divisor, top, unit, least, most, zero, pivot, high, above, wanted, 1, BLOCK)
+        target = p * total.to(tl.float64)
+        pivot = bisect(row, v, divisor, top, unit, least, most, zero, pivot, high, above, target, 1, BLOCK)
         greater = above + measure(row, v, divisor, top, unit, least, most, zero, pivot + 1, 1, BLOCK)
         equals = measure(row, v, divisor, top, unit, least, most, pivot, zero - 2147483647, 2, BLOCK)
         share = weights_of(values_of(pivot.to(tl.int32)), top, unit).to(tl.float64)
-        room = tl.maximum(tl.ceil((wanted - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
+        room = tl.maximum(tl.ceil((target - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
         if room < equals.to(tl.float64):
             last = 0 - bisect(
                 row, v, divisor, top, unit, least, most, pivot, zero - v + 1, zero, zero, room, 2, BLOCK
@@ -392,16 +394,16 @@ def search_list(key, token, inside, v, top, unit, k, by_k, p, by_p, total, above
         weight = tl.where(inside, weights_of(tl.where(inside, values_of(key), top), top, unit), 0)
         if by_k:
             total = tl.sum(tl.where(key >= low, weight, 0), 0)
-        wanted = p * total.to(tl.float64)
+        target = p * total.to(tl.float64)
         high = highest
         while low < high:
             middle = high - ((high - low) >> 1)
             mass = above + tl.sum(tl.where(key >= middle, weight, 0), 0)
-            low, high = narrow(key, inside, middle, low, high, mass.to(tl.float64) >= wanted)
+            low, high = narrow(key, inside, middle, low, high, mass.to(tl.float64) >= target)
         same = inside & (key == low)
         greater = above + tl.sum(tl.where(key > low, weight, 0), 0)
         share = weights_of(values_of(low.to(tl.int32)), top, unit).to(tl.float64)
-        room = tl.maximum(tl.ceil((wanted - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
+        room = tl.maximum(tl.ceil((target - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
         if room < tl.sum(same.to(tl.int32), 0).to(tl.float64):
             start = zero
             last = zero + v - 1

@@ -48,7 +48,7 @@ def bound_kernel(
     hot_groups,
     hot,
     brackets,
-    found,
+    candidate_counts,
     ids,
     stride,
     v,
@@ -100,7 +100,7 @@ def bound_kernel(
     tl.store(brackets + 3 * request + 1, 2147483647)
     # Without filters nothing is listed.
     tl.store(brackets + 3 * request + 2, tl.where(by_k | by_p, 0, 2147483647))
-    tl.store(found + request, 0)
+    tl.store(candidate_counts + request, 0)
 
 
 @jit
@@ -192,7 +192,7 @@ def search_kernel(  # type: ignore[no-untyped-def]
     indices,
     tops,
     brackets,
-    found,
+    candidate_counts,
     masses,
     keys,
     tokens,
@@ -223,12 +223,12 @@ def search_kernel(  # type: ignore[no-untyped-def]
             slot = masses + (request * splits + part) * 2
             total += tl.sum(tl.load(slot, mask=part < splits, other=0), 0)
             above += tl.sum(tl.load(slot + 1, mask=part < splits, other=0), 0)
-        count = tl.load(found + request)
+        count = tl.load(candidate_counts + request)
         keys += request * listed
         tokens += request * listed
         scores += request * splits
         winners += request * splits
-        fits, draws = all_listed(brackets, found, request, listed)
+        fits, draws = all_listed(brackets, candidate_counts, request, listed)
         if fits:
             if count <= SHORT:
                 pivot, last = settle(
@@ -309,7 +309,7 @@ def draw_kernel(
     maxima,
     tops,
     brackets,
-    found,
+    candidate_counts,
     pivots,
     scores,
     winners,
@@ -325,7 +325,7 @@ def draw_kernel(
     request, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = logits + request * stride
     top = tl.load(tops + request)
-    _, drawn = all_listed(brackets, found, request, listed)
+    _, drawn = all_listed(brackets, candidate_counts, request, listed)
     if (top == top) & (drawn == 0):
         divisor = tl.load(temperatures + request)
         top64 = top.to(tl.float64)
@@ -356,12 +356,12 @@ def draw_kernel(
 
 
 @jit
-def pick_kernel(tops, brackets, found, scores, winners, ids, splits, listed, SPLITS: tl.constexpr):
+def pick_kernel(tops, brackets, candidate_counts, scores, winners, ids, splits, listed, SPLITS: tl.constexpr):
     """The best of the parts, or of the one list."""
     request = tl.program_id(0).to(tl.int64)
     top = tl.load(tops + request)
     if top == top:
-        _, drawn = all_listed(brackets, found, request, listed)
+        _, drawn = all_listed(brackets, candidate_counts, request, listed)
         part = tl.arange(0, SPLITS)
         inside = part < tl.where(drawn, 1, splits)
         score = tl.load(scores + request * splits + part, mask=inside, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""Sample: one token a request from filtered logits, reproducible from the request's seed alone.
+"""Sample: one token per request from filtered logits, reproducible from the request's seed alone.
 
 The Gumbel-max trick: argmax of logit + Gumbel noise is a draw from the softmax. The noise is Philox4x32-10 keyed by the
 request (see philox.py), so the token depends on the request's own logits, parameters, seed and output index only.
@@ -130,7 +130,7 @@ def cost(problem: Problem) -> Cost:
 OP = Op(
     name="sample",
     family="sampling",
-    summary="one token a request: temperature, top-k, top-p, min-p, seeded Gumbel-max",
+    summary="one token per request: temperature, top-k, top-p, min-p, seeded Gumbel-max",
     axes=(
         Axis("m", "int", "requests", dynamic=True),
         Axis("v", "int", "vocabulary", minimum=1),

@@ -112,7 +112,7 @@ def _sizes(rows: int, v: int, splits: int) -> list[int]:
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
-    """Histograms and lists of candidates: at most 96 KiB a request, and 1 KiB a part."""
+    """Histograms and lists of candidates: at most 96 KiB per request, and 1 KiB per part."""
     return Workspace(sum(_sizes(problem.integer("m"), problem.integer("v"), int(config["splits"]))))
 
 
@@ -136,11 +136,11 @@ def carve(space: Tensor | None, like: Tensor, rows: int, v: int, splits: int) ->
             f"sample: the workspace must be {sum(sizes)} contiguous bytes on {like.device}, 16-byte aligned, got "
             f"{space.nbytes} on {space.device}"
         )
-    flat, found, start = space.view(-1).view(torch.uint8), [], 0
+    flat, tensors, start = space.view(-1).view(torch.uint8), [], 0
     for (dtype, count), size in zip(pieces(rows, v, splits), sizes, strict=True):
-        found.append(flat[start : start + size].view(getattr(torch, dtype))[:count])
+        tensors.append(flat[start : start + size].view(getattr(torch, dtype))[:count])
         start += size
-    return found
+    return tensors
 
 
 def launch(
@@ -168,7 +168,7 @@ def launch(
         hot_groups,
         hot,
         brackets,
-        found,
+        candidate_counts,
         histograms,
         masses,
         pivots,
@@ -197,7 +197,7 @@ def launch(
         hot_groups,
         hot,
         brackets,
-        found,
+        candidate_counts,
         ids,
         stride,
         v,
@@ -249,7 +249,7 @@ def launch(
         hot_groups,
         hot,
         brackets,
-        found,
+        candidate_counts,
         masses,
         keys,
         tokens,
@@ -271,7 +271,7 @@ def launch(
         index,
         tops,
         brackets,
-        found,
+        candidate_counts,
         masses,
         keys,
         tokens,
@@ -298,7 +298,7 @@ def launch(
         maxima,
         tops,
         brackets,
-        found,
+        candidate_counts,
         pivots,
         scores,
         winners,
@@ -310,7 +310,9 @@ def launch(
         GROUP=group,
         **tiles,
     )
-    pick_kernel[each](tops, brackets, found, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1)
+    pick_kernel[each](
+        tops, brackets, candidate_counts, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1
+    )
 
 
 _POINTERS = {
@@ -327,7 +329,7 @@ _POINTERS = {
     "hot_groups": "*i32",
     "hot": "*i32",
     "brackets": "*i32",
-    "found": "*i32",
+    "candidate_counts": "*i32",
     "histograms": "*i32",
     "masses": "*i64",
     "keys": "*i32",
@@ -349,7 +351,7 @@ _CONSTANTS = {"SPLITS": 64, "BLOCK": 2048, "GROUP": 64, "GROUPS": 2048, "SHORT":
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: each kernel at the sizes of 64 requests, and what reads logits for float32 too."""
-    found = []
+    cases = []
     for function, warps in (
         (peaks_kernel, 4),
         (bound_kernel, 4),
@@ -367,10 +369,10 @@ def aot(target: Target) -> list[AotCase]:
             types = {key: _POINTERS[key] for key in names if key not in constants}
             for x in ("bf16", "fp32") if "logits" in types else ("",):
                 chosen = types | ({"logits": f"*{x}"} if x else {})
-                found.append(
+                cases.append(
                     AotCase(f"{name}-{x}" if x else name, function, chosen, constants, {"num_warps": warps})
                 )
-    return found
+    return cases
 
 
 KERNEL = Kernel(

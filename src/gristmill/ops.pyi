@@ -99,7 +99,7 @@ def combine(
 
     Axes of its problems:
         m: tokens; an integer of at least 0
-        top_k: experts a token; an integer of at least 1
+        top_k: experts per token; an integer of at least 1
         h: hidden size; an integer of at least 1
         x: dtype of y and the output; a dtype, one of fp32, fp16, bf16
 
@@ -215,7 +215,7 @@ def grouped_topk(
     Axes of its problems:
         m: tokens; an integer of at least 0
         e: experts; an integer of at least 1
-        top_k: experts a token; an integer of at least 1
+        top_k: experts per token; an integer of at least 1
         n_group: groups of experts; an integer of at least 1
         topk_group: groups kept; an integer of at least 1
         x: dtype of the logits; a dtype, one of fp32, fp16, bf16
@@ -343,7 +343,7 @@ def mla_attention(
         rope_dim: rotated elements of the keys; an integer of at least 0
         block_size: tokens of a cache block; an integer of at least 1
         x: dtype of q, the cache and the output; a dtype, one of fp32, fp16, bf16
-        lse: the log-sum-exp is asked for; true or false
+        lse: the log-sum-exp is written too; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -379,7 +379,7 @@ def moe(
 
     Axes of its problems:
         m: tokens; an integer of at least 0
-        top_k: experts a token; an integer of at least 1
+        top_k: experts per token; an integer of at least 1
         e: experts; an integer of at least 1
         h: hidden size; an integer of at least 1
         i: intermediate size of an expert; an integer of at least 1
@@ -420,7 +420,7 @@ def paged_attention(
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
 
     scale multiplies the scores. window: keys a query sees, itself included; 0 or less = all. sinks float32 [heads]: one more
-    logit a head in the softmax, with no value (gpt-oss). lse float32 [tokens, heads]: written in place, the natural
+    logit per head in the softmax, with no value (gpt-oss). lse float32 [tokens, heads]: written in place, the natural
     logarithm of the softmax's denominator, sink included. max_q, max_ctx: host-known bounds. A query that sees no key gives 0.
     Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
 
@@ -438,8 +438,8 @@ def paged_attention(
         block_size: tokens of a cache block; an integer of at least 1
         x: dtype of q, the caches and the output; a dtype, one of fp32, fp16, bf16
         window: keys a query sees, itself included; 0 = all; an integer of at least 0
-        sinks: one more softmax logit a head; true or false
-        lse: the log-sum-exp is asked for; true or false
+        sinks: one more softmax logit per head; true or false
+        lse: the log-sum-exp is written too; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -467,7 +467,7 @@ def permute(
 
     Axes of its problems:
         m: tokens; an integer of at least 0
-        top_k: experts a token; an integer of at least 1
+        top_k: experts per token; an integer of at least 1
         e: experts; an integer of at least 1
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
@@ -618,7 +618,7 @@ def sample(
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token a request: temperature, top-k, top-p, min-p, seeded Gumbel-max.
+    """One token per request: temperature, top-k, top-p, min-p, seeded Gumbel-max.
 
     logits [B, V]; for each request temperature, top_p, min_p float32 [B], top_k int32 [B], seed and index (the number of
     the output token) int64 [B] -> ids int64 [B].
@@ -705,7 +705,7 @@ def varlen_attention(
         qk_dim: elements of a query or key head; an integer of at least 1
         v_dim: elements of a value head; an integer of at least 1
         x: dtype of q, k, v and the output; a dtype, one of fp32, fp16, bf16
-        lse: the log-sum-exp is asked for; true or false
+        lse: the log-sum-exp is written too; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.

@@ -307,7 +307,7 @@ def test_strides() -> None:
 def test_mistakes_in_declarations_are_named() -> None:
     op = REGISTRY.op("rms_norm")
     for arguments, said in (
-        ((Tensor("x", "m k"),), "no argument tells axis n"),
+        ((Tensor("x", "m k"),), "no argument determines axis n"),
         ((Tensor("x", "m n*n"),), "n cannot be told from a size n.n"),
         ((Tensor("lead", "m n"),), "lead: the generated checks use this name"),
     ):

@@ -47,10 +47,10 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         return None
 
     def form(problem: Problem) -> Format:
-        found = family.schedule.format_of(QuantScheme.parse(problem.text("w")))
-        if found is None:
+        known = family.schedule.format_of(QuantScheme.parse(problem.text("w")))
+        if known is None:
             raise ValueError(f"{name}: {accepts(problem)}")
-        return found
+        return known
 
     def ranked(problem: Problem, target: Target) -> tuple[tuple[float, dict[str, int]], ...]:
         m, n, k = (problem.integer(axis) for axis in "mnk")

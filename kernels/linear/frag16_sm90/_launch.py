@@ -129,10 +129,10 @@ def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out
     form, rows = str(config["format"]), out.shape[-1] * (2 if silu_mul else 1)
     k = perm.numel() or x.shape[-1]
     m = x.numel() // x.shape[-1]
-    wanted = cdiv(rows, 16) * cdiv(k, 128) * int(config["tile_bytes"])
-    if tiles.numel() != wanted:
+    expected = cdiv(rows, 16) * cdiv(k, 128) * int(config["tile_bytes"])
+    if tiles.numel() != expected:
         raise ValueError(
-            f"linear of {form}: expected {wanted} bytes of tiles for a [{rows}, {k}] weight, got {tiles.numel()}"
+            f"linear of {form}: expected {expected} bytes of tiles for a [{rows}, {k}] weight, got {tiles.numel()}"
         )
     row_scale = second.data_ptr() if second.numel() else None
     if row_scale is not None and second.numel() != rows:

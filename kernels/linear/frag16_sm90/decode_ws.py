@@ -121,11 +121,11 @@ def microseconds(
 def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates for one launch, best first; ties in the order of `candidates`."""
     rows = min(max(m, 1), DECODE_ROWS)
-    found = [
+    costs = [
         (microseconds(form, shape, split, depth, n, k, processors), config_of(shape, split, depth))
         for shape, split, depth, _ in candidates(form, rows, n, k)
     ]
-    return tuple(sorted(found, key=lambda pair: pair[0]))
+    return tuple(sorted(costs, key=lambda pair: pair[0]))
 
 
 def config_of(shape: Shape, split: int, depth: int) -> dict[str, int]:

@@ -188,8 +188,8 @@ def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> d
 @lru_cache(maxsize=4096)
 def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
-    found = [
+    costs = [
         (microseconds(form, shape, way, m, n, k, processors), config_of(form, shape, way, m, n, k))
         for shape, way in candidates(form, m, n, k, processors)
     ]
-    return tuple(sorted(found, key=lambda pair: pair[0]))
+    return tuple(sorted(costs, key=lambda pair: pair[0]))

@@ -75,8 +75,8 @@ class Schedule:
 @cache
 def table() -> dict[str, Any]:
     """The content of `instances.json`."""
-    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return content
 
 
 @cache
@@ -121,5 +121,5 @@ def schedule(name: str) -> Schedule:
 def _expression(text: str, fields: tuple[str, ...]) -> Callable[..., int]:
     """The sum that the library takes from the same text, as a function of a shape's fields and `ASKED`."""
     parameters = ", ".join((*fields, *ASKED))
-    found: Callable[..., int] = eval(f"lambda {parameters}: {text}", {"__builtins__": {}, "max": max})
-    return found
+    function: Callable[..., int] = eval(f"lambda {parameters}: {text}", {"__builtins__": {}, "max": max})
+    return function
