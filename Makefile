@@ -4,6 +4,7 @@
 #             CONSTRAINTS=file             versions to install, instead of ci/constraints.txt
 #             TORCH_SPEC="torch==2.11.0"   torch alone, instead of the constraints' line
 #             GRISTMILL_CUDA=auto|on|off   the CUDA part of the native build
+#             GRISTMILL_RARE=on|off        its instances that are marked rare; `make test` in a new tree builds without them
 #             VENV=directory               instead of .venv
 #             JOBS=2                       test processes and compilers at a time
 
@@ -46,6 +47,9 @@ run: build  ## two models answer on this machine, then a table by number format
 	@if [ ! -f examples/run.py ]; then echo "examples/run.py is not in this tree: nothing to run" >&2; exit 1; fi
 	@exec "$(PY)" examples/run.py
 
+test: export GRISTMILL_RARE ?= off
+test-full: export GRISTMILL_RARE ?= on
+
 test: build  ## what CI runs: lint, types, import contracts, tests, wheels (under 15 minutes on 2 cores)
 	@exec bash ci/test.sh "$(JOBS)"
 
@@ -53,7 +57,10 @@ test-full: build  ## test, with the slow tests, sanitizers everywhere and the wh
 	@exec env GRISTMILL_FULL=1 bash ci/test.sh "$(JOBS)"
 
 build: $(SETUP)  ## compile what changed; libraries land in src/gristmill/_lib
-	@cmake --build build --parallel $(JOBS)
+	@if [ "$${GRISTMILL_RARE:-on}" = on ] && grep -q '^GRISTMILL_RARE:STRING=off' build/CMakeCache.txt; then
+	  cmake -DGRISTMILL_RARE=on build
+	fi
+	cmake --build build --parallel $(JOBS)
 
 lint: $(SETUP)  ## formatters, ruff, dead code, duplicates, mypy and the import contracts
 	@exec bash ci/lint.sh

@@ -218,10 +218,7 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
 
 def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
     """Why `kernel` cannot run `problem` here; "" if it can."""
-    against = kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(
-        here.target, here.build
-    )
-    return "; ".join(against) or kernel.accepts(problem) or ""
+    return "; ".join(kernel.why_not(problem, here.target, here.build))
 
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:

@@ -150,11 +150,8 @@ def _chosen(op: Op, kernel: str | Kernel | None, problem: Problem, here: Place) 
         return best.kernel, best.config or {}
     spec = default_registry().kernel(op.name, kernel) if isinstance(kernel, str) else kernel
     here = imported(here, [spec])
-    if against := [
-        *spec.requires.check_hardware(here.target, here.build),
-        *spec.requires.check_build(here.target, here.build),
-    ]:
-        pytest.skip(f"{spec.name} cannot run here: {'; '.join(against)}")
     if refusal := spec.accepts(problem):
         raise ValueError(f"{spec.name} does not take {problem}: {refusal}")
+    if against := spec.why_not(problem, here.target, here.build):
+        pytest.skip(f"{spec.name} cannot run here: {'; '.join(against)}")
     return spec, spec.config(problem, here.target)

@@ -1,6 +1,10 @@
 # libgristmill_cuda_<arch>.so: every kernels/**/_*_sm90.cu and the generated sources of linear (frag16_sm90.cmake), compiled by
 # nvcc to cubins and embedded beside their host code (kernels/_native/gm_cuda.h). GRISTMILL_CUDA=auto builds it when nvcc is
 # there, on requires nvcc, off skips it.
+#
+# GRISTMILL_RARE=off leaves out what is marked rare, which `make test` does to save compile time: sources whose name ends in
+# _rare_sm90.cu and weight formats of linear with "rare": true. The manifest lists these sources as left_out, and selection
+# refuses the kernels that run them ("not in this build").
 set(_default auto)
 if(DEFINED ENV{GRISTMILL_CUDA})
   set(_default "$ENV{GRISTMILL_CUDA}")
@@ -17,10 +21,30 @@ function(gm_cuda_status text)
   file(WRITE "${CMAKE_BINARY_DIR}/gristmill-cuda.txt" "gristmill CUDA: ${text}\n")
 endfunction()
 
+set(_rare on)
+if(DEFINED ENV{GRISTMILL_RARE})
+  set(_rare "$ENV{GRISTMILL_RARE}")
+endif()
+set(GRISTMILL_RARE "${_rare}" CACHE STRING "instances that are marked rare: on or off")
+string(TOLOWER "${GRISTMILL_RARE}" _rare)
+if(NOT _rare MATCHES "^(on|off)$")
+  message(FATAL_ERROR "GRISTMILL_RARE=${GRISTMILL_RARE}: expected on or off")
+endif()
+
 set(GM_CUDA_MANIFEST "")
+set(GM_LEFT_OUT "")
 include(cmake/frag16_sm90.cmake)
 file(GLOB_RECURSE GM_SM90_SOURCES CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu")
-gm_frag16_sources(_generated)
+if(_rare STREQUAL "off")
+  foreach(source IN LISTS GM_SM90_SOURCES)
+    if(source MATCHES "_rare_sm90\\.cu$")
+      list(REMOVE_ITEM GM_SM90_SOURCES "${source}")
+      get_filename_component(stem "${source}" NAME_WE)
+      list(APPEND GM_LEFT_OUT ${stem})
+    endif()
+  endforeach()
+endif()
+gm_frag16_sources(_generated ${_rare} GM_LEFT_OUT)
 list(APPEND GM_SM90_SOURCES ${_generated})
 if(GRISTMILL_SM90_SOURCES)  # for tests of the build itself: these alone
   set(GM_SM90_SOURCES ${GRISTMILL_SM90_SOURCES})
@@ -70,6 +94,16 @@ endif()
 set(GRISTMILL_CUBIN_CACHE "${_kept}" CACHE STRING "where cubins are kept between builds, or off (cached.cmake)")
 set(_dir "${CMAKE_BINARY_DIR}/cuda_sm90a")
 file(MAKE_DIRECTORY "${_dir}")
+# Cubins are embedded compressed, a tenth of their size. The driver decompresses them; any driver that loads code of CUDA 13
+# can (r580), older ones cannot all, so what nvcc 12 compiles is embedded as it is.
+set(_image cubin)
+if(NOT GM_NVCC_VERSION VERSION_LESS 13.0)
+  get_filename_component(_bin "${GRISTMILL_NVCC}" DIRECTORY)
+  find_program(GRISTMILL_FATBINARY NAMES fatbinary HINTS "${_bin}")
+endif()
+if(GRISTMILL_FATBINARY)
+  set(_image fatbin)
+endif()
 set(_objects "")
 set(GM_SM90_OBJECTS "")
 foreach(source IN LISTS GM_SM90_SOURCES)
@@ -94,10 +128,17 @@ foreach(source IN LISTS GM_SM90_SOURCES)
     COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} ${_beside} -DGM_CUBIN_SYMBOL=${symbol}
             -MD -MF "${_dir}/${stem}.o.d" -c -o "${_dir}/${stem}.o" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.o.d" VERBATIM COMMENT "host half of ${stem}.cu")
+  if(GRISTMILL_FATBINARY)
+    add_custom_command(
+      OUTPUT "${_dir}/${stem}.fatbin"
+      COMMAND "${GRISTMILL_FATBINARY}" --64 "--create=${_dir}/${stem}.fatbin" "--image3=kind=elf,sm=90a,file=${_dir}/${stem}.cubin"
+              --compress-all --compress-mode=size
+      DEPENDS "${_dir}/${stem}.cubin" VERBATIM COMMENT "compressing ${stem}.cubin")
+  endif()
   file(CONFIGURE OUTPUT "${_dir}/${stem}_cubin.cpp" CONTENT
-"__asm__(\".pushsection .rodata\\n.balign 64\\n.globl ${symbol}\\n.hidden ${symbol}\\n${symbol}:\\n.incbin \\\"${_dir}/${stem}.cubin\\\"\\n.popsection\\n\");
+"__asm__(\".pushsection .rodata\\n.balign 64\\n.globl ${symbol}\\n.hidden ${symbol}\\n${symbol}:\\n.incbin \\\"${_dir}/${stem}.${_image}\\\"\\n.popsection\\n\");
 ")
-  set_source_files_properties("${_dir}/${stem}_cubin.cpp" PROPERTIES OBJECT_DEPENDS "${_dir}/${stem}.cubin")
+  set_source_files_properties("${_dir}/${stem}_cubin.cpp" PROPERTIES OBJECT_DEPENDS "${_dir}/${stem}.${_image}")
   list(APPEND _objects "${_dir}/${stem}.o" "${_dir}/${stem}_cubin.cpp")
   list(APPEND GM_SM90_OBJECTS "${_dir}/${stem}.o")
 endforeach()
@@ -117,4 +158,9 @@ set_target_properties(gristmill_cuda_sm90a PROPERTIES PREFIX lib SUFFIX .so LINK
 gm_install(TARGETS gristmill_cuda_sm90a LIBRARY)
 set(GM_CUDA_MANIFEST "\"sm_90a\": {\"file\": \"libgristmill_cuda_sm90a.so\", \"nvcc\": \"${GM_NVCC_VERSION}\"}")
 list(LENGTH GM_SM90_SOURCES _count)
-gm_cuda_status("sm_90a by nvcc ${GM_NVCC_VERSION}, ${_count} source(s)")
+list(LENGTH GM_LEFT_OUT _absent)
+set(_without "")
+if(_absent)
+  set(_without ", without ${_absent} rare source(s) (GRISTMILL_RARE=${GRISTMILL_RARE})")
+endif()
+gm_cuda_status("sm_90a by nvcc ${GM_NVCC_VERSION}, ${_count} source(s)${_without}")

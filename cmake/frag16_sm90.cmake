@@ -1,7 +1,8 @@
 # The sources of linear over frag16 tiles: one per schedule and weight format, written to the build tree from the schedule's
 # template (_linear_<schedule>_sm90.cu.in) and the table instances.json, both in kernels/linear/frag16_sm90.
-# gm_frag16_sources(<variable>) -> their paths. A source whose text is unchanged is not written again.
-function(gm_frag16_sources result)
+# gm_frag16_sources(<variable> <on|off> <variable>) -> their paths. off: without formats that are marked rare, whose sources
+# are appended to the second variable by name. A source whose text is unchanged is not written again.
+function(gm_frag16_sources result rare left_out_variable)
   set(folder "${CMAKE_SOURCE_DIR}/kernels/linear/frag16_sm90")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${folder}/instances.json")
   file(READ "${folder}/instances.json" table)
@@ -54,6 +55,14 @@ function(gm_frag16_sources result)
       if(NOT variants)
         continue()  # the format has no decoder for this schedule
       endif()
+      string(JSON is_rare ERROR_VARIABLE _none GET "${row}" rare)
+      if(_none)
+        set(is_rare OFF)
+      endif()
+      if(is_rare AND rare STREQUAL "off")
+        list(APPEND ${left_out_variable} "linear_${format}_${schedule}_sm90")
+        continue()
+      endif()
       string(JSON bits GET "${row}" bits)
       string(JSON tile_bytes GET "${row}" tile_bytes)
       string(JSON wanted GET "${row}" shapes)
@@ -93,6 +102,7 @@ function(gm_frag16_sources result)
     endforeach()
   endforeach()
   set(${result} "${sources}" PARENT_SCOPE)
+  set(${left_out_variable} "${${left_out_variable}}" PARENT_SCOPE)
 endfunction()
 
 # The keys of the object at a path of `json`; nothing where there is none.

@@ -5,11 +5,17 @@ list(JOIN GM_CPU_BUILT "\", \"" _levels)
 if(GM_CPU_BUILT)
   set(_levels "\"${_levels}\"")
 endif()
+set(_left_out "")
+if(GM_CUDA_MANIFEST AND GM_LEFT_OUT)
+  list(JOIN GM_LEFT_OUT "\", \"" _left_out)
+  set(_left_out "\"${_left_out}\"")
+endif()
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/manifest_base.json" CONTENT
 "{
   \"version\": \"${PROJECT_VERSION}\",
   \"cpu_levels\": [${_levels}],
   \"cuda\": {${GM_CUDA_MANIFEST}},
+  \"left_out\": [${_left_out}],
   \"compiler\": \"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\",
   \"processor\": \"${CMAKE_SYSTEM_PROCESSOR}\",
   \"torch_target\": \"2.11\"

@@ -17,6 +17,14 @@ from gristmill.kernel_registry.targets import ARCHES
 
 _DIST = re.compile(r"(?P<name>[A-Za-z0-9_.]+?)-(?P<version>[^-]+)(-py[\d.]+)?\.(dist|egg)-info")
 
+_NAMES = (
+    "cpu_levels",
+    "cuda_archs",
+    "hip_archs",
+    "triton_backends",
+    "left_out",
+)  # fields of Build that list names
+
 
 @cache
 def normal_name(name: str) -> str:
@@ -47,6 +55,7 @@ class Build:
     (TRITON_INTERPRET=1).
     machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = derived from `cpu_levels`.
     library: version of the native libraries; driver: of the GPU's driver, "" = unknown or none.
+    left_out: native sources that were not compiled (GRISTMILL_RARE=off), by file name without suffix.
     """
 
     packages: tuple[tuple[str, str], ...] = ()
@@ -62,6 +71,7 @@ class Build:
     machine: str = ""
     library: str = ""
     driver: str = ""
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def none(cls) -> Build:
@@ -123,6 +133,15 @@ class Build:
             return None
         return dict(self.lacks).get(offer, f"{offer} was not looked for (Build.confirm)")
 
+    def why_not_sources(self, sources: Iterable[str]) -> str | None:
+        """None when none of these native sources was left out of the build, else which were."""
+        absent = [source for source in sources if source in self.left_out]
+        return (
+            f"not in this build: {', '.join(absent)} (rare; GRISTMILL_RARE=on builds them)"
+            if absent
+            else None
+        )
+
     def why_not_triton(self, target: Target) -> str | None:
         """None when the installed Triton emits code for `target` (or interprets it), else why not."""
         if why := self.why_not_package("triton", ""):
@@ -166,7 +185,7 @@ class Build:
         for pairs in ("packages", "lacks", "compilers"):
             out[pairs] = dict(out[pairs])
         out["offers"] = sorted(self.offers)
-        for names in ("cpu_levels", "cuda_archs", "hip_archs", "triton_backends"):
+        for names in _NAMES:
             out[names] = list(out[names])
         return out
 
@@ -180,7 +199,7 @@ class Build:
         for pairs in ("packages", "lacks", "compilers"):
             out[pairs] = tuple(sorted(dict(out.get(pairs, {})).items()))
         out["offers"] = frozenset(out.get("offers", ()))
-        for names in ("cpu_levels", "cuda_archs", "hip_archs", "triton_backends"):
+        for names in _NAMES:
             out[names] = tuple(out.get(names, ()))
         return cls(**out)
 
@@ -246,4 +265,5 @@ def _probe() -> Build:
         machine=FAMILIES.get(str(made.get("processor", "")).lower(), ""),
         library=str(made.get("version", "")),
         driver=driver_version(),
+        left_out=tuple(made.get("left_out", ())),
     )

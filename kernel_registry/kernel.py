@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.closure import installed_sources
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
@@ -46,6 +47,11 @@ def no_workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace()
 
 
+def no_sources(problem: Problem) -> tuple[str, ...]:
+    """The `sources` of a kernel whose native code is in every build."""
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One implementation of one operation.
@@ -56,6 +62,8 @@ class Kernel:
     accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
     config: the pure default configuration, which also carries what the launcher must know of the problem's static part
         (scheme, code level); space: the configurations worth trying, for tuning.
+    sources: ``sources(problem)`` -> the native sources that a launch runs, by file name without suffix, as far as they are
+        marked rare: a build may leave them out (cmake/cuda.cmake).
     layouts: names of the weight layouts it reads, for operations with packed weights.
     examples: problems to prove it on besides the operation's own, for a kernel that takes few of those.
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
@@ -76,6 +84,7 @@ class Kernel:
     space: Callable[[Problem, Target], Iterable[Config]] | None = None
     workspace: Callable[[Problem, Config], Workspace] = no_workspace
     estimate: Callable[[Problem, Target], float | None] | None = None
+    sources: Callable[[Problem], tuple[str, ...]] = no_sources
     layouts: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
     aot: str | None = None
@@ -96,6 +105,13 @@ class Kernel:
             for text in dict.fromkeys((*op.examples, *self.examples))
             if self.accepts(op.problem(text)) is None
         ]
+
+    def why_not(self, problem: Problem, target: Target, build: Build) -> tuple[str, ...]:
+        """Why it cannot run a problem on a device with an installation, in the order of the checks; () = it can."""
+        if reasons := self.requires.check_hardware(target, build) or self.requires.check_build(target, build):
+            return reasons
+        reason = self.accepts(problem) or build.why_not_sources(self.sources(problem))
+        return () if reason is None else (reason,)
 
     def load(self) -> Callable[..., None]:
         """The launcher. ImportError and AttributeError come through: selection asks before it loads."""

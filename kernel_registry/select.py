@@ -136,6 +136,8 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
         return Candidate(kernel, "build", tuple(reasons))
     if reason := kernel.accepts(case.problem):
         return Candidate(kernel, "problem", (reason,))
+    if reason := case.build.why_not_sources(kernel.sources(case.problem)):
+        return Candidate(kernel, "build", (reason,))
     if reason := _unwanted(case.op, kernel, case.target, case.policy):
         return Candidate(kernel, "policy", (reason,))
     if case.layouts is not None and kernel.layouts and not case.layouts & set(kernel.layouts):

@@ -52,12 +52,10 @@ def verify(
     meant = [k for k in registry.all_kernels() if op_name in (None, k.op) and kernel_name in (None, k.name)]
     here = imported(here, meant)
     for kernel in meant:
-        if kernel.requires.check_hardware(here.target, here.build) or kernel.requires.check_build(
-            here.target, here.build
-        ):
-            continue
         op = registry.op(kernel.op)
-        work += [(op, kernel, text) for text in kernel.proofs(op)]
+        for text in kernel.proofs(op):
+            if not kernel.why_not(op.problem(text), here.target, here.build):
+                work.append((op, kernel, text))
     known = {kernel.name for kernel in registry.all_kernels() if not op_name or kernel.op == op_name}
     if kernel_name and kernel_name not in known:
         raise UnknownError(f"no kernel called {kernel_name!r}" + (f" of {op_name}" if op_name else ""))

@@ -62,6 +62,24 @@ class Current {
   bool pushed_ = false;
 };
 
+// The library of a cubin, loaded once for all of its kernels. The caller holds g_mutex.
+CUresult library_of(const CudaDriver* driver, const void* cubin, CUlibrary* library) {
+  static struct {
+    const void* cubin;
+    CUlibrary library;
+  } loaded[256];
+  static int count = 0;
+  for (int i = 0; i < count; ++i)
+    if (loaded[i].cubin == cubin) {
+      *library = loaded[i].library;
+      return CUDA_SUCCESS;
+    }
+  const CUresult result = driver->library_load(library, cubin, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (result == CUDA_SUCCESS && count < int(sizeof loaded / sizeof *loaded))
+    loaded[count++] = {cubin, *library};
+  return result;
+}
+
 }  // namespace
 
 const CudaDriver* cuda_driver() {
@@ -96,7 +114,7 @@ int CudaKernel::prepare(int device, unsigned smem) {
   CUkernel kernel = kernel_;
   if (kernel == nullptr) {
     CUlibrary library;
-    result = driver->library_load(&library, cubin_, nullptr, nullptr, 0, nullptr, nullptr, 0);
+    result = library_of(driver, cubin_, &library);
     if (result == CUDA_SUCCESS) result = driver->library_kernel(&kernel, library, name_);
   }
   if (result == CUDA_SUCCESS &&

@@ -7,11 +7,17 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.select import select
+from gristmill.kernel_registry.store import Store
+from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90 import decode, decode_ws, gemm_ws
 from gristmill.kernels.linear.frag16_sm90._launch import Args
 from gristmill.kernels.linear.frag16_sm90.instances import TABLE, formats, schedule, table
@@ -24,8 +30,11 @@ PROJECT = """
 cmake_minimum_required(VERSION 3.20)
 project(table LANGUAGES NONE)
 include("{root}/cmake/frag16_sm90.cmake")
-gm_frag16_sources(sources)
+set(RARE on CACHE STRING "")
+set(left_out _paged_attention_d80_rare_sm90)
+gm_frag16_sources(sources ${{RARE}} left_out)
 file(WRITE "${{CMAKE_BINARY_DIR}}/sources.txt" "${{sources}}")
+file(WRITE "${{CMAKE_BINARY_DIR}}/left_out.txt" "${{left_out}}")
 """
 
 
@@ -88,9 +97,9 @@ def test_every_scheme_is_of_one_format_and_its_layout_holds_it() -> None:
                 assert form in schedule(name).formats and form.cost[name], (form.name, name)
 
 
-def generate(folder: Path) -> dict[str, Path]:
+def generate(folder: Path, *options: str) -> dict[str, Path]:
     build = folder / "build"
-    subprocess.run(["cmake", "-S", folder, "-B", build], check=True, capture_output=True)
+    subprocess.run(["cmake", "-S", folder, "-B", build, *options], check=True, capture_output=True)
     paths = [Path(one) for one in (build / "sources.txt").read_text().split(";")]
     assert set(build.rglob("*.cu")) == set(paths)
     return {path.stem: path for path in paths}
@@ -116,6 +125,8 @@ def test_cmake_writes_a_source_per_format_and_schedule_and_only_what_changed(tmp
     assert "using Decoder_bf16_fp16 = Int4Tile<__nv_bfloat16, 1, false, kScaleFp16>;" in text
     assert "K(linear_decode_ws_int4_g128_fp16_1x7x2x4, 1, 0, __half, gm::Decoder_fp16, 1, 7, 2, 4)" in text
 
+    assert (tmp_path / "build" / "left_out.txt").read_text() == "_paged_attention_d80_rare_sm90"
+
     stamps = {name: path.stat().st_mtime_ns for name, path in first.items()}
     changed = json.loads((copy / TABLE.name).read_text())
     changed["formats"]["fp8"]["tile_bytes"] += 16
@@ -132,3 +143,54 @@ def test_cmake_writes_a_source_per_format_and_schedule_and_only_what_changed(tmp
     with pytest.raises(subprocess.CalledProcessError) as refused:
         generate(tmp_path)
     assert b"expected <type of x>/<type of scales>, found bf16" in refused.value.stderr
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_rare_formats_can_be_left_out_of_a_build(tmp_path: Path) -> None:
+    """Their sources are not made, and are named for the manifest; those names are what their kernels ask a build for."""
+    copy = tmp_path / "kernels" / "linear" / "frag16_sm90"
+    copy.mkdir(parents=True)
+    for path in (*FOLDER.glob("*.cu.in"), TABLE):
+        shutil.copy(path, copy)
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
+    made = generate(tmp_path, "-DRARE=off")
+    first, *left_out = (tmp_path / "build" / "left_out.txt").read_text().split(";")
+    assert first == "_paged_attention_d80_rare_sm90", "what was left out before stays"
+    rare = {form.name for form in formats().values() if form.rare}
+    assert rare == {"int4_g64", "int4_g64_zp", "int4_g32_zp"}
+    assert {*left_out} == {f"linear_{form}_{name}_sm90" for form in rare for name in table()["schedules"]}
+    assert not set(made) & set(left_out) and len(made) == 3 * len(formats()) - len(left_out)
+
+    op, whole = default_registry().op("linear"), Build.of({"torch": "2.13.0"}, cuda_archs=("sm_90a",))
+    part, h200 = replace(whole, left_out=tuple(left_out)), Target.parse("h200")
+    kernels = [k for k in default_registry().kernels_of("linear") if k.requires.code == "cuda:sm_90a"]
+    absent = set()
+    for form in formats().values():
+        problem = op.problem(f"m=8,n=256,k=512,w={form.schemes[0]}")
+        for kernel in kernels:
+            if not kernel.why_not(problem, h200, whole):
+                reasons = kernel.why_not(problem, h200, part)
+                assert bool(reasons) == form.rare, (kernel.name, problem)
+                absent |= {reason.split()[4] for reason in reasons}
+    assert absent == {*left_out}
+
+
+def test_selection_names_what_the_build_lacks() -> None:
+    op = default_registry().op("linear")
+    build = Build.of({"torch": "2.13.0"}, cuda_archs=("sm_90a",), left_out=("linear_int4_g64_decode_sm90",))
+    for scheme, verdict in (("int4_g64", "build"), ("int4_g128", "unverified")):
+        selection = select(
+            op,
+            op.problem(f"m=8,n=256,k=512,w={scheme}"),
+            default_registry().kernels_of("linear"),
+            Target.parse("h200"),
+            build,
+            Store(),
+            Policy(),
+        )
+        said = next(c for c in selection.candidates if c.kernel.name == "linear_w4a16_decode_sm90")
+        assert said.verdict == verdict
+        if verdict == "build":
+            assert said.reasons == (
+                "not in this build: linear_int4_g64_decode_sm90 (rare; GRISTMILL_RARE=on builds them)",
+            )

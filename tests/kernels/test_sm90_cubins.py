@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
+import tempfile
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from gristmill.kernel_registry import default_registry
+from gristmill.kernel_registry import Build, default_registry
 from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
 from gristmill.kernels.native import library_dir
 
@@ -38,69 +40,104 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+QUICK = ("int4_g128", "mxfp4", "fp8")
+"""Formats whose instructions are read by `make test`: one of each decoder. Registers and stack are read for all."""
+
+
 @cache
-def dump(flag: str) -> str:
-    """What cuobjdump says of every cubin inside the library."""
-    raw, found = LIBRARY.read_bytes(), []
-    folder = Path(__import__("tempfile").mkdtemp())
-    for number, match in enumerate(
-        re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", raw)
-    ):  # ELF of the CUDA ABI
+def images() -> tuple[Path, ...]:
+    """A file per source in the library: fatbins, in which nvcc 13's cubins are compressed, or plain cubins."""
+    raw, folder = LIBRARY.read_bytes(), Path(tempfile.mkdtemp())
+    parts = []
+    for match in re.finditer(
+        rb"\x50\xed\x55\xba\x01\x00\x10\x00", raw
+    ):  # magic number, version, size of the header
+        parts.append(raw[match.start() :][: 16 + struct.unpack_from("<Q", raw, match.start() + 8)[0]])
+    for match in re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", b"" if parts else raw):  # ELF of the CUDA ABI
         start = match.start()
-        headers, size, count = (
-            struct.unpack_from("<Q", raw, start + 40)[0],
-            *struct.unpack_from("<HH", raw, start + 58),
+        sections, segments = struct.unpack_from("<QQ", raw, start + 32)[::-1]
+        sizes = struct.unpack_from("<HHHH", raw, start + 54)
+        end = max(sections + sizes[2] * sizes[3], segments + sizes[0] * sizes[1])
+        parts.append(raw[start : start + end])
+    for number, part in enumerate(parts):
+        (folder / f"{number}.image").write_bytes(part)
+    return tuple(folder / f"{number}.image" for number in range(len(parts)))
+
+
+@cache
+def dump(flag: str, image: Path) -> str:
+    """What cuobjdump says of one image."""
+    return subprocess.run([str(TOOL), flag, str(image)], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def resources() -> dict[Path, tuple[tuple[str, int, int], ...]]:
+    """Name, registers and stack bytes of the kernels in each image."""
+    pattern = re.compile(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+)")
+    return {
+        image: tuple(
+            (name, int(registers), int(stack))
+            for name, registers, stack in pattern.findall(dump("--dump-resource-usage", image))
         )
-        segments = (
-            struct.unpack_from("<Q", raw, start + 32)[0]
-            + struct.unpack_from("<HH", raw, start + 54)[0] * (struct.unpack_from("<HH", raw, start + 54)[1])
-        )
-        path = folder / f"{number}.cubin"
-        path.write_bytes(raw[start : start + max(headers + size * count, segments)])
-        done = subprocess.run([str(TOOL), flag, str(path)], capture_output=True, text=True, check=True)
-        found.append(done.stdout)
-    return "\n".join(found)
+        for image in images()
+    }
 
 
-def usage() -> dict[str, tuple[int, int]]:
-    """Registers and stack bytes by kernel."""
-    pairs = re.findall(
-        r"Function (linear_\w+|gather_columns):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage")
-    )
-    return {name: (int(registers), int(stack)) for name, registers, stack in pairs}
+def bodies(formats: Collection[str]) -> dict[str, str]:
+    """The instructions of kernels by name: of linear's in these formats, and of all others."""
+    texts = {}
+    for image, kernels in resources().items():
+        form = re.match(r"linear_(?:decode_ws|decode|gemm_ws)_(\w+?)_(?:bf16|fp16)_", kernels[0][0])
+        if form is None or form[1] in formats:
+            for text in re.split(r"Function : ", dump("-sass", image))[1:]:
+                texts[text.split("\n", 1)[0].strip()] = text
+    return texts
 
 
-def instances() -> set[str]:
-    """The kernels that the table asks for: linear_<schedule>_<format>_<type of x>[_<type of scales>]_<shape>."""
-    found = set()
+def instances(whole: bool = False) -> set[str]:
+    """The kernels of the table: linear_<schedule>_<format>_<type of x>[_<type of scales>]_<shape>; whole: also of formats
+    that this build left out."""
+    names = set()
     for name, row in table()["schedules"].items():
         for form in schedule(name).formats:
+            if not whole and f"linear_{form.name}_{name}_sm90" in Build.probe().left_out:
+                continue
             for variant in table()["formats"][form.name][row["decoder"]]:
                 x, scales = variant.split("/")
                 label = x if scales == "any" else f"{x}_{scales}"
                 for shape in schedule(name).shapes_of(form):
                     key = "x".join(str(shape[field]) for field in row["key"])
-                    found.add(f"linear_{name}_{form.name}_{label}_{key}")
-    return found
+                    names.add(f"linear_{name}_{form.name}_{label}_{key}")
+    return names
 
 
 def test_registers_and_stack() -> None:
-    found = usage()
-    assert set(found) - {"gather_columns"} == instances()
-    assert len(instances()) == 508 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
-    for name, (registers, stack) in found.items():
+    linear = [row for rows in resources().values() for row in rows if row[0].startswith("linear_")]
+    assert {name for name, _, _ in linear} == instances()
+    assert len(instances(whole=True)) == 508 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
+    for name, registers, stack in linear:
         assert registers <= 255
         allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
         assert stack <= allowed, (name, stack)
 
 
-def test_promised_instructions() -> None:
-    functions = re.split(r"Function : ", dump("-sass"))[1:]
-    assert functions
-    for text in functions:
-        name = text.split("\n", 1)[0].strip()
-        if name == "gather_columns" or name.startswith("paged_attention"):
-            continue
+@pytest.mark.parametrize(
+    "formats",
+    [
+        QUICK,
+        pytest.param(tuple(form for form in table()["formats"] if form not in QUICK), marks=pytest.mark.slow),
+    ],
+    ids=["quick", "others"],
+)
+def test_promised_instructions(formats: tuple[str, ...]) -> None:
+    functions = {name: text for name, text in bodies(formats).items() if name.startswith("linear_")}
+    expected = {
+        name
+        for name in instances()
+        if re.search(rf"_(?:decode|ws)_(?:{'|'.join(formats)})_(?:bf16|fp16)_", name)
+    }
+    assert functions.keys() == expected and len(expected) > 150
+    for name, text in functions.items():
         assert "UBLKCP" in text, f"{name}: no bulk copy"
         assert ("HGMMA" if "gemm_ws" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
         if "_ws_" in name:
@@ -123,9 +160,7 @@ def test_promised_instructions() -> None:
 
 def test_attention() -> None:
     """Every instance; nothing spilt; products that neither wait for each other nor for the exponentials of the tile before."""
-    usage = re.findall(
-        r"Function (paged_attention_\w+):\s*\n\s*REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage")
-    )
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_attention_")]
     names = {
         f"paged_attention_{x}_d{d}_{by}"
         for x in ("bf16", "fp16")
@@ -133,10 +168,9 @@ def test_attention() -> None:
         for by in ("boxes", "rows")
     }
     assert {name for name, _, _ in usage} == names
-    assert all(int(registers) == 168 and int(stack) == 0 for _, registers, stack in usage), usage
-    bodies = {text.split("\n", 1)[0].strip(): text for text in re.split(r"Function : ", dump("-sass"))[1:]}
+    assert all(registers == 168 and stack == 0 for _, registers, stack in usage), usage
     for name in names:
-        text = bodies[name]
+        text = bodies(())[name]
         keys = 128 // 16  # steps of a tile of values; scores take one for each 16 elements of a head
         scores = int(name.split("_d")[1].split("_")[0]) // 16
         # Scores and values, each of the first or last tile and in the loop.
@@ -151,7 +185,6 @@ def test_attention() -> None:
 
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for the one before it, and lets the next one start early, exactly where its spec says so."""
-    bodies = {text.split("\n", 1)[0].strip(): text for text in re.split(r"Function : ", dump("-sass"))[1:]}
     groups = {
         "linear_w4a16_decode_sm90": r"linear_decode_(int4|nvfp4|mxfp4)",
         "linear_w8a16_decode_sm90": r"linear_decode_(int8|fp8)",
@@ -167,6 +200,6 @@ def test_programmatic_dependent_launch_is_declared() -> None:
     ]
     assert {kernel.name for kernel in compiled} == set(groups)
     for kernel in compiled:
-        own = [text for name, text in bodies.items() if re.match(groups[kernel.name], name)]
+        own = [text for name, text in bodies(QUICK).items() if re.match(groups[kernel.name], name)]
         assert own and {"ACQBULK" in text for text in own} == {kernel.waits}, kernel.name
         assert {"PREEXIT" in text for text in own} == {kernel.triggers}, kernel.name

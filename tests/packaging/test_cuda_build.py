@@ -27,7 +27,7 @@ def configure(build: Path, *options: str, nvcc: bool = True) -> subprocess.Compl
     environment = {
         key: value
         for key, value in os.environ.items()
-        if key not in {"GRISTMILL_CUDA", "CUDA_HOME", "NVCC", "CUDACXX"}
+        if key not in {"GRISTMILL_CUDA", "GRISTMILL_RARE", "CUDA_HOME", "NVCC", "CUDACXX"}
     }
     if (
         not nvcc
@@ -77,6 +77,19 @@ def test_unknown_mode_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0 and "expected auto, on or off" in done.stderr
 
 
+@needs_nvcc
+def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
+    done = configure(tmp_path, "-DGRISTMILL_RARE=off")
+    assert "without 9 rare source(s) (GRISTMILL_RARE=off)" in status_line(done)
+    made = json.loads((tmp_path / "manifest_base.json").read_text())
+    assert len(made["left_out"]) == 9 and "linear_int4_g64_gemm_ws_sm90" in made["left_out"]
+    assert "linear_int4_g64_gemm_ws_sm90" not in (tmp_path / "compiled.cmake").read_text()
+    assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))
+    assert json.loads((tmp_path / "manifest_base.json").read_text())["left_out"] == []
+    done = configure(tmp_path, "-DGRISTMILL_RARE=perhaps")
+    assert done.returncode != 0 and "GRISTMILL_RARE=perhaps: expected on or off" in done.stderr
+
+
 def test_without_nvcc(tmp_path: Path) -> None:
     assert "no nvcc found" in status_line(configure(tmp_path / "auto", nvcc=False))
     done = configure(tmp_path / "on", "-DGRISTMILL_CUDA=on", nvcc=False)
@@ -94,7 +107,9 @@ def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
     needed = subprocess.run(["readelf", "-dW", path], check=True, capture_output=True, text=True).stdout
     assert "libcuda" not in needed and "stdc++" not in needed
     data = path.read_bytes()
-    assert (tmp_path / "cuda_sm90a" / "_scale_sm90.cubin").read_bytes() in data
+    cubin = tmp_path / "cuda_sm90a" / "_scale_sm90.cubin"
+    image = cubin.with_suffix(".fatbin") if float(entry["nvcc"]) >= 13 else cubin
+    assert image.read_bytes() in data and image.stat().st_size <= cubin.stat().st_size
     library = ctypes.CDLL(str(path))  # needs neither a driver nor a device
     probe = library.gm_cuda_probe()
     assert probe in (0, -6)

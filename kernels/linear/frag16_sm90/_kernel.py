@@ -63,6 +63,10 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
             for _, one in ranked(problem, target)[:count]
         ]
 
+    def sources(problem: Problem) -> tuple[str, ...]:
+        of = form(problem)
+        return (f"linear_{of.name}_{family.schedule.name}_sm90",) if of.rare else ()
+
     def space(problem: Problem, target: Target) -> Iterable[Config]:
         return first(problem, target, family.tried)
 
@@ -88,6 +92,7 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         config=config,
         space=space,
         workspace=family.workspace,
+        sources=sources,
         estimate=estimate,
         layouts=tuple(dict.fromkeys(form.layout for form in _formats(family, bits))),
         waits=True,

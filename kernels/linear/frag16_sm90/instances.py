@@ -33,7 +33,7 @@ class Format:
     name: in the library, and `format` in configurations. schemes: those that are stored so. layout: of the tiles.
     bits: of a code. tile_bytes: of 16 rows x 128 columns, scales included. whole: it has every shape of its schedules, not the common
     ones alone. cost: of decoding a tile, as a multiple of int4_g128's, by schedule; two numbers where it depends on the
-    columns of x (8, 16).
+    columns of x (8, 16). rare: `make test` builds the library without it.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Format:
     tile_bytes: int
     whole: bool
     cost: Mapping[str, tuple[float, ...]]
+    rare: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +99,7 @@ def formats() -> Mapping[str, Format]:
             row["tile_bytes"],
             row["shapes"] == "all",
             {schedule: tuple(cost) for schedule, cost in row["cost"].items()},
+            row.get("rare", False),
         )
         for name, row in table()["formats"].items()
     }
