@@ -39,14 +39,14 @@ _TORCH = (
 def _torch_functions() -> tuple[tuple[Any, str, Any], ...]:
     import torch
 
-    found = []
+    functions = []
     for path in _TORCH:
         owner: Any = torch.cuda
         *parents, name = path.split(".")
         for parent in parents:
             owner = getattr(owner, parent)
-        found.append((owner, name, getattr(owner, name)))
-    return tuple(found)
+        functions.append((owner, name, getattr(owner, name)))
+    return tuple(functions)
 
 
 def originals() -> tuple[tuple[Any, str, Any], ...]:

@@ -28,18 +28,18 @@ _CGROUP, _STAT = Path("/sys/fs/cgroup/cpu.stat"), Path("/proc/stat")
 @contextmanager
 def cpu_disturbances() -> Iterator[list[str]]:
     """Sentences on what held this process's CPU back meanwhile; complete when the context ends."""
-    found: list[str] = []
+    reasons: list[str] = []
     before, begin = _counters(), time.perf_counter()
-    yield found
+    yield reasons
     after, seconds = _counters(), time.perf_counter() - begin
-    found += disturbances(before, after, seconds, os.cpu_count() or 1, os.getloadavg()[0])
+    reasons += disturbances(before, after, seconds, os.cpu_count() or 1, os.getloadavg()[0])
 
 
 def disturbances(
     before: dict[str, float], after: dict[str, float], seconds: float, cores: int, load: float
 ) -> list[str]:
     """Sentences on what two readings of the counters show. Counters are in seconds, of all cores together."""
-    found = []
+    reasons = []
     for name, what in (
         ("quota", "held by its quota (cgroup)"),
         ("steal", "taken by other guests of this host (steal)"),
@@ -50,10 +50,10 @@ def disturbances(
             / (cores if name == "steal" else 1)
         )
         if share >= WORTH_SAYING:
-            found.append(f"{share:.0%} of the time {what}")
+            reasons.append(f"{share:.0%} of the time {what}")
     if load > cores + 0.5:
-        found.append(f"load {load:.1f} on {cores} core(s): others ran too")
-    return found
+        reasons.append(f"load {load:.1f} on {cores} core(s): others ran too")
+    return reasons
 
 
 def gpu_disturbances(reasons: str | None) -> list[str]:
@@ -73,13 +73,13 @@ def gpu_reasons_now() -> str | None:
 
 def _counters() -> dict[str, float]:
     """Seconds for which this process's group was throttled, and of steal."""
-    found = {}
+    seconds_by_cause = {}
     if _CGROUP.is_file():
         fields = dict(line.split() for line in _CGROUP.read_text().splitlines() if len(line.split()) == 2)
         if "throttled_usec" in fields:
-            found["quota"] = int(fields["throttled_usec"]) / 1e6
+            seconds_by_cause["quota"] = int(fields["throttled_usec"]) / 1e6
     if _STAT.is_file():
         parts = _STAT.read_text().split("\n", 1)[0].split()
         if len(parts) > 8:
-            found["steal"] = int(parts[8]) / os.sysconf("SC_CLK_TCK")
-    return found
+            seconds_by_cause["steal"] = int(parts[8]) / os.sysconf("SC_CLK_TCK")
+    return seconds_by_cause

@@ -176,22 +176,22 @@ def explain(
         raise TypeError(f"op is the name of an operation or an Op, got {type(op).__name__}")
     if not isinstance(problem, str | Problem | Mapping):
         raise TypeError(f"problem is text, a Problem or a dict of axis values, got {type(problem).__name__}")
-    asked = definition.problem(problem)
+    parsed = definition.problem(problem)
     here = place(target, policy)
-    layer = definition.bucket is not None and definition.bucket in asked.open_axes
-    closed = definition.at_bucket(asked, 1) if layer else _closed(definition, asked)
+    layer = definition.bucket is not None and definition.bucket in parsed.open_axes
+    closed = definition.at_bucket(parsed, 1) if layer else _closed(definition, parsed)
     asker = _Asker(definition, here)
-    plan = asker.plan(asked) if layer else None
+    plan = asker.plan(parsed) if layer else None
     return Explanation(
         op=definition.name,
-        problem=asked if layer else closed,
+        problem=parsed if layer else closed,
         target=here.target,
         device=here.device,
         policy=here.policy,
         selection=asker.selection(closed),
         bucket=definition.bucket,
         plan=plan,
-        more_memory=asker.more_memory(asked, plan) if plan is not None else None,
+        more_memory=asker.more_memory(parsed, plan) if plan is not None else None,
     )
 
 

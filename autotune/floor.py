@@ -192,8 +192,8 @@ def _read(path: Path) -> dict[str, Any]:
     return kept
 
 
-def _keep(path: Path, key: str, found: Ceilings) -> None:
-    devices = _read(path) | {key: asdict(found)}
+def _keep(path: Path, key: str, ceilings: Ceilings) -> None:
+    devices = _read(path) | {key: asdict(ceilings)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(
@@ -206,13 +206,13 @@ def _measure(device: str) -> Ceilings:
     if device.startswith("cuda"):
         return _measure_gpu(device)
     with cpu_disturbances() as throttled:
-        found = _measured(device, 256 << 20, CPU_ROUNDS, ("fp32", "bf16", "int8"))
+        ceilings = _measured(device, 256 << 20, CPU_ROUNDS, ("fp32", "bf16", "int8"))
     # A CPU computes fp16 and fp8 in float32 or by emulation: torch's rate is no ceiling there. A call has no floor of its own.
-    return replace(found, launch_us=0.0, throttled=tuple(throttled))
+    return replace(ceilings, launch_us=0.0, throttled=tuple(throttled))
 
 
 def _measure_gpu(device: str) -> Ceilings:
-    found = _measured(device, 1 << 30, GPU_ROUNDS, tuple(_PRODUCTS))
+    ceilings = _measured(device, 1 << 30, GPU_ROUNDS, tuple(_PRODUCTS))
     product = _PRODUCTS["bf16"](8192, device)
     with ThreadPoolExecutor(1) as thread:  # what holds clocks down shows while the device is busy only
         reasons = thread.submit(gpu_reasons_now)
@@ -220,7 +220,7 @@ def _measure_gpu(device: str) -> Ceilings:
             for _ in range(20):
                 product()
             torch.cuda.synchronize(device)
-    return replace(found, throttled=tuple(gpu_disturbances(reasons.result())))
+    return replace(ceilings, throttled=tuple(gpu_disturbances(reasons.result())))
 
 
 def _measured(device: str, size: int, rounds: int, products: Sequence[str]) -> Ceilings:

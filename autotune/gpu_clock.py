@@ -23,7 +23,7 @@ def sm_clock(device: str) -> Callable[[], float | None] | None:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    handle, found = ctypes.c_void_p(), ctypes.c_uint()
+    handle, mhz = ctypes.c_void_p(), ctypes.c_uint()
     if (
         uuid is None
         or library.nvmlInit_v2()
@@ -32,7 +32,7 @@ def sm_clock(device: str) -> Callable[[], float | None] | None:
         return None
 
     def read() -> float | None:
-        failed = library.nvmlDeviceGetClockInfo(handle, ctypes.c_uint(SM), ctypes.byref(found))
-        return None if failed else float(found.value)
+        failed = library.nvmlDeviceGetClockInfo(handle, ctypes.c_uint(SM), ctypes.byref(mhz))
+        return None if failed else float(mhz.value)
 
     return read

@@ -48,8 +48,8 @@ def place(target: str | Target | torch.device | None, policy: Policy | None = No
         if name == "cpu":
             return _cpu(policy, policy.cpu_level)
         if name.partition(":")[0] == "cuda":
-            found = device_target(name, policy)
-            return Place(found, name, _build(found, policy), policy)
+            target_here = device_target(name, policy)
+            return Place(target_here, name, _build(target_here, policy), policy)
         target = Target.parse(str(target))
     for index, device in enumerate(devices):
         if device.name == target.name and (not target.device or target.device == device.device):

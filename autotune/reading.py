@@ -169,9 +169,9 @@ def _triton(data: torch.Tensor, count: int) -> Iterator[Reader]:
             code.read[(programs,)](view, sink, len(view), BLOCK=block, PARTS=parts, num_warps=warps)
 
         def total(sink: torch.Tensor = sink) -> float:
-            found = float(sink.sum())
+            total = float(sink.sum())
             sink.zero_()  # programs whose sum is 0 do not write it
-            return found
+            return total
 
         yield Reader(f"{block}x{parts}, {warps} warps", call, total)
 
@@ -207,10 +207,10 @@ def _check(reader: Reader, view: torch.Tensor) -> None:
     odd.neg_()
     expected = float(view.sum(dtype=torch.float64 if view.is_floating_point() else torch.int64))
     reader.call(view)
-    found = reader.total()
+    total = reader.total()
     odd.neg_()
-    if found != expected:
+    if total != expected:
         raise ReadError(
-            f"the read kernel {reader.name} adds up {view.nbytes} bytes to {found:.9g}, and they make {expected:.9g}: "
+            f"the read kernel {reader.name} adds up {view.nbytes} bytes to {total:.9g}, and they make {expected:.9g}: "
             "it does not read all of them"
         )

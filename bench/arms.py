@@ -277,15 +277,15 @@ def shared_rotations(
 
 def _shared(op: Any, problem: Any, device: str, kernels: Sequence[Kernel], hot: bool) -> dict[str, Rotation]:
     made: dict[str, Rotation] = {}
-    found = {}
+    rotations = {}
     contents: Contents | None = None
     for kernel in kernels:
         key = packing(op, kernel, problem)
         if key not in made:
             contents = contents or Contents.first(op, problem, device)
             made[key] = Rotation(op, kernel, problem, device, hot=hot, contents=contents)
-        found[kernel.name] = made[key]
-    return found
+        rotations[kernel.name] = made[key]
+    return rotations
 
 
 def _threads() -> set[str]:

@@ -122,11 +122,11 @@ def find(parts: Sequence[dict[str, Any]], here: Place) -> tuple[dict[str, Any] |
     """The part for this environment, or None and what differs from the nearest part."""
     nearest: list[str] | None = None
     for part in parts:
-        wanted = part["environment"]
-        mine = environment(here, portable="device" not in wanted)
+        recorded = part["environment"]
+        mine = environment(here, portable="device" not in recorded)
         differs = [
             f"{name} is {mine.get(name)}, the baseline's is {value}"
-            for name, value in wanted.items()
+            for name, value in recorded.items()
             if mine.get(name) != value
         ]
         if not differs:
@@ -177,7 +177,7 @@ def _part_text(part: dict[str, Any]) -> str:
 
 def gone(entries: Sequence[Any]) -> dict[Any, str]:
     """Of lines that nothing can be measured for any more, why: an operation, axis or kernel that they name is not there."""
-    found = {}
+    reasons = {}
     for entry in entries:
         try:
             op = default_registry().op(entry.op)
@@ -185,8 +185,8 @@ def gone(entries: Sequence[Any]) -> dict[Any, str]:
             for name in (entry.kernel, getattr(entry, "yardstick", entry.kernel)):
                 default_registry().kernel(op.name, name)
         except (UnknownError, ValueError) as error:
-            found[entry] = str(error)
-    return found
+            reasons[entry] = str(error)
+    return reasons
 
 
 def cases(entries: Sequence[Entry]) -> list[Case]:
@@ -195,12 +195,12 @@ def cases(entries: Sequence[Entry]) -> list[Case]:
     grouped: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         grouped.setdefault((entry.op, entry.problem, entry.yardstick), []).append(entry)
-    found = []
+    grouped_cases = []
     for (op_name, problem, yardstick), members in grouped.items():
         op = registry.op(op_name)
         others = tuple(named(op, entry.kernel)[0] for entry in members)
-        found.append(Case(op, op.problem(problem), registry.kernel(op_name, yardstick), others))
-    return found
+        grouped_cases.append(Case(op, op.problem(problem), registry.kernel(op_name, yardstick), others))
+    return grouped_cases
 
 
 def expected(entry: Entry, logs: Sequence[float]) -> float:

@@ -87,10 +87,10 @@ def bisect(
 
     try:
         first = _git(repository, "rev-parse", f"{good}^{{commit}}")
-        for commit, wanted in ((first, GOOD), (commits[-1], BAD)):
-            if (said := judge(commit)) != wanted:
+        for commit, expected in ((first, GOOD), (commits[-1], BAD)):
+            if (verdict := judge(commit)) != expected:
                 raise BisectError(
-                    f"{commit[:10]} ({tried[commit].subject}) is {said}, not {wanted}: the command ended with "
+                    f"{commit[:10]} ({tried[commit].subject}) is {verdict}, not {expected}: the command ended with "
                     f"{tried[commit].status}"
                 )
         return Culprit(tuple(search(commits, judge)), tuple(tried.values()))

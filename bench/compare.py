@@ -55,18 +55,18 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
-        found = self.found
+        verdict = self.found
         return {
             "op": self.op,
             "problem": self.problem,
             "kernel": self.kernel,
             "baseline": self.baseline,
             "verdict": self.verdict,
-            "ratio": found.ratio if found else None,
-            "low": found.low if found else None,
-            "high": found.high if found else None,
-            "p": found.p if found else None,
-            "rounds": found.rounds if found else None,
+            "ratio": verdict.ratio if verdict else None,
+            "low": verdict.low if verdict else None,
+            "high": verdict.high if verdict else None,
+            "p": verdict.p if verdict else None,
+            "rounds": verdict.rounds if verdict else None,
             "us": self.us,
             "baseline_us": self.baseline_us,
             "noise": self.noise,
@@ -147,14 +147,14 @@ def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
     for row in rows:
         if row.us is not None and row.timing is not None:
             mode = TimingMode.parse(row.timing)
-            found = row_floor(
+            floor = row_floor(
                 costs[row.op, row.problem],
                 here.device or "cpu",
                 row.us,
                 captured=not mode.eager,
                 hot=mode.hot,
             )
-            row.floor = found.fields(row.us)
+            row.floor = floor.fields(row.us)
 
 
 def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
@@ -284,7 +284,7 @@ def _finish(case: Case, heat: Heat) -> list[_Raced]:
     first, twin, *_ = arms
     base = tuple(heat.kept(first.name))
     spoilt = next((f"the baseline is wrong: {a.wrong}" for a in (first, twin) if a.wrong), "")
-    found = []
+    raced = []
     for arm in arms[1:]:
         times, kernel = tuple(heat.kept(arm.name)), arm.arm.kernel
         row = Row(
@@ -302,17 +302,17 @@ def _finish(case: Case, heat: Heat) -> list[_Raced]:
             samples=times,
             baseline_samples=base,
         )
-        found.append(_Raced(case, row, heat.logs(arm.name), arm is twin, arm.wrong or spoilt))
-    return found
+        raced.append(_Raced(case, row, heat.logs(arm.name), arm is twin, arm.wrong or spoilt))
+    return raced
 
 
-def _settle(one: _Raced, found: Verdict, again: Verdict, rule: Rule) -> Row:
+def _settle(one: _Raced, verdict: Verdict, again: Verdict, rule: Rule) -> Row:
     row = one.row
     row.noise = max(again.ratio, 1 / again.ratio) - 1
     if one.wrong:
         row.verdict, row.reason, row.us = WRONG, one.wrong, None
         return row
-    row.found, row.verdict, row.reason = found, found.verdict, found.reason
+    row.found, row.verdict, row.reason = verdict, verdict.verdict, verdict.reason
     if again.verdict not in (SAME, UNCLEAR) or row.noise > rule.min_effect:
         row.verdict = UNCLEAR
         row.reason = f"the baseline differs from itself by {row.noise:.1%}, and {rule.min_effect:.1%} was to be told apart"

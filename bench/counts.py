@@ -265,8 +265,10 @@ def _script(call: Call, stem: Path) -> str:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    asked = {"PATH": os.environ.get("PATH", os.defpath), "LD_LIBRARY_PATH": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, env=asked)
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "LD_LIBRARY_PATH": str(folder)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
     if done.returncode != 0:
         raise CountError(
             f"{command[0]} failed with status {done.returncode}: {' '.join(done.stderr.split()[-60:])}"

@@ -98,13 +98,13 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
         here, known = place(target), default_registry().op(op)
         if here.device is None:
             pytest.skip(f"{here.target.name} is not a device of this machine")
-        asked = known.problem(problem)
-        chosen, config = _chosen(known, kernel, asked, here)
+        parsed = known.problem(problem)
+        chosen, config = _chosen(known, kernel, parsed, here)
         # On a GPU a fault ends the context, and with it every test that comes later: it may happen in a child process first.
-        if here.device != "cpu" and (wrong := verified(known, chosen, config, asked, here.device)):
+        if here.device != "cpu" and (wrong := verified(known, chosen, config, parsed, here.device)):
             raise WrongResultError(f"{chosen.name}: {wrong}")
         arm = KernelArm(
-            chosen, config, shared_rotations(known, asked, here.device, [chosen], hot=hot)[chosen.name]
+            chosen, config, shared_rotations(known, parsed, here.device, [chosen], hot=hot)[chosen.name]
         )
         samples: list[float] = []
 
@@ -117,25 +117,25 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
             if len(samples) % AUDITS == AUDITS - 1:
                 arm.audit()
 
-        benchmark.group = benchmark.group or f"{op} {asked}"
+        benchmark.group = benchmark.group or f"{op} {parsed}"
         benchmark.pedantic(sample, setup=before, rounds=rounds)
         arm.conclude()
-        cost, us = known.cost(asked), statistics.median(samples)
+        cost, us = known.cost(parsed), statistics.median(samples)
         benchmark.extra_info |= {
             "op": op,
-            "problem": str(asked),
+            "problem": str(parsed),
             "kernel": chosen.name,
             "config": dict(config),
             "target": here.target.name,
             "device": here.target.device,
             "timing": arm.timing,
             "error": arm.error,
-            "tolerance": known.tolerance(asked).limit,
+            "tolerance": known.tolerance(parsed).limit,
             "gbs": cost.bytes / us / 1e3,
             "tflops": cost.flops / us / 1e6,
         }
         return KernelTimes(
-            chosen.name, us, tuple(samples), arm.error, known.tolerance(asked).limit, arm.timing
+            chosen.name, us, tuple(samples), arm.error, known.tolerance(parsed).limit, arm.timing
         )
 
     return run

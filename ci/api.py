@@ -96,15 +96,15 @@ class _Text:
         return self.text
 
 
-def signature_text(name: str, found: inspect.Signature) -> str:
+def signature_text(name: str, signature: inspect.Signature) -> str:
     """``name(...) -> ...``, one parameter per line where a line does not hold it."""
 
     def bare(annotation: Any) -> Any:
         return _Text(annotation) if isinstance(annotation, str) else annotation
 
-    parameters = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values()]
-    found = found.replace(parameters=parameters, return_annotation=bare(found.return_annotation))
-    text = _short(f"{name}{found}")
+    parameters = [p.replace(annotation=bare(p.annotation)) for p in signature.parameters.values()]
+    signature = signature.replace(parameters=parameters, return_annotation=bare(signature.return_annotation))
+    text = _short(f"{name}{signature}")
     if len(text) <= WIDTH:
         return text
     lines = []
@@ -161,9 +161,11 @@ def members(cls: type) -> Iterator[tuple[str, str, str | None]]:
                 value.__doc__,
             )
         elif inspect.isfunction(value):
-            found = inspect.signature(value)
-            found = found.replace(parameters=[p for p in found.parameters.values() if p.name != "self"])
-            yield name, signature_text(name, found), value.__doc__
+            signature = inspect.signature(value)
+            signature = signature.replace(
+                parameters=[p for p in signature.parameters.values() if p.name != "self"]
+            )
+            yield name, signature_text(name, signature), value.__doc__
 
 
 def fenced(text: str) -> str:
@@ -246,18 +248,18 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
 
-def stub_function(name: str, found: inspect.Signature, doc: str | None) -> str:
+def stub_function(name: str, signature: inspect.Signature, doc: str | None) -> str:
     """One function of the stub, laid out as the formatter does: a parameter per line."""
     lines = [f"def {name}("]
     keyword = False
-    for p in found.parameters.values():
+    for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not keyword:
             lines.append("    *,")
             keyword = True
         annotation = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         default = "" if p.default is p.empty else f" = {p.default!r}".replace("'", '"')
         lines.append(f"    {p.name}: {_short(annotation)}{default},")
-    returned = found.return_annotation
+    returned = signature.return_annotation
     text = returned if isinstance(returned, str) else inspect.formatannotation(returned)
     lines.append(f") -> {_short(text)}:")
     body = []

@@ -37,13 +37,13 @@ def budgets(page: str) -> dict[str, int]:
 
 def overruns(spent: Mapping[str, float], allowed: dict[str, int]) -> list[str]:
     """A line for each suite that took longer than its budget, or that has none."""
-    found = []
+    lines = []
     for suite, seconds in sorted(spent.items()):
         if suite not in allowed:
-            found.append(f"{suite} took {seconds:.0f} s and has no row in CONTRIBUTING.md's table of budgets")
+            lines.append(f"{suite} took {seconds:.0f} s and has no row in CONTRIBUTING.md's table of budgets")
         elif seconds > allowed[suite]:
-            found.append(f"{suite} took {seconds:.0f} s; its budget is {allowed[suite]} s")
-    return found
+            lines.append(f"{suite} took {seconds:.0f} s; its budget is {allowed[suite]} s")
+    return lines
 
 
 def build_seconds(log: str) -> float:
@@ -104,9 +104,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def main() -> int:
     """Hold the last native build against its budget; 1 if it took longer."""
     seconds = build_seconds((ROOT / "build" / ".ninja_log").read_text(encoding="utf-8"))
-    found = overruns({BUILD: seconds}, budgets(PAGE.read_text(encoding="utf-8")))
-    print("\n".join(found) or f"native build: {seconds:.0f} s of compiler jobs")
-    return 1 if found else 0
+    lines = overruns({BUILD: seconds}, budgets(PAGE.read_text(encoding="utf-8")))
+    print("\n".join(lines) or f"native build: {seconds:.0f} s of compiler jobs")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -38,23 +38,23 @@ def _output(*command: str) -> str:
 
 def problems(library: Path, allowed: set[str]) -> list[str]:
     """One line for each thing that would keep ``library`` from loading somewhere it must."""
-    found = []
+    lines = []
     for line in _output("nm", "-D", "--undefined-only", str(library)).splitlines():
         name, _, version = line.split()[-1].partition("@")
         version = version.lstrip("@")
         if version.startswith("GLIBC_"):
             number = tuple(int(part) for part in version.removeprefix("GLIBC_").split("."))
             if number > GLIBC_LIMIT:
-                found.append(f"{name} needs {version}, newer than glibc {'.'.join(map(str, GLIBC_LIMIT))}")
+                lines.append(f"{name} needs {version}, newer than glibc {'.'.join(map(str, GLIBC_LIMIT))}")
         elif name not in allowed and name not in WEAK_BY_COMPILER and not version.startswith("GCC_"):
-            found.append(f"{name} is undefined and not in torch 2.11's stable C ABI")
+            lines.append(f"{name} is undefined and not in torch 2.11's stable C ABI")
     dynamic = _output("readelf", "-dW", str(library))
     for tag, value in re.findall(r"\((NEEDED|RPATH|RUNPATH)\).*\[(.*)\]", dynamic):
         if tag != "NEEDED":
-            found.append(f"{tag} {value}: the library must not carry a search path")
+            lines.append(f"{tag} {value}: the library must not carry a search path")
         elif not NEEDED.match(value):
-            found.append(f"needs {value}")
-    return found
+            lines.append(f"needs {value}")
+    return lines
 
 
 def main() -> int:
@@ -62,12 +62,12 @@ def main() -> int:
     if not library.is_file():
         print(f"{library} does not exist; run `make build`", file=sys.stderr)
         return 2
-    found = problems(library, torch_symbols())
-    for line in found:
+    lines = problems(library, torch_symbols())
+    for line in lines:
         print(f"{library.name}: {line}", file=sys.stderr)
-    if not found:
+    if not lines:
         print(f"{library.name}: every torch symbol is in torch 2.11's stable C ABI")
-    return 1 if found else 0
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

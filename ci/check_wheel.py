@@ -47,59 +47,59 @@ def carried(name: str) -> bool:
 
 def problems(dist: Path) -> list[str]:
     """What is wrong with one file, a line each."""
-    found = []
+    lines = []
     if dist.suffix == ".whl":
         names = set(zipfile.ZipFile(dist).namelist())
-        wanted = {f"gristmill/{name}" for name in tracked() if carried(name)}
-        wanted |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
-        wanted |= {
+        expected = {f"gristmill/{name}" for name in tracked() if carried(name)}
+        expected |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
+        expected |= {
             "gristmill/__init__.py",
             "gristmill/_lazy.py",
             "gristmill/ops.py",
             "gristmill/ops.pyi",
             "gristmill/py.typed",
         }
-        found += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
-        found += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
-        found += [
+        lines += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
+        lines += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
+        lines += [
             f"has {name}: not part of the package" for name in names if name.startswith("gristmill/lab/")
         ]
         if "-py3-none-" not in dist.name:
-            found.append("is tied to one Python, but holds nothing that is")
+            lines.append("is tied to one Python, but holds nothing that is")
     else:
         with tarfile.open(dist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
-        wanted = {
+        expected = {
             name
             for name in tracked()
             if carried(name) or (name.startswith(FOLDERS) and Path(name).suffix in NATIVE)
         }
-        wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
-        found += [
+        expected |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
+        lines += [
             f"has {name}: generated"
             for name in names
             if name.startswith(("build/", "src/gristmill/_lib", ".venv"))
         ]
-    found += [f"has result file {name}" for name in names if "bench/results/" in name]
-    found += [f"lacks {name}" for name in sorted(wanted - names)]
-    found += [
+    lines += [f"has result file {name}" for name in names if "bench/results/" in name]
+    lines += [f"lacks {name}" for name in sorted(expected - names)]
+    lines += [
         f"has model data {name}"
         for name in names
         if PurePosixPath(name).suffix in MODEL_FILES or "examples/models/" in name
     ]
     if dist.stat().st_size > SIZE_LIMIT:
-        found.append(f"is {dist.stat().st_size >> 20} MiB, over {SIZE_LIMIT >> 20}")
-    return found
+        lines.append(f"is {dist.stat().st_size >> 20} MiB, over {SIZE_LIMIT >> 20}")
+    return lines
 
 
 def main() -> int:
     failed = False
     for dist in map(Path, sys.argv[1:]):
-        found = problems(dist)
-        for line in found:
+        lines = problems(dist)
+        for line in lines:
             print(f"{dist.name} {line}", file=sys.stderr)
-        failed |= bool(found)
-        if not found:
+        failed |= bool(lines)
+        if not lines:
             print(f"{dist.name}: {dist.stat().st_size / 1024:.0f} KiB, contents as they should be")
     return int(failed)
 

@@ -69,15 +69,15 @@ class Pair:
 
 def pairs(only: str | None, target: str | None) -> list[Pair]:
     """Every (kernel, case, target) that the registry's Triton kernels claim."""
-    found = []
+    pairs = []
     for kernel in default_registry().all_kernels():
         if kernel.aot is None or (only and only not in (kernel.name, kernel.op)):
             continue
         for name in TARGETS if target is None else (target,):
             place = Target.parse(name)
             if not kernel.requires.check_hardware(place):
-                found += [Pair(kernel, case.name, name) for case in load_attribute(kernel.aot)(place)]
-    return found
+                pairs += [Pair(kernel, case.name, name) for case in load_attribute(kernel.aot)(place)]
+    return pairs
 
 
 def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[str, Any]:
@@ -103,11 +103,11 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
     if triple is None:
         raise ValueError(f"Triton emits no code for {target_name}")
     built = triton.compile(source, target=GPUTarget(*triple), options=dict(case.options))
-    found = _amd(built.asm["amdgcn"]) if target.vendor == "amd" else _nvidia(built.asm["cubin"])
-    found["shared"] = built.metadata.shared
+    usage = _amd(built.asm["amdgcn"]) if target.vendor == "amd" else _nvidia(built.asm["cubin"])
+    usage["shared"] = built.metadata.shared
     text = built.asm["amdgcn"] if target.vendor == "amd" else _sass(built.asm["cubin"])
     missing = [p for p in case.promises if p in PROMISES and not re.search(PROMISES[p], text)]
-    return {**found, "missing": missing}
+    return {**usage, "missing": missing}
 
 
 def _amd(text: str) -> dict[str, int]:
@@ -122,8 +122,8 @@ def _amd(text: str) -> dict[str, int]:
 
 def _nvidia(cubin: bytes) -> dict[str, int]:
     text = _tool("cuobjdump", "-res-usage", cubin)
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
-    return {"registers": found.get("REG", 0), "spills": found.get("STACK", 0)}
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {"registers": usage.get("REG", 0), "spills": usage.get("STACK", 0)}
 
 
 def _sass(cubin: bytes) -> str:
@@ -202,19 +202,19 @@ def worker() -> None:
         answers.flush()
 
 
-def judge(pair: Pair, found: dict[str, Any], baseline: dict[str, Any] | None) -> str | None:
+def judge(pair: Pair, usage: dict[str, Any], baseline: dict[str, Any] | None) -> str | None:
     """What is wrong with a result, or None."""
-    if "cannot" in found:
-        return None if baseline and "cannot" in baseline else f"does not compile: {found['cannot']}"
-    if found["missing"]:
-        return f"promised instructions are missing: {', '.join(found['missing'])}"
+    if "cannot" in usage:
+        return None if baseline and "cannot" in baseline else f"does not compile: {usage['cannot']}"
+    if usage["missing"]:
+        return f"promised instructions are missing: {', '.join(usage['missing'])}"
     if baseline is None:
-        return "not in the baseline; run with --update" if found["spills"] else None
+        return "not in the baseline; run with --update" if usage["spills"] else None
     if "cannot" in baseline:
         return None
     for name in ("registers", "spills"):
-        if found[name] > baseline[name] * 1.1 + 8:
-            return f"{name} rose from {baseline[name]} to {found[name]}"
+        if usage[name] > baseline[name] * 1.1 + 8:
+            return f"{name} rose from {baseline[name]} to {usage[name]}"
     return None
 
 
@@ -279,8 +279,8 @@ def main() -> int:
     failures, left = 0, sum(pair.key not in results for pair in work)
     work = [pair for pair in work if pair.key in results]
     for pair in work:
-        found = results[pair.key]
-        wrong = judge(pair, found, found if options.update else baseline.get(pair.key))
+        usage = results[pair.key]
+        wrong = judge(pair, usage, usage if options.update else baseline.get(pair.key))
         if wrong:
             failures += 1
             print(f"FAILED {pair.key}: {wrong}")

@@ -47,11 +47,11 @@ DECORATED = ("@pytest.fixture*", "@invariant*")
 
 def sources(*folders: str) -> list[Path]:
     """The Python files below these folders; src/gristmill without the links to the others."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in folders:
         folder = ROOT / name
-        found += sorted(folder.glob("*.py") if name.startswith("src/") else folder.rglob("*.py"))
-    return found
+        paths += sorted(folder.glob("*.py") if name.startswith("src/") else folder.rglob("*.py"))
+    return paths
 
 
 def named(files: list[Path], anything: bool) -> Iterator[str]:
@@ -116,10 +116,10 @@ def main() -> int:
     product, tests = sources(*PRODUCT, *SCRIPTS), sources("tests")
     names = [*named(product, anything=False), *named(tests, anything=True), *columns()]
     names += host_methods(sources("integrations"))
-    found = unused([*product, *tests], names)
-    for line in found:
+    lines = unused([*product, *tests], names)
+    for line in lines:
         print(line)
-    return 1 if found else 0
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

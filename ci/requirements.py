@@ -13,7 +13,7 @@ from pathlib import Path
 
 def requirements(project: dict[str, object], extras: list[str]) -> list[str]:
     """Everything that ``pip install gristmill[extras]`` would ask for, gristmill itself left out."""
-    found: list[str] = list(project["dependencies"])  # type: ignore[call-overload]
+    requirements: list[str] = list(project["dependencies"])  # type: ignore[call-overload]
     optional: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
     seen: set[str] = set()
     todo = list(extras)
@@ -28,9 +28,9 @@ def requirements(project: dict[str, object], extras: list[str]) -> list[str]:
             own = re.fullmatch(r"gristmill\[(.*)\]", line)
             if own:
                 todo += own[1].split(",")
-            elif line not in found:
-                found.append(line)
-    return found
+            elif line not in requirements:
+                requirements.append(line)
+    return requirements
 
 
 if __name__ == "__main__":

@@ -115,14 +115,14 @@ def compiled() -> frozenset[tuple[str, str]]:
 @cache
 def reported() -> dict[str, frozenset[str]]:
     """Kernel -> "target: device" of the reports (`kernelbench bench --results`) in which it matched the reference and was timed."""
-    found: dict[str, set[str]] = {}
+    devices_of: dict[str, set[str]] = {}
     for path in sorted(RESULTS.glob("*/operations/*.json")):
         report = migrated(json.loads(path.read_text(encoding="utf-8")))
         where = f"{report['environment']['target']}: {report['environment']['device']}"
         for row in report["rows"]:
             if row["us"] is not None:
-                found.setdefault(row["kernel"], set()).add(where)
-    return {kernel: frozenset(devices) for kernel, devices in found.items()}
+                devices_of.setdefault(row["kernel"], set()).add(where)
+    return {kernel: frozenset(devices) for kernel, devices in devices_of.items()}
 
 
 def runs(kernel: Kernel) -> list[str]:
@@ -213,12 +213,12 @@ def needs(requires: Requirement) -> str:
 
 def promises(kernel: Kernel) -> str:
     """What a kernel promises, in words."""
-    found = [
+    notes = [
         name
         for name, on in (("deterministic", kernel.deterministic), ("batch invariant", kernel.batch_invariant))
         if on
     ]
-    return ", ".join([*found, *([] if kernel.auto else ["runs only when pinned"])]) or "-"
+    return ", ".join([*notes, *([] if kernel.auto else ["runs only when pinned"])]) or "-"
 
 
 def op_section(registry: Registry, op: Op) -> str:

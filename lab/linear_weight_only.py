@@ -86,12 +86,12 @@ class Shape:
         self.scheme, self.n, self.k, self.options = scheme, n, k, options
         self.registry, self.target = default_registry(), device_target(DEVICE, Policy())
         self.op, self.build = self.registry.op("linear"), confirmed_build(self.registry, self.target)
-        wanted = [present_name(name) for name in options.kernels.split(",") if name]
+        names = [present_name(name) for name in options.kernels.split(",") if name]
         self.kernels = [
             kernel
             for kernel in self.registry.kernels_of("linear")
             if kernel.name not in SLOW
-            and (kernel.name in wanted if wanted else True)
+            and (kernel.name in names if names else True)
             and not kernel.requires.check_hardware(self.target, self.build)
             and not kernel.requires.check_build(self.target, self.build)
         ]

@@ -188,7 +188,7 @@ def run(
     """Measure what `out` lacks; how many rows are still missing."""
     from gristmill.autotune.environment import environment
 
-    wanted = cases(models, schemes, methods)
+    all_cases = cases(models, schemes, methods)
     fixed = {
         name: value for name, value in asdict(settings).items() if name != "device"
     }  # which every row's command says
@@ -198,7 +198,7 @@ def run(
         if data["settings"] != fixed:
             raise SystemExit(f"{out} holds rows of other settings: {data['settings']}; name another file")
     have = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
-    todo = [case for case in wanted if (Path(case[0]).name, *case[1:]) not in have]
+    todo = [case for case in all_cases if (Path(case[0]).name, *case[1:]) not in have]
     order = {
         (Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))
     }
@@ -215,7 +215,7 @@ def run(
             flush=True,
         )
     found = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
-    return sum((Path(case[0]).name, *case[1:]) not in found for case in wanted)
+    return sum((Path(case[0]).name, *case[1:]) not in found for case in all_cases)
 
 
 def _text(data: dict[str, Any]) -> str:

@@ -115,10 +115,10 @@ def losses_of(engine: Engine, windows: Sequence[Sequence[int]]) -> torch.Tensor:
     """`window_losses` of windows of one length, computed in one step: float64 [windows, length - 1], on the CPU."""
     length = len(windows[0])
     logits = _logits(engine, windows).view(len(windows), length, -1)[:, :-1].flatten(0, 1)
-    wanted = torch.tensor([list(ids[1:]) for ids in windows], device=logits.device).flatten()
+    targets = torch.tensor([list(ids[1:]) for ids in windows], device=logits.device).flatten()
     losses = [
         torch.nn.functional.cross_entropy(some, ids_of_some, reduction="none")
-        for some, ids_of_some in zip(torch.split(logits, ROWS), torch.split(wanted, ROWS), strict=True)
+        for some, ids_of_some in zip(torch.split(logits, ROWS), torch.split(targets, ROWS), strict=True)
     ]
     return torch.cat(losses).double().cpu().view(len(windows), length - 1)
 

@@ -54,8 +54,8 @@ class Runner:
         self.cache = cache
         self.device = model.plans.device
         self.sampler = Sampler(model.plans, model.config.vocab_size)
-        wanted = self.device.type == "cuda" if decode_graphs is None else decode_graphs
-        self.decode = DecodeGraphs(model, cache, self.sampler) if wanted else None
+        use_graphs = self.device.type == "cuda" if decode_graphs is None else decode_graphs
+        self.decode = DecodeGraphs(model, cache, self.sampler) if use_graphs else None
         self.processors = LogitsProcessors(model.config.vocab_size, self.device)
 
     @torch.inference_mode()

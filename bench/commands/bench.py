@@ -116,8 +116,8 @@ def bench(
     here_or_refuse(here)
     if save:
         store_to_write(here.policy.store_path)
-    wanted = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
-    ops = [*dict.fromkeys(one.op for one in wanted)]
+    work = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
+    ops = [*dict.fromkeys(one.op for one in work)]
     held = chosen(ops, kernels, here)
     here = imported(
         here, [k for op in ops for k in (*held[op.name], *(named(op, baseline) if baseline else ()))]
@@ -130,7 +130,7 @@ def bench(
         here.device or "cpu"
     )  # before anything else is: damaged ones are refused, and nothing disturbs new ones
     rows: list[dict[str, Any]] = []
-    for one in console.progress(wanted, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
+    for one in console.progress(work, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None
         configs = (
             {k.name: configured(k, one.problem, here, config) for k in held[one.op.name]}
@@ -163,16 +163,16 @@ def bench(
     if as_json:
         console.emit(rows)
     else:
-        _print(wanted, rows, here, baseline)
+        _print(work, rows, here, baseline)
     if any(row["wrong"] for row in rows):
         click.get_current_context().exit(1)
 
 
-def _print(wanted: list[Workload], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:
+def _print(work: list[Workload], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:
     timed = [name for name in _HEADS if any(name in row["times"] for row in rows)]
     heads = [_HEADS[name] if here.device != "cpu" else _HEADS[name].removesuffix(" eager") for name in timed]
     against = ["speedup"] if baseline else []
-    ops = dict.fromkeys(one.op.name for one in wanted)
+    ops = dict.fromkeys(one.op.name for one in work)
     several = ["operation"] if len(ops) > 1 else []
     columns = [
         *several,

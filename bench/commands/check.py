@@ -124,7 +124,7 @@ def check(
     if update:
         if why := unwritable(file):
             raise click.UsageError(why)
-        wanted: list[Case] = []
+        cases: list[Case] = []
         dropped: dict[Any, str] = {}
         if op_name is None:
             part, _ = baseline.find(baseline.read(file), here) if file.exists() else (None, "")
@@ -133,7 +133,7 @@ def check(
                     f"{file} has no entries for this environment; add some with --op, --kernels and --yardstick"
                 )
             dropped = baseline.gone(part["entries"])
-            wanted, portable = (
+            cases, portable = (
                 baseline.cases([e for e in part["entries"] if e not in dropped]),
                 "device" not in part["environment"],
             )
@@ -147,12 +147,12 @@ def check(
                 raise click.UsageError(
                     f"--kernels {kernels!r} names nothing but the yardstick: there is no ratio to write"
                 )
-            wanted = [
+            cases = [
                 Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)
             ]
-        here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
+        here = imported(here, [k for case in cases for k in (case.baseline, *case.others)])
         with console.status(quiet=as_json) as tell:
-            rows = compare(wanted, here, rule, seconds=seconds, tell=tell)
+            rows = compare(cases, here, rule, seconds=seconds, tell=tell)
         written = baseline.update(file, here, rows, portable, dropped)
         lost = [row for row in rows if row.found is None]
         if as_json:
@@ -199,10 +199,10 @@ def check(
         )
     begin = time.perf_counter()
     missing = baseline.gone(entries)
-    wanted = baseline.cases([entry for entry in entries if entry not in missing])
-    here = imported(here, [k for case in wanted for k in (case.baseline, *case.others)])
+    cases = baseline.cases([entry for entry in entries if entry not in missing])
+    here = imported(here, [k for case in cases for k in (case.baseline, *case.others)])
     with console.status(quiet=as_json) as tell:
-        rows = compare(wanted, here, rule, seconds=seconds, shift=baseline.shifts(entries), tell=tell)
+        rows = compare(cases, here, rule, seconds=seconds, shift=baseline.shifts(entries), tell=tell)
     checked = baseline.against(entries, rows, rule, missing)
     code = baseline.exit_code(checked)
     _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)

@@ -102,14 +102,14 @@ def compare(
 
     here = place(target)
     here_or_refuse(here)
-    wanted = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
-    ops = [*dict.fromkeys(one.op for one in wanted)]
+    work = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
+    ops = [*dict.fromkeys(one.op for one in work)]
     others = chosen(ops, kernels, here)
     here = imported(
         here, [k for op in ops for k in (*others[op.name], *(named(op, baseline) if baseline else ()))]
     )
     cases = []
-    for one in wanted:
+    for one in work:
         first = (
             baseline_of(one.op, one.problem, baseline, here)
             if baseline
@@ -132,7 +132,7 @@ def compare(
     if kernels is None:
         rows += [
             Row(one.op.name, str(one.problem), name, case.baseline.name, GAP, why)
-            for one, case in zip(wanted, cases, strict=True)
+            for one, case in zip(work, cases, strict=True)
             for name, why in unwrapped(one.op, here).items()
         ]
     if results:

@@ -100,14 +100,14 @@ def repro(file: Path, row: int, as_json: bool) -> None:
     data = result_file.read(file)
     if row >= len(data["rows"]):
         raise click.UsageError(f"{file} has {len(data['rows'])} rows, counted from 0; there is no row {row}")
-    wanted = data["rows"][row]
-    line = result_file.command(wanted, data.get("environment", {}).get("target"))
-    mode, config = TimingMode.parse(wanted.get("timing") or ""), wanted.get("config")
+    stored = data["rows"][row]
+    line = result_file.command(stored, data.get("environment", {}).get("target"))
+    mode, config = TimingMode.parse(stored.get("timing") or ""), stored.get("config")
     device = "cpu" if str(data.get("environment", {}).get("target")).startswith("cpu") else "cuda:0"
     script = _SCRIPT.format(
-        op=wanted["op"],
-        kernel=wanted["kernel"],
-        problem=wanted["problem"],
+        op=stored["op"],
+        kernel=stored["kernel"],
+        problem=stored["problem"],
         hot=mode.hot,
         eager=mode.eager,
         isolated=mode.isolated,
