@@ -62,9 +62,9 @@ def search_channel_scales(
     if not weights or any(
         h.shape != (w.shape[-1],) * 2 or w.shape[-1] != weights[0][0].shape[-1] for w, h in weights
     ):
-        found = ", ".join(f"{list(w.shape)} with {list(h.shape)}" for w, h in weights) or "none"
+        given = ", ".join(f"{list(w.shape)} with {list(h.shape)}" for w, h in weights) or "none"
         raise ValueError(
-            f"channel scales are searched for weights [N, K] of one K, each with moments [K, K]: got {found}"
+            f"channel scales are searched for weights [N, K] of one K, each with moments [K, K]: got {given}"
         )
     energy = torch.stack([h.diagonal().float() for _, h in {id(h): (w, h) for w, h in weights}.values()]).sum(
         0

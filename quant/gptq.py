@@ -75,11 +75,11 @@ def gptq(
     n, k = start.n, start.k
     if start.scheme.is_dense or start.scheme.minimums or start.lead:
         raise ValueError(f"gptq rounds one matrix of a quantized scheme without minimums, not {start}")
-    found = hessian.upper.shape if isinstance(hessian, Factor) else hessian.shape
-    if tuple(weight.shape) != (n, k) or tuple(found) != (k, k):
+    given = hessian.upper.shape if isinstance(hessian, Factor) else hessian.shape
+    if tuple(weight.shape) != (n, k) or tuple(given) != (k, k):
         raise ValueError(
             f"gptq: {start} needs a weight [{n}, {k}] and a Hessian [{k}, {k}], got {list(weight.shape)} and "
-            f"{list(found)}"
+            f"{list(given)}"
         )
     made = hessian if isinstance(hessian, Factor) else Factor.of(hessian, act_order, damping)
     factor, order = made.upper, made.order

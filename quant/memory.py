@@ -41,10 +41,10 @@ def copy_of(tensor: Tensor) -> Tensor:
 def _madvise() -> Callable[[int, int, int], int] | None:
     """The C library's madvise, None where it has none (Windows)."""
     try:
-        found = ctypes.CDLL(None).madvise
+        madvise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found.restype = ctypes.c_int
-    call: Callable[[int, int, int], int] = found
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise.restype = ctypes.c_int
+    call: Callable[[int, int, int], int] = madvise
     return call

@@ -355,7 +355,7 @@ def supported(as_json: bool) -> None:
     from gristmill.runtime import models
 
     families = {id(family): family for family in models.families().values()}.values()
-    found: dict[str, list[dict[str, Any]]] = {
+    supported: dict[str, list[dict[str, Any]]] = {
         "families": [
             {
                 "name": family.name,
@@ -371,17 +371,17 @@ def supported(as_json: bool) -> None:
         "plugins_left_out": [failure.as_dict() for failure in (*models.failures(), *formats.failures())],
     }
     if as_json:
-        console.emit(found)
+        console.emit(supported)
         return
     console.table(
         "Models",
         ["family", "architectures", "in GGUF files"],
-        [[f["name"], ", ".join(f["architectures"]), ", ".join(f["gguf"])] for f in found["families"]],
+        [[f["name"], ", ".join(f["architectures"]), ", ".join(f["gguf"])] for f in supported["families"]],
     )
     console.table(
         "Checkpoint formats",
         ["quant_method", "read", "written"],
-        [[f["name"], "yes", "yes" if f["written"] else "no"] for f in found["formats"]],
+        [[f["name"], "yes", "yes" if f["written"] else "no"] for f in supported["formats"]],
     )
     for failure in (*models.failures(), *formats.failures()):
         console.err().print(str(failure), highlight=False, markup=False)

@@ -85,18 +85,18 @@ def evaluate(
             f"token ids must be below the vocabulary's size {vocab}: these tokens are another model's"
         )
     begin = time.perf_counter()
-    found: list[float] = []
+    losses: list[float] = []
     at_once = windows_at_once(
         engine.runner.device, window, windows, config.num_blocks // blocks_needed(window, config.block_size)
     )
     for index in range(0, windows, at_once):
         some = [tokens[i * window : (i + 1) * window] for i in range(index, index + at_once)]
-        found += losses_of(engine, some).mean(1).tolist()
+        losses += losses_of(engine, some).mean(1).tolist()
         if progress is not None:
             progress(index + at_once, windows)
-    loss = math.fsum(found) / windows
+    loss = math.fsum(losses) / windows
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return Evaluation(loss, perplexity, windows * (window - 1), time.perf_counter() - begin, tuple(found))
+    return Evaluation(loss, perplexity, windows * (window - 1), time.perf_counter() - begin, tuple(losses))
 
 
 def windows_at_once(device: torch.device, window: int, windows: int, most: int) -> int:

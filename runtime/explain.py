@@ -34,17 +34,17 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     formats: of the weights that the operation multiplies, [] where it has none. plans: how many problems and sizes.
     """
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    entries: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["op"], row["kernel"], row["reason"])
-        entry = found.setdefault(
+        entry = entries.setdefault(
             key, {"op": key[0], "kernel": key[1], "formats": [], "reason": key[2], "plans": 0}
         )
         entry["plans"] += 1
         scheme = default_registry().op(row["op"]).problem(row["problem"]).as_dict().get("w")
         if scheme is not None and str(scheme) not in entry["formats"]:
             entry["formats"].append(str(scheme))
-    return list(found.values())
+    return list(entries.values())
 
 
 def _reason(source: str, us: float | None, priority: int, pins: tuple[str, ...]) -> str:

@@ -122,10 +122,10 @@ class SamplingParams:
         if type(value) is not int or value < least:
             raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")
 
-    def _number(self, name: str, low: float, high: float, wanted: str, open_below: bool = False) -> None:
+    def _number(self, name: str, low: float, high: float, expected: str, open_below: bool = False) -> None:
         value = getattr(self, name)
         if not _finite(value) or not low <= value <= high or (open_below and value == low):
-            raise UsageError(f"{name} must be {wanted}, got {value!r}")
+            raise UsageError(f"{name} must be {expected}, got {value!r}")
 
 
 def _finite(value: object) -> bool:

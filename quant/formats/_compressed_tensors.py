@@ -202,22 +202,22 @@ def _g_idx(source: Source, name: str, scheme: QuantScheme, k: int) -> Tensor | N
 
 
 def _with_input(
-    source: Source, module: str, found: StoredWeight, divisor: bool, static: bool
+    source: Source, module: str, stored: StoredWeight, divisor: bool, static: bool
 ) -> StoredWeight:
     """With the static activation scale, a divisor in NVFP4; FormatError where the configuration promises one."""
     name = f"{module}.{'input_global_scale' if divisor else 'input_scale'}"
     if name not in source:
         if static:
             raise FormatError(f"{module}: static activation scales need tensor {name}")
-        return found
+        return stored
     scale = one_number(source, name)
     extra = [name] + [n for n in (f"{module}.input_zero_point",) if n in source]
     return StoredWeight(
-        found.weight,
-        (*found.names, *extra),
-        found.activation,
+        stored.weight,
+        (*stored.names, *extra),
+        stored.activation,
         1 / scale if divisor else scale,
-        found.pre_scale,
+        stored.pre_scale,
     )
 
 

@@ -122,8 +122,8 @@ def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
 
 def natural(packed: Tensor) -> Tensor:
     """int32 [R, N/8] in AWQ's order -> uint8 [R, N], columns in order."""
-    found = words.codes(packed, 4, packed.shape[-1] * 8)
-    return found.view(*packed.shape, 8)[..., list(NIBBLE)].flatten(-2)
+    codes = words.codes(packed, 4, packed.shape[-1] * 8)
+    return codes.view(*packed.shape, 8)[..., list(NIBBLE)].flatten(-2)
 
 
 FORMAT = FormatSpec("awq", Awq, sidecar="quant_config.json")

@@ -85,9 +85,9 @@ class Tensors:
         dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """The tensor; FormatError when it is not there or not as expected."""
-        dtype, found = self.spec(name)
-        if shape is not None and found != shape:
-            raise FormatError(f"tensor {name} must have shape {list(shape)}, got {list(found)}")
+        dtype, stored_shape = self.spec(name)
+        if shape is not None and stored_shape != shape:
+            raise FormatError(f"tensor {name} must have shape {list(shape)}, got {list(stored_shape)}")
         if dtypes is not None and dtype not in dtypes:
             raise FormatError(f"tensor {name} must be {' or '.join(map(str, dtypes))}, got {dtype}")
         return self.tensors[name]
@@ -270,27 +270,27 @@ def zero_biases(source: Source, read: Collection[str], weight: str) -> set[str]:
 
     FormatError where one is not zero.
     """
-    found = set()
+    names = set()
     for name in source:
         module = name.removesuffix(".bias")
         if module != name and name not in read and f"{module}{weight}" in read:
             if bool(source.read(name, dtypes=(*FLOATS, torch.float64)).count_nonzero()):
                 raise FormatError(f"{name} is not 0, and the model has no such bias")
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def need(source: Source, module: str, suffixes: Collection[str], form: str) -> None:
     """FormatError unless the module has all these tensors."""
     missing = [f"{module}{suffix}" for suffix in suffixes if f"{module}{suffix}" not in source]
     if missing:
-        found = sorted(
+        others = sorted(
             n
             for n in source
             if n.startswith((f"{module}.", f"{module}_")) and n.count(".") <= module.count(".") + 1
         )
         raise FormatError(
-            f"{module} is stored as {form}, which needs tensor {missing[0]}; found {', '.join(found) or 'none of it'}"
+            f"{module} is stored as {form}, which needs tensor {missing[0]}; found {', '.join(others) or 'none of it'}"
         )
 
 

@@ -144,30 +144,30 @@ class GgufFile:
         dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
         """The tensor as `spec` says, rows in the order of Hugging Face."""
-        dtype, found = self.spec(name)
+        dtype, stored_shape = self.spec(name)
         if dtypes is not None and dtype not in dtypes:
             raise FormatError(
                 f"{self.path}: tensor {self.names[name]} must be {_listed(dtypes)}, got {self.kinds[name]}"
             )
-        if shape is not None and found != shape:
+        if shape is not None and stored_shape != shape:
             raise FormatError(
-                f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(found)}"
+                f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(stored_shape)}"
             )
         held = torch.from_numpy(self._data[name])
         if dtype == torch.bfloat16:
             held = held.view(torch.uint8).view(torch.bfloat16)
-        return self._in_order(name, held.view(found))
+        return self._in_order(name, held.view(stored_shape))
 
     def tokenizer_fields(self) -> Mapping[str, Any]:
         """The key-value pairs ``tokenizer.*``, arrays as lists; FormatError for text that is none."""
-        found = {}
+        values = {}
         for key, field in self._reader.fields.items():
             if key.startswith("tokenizer."):
                 try:
-                    found[key] = field.contents()
+                    values[key] = field.contents()
                 except (ValueError, IndexError) as error:  # UnicodeDecodeError among them
                     raise FormatError(f"{self.path} is truncated or corrupt: {key}: {error}") from error
-        return found
+        return values
 
     def _add(self, name: str, tensor: Any, shape: tuple[int, ...], data: Any) -> None:
         self.names[name] = tensor.name
@@ -270,15 +270,15 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
 
 def _metadata(reader: Any) -> Mapping[str, Any]:
     """Key-value pairs as Python values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or (key.startswith("tokenizer.") and not key.endswith("_token_id")):
             continue
         value = field.contents()
-        found[key] = value.item() if hasattr(value, "item") else value
-    if found.get("split.count", 0) > 1:
+        values[key] = value.item() if hasattr(value, "item") else value
+    if values.get("split.count", 0) > 1:
         raise FormatError("a GGUF file in several parts is not read; join it with llama-gguf-split --merge")
-    return found
+    return values
 
 
 def _translation(architecture: GgufArchitecture, layers: int) -> dict[str, str]:

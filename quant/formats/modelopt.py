@@ -197,12 +197,12 @@ class ModelOptWriter(SchemeWriter):
         return stored
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "quant_method": "modelopt",
             "quant_algo": self.ALGORITHMS[str(self.scheme)],
             "exclude_modules": sorted({"lm_head", *kept}),
         }
-        return found | ({"group_size": self.scheme.group_size} if self.scheme.granularity == "group" else {})
+        return fields | ({"group_size": self.scheme.group_size} if self.scheme.granularity == "group" else {})
 
 
 def claims(config: Mapping[str, Any]) -> bool:

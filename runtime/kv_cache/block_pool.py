@@ -80,12 +80,12 @@ class BlockPool:
 
     def queue(self) -> list[int]:
         """The whole queue, front first. For tests and dumps: O(n)."""
-        found: list[int] = []
+        blocks: list[int] = []
         block = self.front()
-        while block != self.num_blocks and len(found) <= self.num_blocks:
-            found.append(block)
+        while block != self.num_blocks and len(blocks) <= self.num_blocks:
+            blocks.append(block)
             block = self._next[block]
-        return found
+        return blocks
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the front, evicting what the cached ones hold. All or nothing."""

@@ -25,8 +25,8 @@ class PoolPlan:
 
     def refs(self, block: int) -> int:
         """Reference count of a block under the plan."""
-        found = self._refs.get(block)
-        return self._pool.refs[block] if found is None else found
+        count = self._refs.get(block)
+        return self._pool.refs[block] if count is None else count
 
     def take(self, count: int) -> list[int]:
         """Allocate `count` blocks; the caller has compared with `available`."""

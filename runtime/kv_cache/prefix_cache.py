@@ -70,7 +70,7 @@ class PrefixCache:
         Never everything: at least one token is left to compute, because sampling needs the logits of the last one.
         """
         size = self._pool.block_size
-        found: list[CachedBlock] = []
+        hits: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for index in range(self._max_hit(len(tokens))):
             entry = self._table.get(hashes[index])
@@ -81,9 +81,9 @@ class PrefixCache:
                 or not same_prefix(entry.parent, parent)
             ):
                 break
-            found.append(entry)
+            hits.append(entry)
             parent = entry
-        return found
+        return hits
 
     def insert(
         self, hash_: int, tokens: Sequence[int], extra: Hashable, parent: CachedBlock | None, block: int

@@ -103,11 +103,11 @@ class SplitLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
-        found = [
+        outputs = [
             part(x if scale is None else x * scale)
             for part, scale in zip(self.parts, self.scales, strict=True)
         ]
-        joined = found[0] if len(found) == 1 else torch.cat(found, -1)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         if self.gating is None or not x.shape[0]:
             return joined[:, : self.columns]
         out = x.new_empty(x.shape[0], self.columns)

@@ -108,9 +108,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         **own.config(values),
         **_rope(path, values, file.rope_factors),
     }
-    found = {name: value for name, value in data.items() if value is not None}
-    _check_rotation(path, found, values.get("rope.dimension_count"), len(file.rope_factors))
-    return found
+    fields = {name: value for name, value in data.items() if value is not None}
+    _check_rotation(path, fields, values.get("rope.dimension_count"), len(file.rope_factors))
+    return fields
 
 
 def _check_rotation(path: Path, config: Mapping[str, Any], rotated: Any, factors: int) -> None:

@@ -153,14 +153,14 @@ def merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> l
     SentencePiece joins the neighbours whose join has the highest score (Kudo and Richardson, 2018), which is BPE with merges
     in this order.
     """
-    found = []
+    merges = []
     for token, i in vocabulary.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         halves = [
             (vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary
         ]
-        found += [(-scores[i], i, *half) for half in sorted(halves)]
-    return [(a, b) for *_, a, b in sorted(found)]
+        merges += [(-scores[i], i, *half) for half in sorted(halves)]
+    return [(a, b) for *_, a, b in sorted(merges)]
 
 
 def _put_bos(backend: Any, bos: Any, tokens: Sequence[str], where: str) -> None:

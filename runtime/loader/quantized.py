@@ -167,12 +167,12 @@ def _shapes(table: WeightTable, stacked: bool) -> dict[str, tuple[int | None, ..
 
 def _layers(table: WeightTable) -> list[list[Weight]]:
     """The table's entries by layer."""
-    found: dict[int, list[Weight]] = {}
+    layers: dict[int, list[Weight]] = {}
     for weight in table.weights:
         first, _, following = weight.target.partition(".")
         if first == "layers":
-            found.setdefault(int(following.partition(".")[0]), []).append(weight)
-    return [found[index] for index in sorted(found)]
+            layers.setdefault(int(following.partition(".")[0]), []).append(weight)
+    return [layers[index] for index in sorted(layers)]
 
 
 def _names(weights: Collection[Weight]) -> list[str]:

@@ -221,7 +221,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise wrong("its header is no JSON object")
     header.pop("__metadata__", None)
-    found = {name: _entry(file, name, value, wrong) for name, value in header.items()}
+    entries = {name: _entry(file, name, value, wrong) for name, value in header.items()}
     end = 0
     for name, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = value["data_offsets"]
@@ -230,7 +230,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         end = stop
     if size != 8 + length + end:
         raise wrong(f"{size} bytes, but its header describes {8 + length + end}")
-    return found
+    return entries
 
 
 def _entry(file: Path, name: str, value: Any, wrong: Any) -> Entry:

@@ -255,9 +255,9 @@ class Weights:
         module = name.removesuffix(".weight")
         if self.stored is not None and len(shape) == 2 and module != name:
             plain = name in self.checkpoint and self.checkpoint.spec(name)[0] in FLOATS
-            found = None if plain else self._stored(module, shape)
-            if found is not None:
-                return found.weight.dequantize(torch.float32 if weight.kind == "fp32" else self.dtype)
+            stored = None if plain else self._stored(module, shape)
+            if stored is not None:
+                return stored.weight.dequantize(torch.float32 if weight.kind == "fp32" else self.dtype)
         return self._source(name, shape, weight)
 
     def _source(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
@@ -285,9 +285,9 @@ class Weights:
         columns = weight.columns
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        found = self._stored(name, (rows, columns), place)
-        if found is not None:
-            return self._wanted(name, found)
+        stored = self._stored(name, (rows, columns), place)
+        if stored is not None:
+            return self._wanted(name, stored)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return Part(QuantTensor.from_dense(tensor.to(self.dtype)))
@@ -298,9 +298,9 @@ class Weights:
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        found = self._stored(name, (weight.experts, rows, columns))
-        if found is not None:
-            return self._wanted(name, found).weight
+        stored = self._stored(name, (weight.experts, rows, columns))
+        if stored is not None:
+            return self._wanted(name, stored).weight
         tensor = self._source(name, (weight.experts, columns, rows), weight).transpose(1, 2)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))

@@ -28,15 +28,15 @@ from gristmill.runtime.models import Family
 def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. The two projections down to latents are one matrix, gate and up another."""
     hidden = c.hidden_size
-    found = [
+    weights = [
         Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
         Weight("norm", ("model.norm.weight",), (hidden,)),
     ]
     if not c.tie_embeddings:
-        found.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
-        found += [
+        weights += [
             Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,)),
             Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
             *_attention(c, _mla(c), name, f"{source}.self_attn"),
@@ -48,7 +48,7 @@ def table(c: ModelConfig) -> WeightTable:
         ]
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.extra["nextn_layers"])]
     ignored.append("model.layers.*.self_attn.rotary_emb.inv_freq")
-    return WeightTable(tuple(found), tuple(ignored), (TIED,) if c.tie_embeddings else ())
+    return WeightTable(tuple(weights), tuple(ignored), (TIED,) if c.tie_embeddings else ())
 
 
 def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:

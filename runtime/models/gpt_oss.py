@@ -38,8 +38,8 @@ def table(c: ModelConfig) -> WeightTable:
         yield Weight(f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True)
         yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden)
 
-    found = decoder_table(c, feed_forward)
-    return replace(found, ignored=(*found.ignored, "model.layers.*.self_attn.rotary_emb.*"))
+    base = decoder_table(c, feed_forward)
+    return replace(base, ignored=(*base.ignored, "model.layers.*.self_attn.rotary_emb.*"))
 
 
 def _moe(c: ModelConfig) -> MoeConfig:

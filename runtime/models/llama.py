@@ -30,22 +30,22 @@ def table(c: ModelConfig) -> WeightTable:
 def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterable[Weight]]) -> WeightTable:
     """The table of a decoder of this kind; feed_forward(name, source, layer) gives what stands behind attention."""
     hidden = c.hidden_size
-    found = [
+    weights = [
         Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
         Weight("norm", ("model.norm.weight",), (hidden,)),
     ]
     if not c.tie_embeddings:
-        found.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
-        found += [
+        weights += [
             Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,)),
             *attention(c, name, f"{source}.self_attn"),
             Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
             *feed_forward(name, source, i),
         ]
     ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-    return WeightTable(tuple(found), ignored, (TIED,) if c.tie_embeddings else ())
+    return WeightTable(tuple(weights), ignored, (TIED,) if c.tie_embeddings else ())
 
 
 def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:

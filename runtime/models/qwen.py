@@ -41,12 +41,12 @@ def experts(c: ModelConfig, name: str, source: str, names: tuple[str, str, str])
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """Biases, norms of heads, experts; the window of attention counts only where ``use_sliding_window`` turns it on."""
-    found: dict[str, Any] = {} if fields.flag("use_sliding_window", False) else {"windows": ()}
+    values: dict[str, Any] = {} if fields.flag("use_sliding_window", False) else {"windows": ()}
     if architecture == "Qwen2ForCausalLM":
-        return found | {"qkv_bias": True}
+        return values | {"qkv_bias": True}
     if architecture == "Qwen3ForCausalLM":
-        return found | {"qk_norm": True}
-    return found | {"qk_norm": True, "moe": _moe(fields)}
+        return values | {"qk_norm": True}
+    return values | {"qk_norm": True, "moe": _moe(fields)}
 
 
 def _moe(fields: Fields) -> MoeConfig:

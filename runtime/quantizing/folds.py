@@ -60,19 +60,19 @@ def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[
                 f"{config.architecture} stores {name} in {len(table[name].sources)} tensors, not in {count}: no rule says where to "
                 "fold their scales (AWQ)"
             )
-    found = _mla(config, table) if "latents" in table else _attention(config, table)
+    folds_of_layer = _mla(config, table) if "latents" in table else _attention(config, table)
     names = [n for n in ("gate_up", "experts.gate_up", "shared.gate_up") if n in table]
     shared = tuple(module for n in names for module in table[n].part_names())
     router = table["router"].sources if "router" in table else ()
-    found.append(Fold(shared, table["mlp_norm"].sources, router))
+    folds_of_layer.append(Fold(shared, table["mlp_norm"].sources, router))
     for name in names:
         down = table[name.replace("gate_up", "down")].part_names()
         count = len(table[name].sources)
         ups = table[name].part_names()[count - 1 :: count]
         bias = table.get(f"{name}.bias")
         for module, up in zip(down, ups, strict=True):
-            found.append(Fold((module,), (f"{up}.weight", *(bias.sources[-1:] if bias else ()))))
-    return found
+            folds_of_layer.append(Fold((module,), (f"{up}.weight", *(bias.sources[-1:] if bias else ()))))
+    return folds_of_layer
 
 
 def _attention(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
@@ -106,7 +106,7 @@ def _mla(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
 
 
 def search_and_fold(
-    found: list[Fold], tensors: dict[str, Tensor], moments: Moments, quantize: Callable[[Tensor], QuantTensor]
+    folds: list[Fold], tensors: dict[str, Tensor], moments: Moments, quantize: Callable[[Tensor], QuantTensor]
 ) -> None:
     """Scale a layer's tensors by the best channel scales of every fold, in place; the layer computes what it did, but for float32's
     rounding. Moments become those of the scaled inputs. A fold none of whose linears saw a token is left alone.
@@ -114,7 +114,7 @@ def search_and_fold(
     Linears and kept matrices become float32; norms and biases keep their dtype, which scales are adjusted to.
     quantize: a float32 matrix as it will be rounded.
     """
-    for fold in found:
+    for fold in folds:
         seen = [module for module in fold.modules if module in moments.sums]
         if not seen:
             continue

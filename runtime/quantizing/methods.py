@@ -182,8 +182,8 @@ class Awq(Calibrated):
         self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
     ) -> Rounded:
         moments, scaled = self.stream.moments(index, tensors), dict(tensors)
-        found = folds(self.stream.config, index, tuple(weights))
-        search_and_fold(found, scaled, moments, target.quantize)
+        layer_folds = folds(self.stream.config, index, tuple(weights))
+        search_and_fold(layer_folds, scaled, moments, target.quantize)
         made = {}
         for module in linears(weights):
             weight = self._placed(scaled.pop(f"{module}.weight")).float()

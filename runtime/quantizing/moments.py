@@ -38,13 +38,13 @@ def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) 
     weights: of the layer, from the model's table. tensors: what it was made of, by checkpoint name.
     """
     table = {weight.target: weight for weight in weights}
-    found = Moments()
+    moments = Moments()
     for owner, name, inner in list(find_linears([layer])):
         if isinstance(inner, MixtureOfExperts):
-            setattr(owner, name, _Experts(inner, table, found, tensors))
+            setattr(owner, name, _Experts(inner, table, moments, tensors))
         else:
-            setattr(owner, name, _Seen(inner, table[inner.target].part_names(), found))
-    return found
+            setattr(owner, name, _Seen(inner, table[inner.target].part_names(), moments))
+    return moments
 
 
 def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:

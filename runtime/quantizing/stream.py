@@ -94,10 +94,10 @@ class LayerStream:
     def moments(self, index: int, tensors: Mapping[str, Tensor]) -> Moments:
         """What the linears of layer `index` see, made of float `tensors`; the windows stay where they are."""
         layer = self._layer(index, tensors, None)
-        found = watch(layer, self.weights_of(index), tensors)
+        moments = watch(layer, self.weights_of(index), tensors)
         for x, residual in self.states:
             layer(x.clone(), residual.clone(), self.batch, self.cache)
-        return found
+        return moments
 
     @torch.inference_mode()
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format | None = None) -> None:
@@ -121,12 +121,12 @@ class LayerStream:
     def _embedded(self, tokens: Sequence[int], length: int, steps: int) -> list[tuple[Tensor, Tensor]]:
         (entry,) = (weight for weight in self.table.weights if weight.target == "embedding")
         matrix = open_checkpoint(self.directory).read(entry.sources[0], (entry.rows[0], entry.columns or 0))
-        found = []
+        hidden_states = []
         for i in range(steps):
             ids = torch.tensor(tokens[i * length : (i + 1) * length])
             x = matrix[ids].to(device=self.plans.device, dtype=torch.float32)
-            found.append((x, torch.zeros_like(x)))
-        return found
+            hidden_states.append((x, torch.zeros_like(x)))
+        return hidden_states
 
 
 class _Passing(Plans):

@@ -83,10 +83,10 @@ class Unfinished:
         """What earlier runs and this one noted, `new` included, each once."""
         path = self.folder / NOTES
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        found = list(dict.fromkeys([*known, *new]))
-        if found != known:
-            _replace(path, json.dumps(found, indent=1))
-        return found
+        notes = list(dict.fromkeys([*known, *new]))
+        if notes != known:
+            _replace(path, json.dumps(notes, indent=1))
+        return notes
 
     def parts(self) -> list[Path]:
         """The files of all parts, by name."""
