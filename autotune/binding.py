@@ -6,6 +6,7 @@ layers of one shape hold the same number: a traced model has one subgraph for al
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,16 +18,12 @@ import torch
 from gristmill.autotune.bound import BoundPlan, fitting
 from gristmill.autotune.device import device_index
 from gristmill.autotune.guard import tensors
+from gristmill.autotune.packing import plan_layouts
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.linear.linear import layout_for
-
-LAYOUT_SIZES = (1, 16, 256)
-"""Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
 
 
 class _Plans(dict[int, BoundPlan]):
@@ -107,13 +104,26 @@ def layouts(
     """
     definition = default_registry().op(op)
     static = definition.static(definition.problem(problem))
-    if {"n", "k"} <= static.as_dict().keys():
-        return frozenset(resolver(device, policy).plan(definition, static, LAYOUT_SIZES, without).layouts)
-    # Experts are packed once, for the kernel of a middling batch.
-    best = (
-        resolver(device, policy).resolve(definition, definition.at_bucket(static, LAYOUT_SIZES[1])).require()
-    )
-    return frozenset({layout_for(best.kernel, QuantScheme.parse(static.text("w"))).name})
+    return plan_layouts(resolver(device, policy), static, frozenset(without))
+
+
+def _as_bound(plan: BoundPlan) -> tuple[Any, ...]:
+    """A plan in a pickle or a copy."""
+    resolver = plan.resolver
+    return _bound_again, (plan.op.name, plan.static, resolver.device, resolver.policy, plan.layouts)
+
+
+def _bound_again(
+    op: str, static: Problem, device: str, policy: Policy, layouts: frozenset[str] | None
+) -> BoundPlan:
+    """The plan of this process for a policy that is equal, not necessarily the same object."""
+    for known in _RESOLVERS.values():
+        if known.device == device and known.policy == policy:
+            return bind(op, static, device, known.policy, layouts)
+    return bind(op, static, device, policy, layouts)
+
+
+copyreg.pickle(BoundPlan, _as_bound)
 
 
 def handle_of(op: Op, static: Problem, place: Resolver, layouts: frozenset[str] | None) -> int:

@@ -46,6 +46,7 @@ class Resolver:
         self.target: Target = device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.worker = worker or shared_worker()
+        self.chosen_layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
         self._recording = True
         self.store = self._read()
         self._lock = threading.Lock()

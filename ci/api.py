@@ -40,6 +40,7 @@ SECTIONS = {
         "BoundPlan",
     ),
     "Quantized weights": ("quantize", "QuantTensor", "QuantScheme", "LinearWeight"),
+    "Modules": ("nn", "quantize_module"),
     "Runtime": (
         "LLM",
         "Completion",
@@ -241,6 +242,10 @@ def page() -> str:
             value = getattr(gristmill, name)
             if name == "ops":
                 lines += ops_section()
+            elif name == "nn":
+                lines += ["### nn", "", markdown(gristmill.nn.__doc__), ""]
+                for module in (gristmill.nn.Linear, gristmill.nn.Embedding, gristmill.nn.RMSNorm):
+                    lines += class_section(f"nn.{module.__name__}", module)
             elif inspect.isclass(value):
                 lines += class_section(name, value)
             else:

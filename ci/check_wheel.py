@@ -55,6 +55,7 @@ def problems(dist: Path) -> list[str]:
         expected |= {
             "gristmill/__init__.py",
             "gristmill/_lazy.py",
+            "gristmill/nn.py",
             "gristmill/ops.py",
             "gristmill/ops.pyi",
             "gristmill/py.typed",

@@ -40,8 +40,11 @@ PRESCRIBED = (
     "__dir__",
     "__all__",
     "teardown",
+    "_apply",
+    "recurse",
+    "extra_repr",
 )
-"""Names that pytest, html.parser, hypothesis or Python itself look up."""
+"""Names that pytest, html.parser, hypothesis or Python itself look up; methods and arguments of torch.nn.Module."""
 DECORATED = ("@pytest.fixture*", "@invariant*")
 
 

@@ -167,6 +167,8 @@ class QuantTensor:
         """float32 [..., N]: the global multiplier of each row, or None."""
         if self.global_scale is None:
             return None
+        if len(self.segments) == 1:
+            return self.global_scale.expand(*self.lead, self.n)
         ends = (*self.segments[1:], self.n)
         lengths = torch.tensor([e - s for s, e in zip(self.segments, ends, strict=True)], device=self.device)
         return self.global_scale.repeat_interleave(lengths, dim=-1)
@@ -190,7 +192,7 @@ class QuantTensor:
             step = max(1, _CHUNK // self.k)
             for start in range(0, self.n, step):
                 stop = min(self.n, start + step)
-                flat[expert, start:stop] = part._decode(start, stop).to(dtype)
+                flat[expert, start:stop] = part._decode(slice(start, stop)).to(dtype)
         return out
 
     def experts(self) -> Iterator[QuantTensor]:
@@ -246,16 +248,22 @@ class QuantTensor:
             tensors.get("n_idx"),
         )
 
-    def _decode(self, start: int, stop: int) -> Tensor:
-        """float32 rows [start, stop) of an [N, K] matrix."""
+    def decode_rows(self, index: Tensor) -> Tensor:
+        """float32 [N', K]: the rows of an [N, K] matrix that an integer tensor [N'] names, as `dequantize` gives them."""
+        if self.scheme.is_dense:
+            return self.dense()[index].to(torch.float32)
+        return self._decode(index)
+
+    def _decode(self, taken: slice | Tensor) -> Tensor:
+        """Some rows of an [N, K] matrix in float32."""
         scheme = self.scheme
-        codes = numeric.unpack_bits(self.codes[start:stop], scheme.bits, self.k)
+        codes = numeric.unpack_bits(self.codes[taken], scheme.bits, self.k)
         if scheme.is_integer:
             value = codes.to(torch.float32)
         else:
             value = numeric.e2m1_decode(codes) if scheme.bits == 4 else numeric.e4m3_decode(codes)
         columns = self.column_groups().to(torch.int64)
-        rows = self.row_blocks()[start:stop].to(torch.int64)
+        rows = self.row_blocks()[taken].to(torch.int64)
         offset = None if self.zero is None else self.zero[rows].to(torch.float32)[:, columns]
         if offset is not None and not scheme.minimums:
             value -= offset
@@ -267,7 +275,7 @@ class QuantTensor:
         if offset is not None and scheme.minimums:
             value -= offset
         row_scale = self.row_scale()
-        return value if row_scale is None else value * row_scale[start:stop, None]
+        return value if row_scale is None else value * row_scale[taken, None]
 
     # Validation.
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from gristmill.quant.packed import Packed
     from gristmill.quant.tensor import QuantTensor
 
 
@@ -27,14 +28,14 @@ class LinearWeight:
         scheme: how the numbers are stored.
         n, k: rows (output features) and columns (input features).
         act_order: the order of columns does not follow the groups.
-        packed: layout name -> its tensors, in slot order.
+        packed: layout name -> the weight in it.
     """
 
     scheme: QuantScheme
     n: int
     k: int
     act_order: bool
-    packed: Mapping[str, list[Tensor]]
+    packed: Mapping[str, Packed]
 
     @staticmethod
     def pack(weight: QuantTensor | Tensor, layouts: Iterable[str]) -> LinearWeight:
@@ -52,7 +53,7 @@ class LinearWeight:
             raise ValueError(f"LinearWeight holds one [N, K] matrix, got {weight}")
         if not names:
             raise ValueError("LinearWeight needs at least one layout: those of the layer's plan")
-        packed = {name: pack(weight, name).tensors for name in names}
+        packed = {name: pack(weight, name) for name in names}
         return LinearWeight(weight.scheme, weight.n, weight.k, weight.g_idx is not None, packed)
 
     def problem(
@@ -68,10 +69,10 @@ class LinearWeight:
             ValueError: the weight is not packed in that layout.
         """
         if layout is None:
-            return [tensor for name in sorted(self.packed) for tensor in self.packed[name]]
+            return [tensor for name in sorted(self.packed) for tensor in self.packed[name].tensors]
         if layout not in self.packed:
             raise ValueError(f"this weight is packed as {', '.join(self.packed)}, not as {layout}")
-        return self.packed[layout]
+        return self.packed[layout].tensors
 
     @property
     def layouts(self) -> frozenset[str]:
@@ -81,7 +82,7 @@ class LinearWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all packings."""
-        return sum(t.numel() * t.element_size() for tensors in self.packed.values() for t in tensors)
+        return sum(packed.nbytes for packed in self.packed.values())
 
 
 def problem_of(

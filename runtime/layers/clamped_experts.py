@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.layers.linear import Linear
@@ -76,7 +77,7 @@ class _Product:
             epilogue="none",
             gather=top_k,
         )
-        layout = min(plans.layouts(problem))
+        layout = min(plan_layouts(plans.resolver, problem))
         self.plan = plans.bind_packed(problem, frozenset((layout,)))
         self.weight = pack(weight, layout).tensors
         plans.own(self.bias, *self.weight)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.problem import Problem
+from gristmill.autotune.packing import pack_linear
 from gristmill.kernels.common import dtype_name
-from gristmill.kernels.linear.weight import LinearWeight
 from gristmill.quant import QuantTensor
-from gristmill.quant.packed import LayoutError
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Part, Weights
 
@@ -43,13 +39,13 @@ class Linear:
             act_order=weight.g_idx is not None,
         )
         self.plans = plans
-        self.weight, layouts = _packed(plans, weight, problem)
-        self.plan = plans.bind_packed(problem, layouts)
+        self.weight = pack_linear(weight, problem, plans.resolver)
+        self.plan = plans.bind_packed(problem, self.weight.layouts)
         self.bias = bias
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
-        plans.own(bias, *(tensor for packing in self.weight.packed.values() for tensor in packing))
         self.tensors = self.weight.tensors()
+        plans.own(bias, *self.tensors)
         self.target = ""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,23 +56,6 @@ class Linear:
             scratch = self.plans.scratch(self.plan, rows)
             self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
         return out
-
-
-def _packed(plans: Plans, weight: QuantTensor, problem: Problem) -> tuple[LinearWeight, frozenset[str]]:
-    """The weight in the layouts of its plan. A layout that takes the scheme may not take this weight of it: then, with a
-    warning, the plan is made without it."""
-    refused: frozenset[str] = frozenset()
-    while True:
-        layouts = plans.layouts(problem, refused)
-        try:
-            return LinearWeight.pack(weight, sorted(layouts)), layouts
-        except LayoutError as error:
-            refused |= {error.layout}
-            warnings.warn(
-                f"a weight of {problem} is not packed as {error.layout}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 class SplitLinear:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.layers.linear import Linear
@@ -48,7 +49,7 @@ class MixtureOfExperts:
             x=plans.x,
             w=str(down.scheme),
         )
-        layouts = plans.layouts(problem)
+        layouts = plan_layouts(plans.resolver, problem)
         self.experts = plans.bind_packed(problem, layouts)
         self.inner, layout = down.k, next(iter(layouts))
         self.down = pack(down, layout).tensors

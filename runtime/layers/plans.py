@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gristmill import ops
 from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
@@ -39,7 +40,6 @@ class Plans:
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
-        self._layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
 
@@ -73,12 +73,10 @@ class Plans:
             self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)
         return self.bound[key]
 
-    def layouts(self, problem: Problem, without: frozenset[str] = frozenset()) -> frozenset[str]:
-        """The layouts in which the weights of a static problem are to be packed. without: those that cannot hold the weight."""
-        key = (problem, without)
-        if key not in self._layouts:
-            self._layouts[key] = ops.layouts(problem.op, problem, self.device, self.policy, without)
-        return self._layouts[key]
+    @property
+    def resolver(self) -> Resolver:
+        """Selection on the device under the policy."""
+        return ops.resolver(self.device, self.policy)
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
         """Scratch memory for a call of this size on the current stream, uint8; None when its kernel needs none."""

@@ -17,6 +17,7 @@ from gristmill._lazy import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gristmill import nn as nn
     from gristmill import ops as ops
     from gristmill.autotune.bound import BoundPlan as BoundPlan
     from gristmill.autotune.errors import UnpreparedError as UnpreparedError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from gristmill.kernel_registry.select import NoKernelError as NoKernelError
     from gristmill.kernel_registry.target import Target as Target
     from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
+    from gristmill.nn import quantize_module as quantize_module
     from gristmill.quant.rtn import quantize as quantize
     from gristmill.quant.tensor import QuantTensor as QuantTensor
     from gristmill.runtime.completion import Chunk as Chunk

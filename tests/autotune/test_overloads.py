@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ def test_the_operator_chooses_among_the_layouts_of_its_plan() -> None:
     layer = torch.compile(
         lambda x: ops.linear(x, tensors, n=weight.n, plan=plan), backend=backend, dynamic=True, fullgraph=True
     )
-    plain = LinearWeight(weight.scheme, 48, 256, False, {"plain_v1": weight.tensors("plain_v1")})
+    plain = replace(weight, packed={"plain_v1": weight.packed["plain_v1"]})
     alone = ops.bind("linear", plain.problem("fp32"), "cpu", layouts=plain.layouts)
     for rows in (1, 2, 5, 16):
         x = torch.randn(rows, 256)

@@ -32,6 +32,7 @@ def good_wheel_names() -> list[str]:
     names += [
         "gristmill/__init__.py",
         "gristmill/_lazy.py",
+        "gristmill/nn.py",
         "gristmill/ops.py",
         "gristmill/ops.pyi",
         "gristmill/py.typed",

@@ -28,7 +28,7 @@ def test_a_step_binds_nothing(name: str, make: Callable[..., LLM], monkeypatch: 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("bound in a step")
 
-    for method in ("problem", "bind", "bind_packed", "layouts"):
+    for method in ("problem", "bind", "bind_packed", "resolver"):
         monkeypatch.setattr(Plans, method, refuse)
     monkeypatch.setattr("gristmill.ops.bind", refuse)
     first, second = (llm.generate([[5, 6, 7], [8]], PARAMS) for llm in llms)

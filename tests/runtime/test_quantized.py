@@ -155,9 +155,7 @@ def test_a_doubled_block_scale_is_seen(
     """Planted fault: one scale of one weight is doubled; the tight comparison of losses must notice."""
     llm, theirs = make(LLAMA, quant="int4_g128"), float(their_losses(LLAMA, "int4_g128")[0].mean())
     packed = llm.model.layers[0].mlp.down.weight  # type: ignore[attr-defined]
-    scales = next(
-        t for tensors in packed.packed.values() for t in tensors if t.dtype == torch.bfloat16 and t.numel()
-    )
+    scales = next(t for t in packed.tensors() if t.dtype == torch.bfloat16 and t.numel())
     scales.view(-1)[:16] *= 2
     assert abs(loss(llm, 1) - theirs) > 3e-4
 

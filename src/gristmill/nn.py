@@ -1,0 +1,325 @@
+"""Modules for any torch model: ``gristmill.nn.Linear``, ``Embedding`` and ``RMSNorm``, and `quantize_module`, which puts them in.
+
+Modules hold their weights packed for the kernels of the device. ``state_dict()`` has the neutral fields of a QuantTensor instead, as
+gristmill's own checkpoint directories do (``NAME.codes``, ``NAME.scales``, ...), so that it loads on every device. A module is one
+operator in a graph of `torch.compile`. They are for inference: no gradient passes through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill import ops
+from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.packing import pack_linear
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels.linear.weight import problem_of
+from gristmill.quant.packed import Packed, unpack
+from gristmill.quant.rtn import quantize
+from gristmill.quant.tensor import QuantTensor
+
+FIELDS = ("codes", "scales", "zero", "global_scale", "g_idx", "n_idx")
+"""Fields of a QuantTensor in a state dict."""
+
+
+class _Quantized(torch.nn.Module):
+    """A module with one QuantTensor, whose state dict holds its fields."""
+
+    scheme: QuantScheme
+    shape: tuple[int, int]
+
+    def weight(self) -> QuantTensor:
+        """The weight in neutral form."""
+        raise NotImplementedError
+
+    def set_weight(self, weight: QuantTensor) -> None:
+        """Replace the weight by another of the same scheme and shape."""
+        raise NotImplementedError
+
+    def _check(self, weight: QuantTensor) -> None:
+        if weight.shape != self.shape or weight.scheme != self.scheme:
+            raise ValueError(f"{self} cannot hold {weight}")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": tensor for name, tensor in self.weight().tensors().items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        held = {name: state_dict.pop(prefix + name) for name in FIELDS if prefix + name in state_dict}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if "codes" not in held:
+            missing_keys.append(f"{prefix}codes")
+            return
+        try:
+            self.set_weight(from_fields(held, self.scheme, self.shape))
+        except (ValueError, TypeError) as error:
+            error_msgs.append(f"{prefix}codes: {error}")
+
+
+def from_fields(fields: Mapping[str, Tensor], scheme: QuantScheme, shape: tuple[int, int]) -> QuantTensor:
+    """The QuantTensor whose fields a state dict holds."""
+    return QuantTensor(
+        fields["codes"],
+        fields.get("scales"),
+        shape,
+        scheme,
+        fields.get("zero"),
+        fields.get("global_scale"),
+        g_idx=fields.get("g_idx"),
+        n_idx=fields.get("n_idx"),
+    )
+
+
+class Linear(_Quantized):
+    """y = x · Wᵀ + b with a weight in any scheme, dense ones included: what `torch.nn.Linear` is for floats.
+
+    Args:
+        weight: QuantTensor [N, K], on the device that the module runs on.
+        bias: [N] or None.
+        dtype: of x, the bias and y: float32, float16 or bfloat16.
+        policy: None = the one that GRISTMILL_POLICY names.
+
+    Raises:
+        ValueError: a bias of another shape; a scheme that no kernel takes here is a NoKernelError.
+    """
+
+    def __init__(
+        self,
+        weight: QuantTensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.shape = weight.scheme, (weight.n, weight.k)
+        self.policy = policy
+        self.dtype = dtype
+        if bias is not None and tuple(bias.shape) != (weight.n,):
+            raise ValueError(
+                f"the bias of a Linear of {weight.n} rows is [{weight.n}], got {list(bias.shape)}"
+            )
+        self.bias = (
+            None if bias is None else torch.nn.Parameter(bias.detach().to(weight.device, dtype), False)
+        )
+        self._packed: dict[str, Packed] = {}
+        self._buffer_names: list[str] = []
+        self._pack(weight)
+
+    @property
+    def in_features(self) -> int:
+        """K, as in `torch.nn.Linear`."""
+        return self.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """N, as in `torch.nn.Linear`."""
+        return self.shape[0]
+
+    @classmethod
+    def from_float(
+        cls, module: torch.nn.Linear, scheme: QuantScheme | str, *, policy: Policy | None = None
+    ) -> Linear:
+        """A `torch.nn.Linear` rounded to nearest in `scheme`; ValueError where the scheme does not take its shape."""
+        return cls(
+            quantize(module.weight.detach(), scheme), module.bias, dtype=module.weight.dtype, policy=policy
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        tensors = [getattr(self, name) for name in self._buffer_names]
+        return ops.linear(x, tensors, self.bias, None, False, self.shape[0], None, plan=self.plan)
+
+    def weight(self) -> QuantTensor:
+        """The weight in neutral form, unpacked from its first layout."""
+        packed = next(iter(self._packed.values()))
+        slots = {slot: self.get_buffer(f"{packed.layout}_{slot}") for slot in packed.slots}
+        return unpack(replace(packed, slots=slots))
+
+    def set_weight(self, weight: QuantTensor) -> None:
+        """Replace the weight, in place where it stays on its device: CUDA graphs and compiled graphs go on with the new one.
+
+        Raises:
+            ValueError: a weight of another scheme or shape.
+        """
+        self._check(weight)
+        self._pack(weight.to(self.plan.resolver.device))
+
+    def _pack(self, weight: QuantTensor) -> None:
+        problem = problem_of(
+            weight.scheme,
+            weight.n,
+            weight.k,
+            self.dtype,
+            self.bias is not None,
+            act_order=weight.g_idx is not None,
+        )
+        static = default_registry().op("linear").problem(problem)
+        resolver = ops.resolver(weight.device, self.policy)
+        held = pack_linear(weight, static, resolver)
+        packed = {layout: held.packed[layout] for layout in sorted(held.packed)}
+        made = {f"{layout}_{slot}": t for layout, p in packed.items() for slot, t in p.slots.items()}
+        for name in self._buffer_names:
+            if name not in made:
+                del self._buffers[name]
+        for name, tensor in made.items():
+            mine = self._buffers.get(name)
+            if mine is not None and _alike(mine, tensor):
+                mine.copy_(tensor)
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+        self._buffer_names = list(made)
+        self._packed = {layout: replace(p, slots=dict.fromkeys(p.slots)) for layout, p in packed.items()}  # type: ignore[arg-type]
+        self.plan: BoundPlan = ops.bind("linear", static, weight.device, self.policy, held.layouts)
+        if weight.device.type == "cuda":
+            torch.cuda.synchronize(
+                weight.device
+            )  # a kernel may read its weight before the work ahead of it has ended
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        """`to`, `cuda`, `half`: on another device the weight is packed anew for it; its codes keep their dtypes."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.plan.resolver.device))
+        if probe.dtype != self.dtype or probe.device != torch.device(self.plan.resolver.device):
+            weight = self.weight().to(probe.device)
+            self.dtype = probe.dtype
+            if self.bias is not None:
+                self.bias.data = fn(self.bias.data)
+            self._pack(weight)
+        return self
+
+    def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
+        return f"in_features={self.shape[1]}, out_features={self.shape[0]}, bias={self.bias is not None}, scheme={self.scheme}"
+
+
+class Embedding(_Quantized):
+    """Rows of a [vocab, hidden] weight, dequantized as they are looked up: what `torch.nn.Embedding` is for floats.
+
+    Args:
+        weight: QuantTensor [vocab, hidden]. dtype: of the rows that it answers.
+    """
+
+    def __init__(self, weight: QuantTensor, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.scheme, self.shape, self.dtype = weight.scheme, (weight.n, weight.k), dtype
+        self._weight = weight
+
+    @classmethod
+    def from_float(cls, module: torch.nn.Embedding, scheme: QuantScheme | str) -> Embedding:
+        """A `torch.nn.Embedding` rounded to nearest in `scheme`; ValueError where the scheme does not take its shape."""
+        return cls(quantize(module.weight.detach(), scheme), dtype=module.weight.dtype)
+
+    def weight(self) -> QuantTensor:
+        """The weight."""
+        return self._weight
+
+    def set_weight(self, weight: QuantTensor) -> None:
+        """Replace the weight; ValueError for one of another scheme or shape."""
+        self._check(weight)
+        self._weight = weight.to(self._weight.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Integer [...] -> [..., hidden]."""
+        rows = self._weight.decode_rows(tokens.reshape(-1))
+        return rows.to(self.dtype).view(*tokens.shape, self.shape[1])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Embedding:
+        """`to`, `cuda`, `half`: codes and scales keep their dtypes."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self._weight.device))
+        self.dtype, self._weight = probe.dtype, self._weight.to(probe.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
+        return f"{self.shape[0]}, {self.shape[1]}, scheme={self.scheme}"
+
+
+class RMSNorm(torch.nn.Module):
+    """x · rsqrt(mean(x²) + eps) · weight over the last dimension, in float32 and rounded once.
+
+    Args:
+        weight: [N], in the dtype of x. eps: added to the mean square.
+    """
+
+    def __init__(self, weight: Tensor, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(weight.detach(), False)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """x [..., N] -> [..., N]. With a residual of x's shape: it becomes x + residual in place, and the answer is (norm of it, it)."""
+        rows = x.reshape(-1, x.shape[-1])
+        if residual is None:
+            return ops.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        added = residual.view(rows.shape)
+        return ops.fused_add_rms_norm(rows, added, self.weight, self.eps).view(x.shape), residual
+
+    def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def quantize_module(
+    model: torch.nn.Module,
+    scheme: QuantScheme | str,
+    *,
+    skip: Iterable[str] = ("lm_head", "*.lm_head"),
+    embeddings: bool = False,
+    policy: Policy | None = None,
+) -> torch.nn.Module:
+    """Round the linear layers of any torch model to nearest, and put `Linear` in their place. The model itself is changed.
+
+    scheme: of the weights, ``int4_g128``, ``mxfp4``, ``fp8_block`` ...; a float dtype keeps them as they are. skip: patterns of names
+    of modules that stay as they are. A matrix that the model shares with another module stays as it is, too. embeddings: quantize
+    `torch.nn.Embedding` as well. policy: None = the one that GRISTMILL_POLICY names.
+
+    Raises:
+        ValueError: an unknown scheme, or a layer whose shape it does not take: the message names it.
+        NoKernelError: no kernel runs the scheme here.
+    """
+    scheme = QuantScheme.parse(scheme)
+    patterns, modules = tuple(skip), dict(model.named_modules())
+    owners: dict[int, int] = {}
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    kinds: tuple[type, ...] = (torch.nn.Linear, torch.nn.Embedding) if embeddings else (torch.nn.Linear,)
+    for name, module in modules.items():
+        if type(module) not in kinds or any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        if owners[id(module.weight)] > 1:
+            continue
+        try:
+            made: _Quantized
+            if isinstance(module, torch.nn.Embedding):
+                made = Embedding.from_float(module, scheme)
+            else:
+                made = Linear.from_float(module, scheme, policy=policy)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; leave it out with skip=[{name!r}, ...]") from error
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, made.train(module.training))
+    return model
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
