@@ -60,6 +60,7 @@ SECTIONS = {
         "CheckpointError",
         "RequestTooLarge",
         "QueueFull",
+        "EngineDraining",
         "PolicyError",
         "AxisError",
         "UnknownError",

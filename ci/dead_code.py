@@ -45,7 +45,7 @@ PRESCRIBED = (
     "extra_repr",
 )
 """Names that pytest, html.parser, hypothesis or Python itself look up; methods and arguments of torch.nn.Module."""
-DECORATED = ("@pytest.fixture*", "@invariant*")
+DECORATED = ("@pytest.fixture*", "@invariant*", "@initialize*", "@rule*")
 
 
 def sources(*folders: str) -> list[Path]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.config import Fields as Fields
     from gristmill.runtime.config import ModelConfig as ModelConfig
     from gristmill.runtime.engine import Engine as Engine
+    from gristmill.runtime.engine import EngineDraining as EngineDraining
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
     from gristmill.runtime.errors import UsageError as UsageError

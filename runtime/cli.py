@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,9 +88,18 @@ def model_options(function: F) -> F:
     is_flag=True,
     help="Print which kernel each operation ran, and why; which steps ran as CUDA graphs.",
 )
+@click.option(
+    "--drain-seconds",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="S",
+    help="How long generation goes on after SIGTERM; then it ends, and what there is counts as the answer.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout, at the end.")
 def generate(
     prompt: str,
+    drain_seconds: float,
     explain: bool,
     as_json: bool,
     **options: Any,
@@ -99,7 +109,7 @@ def generate(
     Sampling follows the options. Of the model's generation_config.json only the end tokens are used.
 
     \b
-    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop" or "length"), "logprobs" (null without
+    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop", "length" or "abort"), "logprobs" (null without
     --logprobs: {"token_id", "logprob", "rank", "top"}), "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
     "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "max_ctx", "samples", "captured", "steps",
     "reason"})}
@@ -112,13 +122,14 @@ def generate(
     text, reason = "", None
     ids: list[int] = []
     logprobs: list[dict[str, Any]] = []
-    for chunk in llm.stream(prompt, params):
-        logprobs += [asdict(one) for one in chunk.logprobs or ()]
-        text += chunk.text
-        ids += chunk.token_ids
-        reason = chunk.finish_reason or reason
-        if not as_json:
-            click.echo(chunk.text, nl=False)
+    with _draining(llm, drain_seconds):
+        for chunk in llm.stream(prompt, params):
+            logprobs += [asdict(one) for one in chunk.logprobs or ()]
+            text += chunk.text
+            ids += chunk.token_ids
+            reason = chunk.finish_reason or reason
+            if not as_json:
+                click.echo(chunk.text, nl=False)
     seconds = time.perf_counter() - begin
     rows, graphs = (llm.explain(), llm.explain_graphs()) if explain else (None, None)
     if as_json:
@@ -161,6 +172,16 @@ def generate(
             ],
             right=("requests up to", "context up to", "steps"),
         )
+
+
+@contextmanager
+def _draining(llm: LLM, seconds: float) -> Iterator[None]:
+    """SIGTERM drains the engine meanwhile."""
+    before = signal.signal(signal.SIGTERM, lambda *_: llm.drain(seconds))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @cli.command(name="eval")

@@ -9,10 +9,13 @@ while engine.has_unfinished():
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -26,12 +29,19 @@ from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import (
     FinishReason,
+    Pause,
     Request,
     RequestOutput,
     Scheduler,
     SchedulerConfig,
     TokenLogprobs,
 )
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class EngineDraining(RuntimeError):
+    """The engine finishes what it has and takes no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,13 @@ class Engine:
         seed: source of the seeds of requests without one.
         decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
             without capture.
+        queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
+        priority_span: under ``priority``, younger requests that may pass a request for each level they are ahead of it, so that
+            no request starves; None = any number.
+        max_queued, max_queued_tokens: waiting requests, and their prompt tokens, beyond which a request is refused (QueueFull);
+            None = no limit.
+        max_bypass: younger requests that may be admitted past one that waits for cache blocks.
+        inter_prefill_budget: prompt tokens that a step may compute of other requests beside its first prompt; None = no limit.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -90,6 +107,12 @@ class Engine:
         enable_prefix_cache: bool = True,
         seed: int = 0,
         decode_graphs: bool | None = None,
+        queue_order: Literal["fcfs", "priority"] = "fcfs",
+        priority_span: int | None = 256,
+        max_queued: int | None = None,
+        max_queued_tokens: int | None = None,
+        max_bypass: int = 8,
+        inter_prefill_budget: int | None = None,
     ) -> None:
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
         if policy is not None and not isinstance(policy, Policy):
@@ -110,6 +133,12 @@ class Engine:
                 max_model_len=limit,
                 max_chunk=max_chunk,
                 prefix_caching=enable_prefix_cache,
+                policy=queue_order,
+                priority_span=priority_span,
+                max_queued=max_queued,
+                max_queued_tokens=max_queued_tokens,
+                max_bypass=max_bypass,
+                inter_prefill_budget=inter_prefill_budget,
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
@@ -137,6 +166,9 @@ class Engine:
         self.scheduler = Scheduler(config)
         self._active: dict[str, _Active] = {}
         self._followers: dict[str, list[str]] = {}  # id -> requests held until its prompt is computed
+        self._draining = False
+        self._abort_at: float | None = None  # when the next step ends what is unfinished, by the clock
+        self._clock = time.monotonic
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
@@ -158,7 +190,10 @@ class Engine:
             UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of the wrong type.
             RequestTooLarge: the prompt and one more token can never fit; the message states need and capacity.
             QueueFull: the waiting queue is full.
+            EngineDraining: the engine takes no more requests.
         """
+        if self._draining:
+            raise EngineDraining(f"request {request_id!r} refused: the engine is draining")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(
@@ -203,6 +238,9 @@ class Engine:
 
         An exception from the model leaves its requests as they were before the step.
         """
+        if self._abort_at is not None and self._clock() >= self._abort_at:
+            self._abort_at = None
+            return self.abort(list(self._active))
         plan = self.scheduler.plan()
         if not plan.entries:
             return []
@@ -237,6 +275,49 @@ class Engine:
             self._forget(output.id)
         return ended
 
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop, until `resume`; requests may be added meanwhile, and wait. May be called in a signal handler.
+
+        mode: ``wait``: requests that have begun run to their end, no other is admitted. ``keep``: nothing runs; requests and their
+        blocks stay as they are. ``abort``: the next step ends all unfinished requests and returns them. `paused` says when the
+        mode's end is reached: keep stepping until then.
+        """
+        if mode not in get_args(PauseMode):
+            raise UsageError(f"unknown mode {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
+        self.scheduler.pause(Pause.NEW if mode == "wait" else Pause.ALL)
+        if mode == "abort" and self._active:
+            self._abort_at = -math.inf
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.scheduler.pause(None)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is paused, and nothing runs: a step would do nothing."""
+        if self._abort_at is not None and self._abort_at <= self._clock():
+            return False
+        pause = self.scheduler.paused
+        return pause is Pause.ALL or (pause is Pause.NEW and not self.scheduler.has_started())
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Take no more requests; those unfinished run to their end. May be called in a signal handler; there is no way back.
+
+        timeout: seconds after which the next step ends those still unfinished, and returns them; None = no limit. A second call
+        changes the limit: 0 ends them at once.
+        """
+        if timeout is not None and (isinstance(timeout, bool) or not timeout >= 0):
+            raise UsageError(f"timeout must be seconds, at least 0, or None, got {timeout!r}")
+        self._draining = True
+        if self._abort_at != -math.inf:  # else all end with the next step anyway
+            self._abort_at = None if timeout is None else self._clock() + timeout
+        self.scheduler.pause(None)
+
+    @property
+    def draining(self) -> bool:
+        """Whether `drain` was called: `add_request` refuses."""
+        return self._draining
+
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
         return self.scheduler.has_unfinished()
@@ -261,6 +342,7 @@ class Engine:
     def _release_followers(self, request_id: str) -> None:
         for follower in self._followers.pop(request_id, ()):
             if follower in self.scheduler.held:
+                self.scheduler.requests[follower].started = True  # with its leader: a pause lets both end
                 self.scheduler.resume(follower)
 
     def _forget(self, request_id: str) -> None:

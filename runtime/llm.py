@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.completion import Chunk, Completion, TextOutput, completion, engine_params
-from gristmill.runtime.engine import Engine
+from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.loader.checkpoint import NoTokenizerError
@@ -56,6 +56,12 @@ class LLM:
         enable_prefix_cache: bool = True,
         seed: int = 0,
         decode_graphs: bool | None = None,
+        queue_order: Literal["fcfs", "priority"] = "fcfs",
+        priority_span: int | None = 256,
+        max_queued: int | None = None,
+        max_queued_tokens: int | None = None,
+        max_bypass: int = 8,
+        inter_prefill_budget: int | None = None,
     ) -> None:
         self.engine = Engine(
             model,
@@ -73,6 +79,12 @@ class LLM:
             enable_prefix_cache=enable_prefix_cache,
             seed=seed,
             decode_graphs=decode_graphs,
+            queue_order=queue_order,
+            priority_span=priority_span,
+            max_queued=max_queued,
+            max_queued_tokens=max_queued_tokens,
+            max_bypass=max_bypass,
+            inter_prefill_budget=inter_prefill_budget,
         )
         self.path = Path(model)
         self.model: Model = self.engine.runner.model
@@ -91,21 +103,25 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Complete every prompt, batched by the scheduler; results are in the order of the prompts, each with its n choices in turn.
 
         prompts: one or several; text, or token ids that are used unchanged. params: one for all, or one for each; None =
         greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
+        priority: one for all, or one for each; lower values first, in an LLM made with queue_order="priority".
         Without a tokenizer.json prompts must be ids, and `text` is empty.
 
         Raises:
-            UsageError: an empty prompt, ids outside the vocabulary, params of the wrong number or type.
+            UsageError: an empty prompt, ids outside the vocabulary, params of the wrong number or type; the engine is paused.
             RequestTooLarge: a prompt that can never fit in the cache or the model's length.
+            QueueFull: more prompts than max_queued or max_queued_tokens allow to wait.
+            EngineDraining: `drain` was called.
         """
         ids = self._prompts(prompts)
         chunks: dict[tuple[int, int], list[Chunk]] = {}
         wishes = self._params(params, len(ids))
-        for chunk in self._run(ids, wishes):
+        for chunk in self._run(ids, wishes, _priorities(priority, len(ids))):
             chunks.setdefault((chunk.index, chunk.choice), []).append(chunk)
         return [
             completion(prompt, chunks[index, choice])
@@ -117,10 +133,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[Chunk]:
         """Like `generate`, but streamed in chunks. Text is never split inside a character; closing the iterator aborts."""
         ids = self._prompts(prompts)
-        return self._run(ids, self._params(params, len(ids)))
+        return self._run(ids, self._params(params, len(ids)), _priorities(priority, len(ids)))
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """As `Engine.pause`, between the chunks of a stream or in a signal handler."""
+        self.engine.pause(mode)
+
+    def resume(self) -> None:
+        """As `Engine.resume`."""
+        self.engine.resume()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """As `Engine.drain`: after `timeout` seconds a running `generate` returns what there is, with finish_reason ``abort``."""
+        self.engine.drain(timeout)
 
     @property
     def weight_bytes(self) -> int:
@@ -136,22 +165,25 @@ class LLM:
         decode = self.engine.runner.decode
         return [] if decode is None else decode.explain()
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Chunk]:
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], priorities: list[int]
+    ) -> Iterator[Chunk]:
         engine = self.engine
         outputs: dict[str, TextOutput] = {}
         try:
-            for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
+            for index, (prompt, wish, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
                 first = None
                 for choice in range(wish.n):
                     name = f"llm-{self._requests}"
                     self._requests += 1
                     text = TextOutput(index, choice, wish, self._stream(wish))
-                    engine.add_request(
-                        name, prompt, engine_params(wish, choice, lambda: self.tokenizer), after=first
-                    )
+                    wish_of_choice = engine_params(wish, choice, lambda: self.tokenizer)
+                    engine.add_request(name, prompt, wish_of_choice, priority, after=first)
                     outputs[name] = text
                     first = first or name
             while outputs:
+                if engine.paused:
+                    raise UsageError("the engine is paused: call resume, then generate")
                 for output in engine.step():
                     if (text_output := outputs.get(output.id)) is None:
                         continue
@@ -207,3 +239,11 @@ class LLM:
                 f"{count} prompts and {len(params)} SamplingParams: give one for all, or one for each"
             )
         return list(params)
+
+
+def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(priority, int):
+        return [priority] * count
+    if not isinstance(priority, Sequence) or len(priority) != count:
+        raise UsageError(f"priority must be an integer, or one for each of {count} prompts, got {priority!r}")
+    return list(priority)

@@ -47,6 +47,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "Sample no end token before N tokens.",
         {"type": int, "default": 0, "metavar": "N"},
     ),
+    "ignore_eos": ("Continue after the model's end tokens.", {"is_flag": True}),
     "stop": (
         "End the text before this one. May be given several times.",
         {"multiple": True, "metavar": "TEXT"},

@@ -18,11 +18,18 @@ from gristmill.runtime.scheduler.config import SchedulerConfig
 from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan, TokenLogprobs
 from gristmill.runtime.scheduler.policy import Admission
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
-from gristmill.runtime.scheduler.scheduler import QueueFull, RequestTooLarge, Scheduler, SchedulerStuck
+from gristmill.runtime.scheduler.scheduler import (
+    Pause,
+    QueueFull,
+    RequestTooLarge,
+    Scheduler,
+    SchedulerStuck,
+)
 
 __all__ = [
     "Admission",
     "FinishReason",
+    "Pause",
     "QueueFull",
     "Request",
     "RequestOutput",

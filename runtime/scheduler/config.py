@@ -21,8 +21,11 @@ class SchedulerConfig:
                                 that is compute-bound already a second prefill only delays the first
     max_bypass                  younger requests that may be admitted past one that waits for blocks; 0: strict order
     max_queued                  waiting requests beyond which `add` refuses; None: no limit
+    max_queued_tokens           prompt tokens of waiting requests beyond which `add` refuses; None: no limit
     watermark                   part of the pool kept free at admission while others run, so that they can grow
     policy                      "fcfs", or "priority": lower value first, then arrival
+    priority_span               with "priority": younger requests that may pass a request for each level that they are ahead of
+                                it, so that nobody starves; None: any number
     prefix_caching              share full blocks between requests
     align_chunks                let every chunk but a prompt's last end at a block boundary, so that a prompt is cut
                                 alike whether or not its beginning was cached (same shapes, hence same rounding)
@@ -37,8 +40,10 @@ class SchedulerConfig:
     inter_prefill_budget: int | None = None
     max_bypass: int = 8
     max_queued: int | None = None
+    max_queued_tokens: int | None = None
     watermark: float = 0.01
     policy: PolicyName = "fcfs"
+    priority_span: int | None = 256
     prefix_caching: bool = True
     align_chunks: bool = False
 
@@ -51,6 +56,8 @@ class SchedulerConfig:
             ("max_chunk", 1),
             ("inter_prefill_budget", 0),
             ("max_queued", 0),
+            ("max_queued_tokens", 0),
+            ("priority_span", 1),
         ):
             if getattr(self, name) is not None:
                 self._require_int(name, least)

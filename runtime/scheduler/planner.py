@@ -109,7 +109,7 @@ class Planner:
     def _make_room(self, blocks: int, request: Request, running: Sequence[Request]) -> bool:
         """Preempt until `blocks` are available; False when `request` itself had to go."""
         while blocks > self.pool.available:
-            victim = choose_victim(self.config.policy, (r for r in running if r.id not in self.gone))
+            victim = choose_victim(self.config, (r for r in running if r.id not in self.gone))
             self._preempt(victim)
             if victim is request:
                 return False

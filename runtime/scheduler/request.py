@@ -44,6 +44,7 @@ class Request:
     drafts      proposed continuation of `tokens`, to be verified in the next step
     limit       known tokens at which the request ends by length
     bypassed    younger requests admitted past this one since it waits for blocks
+    started     whether it has been admitted before: such requests run to their end while the queue is paused
     reads_cache whether it may begin with blocks of the prefix cache; not where every position of the prompt has to be computed
     """
 
@@ -67,6 +68,7 @@ class Request:
         "prompt_len",
         "reads_cache",
         "registered",
+        "started",
         "state",
         "stop_ids",
         "tokens",
@@ -116,6 +118,7 @@ class Request:
         self.drafts: list[int] = []
         self.bypassed = 0
         self.reads_cache = True
+        self.started = False
         self.preemptions = 0
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.block_hashes: list[int] = []  # chained hash of every full block of `tokens`
@@ -138,6 +141,7 @@ class Request:
             tuple(self.block_ids),
             tuple(self.drafts),
             self.bypassed,
+            self.started,
             self.preemptions,
             self.cached_tokens,
             tuple(self.block_hashes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from enum import Enum
 
 from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache, blocks_needed
 from gristmill.runtime.scheduler.config import SchedulerConfig
@@ -25,6 +26,13 @@ class SchedulerStuck(RuntimeError):
     """Requests are unfinished, nothing outside is awaited, and a step would do nothing. Always a bug, never a hang."""
 
 
+class Pause(Enum):
+    """What a paused scheduler plans. Requests may be added meanwhile; they wait."""
+
+    NEW = "new"  # requests that have been admitted before run on, nobody else is admitted
+    ALL = "all"  # nothing; requests and their blocks stay as they are
+
+
 class Scheduler:
     """Continuous batching over a paged KV pool. Not thread-safe: one owner calls it."""
 
@@ -36,6 +44,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # sorted by queue_key, always
         self.held: dict[str, Request] = {}
+        self.queued_tokens = 0  # prompt tokens of waiting and held requests
+        self.paused: Pause | None = None
         self.in_flight: StepPlan | None = None  # committed, results not in yet
         self._version = 0
         self._arrivals = 0
@@ -57,12 +67,19 @@ class Scheduler:
             raise QueueFull(
                 f"request {request.id!r} refused: {limit} requests are waiting, which is max_queued"
             )
+        most = self.config.max_queued_tokens
+        if most is not None and self.queued_tokens and self.queued_tokens + request.prompt_len > most:
+            raise QueueFull(
+                f"request {request.id!r} refused: {self.queued_tokens} prompt tokens are waiting, with its {request.prompt_len} "
+                f"more than max_queued_tokens ({most})"
+            )
         if self.cache is not None:
             self.cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
         request.limit = min(request.limit, self.config.capacity)
         request.arrival = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
+        self.queued_tokens += request.prompt_len
         if held:
             request.state = RequestState.HELD
             self.held[request.id] = request
@@ -101,8 +118,10 @@ class Scheduler:
                 self.running.remove(request)
             elif request.state is RequestState.HELD:
                 del self.held[request_id]
+                self.queued_tokens -= request.prompt_len
             else:
                 self.waiting.remove(request)
+                self.queued_tokens -= request.prompt_len
             self._finish(request, reason)
             ended.append(RequestOutput(request_id, (), reason))
         if ended:
@@ -113,19 +132,30 @@ class Scheduler:
         """Whether any request, held ones included, has not ended."""
         return bool(self.requests)
 
+    def has_started(self) -> bool:
+        """Whether a request runs, or was preempted and will run again."""
+        return bool(self.running) or any(request.started for request in self.waiting)
+
+    def pause(self, pause: Pause | None) -> None:
+        """Plan only what `pause` allows from now on; None: everything. A step that is planned already is not touched."""
+        self.paused = pause
+
     # A step --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
         """Work out the next step. Changes nothing: a plan that is dropped, or fails, leaves no trace.
 
-        Raises SchedulerStuck where the step would be empty though a request is unfinished and not held.
+        Raises SchedulerStuck where the step would be empty though a request is unfinished, not held and not paused.
         """
         if self.in_flight is not None:
             raise RuntimeError("a committed plan is in flight: call update or discard first")
-        plan = self._planner().run(self.running, self.waiting)
-        if not plan.entries and (
-            self.running or self.waiting
-        ):  # held requests hold nothing: they are no excuse
+        if self.paused is Pause.ALL:
+            return self._planner().run((), ())
+        waiting = self.waiting
+        if self.paused is Pause.NEW:
+            waiting = [request for request in waiting if request.started]
+        plan = self._planner().run(self.running, waiting)
+        if not plan.entries and (self.running or waiting):  # held requests hold nothing: they are no excuse
             raise SchedulerStuck("an empty step with unfinished requests\n" + self.dump())
         return plan
 
@@ -148,7 +178,9 @@ class Scheduler:
             request = self.requests[request_id]
             self.waiting.remove(request)
             self.running.append(request)
+            self.queued_tokens -= request.prompt_len
             request.state = RequestState.RUNNING
+            request.started = True
             request.bypassed = 0
             request.computed = len(hits) * self.config.block_size
             if hits:
@@ -238,6 +270,11 @@ class Scheduler:
         if owners != self.pool.refs:
             wrong = [(b, n, r) for b, (n, r) in enumerate(zip(owners, self.pool.refs, strict=True)) if n != r]
             raise PoolError(f"(block, owners, references) that differ: {wrong}\n{self.dump()}")
+        queued = sum(r.prompt_len for r in (*self.waiting, *self.held.values()))
+        if self.queued_tokens != queued:
+            raise PoolError(
+                f"{self.queued_tokens} prompt tokens are said to wait, {queued} do\n{self.dump()}"
+            )
         if len(self.running) > self.config.max_seqs:
             raise PoolError(f"{len(self.running)} requests run, max_seqs is {self.config.max_seqs}")
         if len(self.running) + len(self.waiting) + len(self.held) != len(self.requests):
@@ -248,6 +285,8 @@ class Scheduler:
         return (
             self._version,
             self._arrivals,
+            self.queued_tokens,
+            self.paused,
             id(self.in_flight),
             tuple(self.pool.refs),
             tuple(self.pool.queue()),
@@ -263,7 +302,11 @@ class Scheduler:
 
     def dump(self) -> str:
         """The state as text, for errors."""
-        lines = [repr(self.config), self.pool.dump()]
+        lines = [
+            repr(self.config),
+            self.pool.dump(),
+            f"paused: {None if self.paused is None else self.paused.value}",
+        ]
         for name, requests in (
             ("running", self.running),
             ("waiting", self.waiting),
@@ -293,12 +336,12 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        policy = self.config.policy
-        insort(self.waiting, request, key=lambda r: queue_key(policy, r))
+        insort(self.waiting, request, key=lambda r: queue_key(self.config, r))
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue with nothing computed; its blocks are released by the plan's pool operations."""
         request.preemptions += 1
+        self.queued_tokens += request.prompt_len
         self._forget_blocks(request)
         request.computed = 0
         self._enqueue(request)

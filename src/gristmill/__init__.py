@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.completion import Chunk as Chunk
     from gristmill.runtime.completion import Completion as Completion
     from gristmill.runtime.engine import Engine as Engine
+    from gristmill.runtime.engine import EngineDraining as EngineDraining
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
     from gristmill.runtime.errors import UsageError as UsageError

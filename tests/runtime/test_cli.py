@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +105,33 @@ def test_generate_with_every_sampling_option(gristmill: Command) -> None:
     assert edited["text"] != text and edited["logprobs"] is None
     wrong = gristmill(*options, "--presence-penalty", "3")
     assert wrong.returncode == 2 and "presence_penalty must be a number in [-2, 2], got 3.0" in wrong.stderr
+
+
+def test_sigterm_ends_generation_with_what_there_is(gristmill: Command) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    options = (
+        "generate",
+        "--model",
+        MODEL,
+        "--prompt",
+        "The SELECT",
+        "--max-tokens",
+        "4000",
+        "--dtype",
+        "fp32",
+    )
+    before, stream = signal.getsignal(signal.SIGTERM), LLM.stream
+
+    def watched(self: LLM, *arguments: Any) -> Any:
+        timer.start()
+        return stream(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "stream", watched)
+        done = gristmill(*options, "--json", "--ignore-eos")
+    found = json.loads(done.stdout)
+    assert found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 4000
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_generate(gristmill: Command) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from gristmill.runtime.scheduler import (
     FinishReason,
+    Pause,
     QueueFull,
     Request,
     RequestTooLarge,
@@ -293,6 +294,83 @@ def test_49445_queue_cap() -> None:
     with pytest.raises(QueueFull, match="'c' refused: 2 requests"):
         scheduler.add(Request("c", [1], 1))
     assert "c" not in scheduler.requests
+
+
+def test_queue_cap_by_tokens() -> None:
+    scheduler = make(400, max_queued_tokens=20, max_seqs=1)
+    scheduler.add(Request("long", prompt(50), 2))  # alone in the queue, it may be as long as it likes
+    with pytest.raises(
+        QueueFull, match=r"'b' refused: 50 prompt tokens are waiting, with its 1 more than .*\(20\)"
+    ):
+        scheduler.add(Request("b", [1], 1))
+    model, run = FakeModel(scheduler.config), Run()
+    step(scheduler, model, run)
+    scheduler.add(Request("c", prompt(12), 1), held=True)
+    scheduler.add(Request("d", prompt(8), 1))
+    with pytest.raises(QueueFull, match="20 prompt tokens"):
+        scheduler.add(Request("e", [1], 1))
+    scheduler.abort(["c"])
+    scheduler.add(Request("e", prompt(12), 1))
+    while scheduler.has_unfinished():
+        step(scheduler, model, run)
+    assert scheduler.queued_tokens == 0 and set(run.reasons) == {"long", "d", "e"}
+
+
+def priority_order(span: int | None) -> list[str]:
+    """Four that are not urgent come first, then urgent ones for ever; one runs at a time."""
+    scheduler = make(400, max_seqs=1, max_batch_tokens=64, policy="priority", priority_span=span)
+    model, run = FakeModel(scheduler.config), Run()
+    order: list[str] = []
+    for i in range(4):
+        scheduler.add(Request(f"late{i}", prompt(4, i), 1, priority=2))
+    for i in range(40):
+        scheduler.add(Request(f"urgent{i}", prompt(4, i), 1, priority=0))
+        order += step(scheduler, model, run).admitted
+    return order
+
+
+def test_priority_goes_first_and_nobody_starves() -> None:
+    order = priority_order(span=5)
+    # late0 arrived as number 0, two levels behind: the urgent arrivals 4 to 9 go first, and no others.
+    assert order[:7] == [*(f"urgent{i}" for i in range(6)), "late0"]
+    assert [name for name in order if name.startswith("late")] == ["late0", "late1", "late2", "late3"]
+    assert not any(name.startswith("late") for name in priority_order(span=None))
+
+
+def test_34125_pause_lets_what_has_started_end() -> None:
+    """A preempted request has started, though it waits."""
+    scheduler = make(8, block_size=4, max_seqs=3, max_batch_tokens=64)
+    model, run = FakeModel(scheduler.config), Run()
+    for name, length in (("a", 12), ("b", 12), ("c", 20)):
+        scheduler.add(Request(name, prompt(length, ord(name)), 14))
+    while not run.preemptions:
+        step(scheduler, model, run)
+    assert [r.id for r in scheduler.waiting] == ["b", "c"]
+    scheduler.pause(Pause.NEW)
+    while scheduler.has_started():
+        assert "c" not in step(scheduler, model, run).admitted
+    assert set(run.reasons) == {"a", "b"} and [r.id for r in scheduler.waiting] == ["c"]
+    assert step(scheduler, model, run).entries == []
+    scheduler.pause(None)
+    while scheduler.has_unfinished():
+        step(scheduler, model, run)
+    assert run.outputs["c"] == expected_ids(prompt(20, ord("c")), 12)
+
+
+def test_34125_pause_keeps_everything_where_it_is() -> None:
+    scheduler = make(50, block_size=4)
+    model, run = FakeModel(scheduler.config), Run()
+    scheduler.add(Request("a", prompt(9), 6))
+    step(scheduler, model, run)
+    scheduler.pause(Pause.ALL)
+    before = [r.snapshot() for r in scheduler.requests.values()]
+    for _ in range(5):
+        assert step(scheduler, model, run).entries == []
+    assert [r.snapshot() for r in scheduler.requests.values()] == before
+    scheduler.pause(None)
+    while scheduler.has_unfinished():
+        step(scheduler, model, run)
+    assert run.outputs["a"] == expected_ids(prompt(9), 6)
 
 
 def test_34125_abort_returns_what_it_ended() -> None:

@@ -7,7 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gristmill.runtime.scheduler import FinishReason, Request, RequestTooLarge, Scheduler, SchedulerConfig
+from gristmill.runtime.scheduler import (
+    FinishReason,
+    Pause,
+    Request,
+    RequestTooLarge,
+    Scheduler,
+    SchedulerConfig,
+)
 
 from .harness import VOCAB, FakeModel, Run, expected_ids, propose_some, run_all, step
 
@@ -31,6 +38,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_bypass=draw(st.integers(0, 3)),
         watermark=draw(st.sampled_from([0.0, 0.01, 0.3])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        priority_span=draw(st.none() | st.integers(1, 4)),
         prefix_caching=draw(st.booleans()),
         align_chunks=align,
     )
@@ -120,7 +128,7 @@ def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, coun
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Requests are added, held, resumed, aborted and stepped in any order."""
+    """Requests are added, held, resumed, aborted and stepped, and the scheduler is paused, in any order."""
 
     @initialize(config=configs(), seed=st.integers(0, 2**32))
     def begin(self, config: SchedulerConfig, seed: int) -> None:
@@ -158,11 +166,28 @@ class AnyOrder(RuleBasedStateMachine):
             for output in self.scheduler.update(plan, results):
                 self.run.outputs.setdefault(output.id, []).extend(output.new_ids)
 
+    @rule(pause=st.sampled_from([None, *Pause]))
+    def pause(self, pause: Pause | None) -> None:
+        self.scheduler.pause(pause)
+
+    @rule()
+    def wait_until_nothing_has_started(self) -> None:
+        """A pause for new requests: those that have started end, and all others stay where they are."""
+        self.scheduler.pause(Pause.NEW)
+        waiting = [request.id for request in self.scheduler.waiting if not request.started]
+        while self.scheduler.has_started():
+            step(self.scheduler, self.model, self.run)
+        assert [request.id for request in self.scheduler.waiting] == waiting
+        assert self.scheduler.pool.num_referenced == 0
+        assert step(self.scheduler, self.model, self.run).entries == []
+
     @rule(steps=st.integers(1, 6))
     def steps(self, steps: int) -> None:
         for _ in range(steps):
-            propose_some(self.scheduler, self.rng)
-            step(self.scheduler, self.model, self.run)
+            if self.scheduler.paused is not Pause.ALL:  # drafts wait for the next step that runs
+                propose_some(self.scheduler, self.rng)
+            plan = step(self.scheduler, self.model, self.run)
+            assert self.scheduler.paused is not Pause.ALL or plan.entries == []
 
     @invariant()
     def sound(self) -> None:
@@ -172,6 +197,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        self.scheduler.pause(None)
         for name in list(self.scheduler.held):
             self.scheduler.resume(name)
         self._finish()
