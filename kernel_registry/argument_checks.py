@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gristmill.kernel_registry.arguments import MATRIX, ROWS, STRIDES, VECTORS
+from gristmill.kernel_registry.arguments import MATRIX, ROWS, STRIDED, STRIDES, VECTORS
 from gristmill.kernel_registry.dtypes import dtype_name
 from gristmill.kernel_registry.scheme import QuantScheme
 
@@ -33,6 +33,11 @@ def matrix(x: Any) -> bool:
     return bool(x.is_contiguous() or (x.dim() <= 2 and vectors(x)))
 
 
+def strided(x: Any) -> bool:
+    """True: of any strides."""
+    return True
+
+
 def apart(x: Any) -> bool:
     """Whether no two elements of x share memory, as what is written must not."""
     if _nested(
@@ -53,7 +58,7 @@ def _nested(dimensions: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-STRIDES_OF = {VECTORS: vectors, ROWS: rows, MATRIX: matrix}
+STRIDES_OF = {VECTORS: vectors, ROWS: rows, MATRIX: matrix, STRIDED: strided}
 """The question of each kind of strides but ``contiguous``, which a tensor answers itself."""
 
 
@@ -93,9 +98,12 @@ def wrong_dtype(where: str, name: str, expected: Iterable[Any], x: Any) -> TypeE
     return TypeError(f"{where}: {name} must be {' or '.join(map(str, expected))}, got {x.dtype}")
 
 
-def other_dtype(where: str, name: str, x: Any, first: str, dtype: Any) -> TypeError:
-    """The error for a tensor of another dtype than the first one."""
-    return TypeError(f"{where}: {name} must have {first}'s dtype {dtype}, got {x.dtype}")
+def other_dtype(
+    where: str, name: str, x: Any, first: str, dtype: Any, others: Iterable[Any] = ()
+) -> TypeError:
+    """The error for a tensor of another dtype than the first one, and of none of the others that are taken."""
+    alternatives = "".join(f" or {other}" for other in others)
+    return TypeError(f"{where}: {name} must have {first}'s dtype {dtype}{alternatives}, got {x.dtype}")
 
 
 def unplanned_dtype(where: str, name: str, expected: Any, x: Any) -> ValueError:
@@ -125,8 +133,9 @@ def overlapping(where: str, name: str, x: Any) -> ValueError:
 
 
 def wrong_value(where: str, name: str, expected: str, value: Any) -> ValueError:
-    """The error for a number, a flag or a text that is not taken."""
-    return ValueError(f"{where}: {name} must be {expected}, got {value!r}")
+    """The error for a number, a flag or a text that is not taken, and for a tensor where none is, or of another kind."""
+    given = f"a tensor {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+    return ValueError(f"{where}: {name} must be {expected}, got {given}")
 
 
 def dense_or_quantized(where: str, name: str, declared: str, given: Any) -> tuple[Any, str, bool]:

@@ -69,7 +69,7 @@ def source_text(op: Declared) -> str:
     head = ["import torch", "", f"where = {op.name!r}"]
     for axis in op.axes:
         if axis.kind == "dtype":
-            choices = axis.choices or TORCH_NAMES
+            choices = [name for name in axis.choices or TORCH_NAMES if name in TORCH_NAMES]
             choice = ", ".join(f"{name!r}: torch.{TORCH_NAMES[name]}" for name in choices)
             head += [f"dtypes_{axis.name} = {{{choice}}}"]
             head += [f"names_{axis.name} = {{dtype: name for name, dtype in dtypes_{axis.name}.items()}}"]

@@ -89,6 +89,10 @@ class Names:
         ]
         self.scalar_axes.sort(key=self.arguments.index)
 
+    def dtype_of(self, axis: str) -> str:
+        """The dtype axis that a dtype axis may stand for, "" where it has dtypes of its own only."""
+        return next((choice for choice in self.axes[axis].choices if self._kind(choice) == "dtype"), "")
+
     def _kind(self, name: str) -> str:
         return self.axes[name].kind if name in self.axes else ""
 
@@ -113,7 +117,9 @@ class Names:
 
     def variable(self, name: str, planned: bool) -> str:
         """What holds the value of a name: of a size ``s_<name>``, of what a plan fixes too, else the argument."""
-        if name in self.sizes or name in self.op.values or (planned and name in self.static):
+        told = name in self.sizes or name in self.op.values
+        dtype = self._kind(name) == "dtype" and name not in self.arguments
+        if told or dtype or (planned and name in self.static):
             return f"s_{name}"
         if name in self.arguments:
             return name

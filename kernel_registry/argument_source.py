@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from gristmill.kernel_registry.argument_names import Names, Shape, is_name, names_in
 from gristmill.kernel_registry.arguments import CONTIGUOUS, Declared, Scalar, Tensor, Weight
+from gristmill.kernel_registry.problem import Axis
 
 Lines = list[str]
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -216,6 +217,8 @@ class Checks:
                 own += unless(
                     f"{x}.dtype is d_{item.dtype}", f"wrong_dtype(where, {x!r}, [d_{item.dtype}], {x})"
                 )
+            elif first == x and self.names.dtype_of(axis.name):
+                own += self.alternative(x, axis, seen)
             elif first == x:
                 own.append(f"s_{axis.name} = names_{axis.name}.get({x}.dtype)")
                 own += unless(
@@ -233,6 +236,19 @@ class Checks:
                 own += unless(f"apart({x})", f"overlapping(where, {x!r}, {x})")
             lines += self.guarded(item, own)
         return lines
+
+    def alternative(self, x: str, axis: Axis, seen: dict[str, str]) -> Lines:
+        """The axis of a tensor that has another one's dtype, or one of its own."""
+        same = self.names.dtype_of(axis.name)
+        first = seen[same]
+        own = f"names_{axis.name}"
+        return [
+            f"s_{axis.name} = {same!r} if {x}.dtype is {first}.dtype else {own}.get({x}.dtype)",
+            *unless(
+                f"s_{axis.name} is not None",
+                f"other_dtype(where, {x!r}, {x}, {first!r}, {first}.dtype, {own})",
+            ),
+        ]
 
     def device(self, name: str, x: str) -> Lines:
         if x == self.first:

@@ -21,11 +21,13 @@ CONTIGUOUS = "contiguous"
 VECTORS = "vectors"
 ROWS = "rows"
 MATRIX = "matrix"
+STRIDED = "strided"
 STRIDES = {
     CONTIGUOUS: "contiguous",
     VECTORS: "contiguous in its last dimension",
     ROWS: "rows of one stride, contiguous in the last dimension",
     MATRIX: "contiguous, or at most two-dimensional with a contiguous last dimension",
+    STRIDED: "of any strides",
 }
 """What a tensor's strides may be."""
 

@@ -167,7 +167,12 @@ class Guard:
         head = [f'where = f"{self.op.name} planned for {{problem}}"', "values = dict(problem.values)"]
         for axis in self.op.axes:
             if axis.kind == "dtype":
-                head.append(f"d_{axis.name} = dtypes_{axis.name}[values[{axis.name!r}]]")
+                same, value = self.names.dtype_of(axis.name), f"values[{axis.name!r}]"
+                own = f"dtypes_{axis.name}[{value}]"
+                head.append(f"s_{axis.name} = {value}")
+                head.append(
+                    f"d_{axis.name} = " + (f"d_{same} if {value} == {same!r} else {own}" if same else own)
+                )
             elif axis.kind == "flags":
                 head += [f"s_{flag} = {flag!r} in problem.flags({axis.name!r})" for flag in axis.choices]
             elif not axis.dynamic:

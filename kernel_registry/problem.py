@@ -19,7 +19,8 @@ class Axis:
     """One named coordinate of an operation's problems.
 
     kind: ``int``, ``float``, ``bool``, ``dtype`` (see `canonical_dtype`), ``scheme`` (a quantization scheme), ``choice`` (one of
-    ``choices``) or ``flags`` (a ``+``-joined subset of ``choices``, kept in their order; ``none`` = empty).
+    ``choices``) or ``flags`` (a ``+``-joined subset of ``choices``, kept in their order; ``none`` = empty). A choice of a dtype
+    axis may be the name of a dtype axis before it, which stands for that axis' dtype.
     dynamic: changes from call to call (M, token counts); everything else is fixed when a layer is built.
     """
 
@@ -72,6 +73,8 @@ class Axis:
                 raise wrong
             return value
         if self.kind == "dtype":
+            if value in self.choices:
+                return str(value)
             try:
                 short = canonical_dtype(value)
             except (TypeError, ValueError):

@@ -131,7 +131,7 @@ def calls_of(inputs: Inputs, name: str, given: dict[str, int]) -> list[Callable[
         max(1, kernel.workspace(inputs.problem, config).bytes), dtype=torch.uint8, device=DEVICE
     )
     launch = kernel.load()
-    return [partial(launch, config, *one, *inputs.rest, space, inputs.out) for one in inputs.sets]
+    return [partial(launch, config, *one, *inputs.rest, space, None, None, inputs.out) for one in inputs.sets]
 
 
 def cudnn_calls(case: Case) -> list[Callable[[], Any]] | None:

@@ -1,4 +1,4 @@
-"""The tensors of the paged KV cache: one allocation for all layers."""
+"""The tensors of the paged KV cache: one allocation for all layers, and one for the scales of their tokens where there are any."""
 
 from __future__ import annotations
 
@@ -8,28 +8,42 @@ import mmap
 import torch
 from torch import Tensor
 
+from gristmill.runtime.cache_format import AUTO, CacheFormat
 from gristmill.runtime.config import ModelConfig
 
 
 class PagedCache:
-    """The paged cache of a model.
+    """The paged cache of a model. dtype: of activations; form: how keys and values are stored.
 
-    layers: of each layer, (K, V), each [blocks, block_size, kv_heads, head_dim]; of a latent (MLA) model one tensor
-    [blocks, block_size, latent_dim], as a tuple of one.
+    layers: of each layer, (K, V), each [blocks, block_size, kv_heads, head_dim]; with scales of tokens (K, V, k_scale, v_scale),
+    the scales float32 [blocks, block_size, kv_heads]; of a latent (MLA) model one tensor [blocks, block_size, latent_dim], as a
+    tuple of one.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: CacheFormat = AUTO,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.storage = _zeros(_shape(config, num_blocks, block_size), dtype, device)
+        self.form = form
+        shape = _shape(config, num_blocks, block_size)
+        self.storage = _zeros(shape, form.dtype(dtype), device)
+        self.scales = _zeros(shape[:-1], torch.float32, device) if form.token_scales else None
         self.layers: list[tuple[Tensor, ...]] = [tuple(layer.unbind(0)) for layer in self.storage.unbind(0)]
+        if self.scales is not None:
+            of_layers = zip(self.layers, self.scales.unbind(0), strict=True)
+            self.layers = [(*layer, *scales.unbind(0)) for layer, scales in of_layers]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocation."""
-        return self.storage.nbytes
+        """Bytes of the allocations."""
+        return self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -39,9 +53,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the caches of all layers."""
-    return math.prod(_shape(config, 1, 1)) * dtype.itemsize
+def token_bytes(config: ModelConfig, dtype: torch.dtype, form: CacheFormat = AUTO) -> int:
+    """Bytes that one token takes in the caches of all layers. dtype: of activations."""
+    shape = _shape(config, 1, 1)
+    scales = math.prod(shape[:-1]) * 4 if form.token_scales else 0
+    return math.prod(shape) * form.dtype(dtype).itemsize + scales
 
 
 def _shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -28,7 +28,11 @@ def cache_blocks(
     Raises:
         UsageError: memory is neither, or holds no block.
     """
-    device, block_bytes = model.plans.device, block_size * token_bytes(model.config, model.plans.dtype)
+    plans = model.plans
+    device, block_bytes = (
+        plans.device,
+        block_size * token_bytes(model.config, plans.dtype, plans.cache_format),
+    )
     whole = cdiv(max_model_len, block_size)
     if memory is None and device.type == "cpu":
         return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
@@ -50,10 +54,11 @@ def cache_blocks(
 
 def make_cache(model: Model, num_blocks: int, block_size: int) -> PagedCache:
     """The cache of a model; UsageError says how large it would have been."""
+    plans = model.plans
     try:
-        return PagedCache(model.config, num_blocks, block_size, model.plans.dtype, model.plans.device)
+        return PagedCache(model.config, num_blocks, block_size, plans.dtype, plans.device, plans.cache_format)
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
-        size = num_blocks * block_size * token_bytes(model.config, model.plans.dtype)
+        size = num_blocks * block_size * token_bytes(model.config, plans.dtype, plans.cache_format)
         raise UsageError(
             f"a cache of {num_blocks} blocks of {block_size} tokens takes {size} bytes, more than {model.plans.device} gives: "
             f"{error}; lower num_blocks, memory or max_seqs"

@@ -63,6 +63,13 @@ def model_options(function: F) -> F:
                 help="Dtype of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's).",
             ),
             click.option(
+                "--kv-dtype",
+                default="auto",
+                show_default=True,
+                metavar="D",
+                help="KV cache: auto (the dtype of activations), fp8 (the checkpoint's scales) or fp8_token_head.",
+            ),
+            click.option(
                 "--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."
             ),
             click.option(

@@ -61,6 +61,9 @@ class Engine:
         dtype: of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
             ``bfloat16``, or a torch.dtype.
         quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
+        kv_dtype: of the KV cache. ``auto``: that of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor or per head
+            (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per token
+            and head, which is computed when they are written. MLA models take ``auto`` only.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
         block_size: tokens per block of the cache.
@@ -95,6 +98,7 @@ class Engine:
         *,
         dtype: str | torch.dtype = "auto",
         quant: str | QuantScheme | torch.dtype | None = None,
+        kv_dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
         policy: Policy | str | Path | None = None,
         block_size: int = 16,
@@ -120,7 +124,7 @@ class Engine:
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
         _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
-        loaded = load_model(model, dtype, quant, device, policy, block_size)
+        loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype)
         limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
         if num_blocks is None:
             num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit)

@@ -141,6 +141,9 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
+struct f8e4m3 {
+  uint8_t bits;
+};
 
 template <class To, class From>
 inline To bit_cast(const From& from) {
@@ -216,6 +219,7 @@ typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
 
 inline vf splat(float v) { return v - vf{}; }  // v - 0 is v whatever v is; 0 + v is not
 inline vf zero() { return vf{}; }
@@ -292,6 +296,35 @@ inline vh narrow(vf v, f16) {
 #endif
 }
 
+// e4m3: the same bits as a float16 whose exponent is too small by 8, subnormals included; NaN is 0x7F and
+// 0xFF.
+inline vf widen(vb codes, f8e4m3) {
+#if GM_X86_AVX512
+  const vh code = (vh)_mm256_cvtepu8_epi16((__m128i)codes);
+#elif GM_X86_AVX2
+  const vh code = (vh)_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bit_cast<int64_t>(codes)));
+#else
+  const vh code = __builtin_convertvector(codes, vh);
+#endif
+  const vh magnitude = code & 0x7f, nan = (vh)(magnitude == 0x7f) & 0x7c00;
+  return widen(vh((magnitude << 7) | nan | ((code & 0x80) << 8)), f16{}) * 256.0f;
+}
+// To nearest, ties to even, saturated at 448; NaN is 0x7F.
+inline vb narrow(vf v, f8e4m3) {
+  const vu u = (vu)v, magnitude = u & 0x7fffffffu;
+  const vu normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+  // Below 2^-6 codes are multiples of 2^-9, which is the last place of a float of 2^14.
+  const vu subnormal = (vu)(abs(v) + 16384.0f) - 0x46800000u;
+  vu code = magnitude < 0x3c800000u ? subnormal : normal;
+  code = (code > 0x7eu ? vu{} + 0x7eu : code) | ((u >> 24) & 0x80u);
+  code = magnitude > 0x7f800000u ? vu{} + 0x7fu : code;
+#if GM_X86_AVX512
+  return (vb)_mm512_cvtepi32_epi8((__m512i)code);
+#else
+  return __builtin_convertvector(code, vb);
+#endif
+}
+
 // load(p) / store(p, v): kLanes elements at any alignment. load(p, n) / store(p, v, n): the first n < kLanes
 // only; nothing past p[n-1] is touched, and missing lanes read as 0.
 inline vf load(const float* p) {
@@ -305,6 +338,15 @@ inline vf load(const H* p) {
   vh h;
   std::memcpy(&h, p, sizeof h);
   return widen(h, H{});
+}
+inline vf load(const f8e4m3* p) {
+  vb codes;
+  std::memcpy(&codes, p, sizeof codes);
+  return widen(codes, f8e4m3{});
+}
+inline void store(f8e4m3* p, vf v) {
+  const vb codes = narrow(v, f8e4m3{});
+  std::memcpy(p, &codes, sizeof codes);
 }
 template <class H>
 inline void store(H* p, vf v) {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.kv_cache.quantized import by_token, dequantize
 
 QUERY_TILE = 256
 
@@ -151,8 +152,14 @@ def _attend(
             lse[begin : begin + QUERY_TILE] = stated[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
 
 
-def paged_gather(k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Gather:
-    """Keys and values [.., kv_heads, D] out of caches [blocks, block_size, kv_heads, D]."""
+def paged_gather(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Gather:
+    """Keys and values [.., kv_heads, D] out of caches [blocks, block_size, kv_heads, D]; in float32 where these hold codes."""
     block_size, blocks = k_cache.shape[1], k_cache.shape[0]
 
     def gather(index: int, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -161,7 +168,15 @@ def paged_gather(k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Gathe
         if taken.is_cuda:
             taken = taken.clamp(0, blocks - 1)
         cut = slice(first - start * block_size, end - start * block_size)
-        return k_cache[taken].flatten(0, 1)[cut], v_cache[taken].flatten(0, 1)[cut]
+
+        def rows(cache: Tensor, scale: Tensor | None) -> Tensor:
+            if scale is None:
+                return cache[taken].flatten(0, 1)[cut]
+            codes = cache.view(torch.uint8)[taken].view(cache.dtype).flatten(0, 1)[cut]
+            own = scale[taken].flatten(0, 1)[cut] if by_token(scale) else scale[0, 0]
+            return dequantize(codes, own)
+
+        return rows(k_cache, k_scale), rows(v_cache, v_scale)
 
     return gather
 
@@ -181,10 +196,12 @@ def launch_paged(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
-    gather = paged_gather(k_cache, v_cache, block_table)
+    gather = paged_gather(k_cache, v_cache, block_table, k_scale, v_scale)
     attend_sequences(q, gather, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse, out)
 
 

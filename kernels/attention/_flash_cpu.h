@@ -8,6 +8,9 @@
 // cut into chunks of kChunk tokens, at positions that depend on nothing else; each chunk has its own softmax
 // and chunks are merged in order. Hence chunks may run on several threads or on one and a row's result is
 // bitwise the same: it depends on neither threads nor the rest of the batch.
+//
+// Keys and values may be e4m3 codes. A scale of a head multiplies its queries and its results; scales of
+// tokens and heads multiply scores and weights.
 #pragma once
 #include <cstdlib>
 
@@ -34,6 +37,9 @@ struct Attention {
   int64_t tokens, blocks, table_width;  // bounds that the index tensors are checked against
   int64_t seqs, heads, kv_heads, dk, dv, block_size, window;
   float scale;
+  const float *k_scale, *v_scale;  // of codes; null: keys and values are of q's type
+  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
+  int64_t token_scales;  // they are of tokens and heads; else of heads, or one with strides of 0
 };
 
 // One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r
@@ -49,7 +55,7 @@ struct State {
   float *m_i, *l_i, *acc;
 };
 
-template <class T>
+template <class T, class Code>  // of queries and results, of keys and values
 struct Core {
   const Attention& a;
   const int64_t dk = padded(a.dk), dv = padded(a.dv), group = a.heads / a.kv_heads;
@@ -99,7 +105,7 @@ struct Core {
   // Where the keys at .. at + kTile - 1 and their values begin, in elements from the first KV head's: found
   // once for all KV heads.
   struct Places {
-    int64_t k[kTile], v[kTile];
+    int64_t k[kTile], v[kTile], k_scale[kTile], v_scale[kTile];
   };
   // Of keys low .. end - 1 only: the others' blocks may not exist.
   void find_places(const Tile& t, int64_t at, int64_t low, int64_t end, Places& places) const {
@@ -111,16 +117,20 @@ struct Core {
       const int64_t from = a.table ? a.table[t.sequence * a.table_stride + block] : 0;
       places.k[i] = from * a.k_block + slot * a.k_slot;
       places.v[i] = from * a.v_block + slot * a.v_slot;
+      if (!a.token_scales) continue;
+      places.k_scale[i] = from * a.k_scale_block + slot * a.k_scale_slot;
+      places.v_scale[i] = from * a.v_scale_block + slot * a.v_scale_slot;
     }
   }
 
-  static void widen_row(const T* from, float* to, int64_t n, float scale) {
+  template <class From>
+  static void widen_row(const From* from, float* to, int64_t n, float scale) {
     int64_t d = 0;
     for (; d + kLanes <= n; d += kLanes) store(to + d, load(from + d) * scale);
     if (d < n) store(to + d, load(from + d, n - d) * scale);
   }
-  static void prefetch(const T* p, int64_t n) {
-    for (int64_t d = 0; d < n; d += int64_t(64 / sizeof(T))) __builtin_prefetch(p + d, 0, 2);
+  static void prefetch(const Code* p, int64_t n) {
+    for (int64_t d = 0; d < n; d += int64_t(64 / sizeof(Code))) __builtin_prefetch(p + d, 0, 2);
   }
 
   void clear(const Tile& t, float* states) const {
@@ -134,10 +144,12 @@ struct Core {
   void load_queries(const Tile& whole, float* q) const {
     for (int64_t n = 0; n < whole.kv_heads; ++n) {
       const Tile t = head_of(whole, n);
+      const bool scaled = a.k_scale && !a.token_scales;
+      const float scale = scaled ? a.scale * a.k_scale[t.kv_head * a.k_scale_head] : a.scale;
       for (int64_t r = 0; r < t.rows(); ++r) {
         const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
         widen_row(static_cast<const T*>(a.q) + token * a.q_token + head * a.q_head, q + (n * kRows + r) * dk,
-                  a.dk, a.scale);
+                  a.dk, scale);
       }
     }
   }
@@ -165,16 +177,26 @@ struct Core {
   void run_tile(const Tile& all, int64_t n, int64_t at, int64_t end, int64_t reach, int64_t low,
                 const Places& here, const Places& next, const float* q, State s, float* scratch) const {
     const Tile t = head_of(all, n);
-    const T *first_k = static_cast<const T*>(a.k) + all.kv_head * a.k_head, *k = first_k + n * a.k_head;
-    const T *first_v = static_cast<const T*>(a.v) + all.kv_head * a.v_head, *v = first_v + n * a.v_head;
+    const Code *first_k = static_cast<const Code*>(a.k) + all.kv_head * a.k_head, *k = first_k + n * a.k_head;
+    const Code *first_v = static_cast<const Code*>(a.v) + all.kv_head * a.v_head, *v = first_v + n * a.v_head;
     float* buffer = scratch + kRows * (kTile + 1);
     const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens),
                   skip = most(0, low - at);
+    float token_scales[2 * kTile];  // of the tile's keys, then of its values; 0 where there are none
+    const float* scales = nullptr;
+    if (a.token_scales) {
+      std::memset(token_scales, 0, sizeof token_scales);
+      for (int64_t i = skip; i < tokens; ++i) {
+        token_scales[i] = a.k_scale[here.k_scale[i] + t.kv_head * a.k_scale_head];
+        token_scales[kTile + i] = a.v_scale[here.v_scale[i] + t.kv_head * a.v_scale_head];
+      }
+      scales = token_scales;
+    }
     if (rows <= kFewRows && dk == a.dk && dv == a.dv) {
       // Few rows: each key and value is used so seldom that a buffer costs more than it saves.
-      InPlace<T> keys, values;
-      const T* nothing = reinterpret_cast<const T*>(buffer);
-      std::memset(buffer, 0, sizeof(T) * size_t(most(dk, dv)));
+      InPlace<Code> keys, values;
+      const Code* nothing = reinterpret_cast<const Code*>(buffer);
+      std::memset(buffer, 0, sizeof(Code) * size_t(most(dk, dv)));
       for (int64_t i = 0; i < whole; ++i) {
         const bool there = i >= skip && i < tokens;
         keys.rows[i] = there ? k + here.k[i] : nothing;
@@ -185,7 +207,7 @@ struct Core {
         keys.next[i] = follows ? first_k + next.k[token] + head * a.k_head : nothing;
         values.next[i] = follows && !shared ? first_v + next.v[token] + head * a.v_head : nothing;
       }
-      attend(t, at, tokens, whole, q, keys, values, s, scratch);
+      attend(t, at, tokens, whole, q, keys, values, scales, s, scratch);
       return;
     }
     float *keys = buffer, *values = keys + kTile * dk;
@@ -201,33 +223,34 @@ struct Core {
       if (!shared) widen_row(v + here.v[i], values + i * dv, a.dv, 1.0f);
     }
     if (shared)
-      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{keys, dk}, s, scratch);
+      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{keys, dk}, scales, s, scratch);
     else
-      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{values, dv}, s, scratch);
+      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{values, dv}, scales, s, scratch);
   }
 
   // All rows of a tile: the arithmetic of a row is the same whatever rows it is computed with.
   template <class Rows>
   void attend(const Tile& t, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys,
-              const Rows& values, State s, float* scratch) const {
+              const Rows& values, const float* scales, State s, float* scratch) const {
     float *p = scratch, *alpha = p + kRows * kTile;
     const int64_t rows = t.rows();
     int64_t r = 0;
     if (rows >= 4)
-      attend_rows<4, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 4;
+      attend_rows<4, true>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha), r = 4;
     else if (rows >= 2)
-      attend_rows<2, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 2;
+      attend_rows<2, true>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha), r = 2;
     else
-      attend_rows<1, true>(t, r, at, tokens, whole, q, keys, values, s, p, alpha), r = 1;
+      attend_rows<1, true>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha), r = 1;
     for (; r + 4 <= rows; r += 4)
-      attend_rows<4, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+      attend_rows<4, false>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha);
     for (; r + 2 <= rows; r += 2)
-      attend_rows<2, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
-    if (r < rows) attend_rows<1, false>(t, r, at, tokens, whole, q, keys, values, s, p, alpha);
+      attend_rows<2, false>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha);
+    if (r < rows) attend_rows<1, false>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha);
   }
   template <int R, bool Ahead, class Rows>  // Ahead: fetch the following tile on the way
   void attend_rows(const Tile& t, int64_t r, int64_t at, int64_t tokens, int64_t whole, const float* q,
-                   const Rows& keys, const Rows& values, State s, float* p, float* alpha) const {
+                   const Rows& keys, const Rows& values, const float* scales, State s, float* p,
+                   float* alpha) const {
     constexpr int B = kLanes / R;
     for (int64_t i = 0; i < whole; i += B) {
       if constexpr (Ahead)
@@ -237,14 +260,15 @@ struct Core {
       store(lanes, score);
       for (int n = 0; n < R; ++n) std::memcpy(p + (r + n) * kTile + i, lanes + n * B, sizeof(float) * B);
     }
-    for (int n = 0; n < R; ++n) softmax_row(t, r + n, at, whole, s, p + (r + n) * kTile, alpha + r + n);
+    for (int n = 0; n < R; ++n)
+      softmax_row(t, r + n, at, whole, scales, s, p + (r + n) * kTile, alpha + r + n);
     accumulate_rows<R, Ahead>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
   }
 
   // Scores of one row for a tile of keys become weights; keys that the row does not see weigh exactly 0, and
-  // a tile without any changes nothing.
-  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, State s, float* p,
-                   float* alpha) const {
+  // a tile without any changes nothing. Scales, of keys and of values, are not part of the softmax's sum.
+  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, const float* scales, State s,
+                   float* p, float* alpha) const {
     const int64_t own = t.first + r / t.heads;
     const int32_t high = int32_t(most(-1, least(own - at, kTile)));
     const int32_t low = a.window > 0 ? int32_t(most(0, least(own - a.window + 1 - at, kTile))) : 0;
@@ -254,7 +278,8 @@ struct Core {
     for (int64_t i = 0; i < whole; i += kLanes) {
       const vi place = lane + int32_t(i);
       const vi seen = (place <= high) & (place >= low);
-      score[i / kLanes] = seen ? load(p + i) : splat(minus_infinity());
+      const vf product = scales ? load(p + i) * load(scales + i) : load(p + i);
+      score[i / kLanes] = seen ? product : splat(minus_infinity());
       best = max(best, score[i / kLanes]);
     }
     const float m_i = s.m_i[r], m_tile = gm::max(best), m_new = m_i > m_tile ? m_i : m_tile;
@@ -270,7 +295,7 @@ struct Core {
     vf l_tile = zero();
     for (int64_t i = 0; i < whole; i += kLanes) {
       const vf weight = exp(score[i / kLanes] - m_new);
-      store(p + i, weight);
+      store(p + i, scales ? weight * load(scales + kTile + i) : weight);
       l_tile += weight;
     }
     s.l_i[r] = s.l_i[r] * *alpha + sum(l_tile);
@@ -315,6 +340,7 @@ struct Core {
         }
       }
       scale = l_i > 0 ? scale / l_i : 0;
+      if (a.v_scale && !a.token_scales) scale *= a.v_scale[t.kv_head * a.v_scale_head];
       T* out = static_cast<T*>(a.out) + token * a.out_token + head * a.out_head;
       const float* acc = s.acc + r * dv;
       int64_t d = 0;
@@ -448,10 +474,10 @@ inline bool inside(const Attention& a) {
   return true;
 }
 
-template <class T>
+template <class T, class Code>
 int attend(const Attention& a) {
   if (!inside(a)) return GM_E_ARG;
-  return Core<T>{a}.run();
+  return Core<T, Code>{a}.run();
 }
 
 }  // namespace

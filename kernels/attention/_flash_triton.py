@@ -4,6 +4,7 @@ One program takes a tile of rows of one KV head: consecutive query tokens times 
 Programs find their sequence by bisection over query_start, so one launch serves any mix of prefill and decode (the scheme of vLLM's
 unified Triton attention); with SPLIT the context is cut in parts whose partial results `merge_kernel` joins by their
 log-sum-exp (Flash-Decoding, Dao et al., 2023). Scores are kept in units of log 2, so that exp2 is the only exponential.
+Keys and values in e4m3 are decoded exactly; their scales multiply scores, weights, or the result, never a key or a value.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.attention.tiles import packing, power_of_two, tile_config
+from gristmill.kernels.kv_cache._e4m3_triton import e4m3_decode, has_e4m3
 from gristmill.kernels.lazy_triton import constexpr, jit, tl
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ def flash_kernel(
     context_start,
     parts,
     parts_lse,
+    k_scale,
+    v_scale,
     seqs,
     tokens,
     heads,
@@ -68,6 +72,12 @@ def flash_kernel(
     v_block,
     v_slot,
     v_head,
+    k_scale_block,
+    k_scale_slot,
+    k_scale_head,
+    v_scale_block,
+    v_scale_slot,
+    v_scale_head,
     GROUP: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -82,6 +92,9 @@ def flash_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
+    FP8: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     HEADS: tl.constexpr = (GROUP + HEAD_TILES - 1) // HEAD_TILES
     TILE_Q: tl.constexpr = BLOCK_M // HEADS
@@ -123,6 +136,11 @@ def flash_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         k += kv_head.to(tl.int64) * k_head
         v += kv_head.to(tl.int64) * v_head
+        if FP8:
+            k_scale += kv_head.to(tl.int64) * k_scale_head
+            v_scale += kv_head.to(tl.int64) * v_scale_head
+            if not TOKEN_SCALES:
+                scale *= tl.load(k_scale)
         for at in range(low // BLOCK_N * BLOCK_N, end, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N)
             there = (position < end) & (position >= low)
@@ -139,7 +157,15 @@ def flash_kernel(
             keys = tl.load(
                 k + k_row[None, :] + dk[:, None], mask=there[None, :] & (dk < DK)[:, None], other=0.0
             )
+            if FP8:
+                keys = e4m3_decode(keys, queries.dtype, NATIVE)
             scores = tl.dot(queries, keys, input_precision="ieee") * (scale * LOG2E)
+            if TOKEN_SCALES:
+                slot = position % BLOCK_SIZE
+                k_scales = tl.load(
+                    k_scale + block.to(tl.int64) * k_scale_block + slot * k_scale_slot, mask=there, other=0.0
+                )
+                scores = scores * k_scales[None, :]
             seen = there[None, :] & (position[None, :] <= own[:, None])
             if WINDOW:
                 seen = seen & (position[None, :] > own[:, None] - window)
@@ -152,8 +178,23 @@ def flash_kernel(
             values = tl.load(
                 v + v_row[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
             )
-            acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+            if FP8:
+                values = e4m3_decode(values, queries.dtype, NATIVE)
+            if TOKEN_SCALES:
+                v_scales = tl.load(
+                    v_scale + block.to(tl.int64) * v_scale_block + slot * v_scale_slot, mask=there, other=0.0
+                )
+                # Relative to the tile's largest scale, so that weights keep their precision in float16.
+                v_top = tl.max(v_scales, 0)
+                v_top = tl.where(v_top > 0, v_top, 1.0)
+                p = p * (v_scales / v_top)[None, :]
+                product = tl.dot(p.to(values.dtype), values, input_precision="ieee")
+                acc = acc * alpha[:, None] + product * v_top
+            else:
+                acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
             m_i = m_new
+        if FP8 and not TOKEN_SCALES:
+            acc = acc * tl.load(v_scale)
 
         if SPLIT:
             place = (part.to(tl.int64) * tokens + token) * heads + head
@@ -261,13 +302,15 @@ SIGNATURE = {
     **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
     **dict.fromkeys(("lse", "sinks"), "*fp32"),
     **dict.fromkeys(("table", "query_start", "seq_lens", "context_start"), "*i32"),
-    **dict.fromkeys(("parts", "parts_lse"), "*fp32"),
+    **dict.fromkeys(("parts", "parts_lse", "k_scale", "v_scale"), "*fp32"),
     **dict.fromkeys(("seqs", "tokens", "heads"), "i32"),
     "scale": "fp32",
     **dict.fromkeys(
         ("window", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"), "i32"
     ),
     **dict.fromkeys(("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head"), "i32"),
+    **dict.fromkeys(("k_scale_block", "k_scale_slot", "k_scale_head"), "i32"),
+    **dict.fromkeys(("v_scale_block", "v_scale_slot", "v_scale_head"), "i32"),
 }
 ALIGNED = (
     "q",
@@ -307,8 +350,9 @@ def flash_case(
     sinks: bool = False,
     lse: bool = False,
     split: bool = False,
+    kv_scale: str = "none",
 ) -> AotCase:
-    """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`."""
+    """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`; kv_scale: of caches in e4m3."""
     config = tile_config(dk, dv, dtype, rows, target)
     constants = {
         "GROUP": group,
@@ -325,8 +369,13 @@ def flash_case(
         "SINKS": sinks,
         "LSE": lse,
         "SPLIT": split,
+        "FP8": kv_scale != "none",
+        "TOKEN_SCALES": kv_scale == "token",
+        "NATIVE": kv_scale != "none" and has_e4m3(target),
     }
     signature = SIGNATURE | dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
+    if kv_scale != "none":
+        signature |= dict.fromkeys(("k", "v"), "*u8")
     options = {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
     promises = () if dtype == "fp32" else matrix_product(target, rows)
     return AotCase(name, flash_kernel, signature, constants, options, ALIGNED, promises)

@@ -87,6 +87,8 @@ def launch_paged(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. One new token everywhere runs the decode

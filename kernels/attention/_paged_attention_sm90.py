@@ -31,6 +31,8 @@ def launch(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D].
@@ -103,6 +105,8 @@ def launch_split(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """As `launch`; batches in which every sequence has few rows run in the Triton kernel that splits contexts.
@@ -128,5 +132,7 @@ def launch_split(
         sinks,
         lse,
         workspace,
+        k_scale,
+        v_scale,
         out,
     )

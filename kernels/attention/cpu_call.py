@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import ConfigValue
 from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.kv_cache.quantized import by_token, scale_strides
 from gristmill.kernels.native import check, cpu_function
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ARGUMENTS = (c_void_p,) * 10 + (c_float, c_int)
-_Sizes = c_int64 * 21
+_ARGUMENTS = (*(c_void_p,) * 12, c_float, c_int)
+_Sizes = c_int64 * 28
 
 
 def attend(
@@ -30,9 +31,12 @@ def attend(
     sinks: Tensor | None,
     lse: Tensor | None,
     out: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """k and v [blocks, block_size, kv_heads, D] with block_table and starts = seq_lens [seqs], or, without a block_table,
-    [1, keys, kv_heads, D] and starts = context_start [seqs + 1]. v may begin where k does (latent attention).
+    [1, keys, kv_heads, D] and starts = context_start [seqs + 1]. v may begin where k does (latent attention). k_scale and
+    v_scale: of k and v in e4m3, as in `kv_cache.quantized`.
 
     ValueError when an index tensor names a token, block or key that does not exist.
     """
@@ -55,6 +59,9 @@ def attend(
         out.stride(1),
         *k.stride()[:3],
         *v.stride()[:3],
+        k_scale is not None and by_token(k_scale),
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
     )
     code = cpu_function("gm_attention", level, _ARGUMENTS)(
         q.data_ptr(),
@@ -66,6 +73,8 @@ def attend(
         None if block_table is None else block_table.data_ptr(),
         query_start.data_ptr(),
         starts.data_ptr(),
+        None if k_scale is None else k_scale.data_ptr(),
+        None if v_scale is None else v_scale.data_ptr(),
         sizes,
         scale,
         DTYPE_CODES[dtype_name(q.dtype)],

@@ -28,6 +28,8 @@ def launch(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
@@ -45,6 +47,8 @@ def launch(
         sinks,
         lse,
         out,
+        k_scale,
+        v_scale,
     )
 
 

@@ -43,6 +43,8 @@ def accepts(problem: Problem) -> str | None:
     """Half precision, heads of 64 or 128."""
     if problem["x"] == "fp32":
         return "takes fp16 or bf16, not fp32"
+    if problem["kv"] != "x":
+        return f"reads caches of q's dtype, not {problem['kv']}"
     if problem.integer("head_dim") not in HEAD_DIMS:
         return f"made for a head_dim of 64 or 128, not {problem['head_dim']}"
     group = problem.integer("heads") // problem.integer("kv_heads")

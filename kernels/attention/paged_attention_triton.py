@@ -27,6 +27,8 @@ from gristmill.kernels.attention.tiles import (
     tile_bound,
     tile_config,
 )
+from gristmill.kernels.kv_cache._e4m3_triton import has_e4m3
+from gristmill.kernels.kv_cache.quantized import as_bytes, by_token, scale_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,12 +42,16 @@ def accepts(problem: Problem) -> str | None:
     return f"head_dim {dim} is over {LARGEST_HEAD}" if dim > LARGEST_HEAD else None
 
 
+def decoding(problem: Problem, target: Target) -> Config:
+    """Whether codes of the caches are decoded by the target's own instruction; nothing for caches without."""
+    return {} if problem["kv"] == "x" else {"native": has_e4m3(target)}
+
+
 def config(problem: Problem, target: Target) -> Config:
     """One tile whatever the batch is: the same row then always takes the same steps."""
-    dim = problem.integer("head_dim")
-    return tile_config(
-        dim, dim, problem.text("x"), 32 if problem.text("x") == "fp32" or dim > 128 else 64, target
-    )
+    dim, x = problem.integer("head_dim"), problem.text("x")
+    tile = tile_config(dim, dim, x, 32 if x == "fp32" or dim > 128 else 64, target)
+    return {**tile, **decoding(problem, target)}
 
 
 def split_config(problem: Problem, target: Target) -> Config:
@@ -59,6 +65,7 @@ def split_config(problem: Problem, target: Target) -> Config:
         "decode_n": decode["n"],
         "decode_warps": decode["warps"],
         "programs": 4 * (target.multiprocessors or DEFAULT_MULTIPROCESSORS),
+        **decoding(problem, target),
     }
 
 
@@ -109,6 +116,8 @@ def launch(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     splits: int = 1,
 ) -> None:
@@ -125,6 +134,9 @@ def launch(
         parts, parts_lse = scratch(workspace, splits * tokens * heads, dim, q.device)
     flags = {"SINKS": sinks is not None, "LSE": lse is not None}
     sinks, lse = out if sinks is None else sinks, out if lse is None else lse
+    fp8 = k_scale is not None
+    if fp8:
+        k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     grid = (tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, splits)
     flash_kernel[grid](
         q,
@@ -139,6 +151,8 @@ def launch(
         seq_lens,
         parts,
         parts_lse,
+        out if k_scale is None else k_scale,
+        out if v_scale is None else v_scale,
         seqs,
         tokens,
         heads,
@@ -152,6 +166,8 @@ def launch(
         out.stride(1),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
         GROUP=heads // kv_heads,
         HEAD_TILES=head_tiles,
         BLOCK_SIZE=block_size,
@@ -164,6 +180,9 @@ def launch(
         PAGED=True,
         WINDOW=window > 0,
         SPLIT=splits > 1,
+        FP8=fp8,
+        TOKEN_SCALES=k_scale is not None and by_token(k_scale),
+        NATIVE=fp8 and config["native"],
         **flags,
         num_warps=config["warps"],
         num_stages=config["stages"],
@@ -202,6 +221,8 @@ def launch_split(
     sinks: Tensor | None,
     lse: Tensor | None,
     workspace: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """As `launch`; decode batches run in small tiles with the context split when there are few of them.
@@ -210,12 +231,12 @@ def launch_split(
     """
     kv_heads, seqs, keys = k_cache.shape[2], seq_lens.shape[0], reach(max_q, max_ctx, window)
     arguments = (q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale)
-    options = (window, sinks, lse, workspace, out)
+    options = (window, sinks, lse, workspace, k_scale, v_scale, out)
     group, rows = q.shape[1] // kv_heads, int(config["decode_m"])
     if max_q * group > rows and max_q > 1:
         launch(config, *arguments, *options)
         return
-    small = {"m": rows, "n": config["decode_n"], "warps": config["decode_warps"], "stages": config["stages"]}
+    small = {**config, "m": rows, "n": config["decode_n"], "warps": config["decode_warps"]}
     head_tiles, _ = packing(group, rows)
     splits = split_count(seqs * kv_heads * head_tiles, int(config["programs"]), keys)
     launch(small, *arguments, *options, splits=splits)
@@ -228,6 +249,7 @@ def aot(target: Target) -> list[AotCase]:
         flash_case("d64_sinks_window_lse", target, 64, 64, 64, 8, window=True, sinks=True, lse=True),
         flash_case("d80_fp32", target, 64, 80, 80, 1, dtype="fp32"),
         flash_case("d256", target, 64, 256, 256, 2),
+        flash_case("d128_fp8", target, 64, 128, 128, kv_scale="head"),
     ]
 
 
@@ -238,6 +260,8 @@ def aot_split(target: Target) -> list[AotCase]:
         flash_case("d128", target, 16, 128, 128, 4, split=True),
         flash_case("d256", target, 16, 256, 256, 8, split=True),
         flash_case("prefill_d128", target, 128, 128, 128, 4),
+        flash_case("d128_fp8", target, 16, 128, 128, 4, split=True, kv_scale="head"),
+        flash_case("d64_fp8_token", target, 16, 64, 64, 8, dtype="fp16", split=True, kv_scale="token"),
         AotCase("merge", merge_kernel, MERGE_SIGNATURE, merge, {"num_warps": 1}, ("out", "lse", "parts")),
     ]
 

@@ -1,12 +1,17 @@
-"""Paged cache writes in C++ for CPUs (`_reshape_and_cache_cpu.cpp`), of keys and values and of MLA's latents."""
+"""Paged cache writes in C++ for CPUs, of keys and values and of MLA's latents: copies (`_reshape_and_cache_cpu.cpp`), and e4m3
+codes (`_quantize_and_cache_cpu.cpp`)."""
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.kv_cache.quantized import by_token, scale_strides
 from gristmill.kernels.kv_cache.slots import check_slots
 from gristmill.kernels.native import best_config, check, cpu_function
 
@@ -28,6 +33,8 @@ ARGUMENTS = (
     c_int64,
     c_int64,
 )
+_QUANTIZED = (*(c_void_p,) * 5, c_int)
+_Sizes = c_int64 * 14
 
 
 def _store(config: Config, op: str, tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -52,17 +59,61 @@ def _store(config: Config, op: str, tokens: Tensor, cache: Tensor, slot_mapping:
         check(code, f"{op}_cpu")
 
 
+def _quantize(config: Config, tokens: Tensor, cache: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:
+    """tokens [T, H, D] -> codes in cache [blocks, block_size, H, D], by scale or, of tokens and heads, with their scales."""
+    blocks, block_size = cache.shape[:2]
+    sizes = _Sizes(
+        *tokens.shape,
+        blocks,
+        block_size,
+        *tokens.stride()[:2],
+        *cache.stride()[:3],
+        by_token(scale),
+        *scale_strides(scale),
+    )
+    code = cpu_function("gm_cache_store_e4m3", config["level"], _QUANTIZED)(
+        tokens.data_ptr(),
+        cache.data_ptr(),
+        scale.data_ptr(),
+        slot_mapping.data_ptr(),
+        sizes,
+        DTYPE_CODES[dtype_name(tokens.dtype)],
+    )
+    if code:
+        check_slots("reshape_and_cache", slot_mapping, blocks * block_size)
+        check(code, "reshape_and_cache_cpu")
+
+
 def launch(
-    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    config: Config,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
-    _store(config, "reshape_and_cache", key, key_cache, slot_mapping)
-    _store(config, "reshape_and_cache", value, value_cache, slot_mapping)
+    """The arguments of `reshape_and_cache.reference`."""
+    for tokens, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        if scale is None:
+            _store(config, "reshape_and_cache", tokens, cache, slot_mapping)
+        else:
+            _quantize(config, tokens, cache, slot_mapping, scale)
 
 
 def launch_mla(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
     _store(config, "reshape_and_cache_mla", latent[:, None], cache[:, :, None], slot_mapping)
+
+
+_COPY, _QUANTIZE = best_config("gm_cache_store"), best_config("gm_cache_store_e4m3")
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The code level of the copy, or of the quantization."""
+    quantized = problem.as_dict().get("kv", "x") != "x"
+    return (_QUANTIZE if quantized else _COPY)(problem, target)
 
 
 KERNELS = tuple(
@@ -74,7 +125,7 @@ KERNELS = tuple(
         target=f"{__name__}:{launcher}",
         requires=Requirement(vendors=("cpu",), code="cpp"),
         summary="tokens over threads, one memcpy a head",
-        config=best_config("gm_cache_store"),
+        config=config,
         batch_invariant=True,
         priority=100,
     )

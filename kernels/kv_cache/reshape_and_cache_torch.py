@@ -13,10 +13,17 @@ if TYPE_CHECKING:
 
 
 def launch(
-    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    config: Config,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
-    reference(key, value, key_cache, value_cache, slot_mapping)
+    """The arguments of `reshape_and_cache.reference`."""
+    reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 KERNEL = Kernel(

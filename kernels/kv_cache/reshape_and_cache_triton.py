@@ -12,6 +12,7 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.kv_cache._copy_triton import block_config, block_space, copy
+from gristmill.kernels.kv_cache._quantize_and_cache_triton import launch_quantized, quantized_cases
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def _longest(problem: Problem) -> int:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Blocks of at most 1,024 elements of a token."""
+    """Blocks of at most 1,024 elements of a token; of quantized caches rounded to whole heads."""
     return block_config(_longest(problem))
 
 
@@ -99,9 +100,19 @@ def reshape_and_cache_kernel(
 
 
 def launch(
-    config: Config, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    config: Config,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """key [T, H, D], value [T, H, Dv] -> key_cache, value_cache [blocks, block_size, H, D or Dv] by slot_mapping [T]."""
+    """The arguments of `reshape_and_cache.reference`."""
+    if k_scale is not None and v_scale is not None:
+        launch_quantized(config, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        return
     tokens, heads, d = key.shape
     dv, block = value.shape[2], int(config["block"])
     blocks, block_size = key_cache.shape[:2]
@@ -158,7 +169,8 @@ def aot(target: Target) -> list[AotCase]:
             pointers | sizes,
             {"D": 128, "DV": 128, "BLOCK": 1024},
             {"num_warps": 4},
-        )
+        ),
+        *quantized_cases(),
     ]
 
 

@@ -36,6 +36,8 @@ def store(tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
 
     if not slot_mapping.numel() or not cache.numel():
         return
+    if cache.dtype.itemsize == 1:  # torch stores bytes by index, not codes
+        tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
     blocks, size = cache.shape[:2]
     is_written = (slot_mapping >= 0) & (slot_mapping < blocks * size)
     row = torch.where(

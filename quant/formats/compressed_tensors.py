@@ -85,6 +85,8 @@ class CompressedTensors(Format):
                 raise FormatError(f"{where}.{part}: {value!r} is not read")
         self.form = fields.get("format", str, "dense")
         self.ignore = fields.strings("ignore")
+        if fields.data.get("kv_cache_scheme") is not None:
+            self.kv_cache = _cache_format(fields.section("kv_cache_scheme"))
         groups = fields.section("config_groups")
         self.groups = tuple(self._group(name, groups) for name in groups.data)
 
@@ -143,6 +145,13 @@ class CompressedTensors(Format):
                 f"{module}: config group {group.name} has actorder by groups, and there is no {module}.weight_g_idx"
             )
         return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static, place)
+
+
+def _cache_format(fields: Fields) -> str:
+    """The number format of ``kv_cache_scheme``: ``fp8``, or what else it is."""
+    bits, kind = fields.get("num_bits", int, 8), fields.one_of("type", ("int", "float"), "int")
+    form = "fp8" if (bits, kind) == (8, "float") else f"{kind}{bits}"
+    return form if fields.get("symmetric", bool, True) else f"asymmetric {form}"
 
 
 def weight_scheme(fields: Fields, form: str) -> QuantScheme:

@@ -125,11 +125,13 @@ def new_codes(shape: tuple[int, ...]) -> Tensor:
 class Format(ABC):
     """A checkpoint format with its configuration read.
 
-    name: its ``quant_method``. ordered: columns may belong to groups in any order (act-order).
+    name: its ``quant_method``. ordered: columns may belong to groups in any order (act-order). kv_cache: the number format that its
+    scales of a KV cache are for, such as ``fp8``; None: the configuration does not say.
     """
 
     name: str
     ordered: bool = False
+    kv_cache: str | None = None
 
     @abstractmethod
     def read(

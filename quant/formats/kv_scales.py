@@ -8,16 +8,17 @@
 ``ATTN.kv_scale``                         older FP8 files: one scale for both
 ========================================  ==================================================================
 
-Scales are multipliers: value = code * scale.
+Scales are multipliers, value = code * scale: one number, or one number per KV head.
 """
 
 from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor
 
-from gristmill.quant.formats.contract import FormatError, Source, one_number
+from gristmill.quant.formats.contract import FLOATS, FormatError, Source
 
 _PATTERNS = (
     re.compile(r"(?P<attention>.+)\.(?P<which>[kv])_proj\.(?P=which)_scale"),
@@ -48,6 +49,18 @@ def kv_scale_names(source: Source) -> dict[tuple[str, str], str]:
     return names
 
 
-def kv_scales(source: Source) -> dict[tuple[str, str], Tensor]:
-    """The scales, float32 [1] each."""
-    return {key: one_number(source, name) for key, name in kv_scale_names(source).items()}
+def kv_scale(source: Source, name: str, heads: int) -> Tensor:
+    """The scale of a tensor, float32 [1] or [heads], whatever dimensions of 1 it is stored with.
+
+    Raises:
+        FormatError: neither one number nor one number per head, or not finite and positive.
+    """
+    shape = source.spec(name)[1]
+    value = source.read(name, shape, dtypes=FLOATS).reshape(-1).to(torch.float32).clone()
+    if value.numel() not in (1, heads):
+        raise FormatError(
+            f"tensor {name} must be one number or one per KV head ({heads}), got shape {list(shape)}"
+        )
+    if not bool(torch.isfinite(value).all() & (value > 0).all()):
+        raise FormatError(f"tensor {name} must be finite and positive, got {value.tolist()}")
+    return value

@@ -70,6 +70,8 @@ class ModelOpt(Format):
         self.where = fields.where
         self.algorithm: str = fields.get("quant_algo", str).upper()
         self.excluded = fields.strings("exclude_modules") + fields.strings("ignore")
+        stored: str | None = fields.get("kv_cache_quant_algo", str, None)
+        self.kv_cache = None if stored is None or stored.upper() == "NONE" else stored.lower()
         self.layers: dict[str, str] = {}
         if self.algorithm == "MIXED_PRECISION":
             layers = fields.section("quantized_layers")

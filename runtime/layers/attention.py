@@ -17,7 +17,8 @@ from gristmill.runtime.loader.weights import Weights
 class Attention:
     """q, k and v as one product; in Qwen3 a norm of each head; rotation; k and v into the cache; attention; the output product.
 
-    window: keys a query sees, itself included; 0 = all. Sinks are taken where the table has them.
+    window: keys a query sees, itself included; 0 = all. Sinks are taken where the table has them. scales: of a cache of codes with
+    scales per tensor or head, (k_scale, v_scale), the checkpoint's or 1.0; scales of tokens are part of the cache.
     """
 
     def __init__(
@@ -30,6 +31,11 @@ class Attention:
         self.window = window
         self.sinks = weights.optional(f"{name}.sinks")
         plans.own(self.sinks)
+        form = plans.cache_format
+        self.scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if form.quantized and not form.token_scales:
+            self.scales = weights.cache_scales(f"{name}.qkv", c.num_kv_heads)
+            plans.own(*self.scales)
         self.qkv = load_linear(plans, weights, f"{name}.qkv")
         self.q_norm = self.k_norm = None
         if c.qk_norm:
@@ -43,6 +49,8 @@ class Attention:
             dv=c.head_dim,
             block_size=plans.block_size,
             x=plans.x,
+            kv=form.kv,
+            kv_scale=form.kv_scale,
         )
         self.attend = plans.bind(
             "paged_attention",
@@ -53,18 +61,21 @@ class Attention:
             sinks=self.sinks is not None,
             block_size=plans.block_size,
             x=plans.x,
+            kv=form.kv,
+            kv_scale=form.kv_scale,
         )
 
     def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
-        """x [tokens, hidden], cache (K, V) -> [tokens, hidden]."""
-        k_cache, v_cache = cache
+        """x [tokens, hidden], cache (K, V) or (K, V, k_scale, v_scale) -> [tokens, hidden]."""
+        k_cache, v_cache, *token_scales = cache
+        k_scale, v_scale = token_scales or self.scales
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
         self.rope(q, k, batch.positions)
-        self.write(k, v, k_cache, v_cache, batch.slots)
+        self.write(k, v, k_cache, v_cache, batch.slots, k_scale, v_scale)
         out = q.new_empty(q.shape)
         self.attend(
             q,
@@ -80,6 +91,8 @@ class Attention:
             self.sinks,
             None,
             self.plans.scratch(self.attend, x.shape[0]),
+            k_scale,
+            v_scale,
             out,
         )
         return self.out(out.view(x.shape[0], -1))

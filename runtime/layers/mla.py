@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import MlaConfig, ModelConfig
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.linear import Linear, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
@@ -29,6 +30,10 @@ class LatentAttention:
     def __init__(
         self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope
     ) -> None:
+        if plans.cache_format.quantized:
+            raise UsageError(
+                f"kv_dtype {plans.cache_format.name!r}: a latent cache (MLA) is not quantized; use kv_dtype='auto'"
+            )
         self.mla, self.heads, self.plans, self.rope = mla, c.num_heads, plans, rope
         self.scale = mla.qk_dim**-0.5 * c.rope.softmax_factor
         self.latents = load_linear(plans, weights, f"{name}.latents")

@@ -14,6 +14,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.common import dtype_name
+from gristmill.runtime.cache_format import AUTO, CacheFormat
 from gristmill.runtime.workspace import Arenas
 
 BLOCK_SIZE = 16
@@ -23,8 +24,9 @@ BLOCK_SIZE = 16
 class Plans:
     """Binds plans on `device` under `policy` (None: the one GRISTMILL_POLICY names), one for each (op, static problem).
 
-    dtype: of activations. block_size: tokens per block of the paged cache. Layers bind their plans when they are made, and call
-    them in each step; `bound`, every plan so far, is what `explain` reports. owned: the parameters, packed as they are.
+    dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
+    their plans when they are made, and call them in each step; `bound`, every plan so far, is what `explain` reports. owned: the
+    parameters, packed as they are.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class Plans:
         dtype: torch.dtype,
         policy: Policy | None = None,
         block_size: int = BLOCK_SIZE,
+        cache_format: CacheFormat = AUTO,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
+        self.cache_format = cache_format
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, torch_dtype
 from gristmill.quant.formats import open_format
+from gristmill.runtime.cache_format import parse_cache_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
@@ -27,13 +29,15 @@ def load_model(
     device: str | torch.device = "cpu",
     policy: Policy | None = None,
     block_size: int = BLOCK_SIZE,
+    kv_dtype: str | torch.dtype = "auto",
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
     dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
     quantized checkpoint it can name the stored scheme, with an activation format to multiply with
-    (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized.
+    (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized. kv_dtype: of the KV cache, as
+    in `Engine`; a warning says where ``fp8`` finds no scales in the checkpoint.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint's faults. UsageError: an unknown dtype, scheme or device.
@@ -42,9 +46,18 @@ def load_model(
     config = parse_config(*checkpoint.config())
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size)
+    form = parse_cache_format(kv_dtype)
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, form)
     weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored)
-    return build_model(config, weights, plans)
+    model = build_model(config, weights, plans)
+    if weights.without_cache_scales:
+        warnings.warn(
+            f"{path}: kv_dtype {form.name!r}, and the checkpoint has no scales of the KV cache for "
+            f"{len(weights.without_cache_scales)} of {config.num_layers} layers: 1.0 is used there; "
+            "kv_dtype 'fp8_token_head' makes its own",
+            stacklevel=2,
+        )
+    return model
 
 
 def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | None:

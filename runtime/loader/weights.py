@@ -18,7 +18,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, concat, memory, quantize, stack
 from gristmill.quant.formats import Format, FormatError
 from gristmill.quant.formats.contract import Place, new_codes, owned
-from gristmill.quant.formats.kv_scales import kv_scale_names
+from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, NamedSource
 
@@ -126,6 +126,8 @@ class Weights:
     Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
     are dequantized. What the model keeps in floats (embedding, logits head, router) is dequantized wherever it is stored
     quantized, to the dtype the model keeps it in.
+
+    without_cache_scales: attention modules whose quantized cache has scales of 1.0, as the checkpoint has none for them.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Weights:
         self.stored = stored
         self._pending = {weight.target: weight for weight in table.weights}
         self._read: set[str] = set()
+        self.without_cache_scales: list[str] = []
 
     def tensor(self, target: str) -> Tensor:
         """A kept parameter, on the device."""
@@ -208,6 +211,40 @@ class Weights:
                 pass  # concat says that it cannot be exact: parts stay apart, which always is
         return [self._own(replace(part, weight=part.weight.narrow(0, 0, part.weight.n))) for part in made]
 
+    def cache_scales(self, target: str, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """(k_scale, v_scale) of the e4m3 cache of the attention that the linear parameter `target` belongs to, as the operations take
+        them: float32 [1, 1, 1], or [1, 1, kv_heads] where the checkpoint has one per head. 1.0 where it has none.
+
+        Raises:
+            UsageError: its scales are for another number format.
+            CheckpointError: one of the two is missing, or they are no scales.
+        """
+        module = self._pending[target].sources[0].rpartition(".")[0]
+        try:
+            names = kv_scale_names(self.checkpoint)
+            found = [names.get((module, which)) for which in "kv"]
+            if found == [None, None]:
+                self.without_cache_scales.append(module)
+                one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
+                return one, one.clone()
+            form = None if self.stored is None else self.stored.kv_cache
+            if form not in (None, "fp8"):
+                raise UsageError(
+                    f"{self.checkpoint.path} has scales of a KV cache in {form}, not in fp8; use kv_dtype='fp8_token_head', "
+                    "which needs none, or 'auto'"
+                )
+            if None in found:
+                raise FormatError(
+                    f"{module} has the scale {found[0] or found[1]} and not that of its other cache"
+                )
+            k_scale, v_scale = (kv_scale(self.checkpoint, str(name), kv_heads) for name in found)
+        except FormatError as error:
+            raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
+        self._read.update(str(name) for name in found)
+        count = max(k_scale.numel(), v_scale.numel())
+        placed = [scale.expand(count).reshape(1, 1, count).to(self.device) for scale in (k_scale, v_scale)]
+        return placed[0].contiguous(), placed[1].contiguous()
+
     def finish(self) -> None:
         """CheckpointError if a parameter was left unwritten, a tensor was read by nobody, or a copy of a tied one is none."""
         if self._pending:
@@ -233,8 +270,8 @@ class Weights:
             )
 
     def _side_tensors(self) -> set[str]:
-        """What quantized checkpoints hold beside weights: scales of a KV cache, which here is not quantized, and what the format
-        knows to mean nothing.
+        """What quantized checkpoints hold beside weights: scales of a KV cache, which are read if it is to be quantized with them,
+        and what the format knows to mean nothing.
         """
         if self.stored is None:
             return set()

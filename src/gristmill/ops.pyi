@@ -410,6 +410,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -424,6 +426,9 @@ def paged_attention(
     logarithm of the softmax's denominator, sink included. max_q, max_ctx: host-known bounds. A query that sees no key gives 0.
     Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
 
+    k_scale, v_scale: the scales of caches of e4m3 codes, float32 [1, 1, 1] (per tensor), [1, 1, kv_heads] (per head) or
+    [blocks, block_size, kv_heads] (per token and head); None for caches of q's dtype. Keys are code · scale in float32.
+
     Written in place: lse.
 
     Axes of its problems:
@@ -436,10 +441,12 @@ def paged_attention(
         kv_heads: KV heads; divides heads; an integer of at least 1
         head_dim: elements of a head; an integer of at least 1
         block_size: tokens of a cache block; an integer of at least 1
-        x: dtype of q, the caches and the output; a dtype, one of fp32, fp16, bf16
+        x: dtype of q and the output; a dtype, one of fp32, fp16, bf16
         window: keys a query sees, itself included; 0 = all; an integer of at least 0
         sinks: one more softmax logit per head; true or false
         lse: the log-sum-exp is written too; true or false
+        kv: dtype of the caches; x: the other tensors' dtype; a dtype, one of x, fp8
+        kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -485,6 +492,8 @@ def reshape_and_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     plan: BoundPlan | None = None,
 ) -> None:
@@ -494,7 +503,11 @@ def reshape_and_cache(
 
     Token t goes to slot slot_mapping[t] (int64): place slot % block_size of block slot // block_size; −1 = not written.
 
-    Written in place: key_cache, value_cache.
+    k_scale, v_scale: None for caches of the tokens' dtype. Caches of e4m3 codes have float32 scales: [1, 1, 1] (per tensor) and
+    [1, 1, H] (per head) are given; [blocks, block_size, H] (per token and head) are written with the codes, as
+    max(amax, 1e-10) / 448. Codes are value / scale rounded to nearest even, saturated at ±448; NaN becomes 0x7F.
+
+    Written in place: key_cache, value_cache, k_scale, v_scale.
 
     Axes of its problems:
         t: tokens; an integer of at least 0
@@ -502,7 +515,9 @@ def reshape_and_cache(
         d: elements of a key head; an integer of at least 1
         dv: elements of a value head; an integer of at least 1
         block_size: tokens of a block; an integer of at least 1
-        x: dtype of tokens and cache; a dtype, one of fp32, fp16, bf16
+        x: dtype of the tokens; a dtype, one of fp32, fp16, bf16
+        kv: dtype of the caches; x: the other tensors' dtype; a dtype, one of x, fp8
+        kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.

@@ -41,7 +41,7 @@ def text(mix: tuple[int, ...], heads: int, kv_heads: int, **others: Any) -> str:
 def launch(config: dict[str, int], arguments: list[Any], workspace: Any, out: torch.Tensor) -> None:
     from gristmill.kernels.attention._paged_attention_sm90 import launch
 
-    launch(config, *arguments[:12], workspace, out)
+    launch(config, *arguments[:12], workspace, *arguments[13:], out)
 
 
 def counters() -> torch.Tensor:

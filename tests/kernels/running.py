@@ -37,7 +37,12 @@ class Runnable:
         return self.kernel.name if self.kernel.language != "cpp" else f"{self.kernel.name}-{self.target.name}"
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on arguments and outputs exactly as given, strides included, after the operation's own checks."""
+        """Launch on arguments and outputs exactly as given, strides included, after the operation's own checks.
+
+        Optional arguments at the end may be left out where there are no outputs.
+        """
+        if not self.op.outputs:
+            arguments = (*arguments, *(None for _ in self.op.parameters[len(arguments) :]))
         problem = self.op.describe(*arguments[: len(self.op.parameters)])
         assert self.kernel.accepts(problem) is None
         if not self.op.guard(self.op.static(problem))(*arguments):

@@ -47,6 +47,11 @@ def cpp(a: dict[str, Any], level: str | None = None) -> list[torch.Tensor]:
 def by_hand(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Token by token in float64, straight from the definition."""
     q, keys, values = (a[name].double().numpy() for name in ("q", "k_cache", "v_cache"))
+    if a["k_scale"] is not None:
+        keys, values = (
+            keys * a["k_scale"].double().numpy()[..., None],
+            values * a["v_scale"].double().numpy()[..., None],
+        )
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     table, begin, context = a["block_table"].numpy(), a["query_start"].numpy(), a["seq_lens"].numpy()
     size, group = keys.shape[1], q.shape[1] // keys.shape[2]
@@ -106,17 +111,29 @@ def test_reference_matches_transformers(sinks: bool, window: int) -> None:
         torch.testing.assert_close(got[begin[i] : begin[i + 1]], want[0], rtol=2e-5, atol=2e-6)
 
 
+def without_nan(x: torch.Tensor) -> torch.Tensor:
+    """Zeros, also of codes, in place of NaN."""
+    return torch.where(x.float().isnan(), 0.0, x.float()).to(x.dtype)
+
+
+def readable(a: dict[str, Any]) -> None:
+    """What no sequence owns is 0, so that a fault reads wrong numbers and not NaN."""
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        a[name] = None if a[name] is None else without_nan(a[name])
+
+
 # Planted faults: each changes what a kernel is given or keeps of its work as a wrong kernel would, on examples that must notice.
 
 
 def slot_off_by_one(a: dict[str, Any]) -> None:
+    readable(a)
     for name in ("k_cache", "v_cache"):
-        a[name] = a[name].flatten(0, 1).nan_to_num().roll(1, 0).view(a[name].shape)
+        a[name] = a[name].flatten(0, 1).roll(1, 0).view(a[name].shape)
 
 
 def wrong_block(a: dict[str, Any]) -> None:
     """The longest context begins in somebody else's block."""
-    a["k_cache"], a["v_cache"] = a["k_cache"].nan_to_num(), a["v_cache"].nan_to_num()
+    readable(a)
     longest = int((a["seq_lens"] * (a["query_start"].diff() > 0)).argmax())
     a["block_table"] = a["block_table"].clone()
     a["block_table"][longest] = (a["block_table"][longest] + 1) % a["k_cache"].shape[0]
@@ -128,8 +145,9 @@ def skipped_tail_block(a: dict[str, Any]) -> None:
     for i, context in enumerate(a["seq_lens"].tolist()):
         if context > size:
             tail = a["block_table"][i, (context - 1) // size]
-            a["k_cache"] = a["k_cache"].index_fill(0, tail.long(), 0.0)
-            a["v_cache"] = a["v_cache"].index_fill(0, tail.long(), 0.0)
+            for name in ("k_cache", "v_cache"):
+                a[name] = a[name].clone()
+                a[name][tail.long()] = 0.0
 
 
 def mask_off_by_one(a: dict[str, Any]) -> None:
@@ -164,6 +182,35 @@ def scale_forgotten(a: dict[str, Any]) -> None:
     a["scale"] = 1.0
 
 
+def scales_swapped(a: dict[str, Any]) -> None:
+    a["k_scale"], a["v_scale"] = a["v_scale"], a["k_scale"]
+
+
+def neighbours_head_scale(name: str, a: dict[str, Any]) -> None:
+    """One head, the last, has the scale of the one before it."""
+    a[name] = a[name].clone()
+    a[name][..., -1] = a[name][..., -2]
+
+
+def neighbours_token_scale(name: str, a: dict[str, Any]) -> None:
+    """One token, the first of the longest context, has the scale of the one after it."""
+    block = a["block_table"][int((a["seq_lens"] * (a["query_start"].diff() > 0)).argmax()), 0].long()
+    a[name] = a[name].clone()
+    a[name][block, 0] = a[name][block, 1] * 1.5
+
+
+def neighbours_k_head_scale(a: dict[str, Any]) -> None:
+    neighbours_head_scale("k_scale", a)
+
+
+def neighbours_v_head_scale(a: dict[str, Any]) -> None:
+    neighbours_head_scale("v_scale", a)
+
+
+def neighbours_v_token_scale(a: dict[str, Any]) -> None:
+    neighbours_token_scale("v_scale", a)
+
+
 FAULTS: list[tuple[Callable[[dict[str, Any]], None], Callable[[Problem], bool]]] = [
     (slot_off_by_one, lambda p: True),
     (wrong_block, lambda p: p.integer("max_ctx") > 1),
@@ -175,6 +222,13 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], None], Callable[[Problem], bool]]]
     (wrong_head_mapping, lambda p: 1 < p.integer("kv_heads") < p.integer("heads")),
     (neighbours_rows, lambda p: True),
     (scale_forgotten, lambda p: p.integer("max_ctx") > 1),
+    (scales_swapped, lambda p: p["kv"] == "fp8"),
+    (neighbours_k_head_scale, lambda p: p["kv"] == "fp8"),
+    (neighbours_v_head_scale, lambda p: p["kv"] == "fp8"),
+    (
+        neighbours_v_token_scale,
+        lambda p: p["kv_scale"] == "token" and not p.integer("window") and p.integer("max_ctx") < 100,
+    ),
 ]
 
 
@@ -241,14 +295,17 @@ def test_lengths_that_cannot_be_are_refused() -> None:
         lengths(problem.with_values(q_tokens=9), 0)
 
 
+SCALES = ["", ",kv=fp8,kv_scale=head", ",kv=fp8,kv_scale=token"]
 LONG = "q_tokens=6,seqs=4,max_q=3,max_ctx=1500,total_ctx=3300,heads=4,kv_heads=2,head_dim=48,x=bf16,sinks=true,lse=true"
 
 
 @pytest.mark.parametrize("level", [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")])
-@pytest.mark.parametrize("window", [0, 700])
-def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "scales"), [(0, SCALES[0]), (700, SCALES[0]), (0, SCALES[1]), (700, SCALES[2])]
+)
+def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, scales: str) -> None:
     """Contexts over several chunks: split over threads or not, and alone or in a batch, the bits are the same."""
-    problem, a = arguments_of(f"{LONG},window={window}")
+    problem, a = arguments_of(f"{LONG},window={window}{scales}")
     before, runs = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
@@ -325,7 +382,7 @@ BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
         "k_cache",
         lambda k: k.double(),
         TypeError,
-        "k_cache must have q's dtype torch.float32, got torch.float64",
+        "k_cache must have q's dtype torch.float32 or torch.float8_e4m3fn, got torch.float64",
     ),
     ("v_cache", lambda v: v[:, :3], ValueError, "v_cache must be .*block_size as in k_cache"),
     ("k_cache", lambda k: k[..., :32].contiguous(), ValueError, "k_cache must be .*head_dim as in q"),

@@ -124,7 +124,7 @@ def test_refusals_and_guards() -> None:
         ),
         (
             TypeError,
-            "key_cache must have key's dtype torch.float32",
+            "key_cache must have key's dtype torch.float32 or torch.float8_e4m3fn",
             (key, value, key_cache.half(), value_cache, SLOTS),
         ),
         (TypeError, "slot_mapping must be torch.int64", (key, value, key_cache, value_cache, SLOTS.int())),
@@ -169,11 +169,13 @@ def test_refusals_and_guards() -> None:
 
 
 def off_by_one(config: Any, *arguments: Any) -> None:
-    reshape_and_cache.reference(*arguments[:-1], torch.where(arguments[-1] >= 0, arguments[-1] + 1, -1))
+    *rest, slots, k_scale, v_scale = arguments
+    reshape_and_cache.reference(*rest, torch.where(slots >= 0, slots + 1, -1), k_scale, v_scale)
 
 
 def padding_written(config: Any, *arguments: Any) -> None:
-    reshape_and_cache.reference(*arguments[:-1], arguments[-1].clamp(0))
+    *rest, slots, k_scale, v_scale = arguments
+    reshape_and_cache.reference(*rest, slots.clamp(0), k_scale, v_scale)
 
 
 def swapped(config: Any, key: Any, value: Any, *rest: Any) -> None:
@@ -181,21 +183,22 @@ def swapped(config: Any, key: Any, value: Any, *rest: Any) -> None:
 
 
 def last_token_forgotten(config: Any, *arguments: Any) -> None:
-    slots = arguments[-1].clone()
+    *rest, slots, k_scale, v_scale = arguments
+    slots = slots.clone()
     slots[(slots >= 0).nonzero()[-1]] = -1
-    reshape_and_cache.reference(*arguments[:-1], slots)
+    reshape_and_cache.reference(*rest, slots, k_scale, v_scale)
 
 
-def values_forgotten(config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
-    reshape_and_cache.reference(key, value, key_cache, value_cache.clone(), slots)
+def values_forgotten(config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, *rest: Any) -> None:
+    reshape_and_cache.reference(key, value, key_cache, value_cache.clone(), *rest)
 
 
 def block_and_place_swapped(
-    config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any
+    config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, *scales: Any
 ) -> None:
     size, blocks = key_cache.shape[1], key_cache.shape[0]
     other = torch.where(slots >= 0, slots % blocks * size + slots // blocks % size, slots)
-    reshape_and_cache.reference(key, value, key_cache, value_cache, other)
+    reshape_and_cache.reference(key, value, key_cache, value_cache, other, *scales)
 
 
 FAULTS = [

@@ -56,6 +56,16 @@ inline float e4m3(uint8_t v) {
       exponent ? std::ldexp(float(mantissa | 8), exponent - 10) : std::ldexp(float(mantissa), -9);
   return v & 0x80 ? -size : size;
 }
+template <>
+struct Dtype<3> {  // e4m3; put takes values that it holds exactly, and NaN
+  using T = uint8_t;
+  static T put(float v) {
+    int code = 0;
+    while (code < 0x7f && e4m3(T(code)) != std::fabs(v)) ++code;
+    return T(code | (v < 0 ? 0x80 : 0));
+  }
+  static float get(T v) { return e4m3(v); }
+};
 
 // xorshift64*: the same numbers in every run.
 class Numbers {

@@ -1,24 +1,27 @@
 // gm_attention under the sanitizers, as paged, latent (MLA) and dense attention, against float64: odd widths,
 // contexts of 0 and over one chunk, queries before their context, windows, sinks, more query heads than a
-// tile, whole and split contexts, every level.
+// tile, whole and split contexts, e4m3 codes with scales of heads and of tokens, every level.
 //
 // The whole cache is poisoned but for the slots that some query sees, and block tables hold garbage where
 // nothing may be read. Planted faults that this program was seen to catch: `end` in run_chunk without the
 // bound t.context (read of a poisoned slot), the tail of widen_row read as a whole vector (past q), `skip` in
 // run_tile as 0 (read of a slot behind the window), the last store in finish_head whole (write past out),
-// `inside` not checking blocks (wild read).
+// `inside` not checking blocks (wild read), scales of tokens gathered from 0 and not from `skip` (read of a
+// poisoned scale).
 #include "asan.h"
 #include "asan_values.h"
 
 #include <vector>
 
-GM_LEVELS(gm_attention, (const void*, const void*, const void*, void*, float*, const float*, const int32_t*,
-                         const int32_t*, const int32_t*, const int64_t*, float, int));
+GM_LEVELS(gm_attention,
+          (const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*,
+           const int32_t*, const float*, const float*, const int64_t*, float, int));
 using Call = decltype(gm_attention_levels[0].call);
 extern "C" int gm_pretended_threads;
 
 namespace {
 
+enum Scales { kNone, kHead, kToken };
 struct Sequence {
   int64_t queries, context;
 };
@@ -61,8 +64,8 @@ class Cache {
   Buffer<T> buffer_;
 };
 
-template <class D>
-void run(Call call, int dtype, const Case& c) {
+template <class D, class Code = D>  // of queries and results, of keys and values
+void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
   using T = typename D::T;
   Numbers numbers;
   const int64_t count = int64_t(c.seqs.size()), bs = c.paged ? c.block_size : 1;
@@ -74,7 +77,10 @@ void run(Call call, int dtype, const Case& c) {
   Buffer<int32_t> query_start(count + 1), starts(c.paged ? count : count + 1);
   Buffer<int32_t> table(count, width, width + 2);
   std::vector<std::vector<int64_t>> slot_of(count);
-  Cache<D> k(blocks * bs, c.kv_heads, c.dk), v(c.latent ? 0 : blocks * bs, c.kv_heads, c.dv);
+  Cache<Code> k(blocks * bs, c.kv_heads, c.dk), v(c.latent ? 0 : blocks * bs, c.kv_heads, c.dv);
+  const int64_t scale_slots = kind == kToken ? blocks * bs : kind == kHead;
+  Cache<Dtype<0>> k_scale(scale_slots, c.kv_heads, 1), v_scale(scale_slots, c.kv_heads, 1);
+  if (kind == kHead) k_scale.open(0, numbers), v_scale.open(0, numbers);
   // Blocks are dealt from the last to the first.
   for (int64_t i = 0, next = blocks - 1; i < count; ++i) {
     const Sequence& s = c.seqs[i];
@@ -96,6 +102,7 @@ void run(Call call, int dtype, const Case& c) {
       if (at < low || s.queries == 0) continue;
       k.open(slot_of[i].back(), numbers);
       if (!c.latent) v.open(slot_of[i].back(), numbers);
+      if (kind == kToken) k_scale.open(slot_of[i].back(), numbers), v_scale.open(slot_of[i].back(), numbers);
     }
   }
   Buffer<T> q(tokens * c.heads, c.dk, c.dk + 3), out(tokens * c.heads, c.dv, c.dv + 8);
@@ -103,8 +110,14 @@ void run(Call call, int dtype, const Case& c) {
   for (int64_t r = 0; r < tokens * c.heads; ++r)
     for (int64_t d = 0; d < c.dk; ++d) q(r, d) = D::put(numbers.eighths());
   for (int64_t h = 0; h < c.heads; ++h) sinks.data()[h] = numbers.eighths();
-  Cache<D>& values = c.latent ? k : v;
-  int64_t sizes[21] = {tokens,
+  Cache<Code>& values = c.latent ? k : v;
+  const auto number = [&](Cache<Code>& cache, Cache<Dtype<0>>& scales, int64_t slot, int64_t head,
+                          int64_t d) {
+    const double factor = kind == kNone ? 1 : *scales.at(kind == kToken ? slot : 0, head);
+    return factor * Code::get(cache.at(slot, head)[d]);
+  };
+  const int64_t scale_slot = kind == kToken ? k_scale.slot() : 0;
+  int64_t sizes[28] = {tokens,
                        c.heads,
                        c.kv_heads,
                        c.dk,
@@ -124,11 +137,19 @@ void run(Call call, int dtype, const Case& c) {
                        k.head(),
                        bs * values.slot(),
                        values.slot(),
-                       values.head()};
+                       values.head(),
+                       kind == kToken,
+                       bs * scale_slot,
+                       scale_slot,
+                       k_scale.head(),
+                       bs * scale_slot,
+                       scale_slot,
+                       v_scale.head()};
   const float scale = 1 / std::sqrt(float(c.dk));
   const auto attend = [&](const int64_t* shape) {
     return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
-                c.paged ? table.data() : nullptr, query_start.data(), starts.data(), shape, scale, dtype);
+                c.paged ? table.data() : nullptr, query_start.data(), starts.data(),
+                kind ? k_scale.data() : nullptr, kind ? v_scale.data() : nullptr, shape, scale, dtype);
   };
   for (const int threads : {1, 4}) {  // with several threads long contexts are split
     gm_pretended_threads = threads;
@@ -144,7 +165,7 @@ void run(Call call, int dtype, const Case& c) {
           for (int64_t at = low; at <= own; ++at) {
             double dot = 0;
             for (int64_t d = 0; d < c.dk; ++d)
-              dot += double(D::get(q(r, d))) * D::get(k.at(slot_of[i][at], head)[d]);
+              dot += double(D::get(q(r, d))) * number(k, k_scale, slot_of[i][at], head, d);
             score.push_back(dot * scale);
             top = std::fmax(top, score.back());
           }
@@ -152,7 +173,8 @@ void run(Call call, int dtype, const Case& c) {
           for (int64_t at = low; at <= own; ++at) {
             const double weight = std::exp(score[at - low] - top);
             total += weight;
-            for (int64_t d = 0; d < c.dv; ++d) sum[d] += weight * D::get(values.at(slot_of[i][at], head)[d]);
+            for (int64_t d = 0; d < c.dv; ++d)
+              sum[d] += weight * number(values, v_scale, slot_of[i][at], head, d);
           }
           for (int64_t d = 0; d < c.dv; ++d) {
             const double wanted = total > 0 ? sum[d] / total : 0;
@@ -167,7 +189,7 @@ void run(Call call, int dtype, const Case& c) {
   gm_pretended_threads = 1;
   if (tokens == 0 || c.seqs[0].queries == 0 || c.seqs[0].context == 0) return;
   // Index tensors that name what does not exist are refused before anything is read.
-  int64_t broken[21];
+  int64_t broken[28];
   std::memcpy(broken, sizes, sizeof sizes);
   broken[0] = tokens - 1;
   CHECK(attend(broken) == -5);
@@ -214,9 +236,25 @@ void all(Call call, int dtype) {
   run<D>(call, dtype, {prefill, 40, 1, 18, 16, 1, 0, false, false, false});  // more heads than rows of a tile
   run<D>(call, dtype, {{{1, 9}}, 40, 1, 36, 32, 5, 0, true, true, false});
   run<D>(call, dtype, {{{0, 0}}, 1, 1, 4, 4, 1, 0, true, false, false});
-  int64_t sizes[21] = {1, 3, 2, 4, 4, 1};
-  CHECK(call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes, 1.0f,
-             dtype) == -2);
+  using Codes = Dtype<3>;
+  for (const Scales kind : {kHead, kToken})
+    for (const int64_t window : {0, 5}) {
+      run<D, Codes>(call, dtype, {mixed, 6, 2, 7, 5, 4, window, true, false, true}, kind);
+      run<D, Codes>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, false}, kind);
+      run<D, Codes>(call, dtype, {decode, 14, 2, 32, 48, 16, window, true, false, false}, kind);
+      run<D, Codes>(call, dtype, {prefill, 2, 1, 24, 65, 16, window, true, false, false}, kind);
+    }
+  int64_t sizes[28] = {1, 3, 2, 4, 4, 1};
+  const auto bare = [&](const float* scale) {
+    return call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, scale,
+                nullptr, sizes, 1.0f, dtype);
+  };
+  CHECK(bare(nullptr) == -2);
+  sizes[1] = 2, sizes[7] = 1;
+  const float one = 1;
+  CHECK(bare(&one) == -5);  // scales of keys alone
+  sizes[21] = 1;
+  CHECK(bare(nullptr) == -5);  // scales of tokens that are not there
 }
 
 }  // namespace
@@ -228,9 +266,9 @@ int main() {
     all<Dtype<0>>(level.call, 0);
     all<Dtype<1>>(level.call, 1);
     all<Dtype<2>>(level.call, 2);
-    int64_t sizes[21] = {0, 1, 1, 1, 1, 1, 1, 1};
-    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, sizes,
-                     1.0f, 99) == -1);
+    int64_t sizes[28] = {0, 1, 1, 1, 1, 1, 1, 1};
+    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                     nullptr, sizes, 1.0f, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -9,7 +9,7 @@ import torch
 
 from gristmill.quant import numeric, quantize
 from gristmill.quant.formats import FormatError, Tensors
-from gristmill.quant.formats.kv_scales import kv_scales
+from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
 from gristmill.quant.formats.modelopt import ModelOpt
 from tests.quant.oracle import weight
 
@@ -201,9 +201,26 @@ def test_kv_scales_of_every_naming() -> None:
         "d.v_proj.output_scale": ("d", "v"),
     }
     tensors = Tensors(dict.fromkeys([*names, "e.kv_scale", "f.q_proj.output_scale", "g.weight_scale"], one))
-    assert set(kv_scales(tensors)) == {*names.values(), ("e", "k"), ("e", "v")}
+    assert set(kv_scale_names(tensors)) == {*names.values(), ("e", "k"), ("e", "v")}
     with pytest.raises(FormatError, match="are both the k scale of a"):
-        kv_scales(Tensors({"a.k_proj.k_scale": one, "a.k_scale": one}))
+        kv_scale_names(Tensors({"a.k_proj.k_scale": one, "a.k_scale": one}))
+
+
+def test_kv_scales_of_tensors_and_heads() -> None:
+    heads = torch.tensor([0.5, 2.0, 4.0])
+    stored = Tensors(
+        {"t": torch.tensor(0.5), "h": heads.bfloat16()[None, :, None], "w": heads[:2], "z": heads - 2}
+    )
+    assert kv_scale(stored, "t", 3).tolist() == [0.5] and kv_scale(stored, "h", 3).tolist() == heads.tolist()
+    for name, says in (("w", r"one per KV head \(3\), got shape \[2\]"), ("z", "finite and positive, got")):
+        with pytest.raises(FormatError, match=f"tensor {name} must be .*{says}"):
+            kv_scale(stored, name, 3)
+
+
+@pytest.mark.parametrize(("stored", "form"), [("FP8", "fp8"), ("NVFP4", "nvfp4"), (None, None)])
+def test_the_format_of_the_kv_cache(stored: str | None, form: str | None) -> None:
+    inner = {"quant_algo": "FP8", "kv_cache_quant_algo": stored}
+    assert ModelOpt({"quantization": inner}).kv_cache == form
 
 
 def test_decoders_are_checked_by_the_table() -> None:
