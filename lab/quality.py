@@ -4,7 +4,8 @@
     python -m lab.quality --table bench/results/quality.json --readme README.md
 
 Each row is what its own `command` prints: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
-dequantized and multiplied in float32, so that rows differ by their weights alone. The file is written after every row; rows
+dequantized and multiplied in float32, so that rows differ by their weights alone. Rows of a quantized KV cache have the weights as
+stored, and a field ``kv``. The file is written after every row; rows
 that it has already are kept, so a sweep that ran out of time goes on.
 """
 
@@ -16,12 +17,12 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gristmill.autotune.place import place
 from gristmill.bench.result_file import SCHEMA, replace
@@ -32,6 +33,8 @@ METHODS = ("rtn", "gptq", "awq")
 SCHEMES = tuple(name for name in ALL_WEIGHT_SCHEMES if not QuantScheme.parse(name).is_dense)
 FLOAT = "float"
 """The scheme's name in the row of the model as it is stored."""
+AUTO = "auto"
+KV_DTYPES = ("fp8", "fp8_token_head")
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,43 @@ class Settings:
     device: str = "cpu"
 
 
-Case = tuple[str, str, str]
-"""(model directory, scheme or FLOAT, method)."""
+class Case(NamedTuple):
+    """A row: model directory, scheme or FLOAT, method, kv_dtype."""
+
+    model: str
+    scheme: str
+    method: str
+    kv: str = AUTO
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What tells rows apart."""
+        return (Path(self.model).name, *self[1:])
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """That of a row."""
+    return (row["model"], row["scheme"], row["method"], row.get("kv", AUTO))
+
+
+def kv_cases(models: Sequence[str], kv_dtypes: Sequence[str]) -> list[Case]:
+    """The rows of quantized KV caches, of models that take one."""
+    from gristmill.runtime.loader.config import load_config
+
+    taken = [model for model in models if load_config(model).mla is None]
+    return [Case(model, FLOAT, "rtn", kv) for kv in kv_dtypes for model in taken]
 
 
 def cases(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str]) -> list[Case]:
     """All rows, the models as they are first."""
-    return [(model, FLOAT, "rtn") for model in models] + [
-        (m, s, how) for s in schemes for m in models for how in methods
+    return [Case(model, FLOAT, "rtn") for model in models] + [
+        Case(m, s, how) for s in schemes for m in models for how in methods
     ]
 
 
 def command(case: Case, settings: Settings, out: str = "OUT") -> str:
     """The shell command that measures a row."""
-    model, scheme, method = case
+    model, scheme, method, kv = case
     evaluate = [
         "gristmill",
         "eval",
@@ -80,7 +106,7 @@ def command(case: Case, settings: Settings, out: str = "OUT") -> str:
         "--windows",
         str(settings.windows),
     ]
-    evaluate += ["--device", settings.device]
+    evaluate += ["--device", settings.device, *(["--kv-dtype", kv] if kv != AUTO else [])]
     if scheme == FLOAT:
         return shlex.join(evaluate)
     quantize = [
@@ -109,7 +135,8 @@ def command(case: Case, settings: Settings, out: str = "OUT") -> str:
 
 
 def measure(case: Case, settings: Settings) -> dict[str, Any]:
-    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command", "window_losses"}."""
+    """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command", "window_losses"}; of a
+    quantized KV cache also {"kv", "kv_bits"}, bits of an element with its part of the scales."""
     import torch
 
     from gristmill.runtime.evaluate import evaluate, read_tokens
@@ -122,7 +149,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     if settings.device != "cpu":
         torch.set_num_threads(1)  # processes share the cores
     begin = time.perf_counter()
-    model, scheme, method = case
+    model, scheme, method, kv = case
     tokens = read_tokens(settings.tokens)
     notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -143,15 +170,19 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
             directory,
             dtype="fp32",
             quant="fp32",
+            kv_dtype=kv,
             device=settings.device,
             max_batch_tokens=max(2048, settings.window),
             num_blocks=4 * cdiv(settings.window, 16),
         )
         found = evaluate(llm.engine, tokens, settings.window, settings.windows)
+    cache = llm.engine.runner.cache
+    quantized = {"kv": kv, "kv_bits": 8 * cache.nbytes / cache.storage.numel()} if kv != AUTO else {}
     return {
         "model": Path(model).name,
         "scheme": scheme,
         "method": method,
+        **quantized,
         "loss": found.loss,
         "perplexity": found.perplexity,
         "tokens": found.tokens,
@@ -184,11 +215,12 @@ def run(
     out: Path,
     jobs: int,
     seconds: float,
+    kv_dtypes: Sequence[str] = (),
 ) -> int:
     """Measure what `out` lacks; how many rows are still missing."""
     from gristmill.autotune.environment import environment
 
-    all_cases = cases(models, schemes, methods)
+    all_cases = cases(models, schemes, methods) + kv_cases(models, kv_dtypes)
     fixed = {
         name: value for name, value in asdict(settings).items() if name != "device"
     }  # which every row's command says
@@ -197,25 +229,24 @@ def run(
         data = json.loads(out.read_text(encoding="utf-8"))
         if data["settings"] != fixed:
             raise SystemExit(f"{out} holds rows of other settings: {data['settings']}; name another file")
-    have = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
-    todo = [case for case in all_cases if (Path(case[0]).name, *case[1:]) not in have]
-    order = {
-        (Path(case[0]).name, *case[1:]): place for place, case in enumerate(cases(models, SCHEMES, METHODS))
-    }
+    have = {key_of(row) for row in data["rows"]}
+    todo = [case for case in all_cases if case.key not in have]
+    ordered = cases(models, SCHEMES, METHODS) + kv_cases(models, kv_dtypes)
+    order = {case.key: place for place, case in enumerate(ordered)}
     words = ["python", "-m", "lab.quality", *sys.argv[1:]]
     data["runs"].append(
         environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words))
     )
     for row in sweep(todo, settings, jobs, seconds):
         data["rows"].append(row | {"run": len(data["runs"]) - 1})
-        data["rows"].sort(key=lambda r: order.get((r["model"], r["scheme"], r["method"]), len(order)))
+        data["rows"].sort(key=lambda r: order.get(key_of(r), len(order)))
         replace(out, _text(data))
         print(
-            f"{row['model']:14} {row['scheme']:12} {row['method']:5} {row['loss']:.4f}  {row['seconds']} s",
+            f"{' '.join(key_of(row)):40} {row['loss']:.4f}  {row['seconds']} s",
             flush=True,
         )
-    found = {(row["model"], row["scheme"], row["method"]) for row in data["rows"]}
-    return sum((Path(case[0]).name, *case[1:]) not in found for case in all_cases)
+    measured = {key_of(row) for row in data["rows"]}
+    return sum(case.key not in measured for case in all_cases)
 
 
 def _text(data: dict[str, Any]) -> str:
@@ -233,6 +264,9 @@ def main() -> int:
     parser.add_argument("--tokens", help="token ids, little-endian uint16")
     parser.add_argument("--schemes", default=",".join(SCHEMES), help="by commas; all of them if not given")
     parser.add_argument("--methods", default=",".join(METHODS), help="by commas")
+    parser.add_argument(
+        "--kv-dtypes", default=",".join(KV_DTYPES), help="of quantized KV caches, by commas; '' for none"
+    )
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=96)
     parser.add_argument("--first", type=int, default=200_000, help="token that calibration begins at")
@@ -270,6 +304,7 @@ def main() -> int:
         given.out,
         given.jobs,
         given.seconds,
+        list(filter(None, given.kv_dtypes.split(","))),
     )
     print(f"{missing} rows missing" if missing else "all rows measured")
     return 1 if missing else 0

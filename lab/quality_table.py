@@ -14,9 +14,10 @@ NAMES = {"rtn": "nearest", "gptq": "GPTQ", "awq": "AWQ"}
 def render(data: Mapping[str, Any]) -> str:
     """Perplexities, a line for each scheme, a column for each model and method; "-" where a row is missing.
 
-    Below, for each model, the part of round to nearest's loss (over the model as stored, in nats) that remains with int4_g128.
+    Below, for each model, the part of round to nearest's loss (over the model as stored, in nats) that remains with int4_g128; then
+    the table of quantized KV caches, where rows have one.
     """
-    rows = {(row["model"], row["scheme"], row["method"]): row for row in data["rows"]}
+    rows = {(row["model"], row["scheme"], row["method"]): row for row in data["rows"] if "kv" not in row}
     models = list(dict.fromkeys(model for model, scheme, _ in rows if scheme == "float"))
     head = [
         "format",
@@ -24,13 +25,34 @@ def render(data: Mapping[str, Any]) -> str:
         *(f"{model}: {name}" if name == "nearest" else name for model in models for name in NAMES.values()),
     ]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for scheme in dict.fromkeys(row["scheme"] for row in data["rows"]):
+    for scheme in dict.fromkeys(scheme for _, scheme, _ in rows):
         cells = [_cell(rows.get((model, scheme, method))) for model in models for method in NAMES]
         name, width = ("as stored", "16") if scheme == "float" else (f"`{scheme}`", f"{bits(scheme):.3g}")
         if scheme == "float":
             cells = ["" if cell == "-" else cell for cell in cells]
         lines.append(f"| {name} | {width} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(_sentence(model, rows) for model in models)])
+    sentences = [_sentence(model, rows) for model in models]
+    return "\n".join([*lines, "", *sentences, *_caches(data, models)])
+
+
+def _caches(data: Mapping[str, Any], models: list[str]) -> list[str]:
+    """The table of quantized KV caches, a line for each format; [] without rows."""
+    rows = {(row["model"], row["kv"]): row for row in data["rows"] if "kv" in row}
+    plain = {row["model"]: row for row in data["rows"] if row["scheme"] == "float" and "kv" not in row}
+    if not rows:
+        return []
+    lines = [
+        f"| KV cache | bits per element | {' | '.join(models)} | nats per token lost |",
+        "|---|---:|" + "---:|" * (len(models) + 1),
+        f"| as activations | 32 | {' | '.join(_cell(plain.get(model)) for model in models)} | |",
+    ]
+    for kv in dict.fromkeys(kv for _, kv in rows):
+        own = {model: rows[model, kv] for model in models if (model, kv) in rows}
+        lost = ", ".join(f"{row['loss'] - plain[model]['loss']:+.4f}" for model, row in own.items())
+        width = next(iter(own.values()))["kv_bits"]
+        cells = " | ".join(_cell(own.get(model)) for model in models)
+        lines.append(f"| `{kv}` | {width:.3g} | {cells} | {lost} |")
+    return ["", *lines]
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lab.quality import Settings, command
+from lab.quality import AUTO, KV_DTYPES, Case, Settings, command, key_of
 from lab.quality_table import into, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,8 +15,9 @@ FILE = ROOT / "bench" / "results" / "quality.json"
 HOW = f"run python -m lab.quality --table {FILE.relative_to(ROOT)} --readme README.md"
 DATA = json.loads(FILE.read_text(encoding="utf-8"))
 ROWS: dict[tuple[str, str, str], dict[str, Any]] = {
-    (r["model"], r["scheme"], r["method"]): r for r in DATA["rows"]
+    (r["model"], r["scheme"], r["method"]): r for r in DATA["rows"] if "kv" not in r
 }
+CACHES: dict[tuple[str, str], dict[str, Any]] = {(r["model"], r["kv"]): r for r in DATA["rows"] if "kv" in r}
 MODELS = ("docs-llama", "docs-deepseek")
 
 
@@ -35,13 +36,14 @@ def test_the_readme_holds_the_table() -> None:
 
 
 def test_rows_are_whole_and_repeatable() -> None:
-    assert len(ROWS) == len(DATA["rows"])
+    assert len(ROWS) + len(CACHES) == len(DATA["rows"])
     assert (DATA["settings"]["window"], DATA["settings"]["windows"]) == (1024, 96)
-    for (model, scheme, method), row in ROWS.items():
+    for model, scheme, method, kv in map(key_of, DATA["rows"]):
+        row = ROWS[model, scheme, method] if kv == AUTO else CACHES[model, kv]
         assert row["tokens"] == 96 * 1023
         device = "cuda" if "--device cuda" in row["command"] else "cpu"
         asked = Settings(**DATA["settings"], device=device)
-        assert row["command"] == command((f"examples/models/{model}", scheme, method), asked)
+        assert row["command"] == command(Case(f"examples/models/{model}", scheme, method, kv), asked)
         assert DATA["runs"][row["run"]]["device"] is not None
     for model in MODELS:
         assert (model, "float", "rtn") in ROWS
@@ -49,6 +51,17 @@ def test_rows_are_whole_and_repeatable() -> None:
         assert len(schemes) == 16 and all(
             (model, s, m) in ROWS for s in schemes for m in ("rtn", "gptq", "awq")
         )
+
+
+def test_quantized_caches_lose_little() -> None:
+    """Not more than 0.01 nats per token, and more than nothing; a model with a latent cache has none of these rows."""
+    assert {*CACHES} == {("docs-llama", kv) for kv in KV_DTYPES}
+    for (model, _), row in CACHES.items():
+        assert 0 < row["loss"] - ROWS[model, "float", "rtn"]["loss"] < 0.01
+    assert (
+        CACHES["docs-llama", "fp8"]["kv_bits"] == 8
+        and CACHES["docs-llama", "fp8_token_head"]["kv_bits"] == 8.5
+    )
 
 
 def test_gptq_loses_less() -> None:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from gristmill.runtime.cli import cli
 from lab import quality
-from lab.quality import FLOAT, SCHEMES, Settings, cases, command, measure, run
+from lab.quality import FLOAT, SCHEMES, Case, Settings, cases, command, key_of, kv_cases, measure, run
 from lab.quality_table import BEGIN, END, into, render
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
@@ -23,13 +23,17 @@ QUICK = Settings(
 )
 
 
-@pytest.mark.parametrize(("scheme", "method"), [(FLOAT, "rtn"), ("nvfp4", "rtn"), ("int4_g128_zp", "awq")])
+@pytest.mark.filterwarnings("ignore:.*no scales of the KV cache")
+@pytest.mark.parametrize(
+    "row_of", [(FLOAT, "rtn"), ("nvfp4", "rtn"), ("int4_g128_zp", "awq"), (FLOAT, "rtn", "fp8")], ids=" ".join
+)
 def test_a_row_is_what_its_command_prints(
-    scheme: str, method: str, tmp_path: Path, policy_file: Callable[..., Path]
+    row_of: tuple[str, ...], tmp_path: Path, policy_file: Callable[..., Path]
 ) -> None:
     policy_file()
-    row = measure((LLAMA, scheme, method), QUICK)
-    assert row["command"] == command((LLAMA, scheme, method), QUICK) and row["tokens"] == 126
+    case = Case(LLAMA, *row_of)
+    row = measure(case, QUICK)
+    assert row["command"] == command(case, QUICK) and row["tokens"] == 126 and key_of(row) == case.key
     for part in row["command"].replace(" OUT", f" {tmp_path}/out").split(" && "):
         done = CliRunner().invoke(cli, [*shlex.split(part)[1:], "--json"])
         assert done.exit_code == 0, done.output
@@ -45,7 +49,7 @@ def test_a_sweep_goes_on_where_it_ended(
         "sweep",
         lambda todo, *_: (
             {"model": Path(m).name, "scheme": s, "method": h, "loss": 1.0, "seconds": 0}
-            for m, s, h in todo[:2]
+            for m, s, h, _ in todo[:2]
         ),
     )
     out, asked = (
@@ -67,7 +71,7 @@ def test_a_sweep_goes_on_where_it_ended(
 
 
 def test_no_row_is_begun_after_the_time() -> None:
-    assert list(quality.sweep([(LLAMA, FLOAT, "rtn")], QUICK, 1, -1.0)) == []
+    assert list(quality.sweep([Case(LLAMA, FLOAT, "rtn")], QUICK, 1, -1.0)) == []
 
 
 def data(**losses: float) -> dict[str, Any]:
@@ -95,6 +99,14 @@ def test_the_table_says_what_the_rows_say() -> None:
         lines[3] == "| `int4_g128` | 4.12 | 7.500 | 7.100 | - | 1.000 | - | - |"
         and "GPTQ +0.1000 (20%)." in lines[5]
     )
+    cached = data(rtn=2.5)
+    cached["rows"] += [{**cached["rows"][0], "kv": "fp8", "kv_bits": 8.0, "loss": 2.01, "perplexity": 7.5}]
+    assert render(cached).splitlines()[-4:] == [
+        "| KV cache | bits per element | m | nats per token lost |",
+        "|---|---:|---:|---:|",
+        "| as activations | 32 | 7.389 | |",
+        "| `fp8` | 8 | 7.500 | +0.0100 |",
+    ]
     document = f"a\n{BEGIN}\nold\n{END}\nb\n"
     assert into(document, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
     with pytest.raises(ValueError, match="no <!-- quality-table -->"):
@@ -104,8 +116,14 @@ def test_the_table_says_what_the_rows_say() -> None:
 def test_every_scheme_and_method_is_a_row() -> None:
     found = cases(["a", "b"], SCHEMES, quality.METHODS)
     assert len(found) == len({*found}) == 2 + 2 * 3 * len(SCHEMES) and len(SCHEMES) >= 16
-    line = command(("m dir", "mxfp4", "gptq"), QUICK)
+    line = command(Case("m dir", "mxfp4", "gptq"), QUICK)
     assert (
         "--model 'm dir' --quant mxfp4 --out OUT --method gptq --calibration" in line
         and " && gristmill eval --model OUT" in line
     )
+
+
+def test_models_with_a_latent_cache_have_no_rows_of_quantized_ones() -> None:
+    found = kv_cases([LLAMA, str(MODELS / "docs-deepseek")], quality.KV_DTYPES)
+    assert [case.kv for case in found] == [*quality.KV_DTYPES] and {case.model for case in found} == {LLAMA}
+    assert command(found[1], QUICK).endswith("--device cpu --kv-dtype fp8_token_head")
