@@ -183,6 +183,25 @@ def test_attention() -> None:
         assert len(re.findall("MUFU.EX2", loop[:wait])) >= 64, f"{name}: exponentials wait for the values"
 
 
+def test_latent_attention() -> None:
+    """Every instance; nothing spilt; exponentials of the second warpgroup run while its values are multiplied."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("mla_attention_")]
+    names = {f"mla_attention_{x}_{by}" for x in ("bf16", "fp16") for by in ("boxes", "rows")}
+    assert {name for name, _, _ in usage} == names
+    assert all(registers == 168 and stack == 0 for _, registers, stack in usage), usage
+    for name in names:
+        text = bodies(())[name]
+        # Scores take 576 / 16 steps, values of 64 keys 4: own weights and the other warpgroup's, and once more those of a
+        # last tile that only the first warpgroup has.
+        assert len(re.findall("HGMMA", text)) == 2 * 576 // 16 + 5 * 64 // 16, name
+        assert ("UTMALDG.5D" in text) == name.endswith("boxes"), f"{name}: pages as boxes"
+        assert ("LDGSTS" in text) == name.endswith("rows"), f"{name}: pages by rows"
+        assert "USETMAXREG" in text and "LDL" not in text and "STL" not in text, name
+        shared = [part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part]
+        spans = [len(re.findall("MUFU.EX2", part[part.rindex("tnspB") :])) for part in shared]
+        assert max(spans) >= 32, f"{name}: exponentials wait for the values"
+
+
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for the one before it, and lets the next one start early, exactly where its spec says so."""
     groups = {
@@ -194,6 +213,8 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "linear_w8a16_gemm_ws_sm90": r"linear_gemm_ws_(int8|fp8)",
         "paged_attention_sm90": r"paged_attention_",
         "paged_attention_sm90_split": r"paged_attention_",
+        "mla_attention_sm90": r"mla_attention_",
+        "mla_attention_sm90_whole": r"mla_attention_",
     }
     compiled = [
         kernel for kernel in default_registry().all_kernels() if kernel.requires.code == "cuda:sm_90a"

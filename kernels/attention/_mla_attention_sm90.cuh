@@ -1,0 +1,367 @@
+// Absorbed latent attention over a paged cache for Hopper: decodes, speculative tokens and chunks in one
+// launch.
+//
+// FlashMLA's form (DeepSeek, 2025): the sums of 64 rows take the registers of two warpgroups, half of the
+// columns each. The warpgroups take turns at tiles of keys: one computes the weights of a tile, multiplies
+// them with its half of the values and hands them to the other one through shared memory. Beyond it:
+//  - a third warpgroup copies, half of the latents of a tile at a time: a half is free again when its values
+//  are
+//    multiplied, and the scores of the next tile begin when the first half is there;
+//  - pages of any size, in groups of eight keys, so that one layout serves both products;
+//  - work is found on the device, contexts are cut evenly and merged in the same launch (_mla_work_sm90.cuh).
+#pragma once
+#include "_mla_copy_sm90.cuh"
+#include "_mla_merge_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+enum : int {
+  kBarWeights = kBarCopying + 1,  // those of the first warpgroup are there; those of the second
+};
+
+// A multiplying warpgroup: GROUP 0 has tiles 0, 2, .. of each piece of work and columns 0 .. 255.
+template <typename T, bool BOXES, int GROUP>
+class MlaConsumer {
+ public:
+  using S = MlaShape;
+  __device__ __forceinline__ MlaConsumer(const MlaParams& p, uint8_t* smem, uint32_t base)
+      : p_(p),
+        smem_(smem),
+        base_(base),
+        bars_{base + S::kBars},
+        lane_(threadIdx.x & 31),
+        tid_(threadIdx.x & 127),
+        row_((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4),
+        q_(strided_descriptor(uniform(base + S::kQ), 1024, 16)) {}
+
+  // Until the first work of another kind, which is returned; turn: the parity of its barrier.
+  __device__ __forceinline__ MlaWork run(uint32_t& turn) {
+    for (turn = 0;; turn ^= 1) {
+      mbar_wait(bars_.q_full(), turn);
+      work_ = get_mla_work(smem_ + S::kWork);
+      if (work_.kind != kAttend) return work_;
+      attend();
+      finish(turn);
+    }
+  }
+
+ private:
+  const MlaParams& p_;
+  uint8_t* const smem_;
+  const uint32_t base_;
+  const MlaBars bars_;
+  const int lane_, tid_, row_;  // row_: the first of this thread's two rows
+  const uint64_t q_;
+  MlaWork work_;
+  Turns used_;
+  float o_[128], m_[2], l_[2];  // sums of values; maxima of the raw scores so far; sums of own weights
+  float s_[32];
+  int seen_whole_;  // tiles that all rows see
+
+  __device__ __forceinline__ void free(uint32_t bar) const {
+    if (lane_ < kArriving) mbar_arrive(bar);
+  }
+  // This warpgroup has read its half of the values in a slot, and the weights there.
+  __device__ __forceinline__ void release(int slot) {
+    free(bars_.empty(slot, GROUP)), free(bars_.empty(slot, S::kRotated));
+    used_.pass(slot);
+  }
+  __device__ __forceinline__ uint32_t tile_at(int slot) const { return base_ + S::kTiles + slot * S::kTile; }
+  __device__ __forceinline__ void wait_full(int slot, int part) const {
+    mbar_wait(bars_.full(slot, part), used_.parity(slot));
+    if constexpr (!BOXES) fence_proxy();
+  }
+
+  // Starts the scores of the tile in this warpgroup's slot, part after part as they land.
+  __device__ __forceinline__ void start_scores() {
+#pragma unroll
+    for (int part = 0; part < S::kParts; ++part) {
+      wait_full(GROUP, part);
+      const uint64_t k = strided_descriptor(uniform(tile_at(GROUP) + part * S::kHalfBytes),
+                                            part == S::kRotated ? 1024 : 4096, 16);
+      if (part == 0) hold(s_);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < (part == S::kRotated ? 4 : 16); ++i)
+        Wgmma<T, 64>::scores(s_, q_ + ((part * 4 + (i >> 2)) * S::kColumns >> 4) + (i & 3) * 2,
+                             k + ((i >> 2) * 1024 >> 4) + (i & 3) * 2, part > 0 || i > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ uint64_t values_at(int slot) const {
+    return strided_descriptor(uniform(tile_at(slot) + GROUP * S::kHalfBytes), 4096, 1024);
+  }
+  // Own weights, in registers, times this warpgroup's columns.
+  __device__ __forceinline__ void start_own(const uint32_t (&weights)[4][4]) {
+    hold(o_);
+    wgmma_fence();
+    const uint64_t v = values_at(GROUP);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_values<T>(o_, weights[i], v + i * (8192 >> 4));
+    wgmma_commit();
+  }
+  // The other warpgroup's weights, in the place of its tile's rotated keys.
+  __device__ __forceinline__ void start_other() {
+    constexpr int kSlot = GROUP ^ 1;
+    const uint64_t w = strided_descriptor(uniform(tile_at(kSlot) + S::kRotated * S::kHalfBytes), 1024, 16);
+    hold(o_);
+    wgmma_fence();
+    const uint64_t v = values_at(kSlot);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_values<T>(o_, w + i * 2, v + i * (8192 >> 4));
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void wait_values(int slot) {
+    wgmma_wait<0>();
+    hold(o_);
+    release(slot);
+  }
+
+  // Scores of keys that a row does not see become -inf. tile: from the start of the context.
+  __device__ __forceinline__ void hide(int tile) {
+    if (tile < seen_whole_) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int seen = work_.position + quotient(work_.row0 + row_ + r * 8, p_.heads, p_.by_heads) + 1 -
+                       tile * S::kKeys - (lane_ & 3) * 2;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& s = s_[(i >> 1) * 4 + r * 2 + (i & 1)];
+        s = (i >> 1) * 8 + (i & 1) < seen ? s : -INFINITY;
+      }
+    }
+  }
+
+  // Scores -> weights 2^(scale_log2 (s - m)), in place; factor: what the sums so far are multiplied by.
+  __device__ __forceinline__ void softmax(float (&factor)[2]) {
+    const float scale = p_.scale_log2;
+    float most[2][4], base[2], sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      float& m = most[i >> 1 & 1][i >> 2 & 3];
+      m = i >= 16 || (i & 1) ? fmaxf(m, s_[i]) : s_[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      most[r][0] = fmaxf(fmaxf(most[r][0], most[r][1]), fmaxf(most[r][2], most[r][3]));
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        most[r][0] = fmaxf(most[r][0], __shfl_xor_sync(0xffffffffu, most[r][0], step));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float m = fmaxf(most[r][0], m_[r]);
+      base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale);
+      factor[r] = most[r][0] > m_[r] ? exp2_fast(__fmul_rn(m_[r], scale) - base[r]) : 1.f;
+      m_[r] = m;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      s_[i] = exp2_fast(fmaf(s_[i], scale, -base[i >> 1 & 1]));
+      sum[i >> 1 & 1][i & 1] += s_[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) l_[r] = fmaf(l_[r], factor[r], sum[r][0] + sum[r][1]);
+  }
+
+  // Maxima and weights of own tile to the other warpgroup.
+  __device__ __forceinline__ void hand_over(uint32_t (&weights)[4][4]) {
+    float* const maxima = reinterpret_cast<float*>(smem_ + S::kMaxima) + GROUP * S::kRows;
+    if ((lane_ & 3) == 0) maxima[row_] = m_[0], maxima[row_ + 8] = m_[1];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) weights[i >> 2][i & 3] = packed<T>(s_[2 * i], s_[2 * i + 1]);
+    const int row = (tid_ >> 5) * 16 + (lane_ & 15);
+    const uint32_t to = tile_at(GROUP) + S::kRotated * S::kHalfBytes + row * 128;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       to + (((i * 2 + (lane_ >> 4)) ^ (row & 7)) << 4)),
+                   "r"(weights[i][0]), "r"(weights[i][1]), "r"(weights[i][2]), "r"(weights[i][3])
+                   : "memory");
+    fence_proxy();
+    bar_arrive(kBarWeights + GROUP, 256);
+  }
+  // Waits for those of the other one; factor as in softmax.
+  __device__ __forceinline__ void take_over(float (&factor)[2]) {
+    bar_sync(kBarWeights + (GROUP ^ 1), 256);
+    const float* const maxima = reinterpret_cast<const float*>(smem_ + S::kMaxima) + (GROUP ^ 1) * S::kRows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float m = maxima[row_ + r * 8], base = m == -INFINITY ? 0.f : __fmul_rn(m, p_.scale_log2);
+      factor[r] = m > m_[r] ? exp2_fast(__fmul_rn(m_[r], p_.scale_log2) - base) : 1.f;
+      l_[r] *= factor[r], m_[r] = m;
+    }
+    if constexpr (!BOXES) wait_full(GROUP ^ 1, GROUP);  // written by ordinary copies, and read by wgmma here
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+    if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+      for (int i = 0; i < 128; ++i) o_[i] *= factor[i >> 1 & 1];
+    }
+  }
+
+  // What follows the last key in its box may be anything, and 0 times that would not be 0.
+  __device__ __forceinline__ void clear_end(int slot, int i) {
+    if (!BOXES || i + 1 < work_.count || (work_.end & (p_.box - 1)) == 0) return;
+    if ((work_.first + i + 1) * S::kKeys <= work_.end) return;
+    const int from = work_.end % S::kKeys, rest = p_.box - (work_.end & (p_.box - 1));
+    const uint32_t half = tile_at(slot) + GROUP * S::kHalfBytes;
+#pragma unroll 1
+    for (int c = tid_; c < rest * 32; c += 128) {
+      const int key = from + (c >> 5), piece = c & 31;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                       half + (key >> 3) * 4096 + (piece >> 3) * 1024 + (key & 7) * 128 + (piece & 7) * 16),
+                   "r"(0)
+                   : "memory");
+    }
+    fence_proxy();
+    bar_sync(kBarGroup + GROUP, 128);
+  }
+
+  __device__ __forceinline__ void attend() {
+    const int n = work_.count;
+    seen_whole_ = (work_.position + quotient(work_.row0, p_.heads, p_.by_heads) + 1) / S::kKeys;
+    m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o_[i] = 0.f;
+    float factor[2];
+    uint32_t weights[4][4];
+    if (n <= GROUP) free(bars_.q_empty());
+    if constexpr (GROUP == 0) {
+#pragma unroll 1
+      for (int i = 0; i < n; i += 2) {
+        start_scores();
+        wgmma_wait<0>();
+        hold(s_);
+        if (i + 2 >= n) free(bars_.q_empty());
+        hide(work_.first + i);
+        softmax(factor);
+        hand_over(weights);
+        rescale(factor);
+        clear_end(0, i);
+        start_own(weights);
+        if (i + 1 < n) take_over(factor);
+        wait_values(0);
+        if (i + 1 < n) {
+          rescale(factor);
+          clear_end(1, i + 1);
+          start_other();
+          wait_values(1);
+        }
+      }
+    } else {
+      int i = 0;
+#pragma unroll 1
+      for (; i + 1 < n; i += 2) {
+        start_scores();
+        wgmma_wait<0>();  // ptxas would put it before the sums are scaled anyway
+        hold(s_);
+        if (i + 3 >= n) free(bars_.q_empty());
+        take_over(factor);
+        rescale(factor);
+        start_other();
+        hide(work_.first + i + 1);
+        softmax(factor);
+        hand_over(weights);
+        wait_values(0);
+        rescale(factor);
+        clear_end(1, i + 1);
+        start_own(weights);
+        wait_values(1);
+      }
+      if (i < n) {
+        take_over(factor);
+        rescale(factor);
+        clear_end(0, i);
+        start_other();
+        wait_values(0);
+      }
+    }
+  }
+
+  // Sums of the weights of both warpgroups, and what was computed to memory. turn: of two places in shared
+  // memory.
+  __device__ __forceinline__ void finish(uint32_t turn) {
+    float* const sums = reinterpret_cast<float*>(smem_ + S::kSums) + turn * (2 * S::kRows);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      l_[r] += __shfl_xor_sync(0xffffffffu, l_[r], 1);
+      l_[r] += __shfl_xor_sync(0xffffffffu, l_[r], 2);
+      if ((lane_ & 3) == 0) sums[GROUP * S::kRows + row_ + r * 8] = l_[r];
+    }
+    bar_sync(kBarBoth, 256);
+    float top[2], by[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_ + r * 8;
+      l_[r] += sums[(GROUP ^ 1) * S::kRows + row];
+      top[r] = m_[r] == -INFINITY ? -INFINITY : m_[r] * p_.scale_log2;
+      by[r] = l_[r] > 0.f ? 1.f / l_[r] : 0.f;
+      if (GROUP == 0 && (lane_ & 3) == 0 && row < work_.rows) {
+        if (work_.slot < 0)
+          write_lse(p_, work_, row, top[r], l_[r]);
+        else
+          reinterpret_cast<float2*>(p_.part_sums)[int64_t(work_.slot) * S::kRows + row] =
+              make_float2(top[r], l_[r]);
+      }
+    }
+    const int row0 = (tid_ >> 5) * 16;
+    if (work_.slot < 0) {
+      if (row0 < work_.rows) write_rows<T>(p_, work_, o_, by, row0, GROUP * S::kHalf);
+    } else if (work_.rows > 0) {
+      if (row0 < work_.rows && work_.count > 0) write_part(p_, work_, o_, row0, GROUP * S::kHalf);
+      arrive_part(p_, work_);
+    }
+  }
+};
+
+template <typename T, bool BOXES>
+__device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensorMap& q_map,
+                                              const CUtensorMap& half_map, const CUtensorMap& rotated_map) {
+  using S = MlaShape;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  uint32_t base;  // volatile: computed once
+  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  const MlaBars bars{base + S::kBars};
+  if (threadIdx.x < S::kSlots * S::kParts) {
+    const int i = threadIdx.x;
+    mbar_init(bars.full(0, i), BOXES ? 1 : 128);
+    mbar_init(bars.empty(0, i), (i % S::kParts == S::kRotated ? 8 : 4) * kArriving);
+    if (i == 0) mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArriving);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (threadIdx.x == 32) prefetch_map(&q_map), prefetch_map(&half_map), prefetch_map(&rotated_map);
+  if (warp >= 8) {
+    registers_down<72>();
+    if (BOXES && warp > 8) {
+      bar_sync(0, S::kThreads);
+    } else {
+      MlaProducer<BOXES>(p, q_map, half_map, rotated_map, smem, base).run();
+      if (threadIdx.x == 256 && atomicAdd(p.counters + kDone, 1u) == gridDim.x - 1)
+        p.counters[kTicket] = 0, p.counters[kDone] = 0;  // every CTA has asked for the last time
+    }
+  } else {
+    registers_up<216>();
+    bar_sync(0, S::kThreads);
+    uint32_t turn;
+    MlaWork work;
+    if (warp < 4)
+      work = MlaConsumer<T, BOXES, 0>(p, smem, base).run(turn);
+    else
+      work = MlaConsumer<T, BOXES, 1>(p, smem, base).run(turn);
+    while (work.kind == kMerge) {
+      if ((threadIdx.x & 31) < kArriving) mbar_arrive(bars.q_empty());
+      merge<T>(p, work, smem);
+      mbar_wait(bars.q_full(), turn ^= 1);
+      work = get_mla_work(smem + S::kWork);
+    }
+  }
+}
+
+}  // namespace gm
+#endif

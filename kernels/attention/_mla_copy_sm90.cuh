@@ -1,0 +1,203 @@
+// The copying warps of latent attention on Hopper: queries, and pages of the latent cache, into shared
+// memory.
+#pragma once
+#include "_mla_hopper_sm90.cuh"
+#include "_mla_work_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+struct MlaBars {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q_full() const { return base; }
+  __device__ __forceinline__ uint32_t q_empty() const { return base + 8; }
+  __device__ __forceinline__ uint32_t full(int slot, int part) const {
+    return base + 16 + (slot * MlaShape::kParts + part) * 8;
+  }
+  __device__ __forceinline__ uint32_t empty(int slot, int part) const {
+    return full(slot, part) + 16 * MlaShape::kParts;
+  }
+};
+
+// Whether each slot was filled, or emptied, an odd number of times so far.
+struct Turns {
+  uint32_t odd = 0;
+  __device__ __forceinline__ uint32_t parity(int slot) const { return odd >> slot & 1; }
+  __device__ __forceinline__ void pass(int slot) { odd ^= 1u << slot; }
+};
+
+// A copying warp: takes ranges of work until none is left, then asks for the merges that they need. BOXES: it
+// is the only one; otherwise one of four.
+template <bool BOXES>
+class MlaProducer {
+ public:
+  using S = MlaShape;
+  __device__ __forceinline__ MlaProducer(const MlaParams& p, const CUtensorMap& q_map,
+                                         const CUtensorMap& half_map, const CUtensorMap& rotated_map,
+                                         uint8_t* smem, uint32_t base)
+      : p_(p),
+        q_map_(q_map),
+        half_map_(half_map),
+        rotated_map_(rotated_map),
+        smem_(smem),
+        base_(base),
+        bars_{base + S::kBars},
+        lane_(threadIdx.x & 31),
+        warp_(threadIdx.x >> 5 & 3) {}
+
+  __device__ __forceinline__ void run() {
+    ask();
+    MlaPlan plan(p_);
+    bar_sync(0, S::kThreads);  // the barriers are there
+    uint16_t* const taken = reinterpret_cast<uint16_t*>(smem_ + S::kTaken);
+    MlaWork work;
+    int seq, ranges = 0;
+    while (true) {
+      const int range = answer(ranges);
+      if (range >= plan.ranges()) break;
+      if (warp_ == 0 && lane_ == 0) taken[ranges] = range;
+      ++ranges;
+      plan.start(range);
+      while (plan.next(work, seq)) {
+        const int* const pages = p_.table + seq * p_.table_row;
+        if constexpr (BOXES)
+          copy_boxes(work, pages);
+        else
+          copy_rows(work, pages);
+      }
+      ask();
+    }
+    if (warp_ != 0) return;
+    __syncwarp();
+    for (int i = 0; i < ranges; ++i) {
+      plan.start(taken[i]);
+      while (plan.next(work, seq)) {
+        if (work.parts == 1) continue;
+        work.kind = kMerge;
+        give(work);
+      }
+    }
+    work.kind = kStop;
+    give(work);
+  }
+
+ private:
+  const MlaParams& p_;
+  const CUtensorMap &q_map_, &half_map_, &rotated_map_;
+  uint8_t* const smem_;
+  const uint32_t base_;
+  const MlaBars bars_;
+  const int lane_, warp_;
+  uint32_t asked_ = 0, given_ = 0;
+  Turns filled_;
+
+  // Takes a range by the counter. Not before all that was taken so far is on its way: the first ranges belong
+  // to whichever CTAs run first.
+  __device__ __forceinline__ void ask() {
+    if (warp_ == 0 && lane_ == 0) asked_ = atomicAdd(p_.counters + kTicket, 1u);
+  }
+  __device__ __forceinline__ int answer(int round) {
+    if constexpr (BOXES) {
+      return static_cast<int>(__shfl_sync(0xffffffffu, asked_, 0));
+    } else {
+      volatile uint32_t* const ticket = reinterpret_cast<uint32_t*>(smem_ + S::kTickets) + (round & 1);
+      if (warp_ == 0 && lane_ == 0) *ticket = asked_;
+      bar_sync(kBarCopying, 128);
+      return static_cast<int>(*ticket);
+    }
+  }
+
+  // Work for the multiplying warpgroups, with its queries.
+  __device__ __forceinline__ void give(const MlaWork& work) {
+    if (warp_ != 0) return;
+    mbar_wait(bars_.q_empty(), (given_++ & 1) ^ 1);
+    const bool reads = work.kind == kAttend && work.count > 0;
+    if (lane_ == 0) {
+      put_work(smem_ + S::kWork, work);
+      if (reads)
+        mbar_expect(bars_.q_full(), 9 * p_.q_rows * 128);
+      else
+        mbar_arrive(bars_.q_full());
+    }
+    __syncwarp();
+    // Rows past the sequence's are another one's, or past all: zeros. Nobody looks at what becomes of them.
+    if (reads && lane_ < 9)
+      tensor_load_2d(base_ + S::kQ + lane_ * S::kColumns, &q_map_, lane_ * 64,
+                     work.token * p_.heads + work.row0, bars_.q_full());
+    __syncwarp();
+  }
+
+  // A box a lane.
+  __device__ __forceinline__ void copy_boxes(const MlaWork& work, const int* pages) {
+    const int mine = lane_ * p_.box;  // of the tile's keys, the first that this lane copies
+    struct Box {
+      int page, group;
+    };
+    const auto box_of = [&](int i) -> Box {
+      const int key = (work.first + i) * S::kKeys + mine, page = quotient(key, p_.page, p_.by_page);
+      // A number past all blocks: zeros.
+      return {mine < S::kKeys && i < work.count && key < work.end ? pages[page] : p_.blocks,
+              (key - page * p_.page) / 8};
+    };
+    Box next = box_of(0);
+    give(work);
+#pragma unroll 1
+    for (int i = 0; i < work.count; ++i) {
+      const int slot = i & 1;
+      const Box box = next;
+      next = box_of(i + 1);
+      const uint32_t tile = base_ + S::kTiles + slot * S::kTile;
+#pragma unroll
+      for (int part = 0; part < S::kParts; ++part) {
+        const int width = part == S::kRotated ? 1 : 4;  // times 64 elements
+        mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
+        if (lane_ == 0) mbar_expect(bars_.full(slot, part), width * S::kColumns);
+        __syncwarp();
+        if (mine < S::kKeys)
+          box_load(tile + part * S::kHalfBytes + mine * width * 128,
+                   part == S::kRotated ? &rotated_map_ : &half_map_, part * 4, box.group, box.page,
+                   bars_.full(slot, part));
+        __syncwarp();
+      }
+      filled_.pass(slot);
+    }
+  }
+
+  // 16 keys a warp, 16 bytes a lane at a time.
+  __device__ __forceinline__ void copy_rows(const MlaWork& work, const int* pages) {
+    const auto row_of = [&](int i) -> const char* {
+      const int key = (work.first + i) * S::kKeys + warp_ * 16 + (lane_ & 15),
+                page = quotient(key, p_.page, p_.by_page);
+      if (i >= work.count || key >= work.end) return nullptr;
+      return static_cast<const char*>(p_.cache) +
+             (pages[page] * p_.cache_block + (key - page * p_.page) * p_.cache_slot) * 2;
+    };
+    const char* next = row_of(0);
+    give(work);
+#pragma unroll 1
+    for (int i = 0; i < work.count; ++i) {
+      const int slot = i & 1;
+      const unsigned long long row = reinterpret_cast<unsigned long long>(next);
+      next = row_of(i + 1);
+#pragma unroll
+      for (int part = 0; part < S::kParts; ++part)
+        mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
+      const uint32_t tile = base_ + S::kTiles + slot * S::kTile;
+#pragma unroll 2
+      for (int j = lane_; j < 16 * 72; j += 32) {  // 72 pieces of 16 bytes a row
+        const int of = j / 72, piece = j - of * 72, columns = piece >> 3, key = warp_ * 16 + of;
+        const char* const from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, row, of));
+        const int part = columns >> 2, width = part == S::kRotated ? 1 : 4;
+        const uint32_t to = tile + part * S::kHalfBytes + (key >> 3) * (width * 1024) + (columns & 3) * 1024 +
+                            (key & 7) * 128 + (((piece ^ key) & 7) << 4);
+        copy_16(to, from != nullptr ? from + piece * 16 : p_.cache, from != nullptr ? 16 : 0);
+      }
+#pragma unroll
+      for (int part = 0; part < S::kParts; ++part) mbar_arrive_after_copies(bars_.full(slot, part));
+      filled_.pass(slot);
+    }
+  }
+};
+
+}  // namespace gm
+#endif

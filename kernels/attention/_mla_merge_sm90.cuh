@@ -1,0 +1,211 @@
+// What latent attention on Hopper does with its sums: rows of whole contexts to memory, parts of contexts to
+// the workspace and from there, once all are there, to memory.
+#pragma once
+#include "_mla_hopper_sm90.cuh"
+#include "_mla_work_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row of a block, as (token, head) of q.
+struct MlaRow {
+  int64_t token;
+  int head;
+  __device__ __forceinline__ MlaRow(const MlaParams& p, const MlaWork& w, int row) {
+    const int query = quotient(w.row0 + row, p.heads, p.by_heads);
+    token = w.token + query, head = w.row0 + row - query * p.heads;
+  }
+};
+
+__device__ __forceinline__ void write_lse(const MlaParams& p, const MlaWork& w, int row, float top,
+                                          float sum) {
+  const MlaRow at(p, w, row);
+  if (p.lse != nullptr)
+    p.lse[at.token * p.heads + at.head] = sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+}
+
+// Four registers that four neighbouring lanes exchange: register i of lane j becomes register j of lane i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&u)[4]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = lane & bit;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int low = bit == 1 ? 2 * i : i;
+      const uint32_t a = u[low], b = u[low + bit], other = __shfl_xor_sync(0xffffffffu, high ? a : b, bit);
+      u[low] = high ? other : a, u[low + bit] = high ? b : other;
+    }
+  }
+}
+
+// 16 rows of a warp, 256 columns from `column`, of a whole context. by: 1 / sum of the weights.
+template <typename T>
+__device__ __forceinline__ void write_rows(const MlaParams& p, const MlaWork& w, const float (&o)[128],
+                                           const float (&by)[2], int row0, int column) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row0 + (lane >> 2) + r * 8;
+    const MlaRow at(p, w, row);
+    T* const to =
+        static_cast<T*>(p.out) + at.token * p.out_token + at.head * p.out_head + column + (lane & 3) * 8;
+#pragma unroll
+    for (int j = 0; j < 32; j += 4) {
+      uint32_t u[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        u[i] = packed<T>(o[(j + i) * 4 + r * 2] * by[r], o[(j + i) * 4 + r * 2 + 1] * by[r]);
+      transpose_quad(u);
+      if (row < w.rows) *reinterpret_cast<uint4*>(to + j * 8) = make_uint4(u[0], u[1], u[2], u[3]);
+    }
+  }
+}
+
+// The same rows of a part of a context, undivided, to the workspace.
+__device__ __forceinline__ void write_part(const MlaParams& p, const MlaWork& w, const float (&o)[128],
+                                           int row0, int column) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row0 + (lane >> 2) + r * 8;
+    if (row >= w.rows) continue;
+    float* const to =
+        p.parts + (int64_t(w.slot) * MlaShape::kRows + row) * MlaShape::kLatent + column + (lane & 3) * 2;
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      *reinterpret_cast<float2*>(to + j * 8) = make_float2(o[j * 4 + r * 2], o[j * 4 + r * 2 + 1]);
+  }
+}
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned* at) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// Where part `s` of a context has its sums: the first one stands at the end of its range, the others at the
+// start.
+__device__ __forceinline__ int64_t part_row(const MlaWork& w, int s, int row) {
+  return int64_t((w.first_range + s) * 2 + (s == 0)) * MlaShape::kRows + row;
+}
+
+// This CTA's share of the rows, COLUMNS times 128 elements at a time; the parts of one are added by one warp,
+// or `together` by all eight in turn, always in the same order. By both warpgroups.
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w, uint8_t* smem,
+                                           bool together) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int kPieces = 4 / COLUMNS, kBatch = 8 / COLUMNS;
+  float2* const sums = reinterpret_cast<float2*>(smem) + warp * w.parts;
+  float4* const added = reinterpret_cast<float4*>(smem + 8 * kMostCtas * sizeof(float2));
+  const int units = w.rows * kPieces, end = units * (w.part + 1) / w.parts;
+  const int s0 = together ? w.parts * warp / 8 : 0, s1 = together ? w.parts * (warp + 1) / 8 : w.parts;
+  int turn = 0;
+#pragma unroll 1
+  for (int unit = units * w.part / w.parts + (together ? 0 : warp); unit < end; unit += together ? 1 : 8) {
+    const int row = unit / kPieces, column = unit % kPieces * 128 + lane * 4;
+    // Sums are asked for before the weights that they are multiplied by.
+    float4 v[kBatch][COLUMNS];
+    const auto load = [&](int s) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+          if (s + b < s1)
+            v[b][c] = __ldcg(reinterpret_cast<const float4*>(
+                p.parts + part_row(w, s + b, row) * MlaShape::kLatent + column + c * 128));
+    };
+    load(s0);
+    float top = -INFINITY, sum = 0.f;
+    __syncwarp();
+    for (int s = lane; s < w.parts; s += 32) {
+      const float2 v = __ldcg(reinterpret_cast<const float2*>(p.part_sums) + part_row(w, s, row));
+      sums[s] = v, top = fmaxf(top, v.x);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    const float base = top == -INFINITY ? 0.f : top;
+    for (int s = lane; s < w.parts; s += 32) {
+      const float weight = exp2_fast(sums[s].x - base);
+      sum += weight * sums[s].y, sums[s].x = weight;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    __syncwarp();
+
+    float4 acc[COLUMNS] = {};
+#pragma unroll 1
+    for (int s = s0; s < s1; s += kBatch) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const float weight = s + b < s1 ? sums[s + b].x : 0.f;
+        if (weight > 0.f) {  // nothing was written where no key counts
+#pragma unroll
+          for (int c = 0; c < COLUMNS; ++c) {
+            acc[c].x = fmaf(weight, v[b][c].x, acc[c].x), acc[c].y = fmaf(weight, v[b][c].y, acc[c].y);
+            acc[c].z = fmaf(weight, v[b][c].z, acc[c].z), acc[c].w = fmaf(weight, v[b][c].w, acc[c].w);
+          }
+        }
+      }
+      load(s + kBatch);
+    }
+    const auto store = [&](float4 v, int c) {
+      const float by = sum > 0.f ? 1.f / sum : 0.f;
+      const MlaRow at(p, w, row);
+      T* const to = static_cast<T*>(p.out) + at.token * p.out_token + at.head * p.out_head + column + c * 128;
+      *reinterpret_cast<uint2*>(to) =
+          make_uint2(packed<T>(v.x * by, v.y * by), packed<T>(v.z * by, v.w * by));
+      if (column + c * 128 == 0) write_lse(p, w, row, top, sum);
+    };
+    if (together) {
+      float4* const mine = added + turn * (8 * 4 * 32);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) mine[(warp * 4 + c) * 32 + lane] = acc[c];
+      bar_sync(kBarBoth, 256);
+      if (warp < COLUMNS) {
+        float4 v = mine[warp * 32 + lane];
+#pragma unroll
+        for (int i = 1; i < 8; ++i) {
+          const float4 other = mine[(i * 4 + warp) * 32 + lane];
+          v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
+        }
+        store(v, warp);
+      }
+      turn ^= 1;
+    } else {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) store(acc[c], c);
+    }
+  }
+}
+
+// Waits until all parts of a context are in the workspace and merges this CTA's share of them. The last CTA
+// leaves the counter at zero.
+template <typename T>
+__device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint8_t* smem) {
+  unsigned* const arrivals = p.counters + kArrivals + w.first_range;
+  if (threadIdx.x == 0) {
+    while (load_acquire(arrivals) < static_cast<unsigned>(w.parts)) {}
+  }
+  bar_sync(kBarBoth, 256);
+  if (w.rows < w.parts)
+    merge_rows<T, 1>(p, w, smem, true);
+  else
+    merge_rows<T, 4>(p, w, smem, w.parts >= 8);
+  bar_sync(kBarBoth, 256);
+  if (threadIdx.x == 0 && atomicAdd(arrivals, 1u) == 2 * w.parts - 1) *arrivals = 0;
+}
+
+// Says that this CTA's part is in the workspace. By both warpgroups.
+__device__ __forceinline__ void arrive_part(const MlaParams& p, const MlaWork& w) {
+  bar_sync(kBarBoth, 256);
+  if (threadIdx.x == 0)
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.counters + kArrivals + w.first_range)
+                 : "memory");
+}
+
+}  // namespace gm
+#endif

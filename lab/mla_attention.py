@@ -1,0 +1,204 @@
+"""Latent attention of given lengths on one GPU: registered kernels side by side, beside the floor of reading and multiplying.
+
+    python -m lab.mla_attention --out result.json
+    python -m lab.mla_attention --cases b1_h16_4k,b128_h128_4k --set slack=0,4,16
+
+CUDA graphs over caches that rotate through four times the L2, replayed in turn; block tables are shuffled, queries random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from gristmill.autotune.device import device_target
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.attention.mla_attention import OP
+from lab.gpu_graphs import DEVICE, Graphs, cold_count, environment, floor_us
+
+KERNELS = "mla_attention_sm90,mla_attention_sm90_whole,mla_attention_triton_split"
+LATENT, DIM = 512, 576
+
+
+@dataclass(frozen=True)
+class Case:
+    """The contexts, query heads, new tokens of each sequence and tokens of a page."""
+
+    contexts: tuple[int, ...]
+    heads: int
+    queries: int = 1
+    page: int = 64
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(
+            self.queries * context - self.queries * (self.queries - 1) // 2 for context in self.contexts
+        )
+        return 2 * pairs * self.heads * (DIM + LATENT)
+
+    @property
+    def bytes(self) -> int:
+        rows = len(self.contexts) * self.queries * self.heads
+        return 2 * (sum(self.contexts) * DIM + rows * (DIM + LATENT))
+
+
+def uniform(batch: int, heads: int, context: int, **others: int) -> Case:
+    return Case((context,) * batch, heads, **others)
+
+
+RAGGED = tuple(100 + 250 * i for i in range(32))
+CASES = {
+    "b1_h16_1k": uniform(1, 16, 1024),
+    "b1_h16_4k": uniform(1, 16, 4096),
+    "b1_h16_64k": uniform(1, 16, 65536),
+    "b16_h16_4k": uniform(16, 16, 4096),
+    "b64_h16_4k": uniform(64, 16, 4096),
+    "b128_h16_1k": uniform(128, 16, 1024),
+    "b128_h16_4k": uniform(128, 16, 4096),
+    "b128_h16_8k": uniform(128, 16, 8192),
+    "b16_h64_4k": uniform(16, 64, 4096),
+    "b64_h64_4k": uniform(64, 64, 4096),
+    "b128_h64_4k": uniform(128, 64, 4096),
+    "b1_h128_1k": uniform(1, 128, 1024),
+    "b1_h128_4k": uniform(1, 128, 4096),
+    "b1_h128_64k": uniform(1, 128, 65536),
+    "b16_h128_4k": uniform(16, 128, 4096),
+    "b64_h128_4k": uniform(64, 128, 4096),
+    "b128_h128_1k": uniform(128, 128, 1024),
+    "b128_h128_4k": uniform(128, 128, 4096),
+    "b128_h128_8k": uniform(128, 128, 8192),
+    "ragged_h16": Case(RAGGED, 16),
+    "ragged_h128": Case(RAGGED, 128),
+    "b16_h16_4k_q4": uniform(16, 16, 4096, queries=4),
+    "b16_h128_4k_q2": uniform(16, 128, 4096, queries=2),
+    "b64_h8_4k": uniform(64, 8, 4096),
+    "b64_h16_4k_page1": uniform(64, 16, 4096, page=1),
+    "b64_h16_4k_page16": uniform(64, 16, 4096, page=16),
+    "b128_h128_4k_page16": uniform(128, 128, 4096, page=16),
+    "smallest": Case((5, 9), 2),
+}
+
+
+class Inputs:
+    """Arguments of a case, as often as they leave the cache between their turns."""
+
+    def __init__(self, case: Case) -> None:
+        blocks = [-(-context // case.page) for context in case.contexts]
+        tokens = len(blocks) * case.queries
+        begin = torch.arange(0, tokens + 1, case.queries, dtype=torch.int32, device=DEVICE)
+        self.contexts = torch.tensor(case.contexts, dtype=torch.int32, device=DEVICE)
+        self.sets = []
+        self.out = torch.empty(tokens, case.heads, LATENT, dtype=torch.bfloat16, device=DEVICE)
+        for _ in range(min(64, cold_count(sum(blocks) * case.page * DIM * 2))):
+            cache = torch.randn(sum(blocks), case.page, DIM, device=DEVICE, dtype=torch.bfloat16)
+            table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+            for row, part in zip(table, torch.split(torch.randperm(sum(blocks)).int(), blocks), strict=True):
+                row[: len(part)] = part
+            q = torch.randn(tokens, case.heads, DIM, device=DEVICE, dtype=torch.bfloat16)
+            self.sets.append((q, cache, table.to(DEVICE)))
+        self.rest = (begin, self.contexts, case.queries, max(case.contexts), DIM**-0.5, LATENT, None)
+        self.problem = OP.problem(
+            f"q_tokens={tokens},seqs={len(blocks)},max_q={case.queries},max_ctx={max(case.contexts)},"
+            f"total_ctx={sum(case.contexts)},heads={case.heads},block_size={case.page}"
+        )
+
+
+def calls_of(inputs: Inputs, name: str, given: dict[str, int]) -> list[Callable[[], Any]]:
+    """Calls of a registered kernel with its default configuration and what is `given` in place of some of it."""
+    kernel = default_registry().kernel(OP.name, name)
+    refusal = kernel.accepts(inputs.problem)
+    if refusal is not None:
+        raise ValueError(f"{name}: {refusal}")
+    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **given}
+    space = torch.zeros(
+        max(1, kernel.workspace(inputs.problem, config).bytes), dtype=torch.uint8, device=DEVICE
+    )
+    launch = kernel.load()
+    return [partial(launch, config, *one, *inputs.rest, space, inputs.out) for one in inputs.sets]
+
+
+def timed(
+    name: str, kernels: list[str], sweep: tuple[str, list[int]] | None, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """The row of a case: samples and medians in microseconds, TFLOP/s, and how far each kernel is from the first one."""
+    case = CASES[name]
+    inputs, graphs, outs = Inputs(case), Graphs(), {}
+    candidates: dict[str, tuple[str, dict[str, int]]] = {kernel: (kernel, {}) for kernel in kernels}
+    if sweep is not None:
+        candidates |= {
+            f"{kernels[0]} {sweep[0]}={value}": (kernels[0], {sweep[0]: value}) for value in sweep[1]
+        }
+    for label, (kernel, given) in candidates.items():
+        calls = calls_of(inputs, kernel, given)
+        inputs.out.fill_(float("nan"))
+        calls[0]()
+        outs[label] = inputs.out.float().cpu()
+        graphs.add(label, calls)
+    graphs.settle(seconds)
+    samples = graphs.samples(rounds)
+    first = outs[kernels[0]]
+    us = {label: round(median(taken), 2) for label, taken in samples.items()}
+    return {
+        "case": name,
+        "problem": str(inputs.problem),
+        "copies": len(inputs.sets),
+        "flops": case.flops,
+        "bytes": case.bytes,
+        "us": us,
+        "tflops": {label: round(case.flops / value / 1e6, 1) for label, value in us.items()},
+        "tbps": {label: round(case.bytes / value / 1e6, 2) for label, value in us.items()},
+        "difference": {label: float((out - first).norm() / first.norm()) for label, out in outs.items()},
+        "samples": {label: [round(one, 2) for one in taken] for label, taken in samples.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", default=",".join(name for name in CASES if name != "smallest"), help="by commas"
+    )
+    parser.add_argument("--kernels", default=KERNELS, help="by commas")
+    parser.add_argument(
+        "--set", help="NAME=1,2,3: the first kernel also with these values in its configuration"
+    )
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of replays before the samples of a case")
+    parser.add_argument("--floors", action="store_true", help="also the time of reading as many bytes")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sweep = None
+    if options.set:
+        key, _, values = options.set.partition("=")
+        sweep = key, [int(value) for value in values.split(",")]
+    before, rows = environment(), []
+    command = "python -m lab.mla_attention " + shlex.join(sys.argv[1:])
+    for name in options.cases.split(","):
+        rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
+        if options.floors:
+            rows[-1]["read_floor_us"] = floor_us(CASES[name].bytes)[0]
+        print(name, rows[-1]["us"], rows[-1]["tflops"], rows[-1]["tbps"], flush=True)
+        if options.out:
+            options.out.write_text(
+                json.dumps(
+                    {"command": command, "before": before, "after": environment(), "rows": rows}, indent=1
+                )
+                + "\n"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
