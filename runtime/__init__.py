@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from gristmill._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from gristmill.runtime.async_engine import AsyncEngine as AsyncEngine
     from gristmill.runtime.completion import Chunk as Chunk
     from gristmill.runtime.completion import Completion as Completion
     from gristmill.runtime.config import Fields as Fields
     from gristmill.runtime.config import ModelConfig as ModelConfig
     from gristmill.runtime.engine import Engine as Engine
     from gristmill.runtime.engine import EngineDraining as EngineDraining
+    from gristmill.runtime.engine_thread import EngineDeadError as EngineDeadError
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
     from gristmill.runtime.errors import UsageError as UsageError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.loader.load import load_model as load_model
     from gristmill.runtime.loader.weights import Weight as Weight
     from gristmill.runtime.loader.weights import WeightTable as WeightTable
+    from gristmill.runtime.metrics import Metrics as Metrics
     from gristmill.runtime.models import Family as Family
     from gristmill.runtime.models.llama import Llama as Llama
     from gristmill.runtime.models.llama import decoder_table as decoder_table

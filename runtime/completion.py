@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gristmill.runtime.loader.checkpoint import NoTokenizerError
 from gristmill.runtime.sampling_params import MAX_SEED, SamplingParams
 from gristmill.runtime.scheduler import FinishReason, RequestOutput, TokenLogprobs
 from gristmill.runtime.stop_strings import StopStrings
@@ -98,6 +99,30 @@ def completion(prompt_ids: Sequence[int], chunks: Sequence[Chunk]) -> Completion
         logprobs,
         next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
     )
+
+
+def merged(first: Chunk, second: Chunk) -> Chunk:
+    """Two successive chunks of one completion as one."""
+    return Chunk(
+        second.index,
+        first.token_ids + second.token_ids,
+        first.text + second.text,
+        second.finish_reason,
+        second.choice,
+        second.stop_reason,
+        None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
+        first.prompt_logprobs or second.prompt_logprobs,
+    )
+
+
+def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> TextStream | None:
+    """A decoder for one completion; None for a model without a tokenizer, unless stop strings need one (NoTokenizerError)."""
+    try:
+        return tokenizer().stream()
+    except NoTokenizerError:
+        if params.stop:
+            raise
+        return None
 
 
 class TextOutput:

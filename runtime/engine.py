@@ -34,6 +34,7 @@ from gristmill.runtime.scheduler import (
     RequestOutput,
     Scheduler,
     SchedulerConfig,
+    StepPlan,
     TokenLogprobs,
 )
 
@@ -173,6 +174,8 @@ class Engine:
         self._draining = False
         self._abort_at: float | None = None  # when the next step ends what is unfinished, by the clock
         self._clock = time.monotonic
+        self.last_plan: StepPlan | None = None
+        """The plan of the last step, for whoever counts; None before the first."""
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
@@ -244,8 +247,9 @@ class Engine:
         """
         if self._abort_at is not None and self._clock() >= self._abort_at:
             self._abort_at = None
-            return self.abort(list(self._active))
-        plan = self.scheduler.plan()
+            self.last_plan = None
+            return self.abort()
+        self.last_plan = plan = self.scheduler.plan()
         if not plan.entries:
             return []
         self.scheduler.commit(plan)
@@ -272,9 +276,9 @@ class Engine:
                 self._forget(output.id)
         return outputs
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Abort requests; returns the aborted ones (without unknown and finished ids)."""
-        ended = self.scheduler.abort(request_ids)
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
+        """Abort requests; None = all. Returns the aborted ones (without unknown and finished ids)."""
+        ended = self.scheduler.abort(list(self._active) if request_ids is None else request_ids)
         for output in ended:
             self._forget(output.id)
         return ended
@@ -325,6 +329,12 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
         return self.scheduler.has_unfinished()
+
+    def dump(self) -> str:
+        """The state as text: queues, blocks, requests."""
+        return (
+            f"{len(self._active)} requests{', draining' if self._draining else ''}\n{self.scheduler.dump()}"
+        )
 
     def _attach(self, outputs: Sequence[RequestOutput], logprobs: Mapping[str, TokenLogprobs]) -> None:
         for output in outputs:

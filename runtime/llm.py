@@ -15,14 +15,13 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.runtime.completion import Chunk, Completion, TextOutput, completion, engine_params
+from gristmill.runtime.completion import Chunk, Completion, TextOutput, completion, engine_params, text_stream
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
-from gristmill.runtime.loader.checkpoint import NoTokenizerError
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.tokenizer import TextStream, Tokenizer
+from gristmill.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -172,14 +171,18 @@ class LLM:
     ) -> Iterator[Chunk]:
         engine = self.engine
         outputs: dict[str, TextOutput] = {}
+
+        def tokenizer() -> Tokenizer:
+            return self.tokenizer
+
         try:
             for index, (prompt, wish, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
                 first = None
                 for choice in range(wish.n):
                     name = f"llm-{self._requests}"
                     self._requests += 1
-                    text = TextOutput(index, choice, wish, self._stream(wish))
-                    wish_of_choice = engine_params(wish, choice, lambda: self.tokenizer)
+                    text = TextOutput(index, choice, wish, text_stream(tokenizer, wish))
+                    wish_of_choice = engine_params(wish, choice, tokenizer)
                     engine.add_request(name, prompt, wish_of_choice, priority, after=first)
                     outputs[name] = text
                     first = first or name
@@ -198,14 +201,6 @@ class LLM:
                     yield chunk
         finally:
             engine.abort(outputs)
-
-    def _stream(self, params: SamplingParams) -> TextStream | None:
-        try:
-            return self.tokenizer.stream()
-        except NoTokenizerError:
-            if params.stop:
-                raise
-            return None
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from gristmill.nn import quantize_module as quantize_module
     from gristmill.quant.rtn import quantize as quantize
     from gristmill.quant.tensor import QuantTensor as QuantTensor
+    from gristmill.runtime.async_engine import AsyncEngine as AsyncEngine
     from gristmill.runtime.completion import Chunk as Chunk
     from gristmill.runtime.completion import Completion as Completion
     from gristmill.runtime.engine import Engine as Engine
     from gristmill.runtime.engine import EngineDraining as EngineDraining
+    from gristmill.runtime.engine_thread import EngineDeadError as EngineDeadError
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
     from gristmill.runtime.errors import UsageError as UsageError
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.evaluate import evaluate as evaluate
     from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.llm import LLM as LLM
+    from gristmill.runtime.metrics import Metrics as Metrics
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason
     from gristmill.runtime.scheduler import QueueFull as QueueFull

@@ -1,0 +1,411 @@
+"""AsyncEngine: many coroutines, one engine.
+
+engine = AsyncEngine(LLM("examples/models/docs-llama"))
+async for chunk in engine.stream("The index", SamplingParams(max_tokens=32)):
+    print(chunk.text, end="")
+await engine.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gristmill.runtime.completion import (
+    Chunk,
+    Completion,
+    TextOutput,
+    completion,
+    engine_params,
+    merged,
+    text_stream,
+)
+from gristmill.runtime.engine import Engine, PauseMode
+from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.llm import LLM, Prompt
+from gristmill.runtime.metrics import Metrics, Timing
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import RequestOutput
+from gristmill.runtime.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+    from gristmill.runtime.tracing import RequestSpan
+
+LONG_TEXT = 4096
+"""Characters from which a prompt is encoded in another thread than the event loop's."""
+
+
+class AsyncEngine:
+    """Serves requests of any number of coroutines, in one event loop or several, by one engine in a thread of its own.
+
+    Outputs are decoded in the caller's event loop, one wake-up per step. A caller that reads slowly gets fewer and larger chunks:
+    what waits for it is one chunk for each completion. New requests are refused by the caps of the queue (QueueFull).
+
+    Args:
+        llm: the model; it must not be used otherwise until `close`. An `Engine` serves prompts of token ids, without text.
+        watchdog_seconds: longest time of a step, after which the engine counts as dead; None = any. First steps may compile kernels.
+        metrics: a `Metrics` to report to; None = none.
+        tracer: an OpenTelemetry tracer, for a span for each request under the caller's current span; None = none.
+
+    Every unfinished request ends with EngineDeadError when a step fails or does not end, and so does every later call; the state
+    is logged (logger ``gristmill``).
+    """
+
+    def __init__(
+        self,
+        llm: LLM | Engine,
+        *,
+        watchdog_seconds: float | None = 300.0,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        if not isinstance(llm, LLM | Engine):
+            raise UsageError(f"AsyncEngine serves an LLM or an Engine, got {type(llm).__name__}")
+        if watchdog_seconds is not None and not watchdog_seconds > 0:
+            raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
+        self._llm = llm if isinstance(llm, LLM) else None
+        self._requests: dict[str, _Request] = {}
+        self._numbers = itertools.count()
+        self._metrics = metrics
+        self._tracer = tracer
+        engine = llm.engine if isinstance(llm, LLM) else llm
+        self._thread = EngineThread(engine, self._on_step, self._on_death, watchdog_seconds)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the engine serves no more; None while it does."""
+        return self._thread.error
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """The completion of one prompt in chunks, of its n completions as they come; leaving the iterator aborts the request.
+
+        prompt: text, or token ids that are used unchanged. params: None = greedy, 128 tokens. priority: lower values first, in an
+        engine made with queue_order="priority". request_id: a name for `abort` and traces; None = one is made.
+
+        Raises:
+            UsageError, RequestTooLarge, QueueFull, EngineDraining: as `Engine.add_request`; a request_id in use.
+            EngineDeadError: a step failed or did not end, or the engine was closed.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params must be a SamplingParams, got {type(params).__name__}")
+        name = f"async-{next(self._numbers)}" if request_id is None else request_id
+        ids = await self._encode(prompt)
+        request = _Request(asyncio.get_running_loop(), name, len(ids), params, self._text_streams(params))
+        if any(choice in self._requests for choice in request.open):
+            raise UsageError(f"request id {name!r} is in use by an unfinished request")
+        wishes = [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
+        self._requests.update(dict.fromkeys(request.open, request))
+        if self._tracer is not None:
+            request.span = self._span(self._tracer, name, len(ids), params)
+        try:
+            await asyncio.wrap_future(
+                self._thread.call(lambda engine: _add(engine, list(request.open), ids, wishes, priority))
+            )
+            request.added = True
+            while (chunk := await request.next()) is not None:
+                yield chunk
+        except BaseException as error:
+            if request.span is not None and not isinstance(error, GeneratorExit):
+                request.span.failed(error)
+            raise
+        finally:
+            self._leave(request)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> list[Completion]:
+        """The n completions of one prompt, in order of their choice. Arguments and errors are those of `stream`; being cancelled
+        aborts the request."""
+        ids = await self._encode(prompt)
+        chunks: dict[int, list[Chunk]] = {}
+        async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
+            async for chunk in stream:
+                chunks.setdefault(chunk.choice, []).append(chunk)
+        return [completion(ids, chunks[choice]) for choice in sorted(chunks)]
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request: its callers get a last chunk with finish_reason ``abort``. Whether it was unfinished."""
+        names = [name for name, request in list(self._requests.items()) if request.name == request_id]
+
+        def end(engine: Engine) -> bool:
+            outputs = engine.abort(names)
+            self._deliver(outputs)
+            return bool(outputs)
+
+        return await asyncio.wrap_future(self._thread.call(end))
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """`Engine.pause`; returns when the mode's end is reached, or the engine was resumed meanwhile."""
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.pause(mode)))
+        await asyncio.wrap_future(
+            self._thread.wait_for(lambda engine: engine.paused or engine.scheduler.paused is None)
+        )
+
+    async def resume(self) -> None:
+        """`Engine.resume`."""
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.resume()))
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """`Engine.drain`; returns when no request is unfinished."""
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.drain(timeout)))
+        await asyncio.wrap_future(self._thread.wait_for(lambda engine: not engine.has_unfinished()))
+
+    def drain_on_signals(
+        self,
+        timeout: float | None = None,
+        signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+    ) -> None:
+        """Drain when the process gets one of the signals: `timeout` seconds for what is unfinished; a second signal ends it at once.
+
+        To be called in the main thread's event loop.
+        """
+        loop = asyncio.get_running_loop()
+        limits = itertools.chain([timeout], itertools.repeat(0.0))
+
+        def on_signal() -> None:
+            with suppress(EngineDeadError):
+                limit = next(limits)
+                self._thread.call(lambda engine: engine.drain(limit))
+
+        for number in signals:
+            loop.add_signal_handler(number, on_signal)
+
+    async def drained(self) -> None:
+        """Returns when `drain` was called, by anybody or a signal, and no request is unfinished."""
+        await asyncio.wrap_future(
+            self._thread.wait_for(lambda engine: engine.draining and not engine.has_unfinished())
+        )
+
+    def dump(self) -> str:
+        """The state of the engine as text: queues, blocks, requests, and where its thread is. From any thread, also while a step
+        hangs."""
+        return self._thread.dump()
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """End after the present step; unfinished requests get EngineDeadError. Waits `timeout` seconds for the step, then leaves
+        its thread behind. To end requests in order, `drain` first."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.stop, timeout)
+        self._on_death(EngineDeadError("the engine was closed"))
+
+    # In the engine's thread --------------------------------------------------------------------------------------------
+
+    def _on_step(self, outputs: list[RequestOutput], began: float) -> None:
+        engine = self._thread.engine
+        if self._metrics is not None:
+            self._metrics.step(engine)
+        plan = engine.last_plan
+        if plan is not None:
+            for name, hits in plan.admitted.items():
+                if (request := self._requests.get(name)) is not None:
+                    self._scheduled(request, name, len(hits) * engine.scheduler.config.block_size, began)
+            for name in plan.preempted:
+                request = self._requests.get(name)
+                choice = None if request is None else request.open.get(name)
+                if request is not None and request.span is not None and choice is not None:
+                    request.span.preempted(choice.text.choice)
+        self._deliver(outputs)
+
+    def _scheduled(self, request: _Request, name: str, cached_tokens: int, began: float) -> None:
+        choice = request.open.get(name)
+        if choice is None or choice.timing.scheduled is not None:
+            return  # the caller has left, or it was preempted before
+        choice.timing.scheduled = began
+        if self._metrics is not None:
+            self._metrics.scheduled(choice.timing, cached_tokens)
+        if request.span is not None:
+            request.span.scheduled(choice.text.choice, cached_tokens)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Send outputs to the event loops of their callers: one call for each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, RequestOutput]]] = {}
+        for output in outputs:
+            if (request := self._requests.get(output.id)) is not None:
+                by_loop.setdefault(request.loop, []).append((request, output))
+        for loop, some in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(self._receive, some)
+            except RuntimeError:  # the loop was closed with its callers
+                self._thread.engine.abort([output.id for _, output in some])
+                for _, output in some:
+                    self._requests.pop(output.id, None)
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        for request in set(self._requests.values()):
+            with suppress(RuntimeError):  # its loop was closed
+                request.loop.call_soon_threadsafe(request.fail, error)
+
+    # In the callers' event loops ---------------------------------------------------------------------------------------
+
+    def _receive(self, outputs: list[tuple[_Request, RequestOutput]]) -> None:
+        stopped: list[str] = []
+        for request, output in outputs:
+            choice = request.open.get(output.id)
+            if choice is None:
+                continue  # it ended by a stop string, or its caller has left
+            try:
+                chunk = choice.text.push(output)
+            except Exception as error:  # a tokenizer that cannot decode ends its own request alone
+                request.fail(error)
+                stopped += request.open
+                continue
+            if chunk.finish_reason is not None:
+                del request.open[output.id]
+                self._requests.pop(output.id, None)
+                if output.finish_reason is None:
+                    stopped.append(output.id)
+            if self._metrics is not None:
+                self._metrics.output(choice.timing, chunk)
+            if request.span is not None:
+                request.span.output(chunk)
+            request.put(chunk)
+        if stopped:
+            self._abort(stopped)
+
+    def _leave(self, request: _Request) -> None:
+        """The caller has left, for whatever reason: nothing of the request stays."""
+        left = dict(request.open)
+        request.open.clear()
+        for name, choice in left.items():
+            self._requests.pop(name, None)
+            if self._metrics is not None and request.added:
+                self._metrics.ended(choice.timing, "abort")
+        if request.span is not None:
+            request.span.end()
+        if left:
+            self._abort(list(left))
+
+    def _abort(self, names: Sequence[str]) -> None:
+        with suppress(EngineDeadError):  # there is nothing left to abort then
+            self._thread.call(lambda engine: engine.abort(names))
+
+    def _span(self, tracer: Tracer, name: str, prompt_tokens: int, params: SamplingParams) -> RequestSpan:
+        from gristmill.runtime.tracing import RequestSpan
+
+        return RequestSpan(tracer, name, prompt_tokens, params)
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            tokenizer = self._tokenizer()
+            if len(prompt) < LONG_TEXT:
+                return tokenizer.encode(prompt)
+            return await asyncio.to_thread(tokenizer.encode, prompt)
+        ids: Sequence[int] = prompt
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+            raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+        return list(ids)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._llm is None:
+            raise UsageError(
+                "an AsyncEngine of an Engine has no tokenizer: make it with an LLM to serve text"
+            )
+        return self._llm.tokenizer
+
+    def _text_streams(self, params: SamplingParams) -> list[TextStream | None]:
+        """A decoder for each completion."""
+        if self._llm is None and not params.stop:
+            return [None] * params.n
+        return [text_stream(self._tokenizer, params) for _ in range(params.n)]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One completion that has not ended."""
+
+    text: TextOutput
+    timing: Timing
+
+
+class _Request:
+    """One call of `stream`, used in its event loop.
+
+    open: by the engine's id, the completions that have not ended; the engine's thread reads it too. added: whether the engine has
+    taken the request.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        prompt_tokens: int,
+        params: SamplingParams,
+        streams: Sequence[TextStream | None],
+    ) -> None:
+        self.loop = loop
+        self.name = name
+        self.open = {
+            f"{name}/{choice}" if choice else name: _Choice(
+                TextOutput(0, choice, params, stream), Timing(prompt_tokens)
+            )
+            for choice, stream in enumerate(streams)
+        }
+        self.added = False
+        self.span: RequestSpan | None = None
+        self._chunks: dict[int, Chunk] = {}  # by choice: what the caller has not taken
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, chunk: Chunk) -> None:
+        waiting = self._chunks.get(chunk.choice)
+        self._chunks[chunk.choice] = chunk if waiting is None else merged(waiting, chunk)
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def next(self) -> Chunk | None:
+        """The next chunk; None at the end. What came before a failure is handed out before it is raised."""
+        while not self._chunks:
+            if self._error is not None:
+                if isinstance(
+                    self._error, EngineDeadError
+                ):  # one error has many callers: each gets an exception of its own
+                    raise EngineDeadError(str(self._error)) from self._error.__cause__
+                raise self._error
+            if not self.open:
+                return None
+            self._ready.clear()
+            await self._ready.wait()
+        return self._chunks.pop(next(iter(self._chunks)))
+
+
+def _add(
+    engine: Engine, names: Sequence[str], ids: Sequence[int], params: Sequence[SamplingParams], priority: int
+) -> None:
+    """Add all completions of a prompt, or none."""
+    added: list[str] = []
+    try:
+        for name, wish in zip(names, params, strict=True):
+            engine.add_request(name, ids, wish, priority, after=added[0] if added else None)
+            added.append(name)
+    except BaseException:
+        engine.abort(added)
+        raise

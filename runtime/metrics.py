@@ -1,0 +1,156 @@
+"""Prometheus metrics of an engine, under vLLM's names, so that dashboards made for it show this one. Needs `prometheus_client`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.engine import Engine
+from gristmill.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+GAUGES = {
+    "num_requests_running": "Requests that have cache blocks",
+    "num_requests_waiting": "Requests in the queue",
+    "kv_cache_usage_perc": "Part of the cache blocks that requests hold, 0 to 1",
+}
+COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+    "num_preemptions": "Requests that lost their blocks to another",
+    "prompt_tokens": "Prompt tokens of requests that got their first token",
+    "generation_tokens": "Tokens generated",
+}
+HISTOGRAMS = {
+    "iteration_tokens_total": ("Tokens computed in a step", TOKENS),
+    "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request", TOKENS),
+    "time_to_first_token_seconds": ("From arrival to the first token", SECONDS),
+    "inter_token_latency_seconds": ("Between two tokens of a request", SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the last token", SECONDS),
+    "request_queue_time_seconds": ("From arrival to the first step", SECONDS),
+    "request_prefill_time_seconds": ("From the first step to the first token", SECONDS),
+    "request_decode_time_seconds": ("From the first to the last token", SECONDS),
+    "request_inference_time_seconds": ("From the first step to the last token", SECONDS),
+}
+
+
+@dataclass(slots=True)
+class Timing:
+    """When what happened to one completion, by time.monotonic; None = not yet. tokens: generated so far."""
+
+    prompt_tokens: int
+    arrived: float = field(default_factory=time.monotonic)
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    tokens: int = 0
+
+
+class Metrics:
+    """Counters, gauges and histograms in a registry of prometheus_client; `prometheus_client.generate_latest(registry)` prints them.
+
+    model_name: value of the label ``model_name``. registry: None = prometheus_client's own. prefix: of the names, before a colon.
+
+    Raises:
+        UsageError: prometheus_client is missing.
+    """
+
+    def __init__(
+        self, model_name: str, registry: CollectorRegistry | None = None, prefix: str = "vllm"
+    ) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise UsageError(
+                "metrics need prometheus_client: pip install 'gristmill[metrics]', or prometheus-client"
+            ) from error
+        registry = prometheus_client.REGISTRY if registry is None else registry
+
+        def make(kind: Any, name: str, text: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
+            metric = kind(f"{prefix}:{name}", text, ("model_name", *labels), registry=registry, **options)
+            return metric if labels else metric.labels(model_name)
+
+        self._model_name = model_name
+        self._metrics: dict[str, Any] = {}
+        for name, text in GAUGES.items():
+            self._metrics[name] = make(prometheus_client.Gauge, name, text)
+        for name, text in COUNTERS.items():
+            self._metrics[name] = make(prometheus_client.Counter, name, text)
+        for name, (text, buckets) in HISTOGRAMS.items():
+            self._metrics[name] = make(prometheus_client.Histogram, name, text, buckets=buckets)
+        self._success = make(
+            prometheus_client.Counter, "request_success", "Requests that ended", ("finished_reason",)
+        )
+
+    def step(self, engine: Engine) -> None:
+        """A step of the engine has ended."""
+        scheduler, metrics = engine.scheduler, self._metrics
+        metrics["num_requests_running"].set(len(scheduler.running))
+        metrics["num_requests_waiting"].set(len(scheduler.waiting) + len(scheduler.held))
+        metrics["kv_cache_usage_perc"].set(scheduler.pool.num_referenced / scheduler.config.num_blocks)
+        plan = engine.last_plan
+        if plan is not None and plan.entries:
+            metrics["iteration_tokens_total"].observe(plan.num_tokens)
+            metrics["num_preemptions"].inc(len(plan.preempted))
+
+    def scheduled(self, timing: Timing, cached_tokens: int) -> None:
+        """A request is in a step for the first time."""
+        self._metrics["prefix_cache_queries"].inc(timing.prompt_tokens)
+        self._metrics["prefix_cache_hits"].inc(cached_tokens)
+
+    def output(self, timing: Timing, chunk: Chunk) -> None:
+        """A chunk of a completion has come."""
+        now, metrics, count = time.monotonic(), self._metrics, len(chunk.token_ids)
+        if count and timing.first_token is None:
+            timing.first_token = timing.last_token = now
+            metrics["prompt_tokens"].inc(timing.prompt_tokens)
+            metrics["time_to_first_token_seconds"].observe(now - timing.arrived)
+        elif count and timing.last_token is not None:
+            for _ in range(count):
+                metrics["inter_token_latency_seconds"].observe((now - timing.last_token) / count)
+            timing.last_token = now
+        timing.tokens += count
+        metrics["generation_tokens"].inc(count)
+        if chunk.finish_reason is not None:
+            self.ended(timing, chunk.finish_reason)
+
+    def ended(self, timing: Timing, finish_reason: str) -> None:
+        """A completion has ended."""
+        now, metrics = time.monotonic(), self._metrics
+        self._success.labels(self._model_name, finish_reason).inc()
+        metrics["request_prompt_tokens"].observe(timing.prompt_tokens)
+        metrics["request_generation_tokens"].observe(timing.tokens)
+        metrics["e2e_request_latency_seconds"].observe(now - timing.arrived)
+        if timing.scheduled is None:
+            return
+        metrics["request_queue_time_seconds"].observe(timing.scheduled - timing.arrived)
+        metrics["request_inference_time_seconds"].observe(now - timing.scheduled)
+        if timing.first_token is not None:
+            metrics["request_prefill_time_seconds"].observe(timing.first_token - timing.scheduled)
+            metrics["request_decode_time_seconds"].observe(now - timing.first_token)

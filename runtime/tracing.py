@@ -1,0 +1,63 @@
+"""The journey of a request as an OpenTelemetry span, with the attributes of its semantic conventions for generative AI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opentelemetry.trace import SpanKind, StatusCode
+
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+
+class RequestSpan:
+    """A span from arrival to the last chunk, under the span that is current when it is made.
+
+    Events: SCHEDULED, FIRST_TOKEN, PREEMPTED, FINISHED (with its finish_reason), each with the completion it is about.
+    """
+
+    def __init__(self, tracer: Tracer, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
+        self._tokens = 0
+        self._begun: set[int] = set()
+        self._span = tracer.start_span(
+            "llm_request",
+            kind=SpanKind.SERVER,
+            attributes={
+                "gen_ai.request.id": request_id,
+                "gen_ai.request.max_tokens": params.max_tokens,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.choice.count": params.n,
+                "gen_ai.usage.input_tokens": prompt_tokens,
+            },
+        )
+
+    def scheduled(self, choice: int, cached_tokens: int) -> None:
+        """It is in a step for the first time. cached_tokens: of the prompt, found in the prefix cache."""
+        self._span.add_event("SCHEDULED", {"choice": choice, "cached_tokens": cached_tokens})
+
+    def preempted(self, choice: int) -> None:
+        """It has lost its blocks, and waits again."""
+        self._span.add_event("PREEMPTED", {"choice": choice})
+
+    def output(self, chunk: Chunk) -> None:
+        """A chunk has come."""
+        if chunk.token_ids and chunk.choice not in self._begun:
+            self._begun.add(chunk.choice)
+            self._span.add_event("FIRST_TOKEN", {"choice": chunk.choice})
+        self._tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self._span.add_event("FINISHED", {"choice": chunk.choice, "finish_reason": chunk.finish_reason})
+
+    def failed(self, error: BaseException) -> None:
+        """The caller gets this exception."""
+        self._span.record_exception(error)
+        self._span.set_status(StatusCode.ERROR, str(error))
+
+    def end(self) -> None:
+        """The caller has its answer, or has left."""
+        self._span.set_attribute("gen_ai.usage.output_tokens", self._tokens)
+        self._span.end()

@@ -1,0 +1,447 @@
+"""AsyncEngine: the answers of LLM.generate for any number of callers; whoever leaves, fails, hangs or is told to stop, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from gristmill.runtime.async_engine import AsyncEngine
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.engine import Engine, EngineDraining
+from gristmill.runtime.engine_thread import EngineDeadError
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import Pause, QueueFull, RequestTooLarge
+from tests.runtime import oracle
+from tests.runtime.fake_runner import FakeRunner, fake_engine
+from tests.runtime.oracle import LLAMA
+from tests.runtime.scheduler.harness import expected_ids
+
+T = TypeVar("T")
+TEXT = "The CREATE INDEX statement"
+LONG = SamplingParams(max_tokens=10_000, ignore_eos=True)
+
+
+def run(main: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
+    """Run to the end, in bounded time."""
+
+    async def bounded() -> T:
+        return await asyncio.wait_for(main, timeout)
+
+    return asyncio.run(bounded())
+
+
+def big_engine(**options: Any) -> tuple[Engine, FakeRunner]:
+    return fake_engine(**{"num_blocks": 20_000, "max_batch_tokens": 4096, "max_seqs": 256, **options})
+
+
+async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, **options: Any) -> list[Chunk]:
+    return [chunk async for chunk in engine.stream(prompt, params, **options)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_32_streams_are_what_generate_says(make: Callable[..., LLM]) -> None:
+    llm = make(LLAMA, max_seqs=12)
+    prompts = [oracle.eval_tokens()[50 * i :][: 3 + i] for i in range(30)] + [TEXT, TEXT]  # type: ignore[list-item]
+    kinds = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=9, temperature=1.0, seed=4, logprobs=2),
+        SamplingParams(max_tokens=14, repetition_penalty=1.3, stop=["e", "the"]),
+        SamplingParams(max_tokens=6, temperature=1.2, seed=8, n=3, min_tokens=2),
+    ]
+    params = [kinds[i % 4] for i in range(32)]
+    wanted = llm.generate(prompts, params)  # type: ignore[arg-type]
+
+    async def main() -> list[list[Any]]:
+        async with AsyncEngine(llm) as engine:
+            return await asyncio.gather(
+                *(engine.generate(prompt, wish) for prompt, wish in zip(prompts, params, strict=True))
+            )
+
+    found = [one for several in run(main()) for one in several]
+    assert [(o.token_ids, o.text, o.finish_reason, o.stop_reason, o.choice) for o in found] == [
+        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.choice) for o in wanted
+    ]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert not llm.engine.has_unfinished()
+    llm.engine.scheduler.check()
+
+
+def test_streams_come_in_pieces_and_leaving_aborts(make: Callable[..., LLM]) -> None:
+    llm = make(LLAMA)
+    [wanted] = llm.generate(TEXT, SamplingParams(max_tokens=20))
+
+    async def main() -> None:
+        engine = AsyncEngine(llm)
+        chunks = await collect(engine, TEXT, SamplingParams(max_tokens=20))
+        assert "".join(chunk.text for chunk in chunks) == wanted.text
+        assert tuple(t for chunk in chunks for t in chunk.token_ids) == wanted.token_ids
+        stream = engine.stream(TEXT, LONG)
+        await anext(stream)
+        assert llm.engine.has_unfinished()
+        await stream.aclose()
+        await until(lambda: not llm.engine.has_unfinished())
+        await engine.close()
+
+    run(main())
+    llm.engine.scheduler.check()
+    assert llm.generate(TEXT, SamplingParams(max_tokens=20)) == [wanted], "after close it is an LLM as before"
+
+
+def test_cancelled_callers_leave_nothing_behind() -> None:
+    core, _ = big_engine()
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            tasks = [asyncio.create_task(engine.generate([1, 2, i % 40], LONG)) for i in range(40)]
+            other = asyncio.create_task(engine.generate([5, 6], SamplingParams(max_tokens=30)))
+            await until(lambda: len(core.scheduler.running) > 30)
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(result, asyncio.CancelledError) for result in results)
+            [completed] = await other
+            assert list(completed.token_ids) == expected_ids([5, 6], 30)
+            early = asyncio.create_task(engine.generate([1], LONG))
+            await asyncio.sleep(0)
+            early.cancel()  # before the engine has it
+            await until(lambda: early.done() and not core.has_unfinished())
+            assert not engine._requests
+
+    run(main())
+    assert core.scheduler.pool.num_referenced == 0
+
+
+def test_a_generator_that_nobody_closes_aborts_its_request() -> None:
+    core, _ = big_engine()
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            async for _ in engine.stream([1, 2], LONG):
+                break
+            await until(lambda: not core.has_unfinished())
+
+    run(main())
+
+
+def test_abort_by_name_ends_the_stream_in_order() -> None:
+    core, _ = big_engine()
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            task = asyncio.create_task(
+                collect(engine, [1, 2], SamplingParams(max_tokens=9000, n=2), request_id="x")
+            )
+            await until(lambda: len(core.scheduler.running) == 2)
+            with pytest.raises(UsageError, match="'x' is in use"):
+                await engine.generate([1], LONG, request_id="x")
+            assert await engine.abort("x") and not await engine.abort("x")
+            chunks = await task
+            assert [c.finish_reason for c in chunks if c.finish_reason] == ["abort", "abort"]
+            assert core.scheduler.pool.num_referenced == 0
+
+    run(main())
+
+
+def test_refused_requests_do_not_disturb_the_others() -> None:
+    core, _ = fake_engine(num_blocks=64, max_seqs=1, max_queued=2)
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            running = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=100)))
+            await until(lambda: len(core.scheduler.running) == 1)
+            with pytest.raises(QueueFull):
+                await engine.generate(
+                    [3], SamplingParams(max_tokens=5, n=3)
+                )  # two fit, the third does not: none is taken
+            assert len(core.scheduler.requests) == 1
+            for prompt, params, error in (
+                ([1] * 300, None, RequestTooLarge),
+                ([], None, UsageError),
+                ([99], None, UsageError),
+                ("text", None, UsageError),
+                (5, None, UsageError),
+                ([1], {}, UsageError),
+                ([1], SamplingParams(stop=["a"]), UsageError),
+            ):
+                with pytest.raises(error):
+                    await engine.generate(prompt, params)  # type: ignore[arg-type]
+            [completed] = await running
+            assert list(completed.token_ids) == expected_ids([1, 2], 100)
+            assert not engine._requests
+
+    run(main())
+
+
+def test_a_slow_reader_gets_fewer_chunks_and_every_token() -> None:
+    core, _ = big_engine()
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            stream = engine.stream([1, 2], SamplingParams(max_tokens=400))
+            got = list((await anext(stream)).token_ids)
+            await until(lambda: not core.has_unfinished())
+            rest = [chunk async for chunk in stream]
+            assert len(rest) == 1 and rest[0].finish_reason == "length"
+            assert got + list(rest[0].token_ids) == expected_ids([1, 2], 400)
+
+    run(main())
+
+
+def test_a_step_that_raises_reaches_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+    core, runner = big_engine()
+
+    async def main() -> None:
+        engine = AsyncEngine(core)
+        tasks = [asyncio.create_task(engine.generate([1, i % 50], LONG)) for i in range(20)]
+        await until(lambda: len(core.scheduler.running) == 20)
+        pause = asyncio.create_task(engine.pause("wait"))
+
+        def fail() -> None:
+            raise ZeroDivisionError("the kernel failed")
+
+        runner.before_step = fail
+        results = await asyncio.gather(*tasks, pause, return_exceptions=True)
+        for result in results:
+            assert isinstance(result, EngineDeadError) and isinstance(result.__cause__, ZeroDivisionError)
+            assert "a step failed: ZeroDivisionError: the kernel failed" in str(result)
+        for later in (engine.generate([1], LONG), engine.pause(), engine.drain(), engine.abort("x")):
+            with pytest.raises(EngineDeadError, match="the kernel failed"):
+                await later
+        assert engine.error is not None and not engine._requests
+        assert "running: 20" in engine.dump()
+        await engine.close()
+
+    with caplog.at_level(logging.ERROR, logger="gristmill"):
+        run(main())
+    [record] = caplog.records
+    assert "the kernel failed" in record.getMessage() and "running: 20" in record.getMessage()
+
+
+def test_an_invariant_that_fails_leaves_a_dump(caplog: pytest.LogCaptureFixture) -> None:
+    core, _ = big_engine()
+
+    async def main() -> None:
+        engine = AsyncEngine(core)
+        core.scheduler._planner = lambda: Nothing()  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(EngineDeadError, match="SchedulerStuck"):
+            await engine.generate([1, 2], LONG)
+        await engine.close()
+
+    class Nothing:
+        def run(self, running: Any, waiting: Any) -> Any:
+            from gristmill.runtime.scheduler import StepPlan
+
+            return StepPlan(0)
+
+    run(main())
+    assert "waiting: 1" in caplog.text and "Request('async-0'" in caplog.text
+
+
+def test_a_step_that_hangs_is_seen_by_the_watchdog(caplog: pytest.LogCaptureFixture) -> None:
+    core, runner = big_engine()
+    release = threading.Event()
+
+    async def main() -> None:
+        engine = AsyncEngine(core, watchdog_seconds=1.0)
+        tasks = [asyncio.create_task(engine.generate([1, i], LONG)) for i in range(8)]
+        await until(lambda: len(core.scheduler.running) == 8)
+        runner.before_step = lambda: release.wait(60) and None  # type: ignore[func-returns-value]
+        began = time.monotonic()
+        dump = engine.dump()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - began < 20
+        assert all(isinstance(r, EngineDeadError) and "has not ended for 1.0 s" in str(r) for r in results)
+        assert "running: 8" in dump
+        await engine.close(timeout=0.1)
+        release.set()
+        await until(lambda: not engine._thread._thread.is_alive())
+
+    run(main(), 30)
+    assert "release.wait(60)" in caplog.text, "the log does not say where the step hangs"
+
+
+def test_close_ends_everything() -> None:
+    core, _ = big_engine()
+
+    async def main() -> None:
+        engine = AsyncEngine(core)
+        task = asyncio.create_task(engine.generate([1, 2], LONG))
+        await until(lambda: len(core.scheduler.running) == 1)
+        waiting = asyncio.create_task(engine.drained())
+        await asyncio.sleep(0.02)
+        await engine.close()
+        for ended in (task, waiting):
+            with pytest.raises(EngineDeadError, match="the engine was closed"):
+                await ended
+        with pytest.raises(EngineDeadError, match="closed"):
+            await engine.generate([1], LONG)
+        await engine.close()
+        assert not core.has_unfinished() and core.scheduler.pool.num_referenced == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_with_200_in_flight(signals: int) -> None:
+    """Every caller gets an end: what is done by the deadline is whole, the rest is cut; a second signal does not wait."""
+    core, runner = big_engine()
+    core._clock = lambda: float(runner.steps)  # time is told in steps
+    core.scheduler.pause(Pause.ALL)  # until all are there
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            engine.drain_on_signals(timeout=100 if signals == 1 else 1e9)
+            tasks = [
+                asyncio.create_task(
+                    engine.generate([1, i % 40], SamplingParams(max_tokens=20 if i % 2 else 5000))
+                )
+                for i in range(200)
+            ]
+            await until(lambda: len(core.scheduler.requests) == 200)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: core.draining)
+            with pytest.raises(EngineDraining):
+                await engine.generate([1], LONG)
+            if signals == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            results = [one for several in await asyncio.gather(*tasks) for one in several]
+            await engine.drained()
+            assert [r.finish_reason for r in results[::2]] == ["abort"] * 100
+            if signals == 1:
+                assert {r.finish_reason for r in results[1::2]} == {"length"}
+                assert all(90 < len(r.token_ids) <= 101 for r in results[::2])
+            for i, result in enumerate(results):
+                assert list(result.token_ids) == expected_ids([1, i % 40], len(result.token_ids))
+
+    before = signal.getsignal(signal.SIGTERM)
+    run(main(), 60)
+    signal.signal(signal.SIGTERM, before)
+    assert not core.has_unfinished() and core.scheduler.pool.num_referenced == 0
+
+
+def test_pause_and_resume() -> None:
+    core, runner = big_engine(max_seqs=2)
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            params = SamplingParams(max_tokens=200)
+            first = [asyncio.create_task(engine.generate([1, i], params)) for i in range(3)]
+            await until(lambda: len(core.scheduler.running) == 2)
+            await engine.pause("keep")
+            steps = runner.steps
+            await asyncio.sleep(0.05)
+            assert runner.steps == steps and not any(task.done() for task in first)
+            await engine.resume()
+            await engine.pause("wait")
+            assert [task.done() for task in first[2:]] == [False] and not core.scheduler.running
+            later = asyncio.create_task(engine.generate([7], params))
+            await until(lambda: len(core.scheduler.waiting) == 2)
+            await engine.resume()
+            done = [one.token_ids for task in [*first, later] for one in await task]
+            assert done == [tuple(expected_ids(p, 200)) for p in ([1, 0], [1, 1], [1, 2], [7])]
+            aborted = asyncio.create_task(engine.generate([1], LONG))
+            await until(lambda: len(core.scheduler.running) == 1)
+            await engine.pause("abort")
+            assert [one.finish_reason for one in await aborted] == ["abort"]
+            await engine.pause("abort")  # nothing to abort: at once
+            await engine.resume()
+            await engine.drain()
+            with pytest.raises(EngineDraining):
+                await engine.generate([1], LONG)
+
+    run(main())
+
+
+def test_callers_in_several_event_loops() -> None:
+    core, _ = big_engine()
+    found: dict[int, list[Any]] = {}
+
+    async def clients(engine: AsyncEngine, number: int) -> None:
+        params = SamplingParams(max_tokens=40)
+        found[number] = await asyncio.gather(*(engine.generate([number, i], params) for i in range(8)))
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            threads = [threading.Thread(target=lambda n=n: run(clients(engine, n))) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            await clients(engine, 9)
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+
+    run(main())
+    for number in (0, 1, 2, 3, 9):
+        assert [list(one.token_ids) for [one] in found[number]] == [
+            expected_ids([number, i], 40) for i in range(8)
+        ]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_that_was_closed_frees_its_requests() -> None:
+    """Its tasks are not cancelled, they just never go on: asyncio itself complains of that."""
+    core, _ = big_engine()
+    engine = AsyncEngine(core)
+
+    async def careless() -> None:
+        asyncio.get_running_loop().create_task(engine.generate([1, 2], LONG))
+        await until(lambda: bool(core.scheduler.running))
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(careless())
+    loop.close()
+    run(engine.drain(), 30)
+    assert not core.has_unfinished() and not engine._requests
+    run(engine.close())
+    del loop
+    gc.collect()
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(LLAMA)
+    decode = type(llm.tokenizer).decode
+
+    def fragile(self: Any, ids: Any) -> str:
+        if 7 in ids:
+            raise ValueError("invalid prefix")
+        return decode(self, ids)
+
+    monkeypatch.setattr(type(llm.tokenizer), "decode", fragile)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            bad = engine.generate([1, 2, 3], SamplingParams(max_tokens=9, allowed_token_ids=[7]))
+            good = engine.generate(TEXT, SamplingParams(max_tokens=9, bad_words=[[7]]))
+            failed, done = await asyncio.gather(bad, good, return_exceptions=True)
+            assert isinstance(failed, ValueError) and isinstance(done, list) and len(done[0].token_ids) == 9
+            await until(lambda: not llm.engine.has_unfinished())
+
+    run(main())
+
+
+def test_what_it_is_made_of_is_checked() -> None:
+    with pytest.raises(UsageError, match="serves an LLM or an Engine, got str"):
+        AsyncEngine("model")  # type: ignore[arg-type]
+    core, _ = fake_engine()
+    for wrong in (0, -1.0):
+        with pytest.raises(UsageError, match="watchdog_seconds must be a positive number"):
+            AsyncEngine(core, watchdog_seconds=wrong)
