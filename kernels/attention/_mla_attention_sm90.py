@@ -44,7 +44,7 @@ def launch(
     if q.data_ptr() % 16 or q.stride(1) % 8 or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
         q = q.contiguous()
     ctas = int(config["ctas"])
-    size = COUNTER_BYTES + (0 if config["slack"] < 0 else 2 * ctas * PART_BYTES)
+    size = COUNTER_BYTES + (0 if int(config["slack"]) < 0 else 2 * ctas * PART_BYTES)
     if workspace is None:
         workspace = torch.zeros(size, dtype=torch.uint8, device=q.device)
     else:

@@ -49,7 +49,9 @@ def launch(config: dict[str, int], arguments: list[Any], workspace: Any, out: to
 
 def workspace(config: dict[str, int]) -> torch.Tensor:
     """Counters at zero; parts hold NaN, so that one that was not written shows."""
-    space = torch.full((COUNTER_BYTES + 2 * config["ctas"] * PART_BYTES,), 255, dtype=torch.uint8, device=DEVICE)
+    space = torch.full(
+        (COUNTER_BYTES + 2 * config["ctas"] * PART_BYTES,), 255, dtype=torch.uint8, device=DEVICE
+    )
     space[:COUNTER_BYTES] = 0
     return space
 
@@ -83,7 +85,9 @@ def wrong(given: str, config: dict[str, int] = CUT, seed: int = 0) -> float:
 def test_pages_and_heads(heads: int, block_size: int) -> None:
     for number, mix in enumerate(MIXES):
         config = CONFIGS[(number + heads // 8 + block_size) % len(CONFIGS)]
-        given = text(mix, heads, block_size=block_size, x="fp16" if number == 2 else "bf16", lse=number % 2 == 0)
+        given = text(
+            mix, heads, block_size=block_size, x="fp16" if number == 2 else "bf16", lse=number % 2 == 0
+        )
         assert wrong(given, config, number) < 1, (given, config)
 
 
@@ -102,7 +106,9 @@ def test_new_tokens(heads: int, max_q: int) -> None:
         assert wrong(given, config, number) < 1, config
 
 
-@pytest.mark.parametrize("context", [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1023, 1024, 1025])
+@pytest.mark.parametrize(
+    "context", [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1023, 1024, 1025]
+)
 def test_lengths_at_edges(context: int) -> None:
     for number, config in enumerate(CONFIGS):
         for heads in (16, 128):
@@ -197,7 +203,9 @@ def test_lengths_change_under_a_graph(heads: int, max_q: int) -> None:
     problem = OP.problem(text((12, 12, max_q, 900, 4000), heads))
     arguments = OP.inputs(problem, 0, DEVICE)
     cache = arguments[1]  # with room for any way of cutting the contexts into pages
-    arguments[1] = torch.full((cache.shape[0] + 13, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=DEVICE)
+    arguments[1] = torch.full(
+        (cache.shape[0] + 13, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=DEVICE
+    )
     space = workspace(CUT)
     out = torch.empty(12, heads, 512, dtype=cache.dtype, device=DEVICE)
     launch(CUT, arguments, space, out)

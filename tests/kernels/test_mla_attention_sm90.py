@@ -49,7 +49,8 @@ def test_workspaces() -> None:
 
 def test_the_configuration_holds_no_size_of_a_problem() -> None:
     small, large = (
-        OP.problem(f"q_tokens={n},seqs={n},max_q=1,max_ctx={n * 64},total_ctx={n * 64},heads=16") for n in (1, 64)
+        OP.problem(f"q_tokens={n},seqs={n},max_q=1,max_ctx={n * 64},total_ctx={n * 64},heads=16")
+        for n in (1, 64)
     )
     assert CUT.config(small, HOPPER) == CUT.config(large, HOPPER)
     assert CUT.config(small, HOPPER) in list(CUT.space(small, HOPPER)) if CUT.space else False

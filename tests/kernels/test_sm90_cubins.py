@@ -197,7 +197,9 @@ def test_latent_attention() -> None:
         assert ("UTMALDG.5D" in text) == name.endswith("boxes"), f"{name}: pages as boxes"
         assert ("LDGSTS" in text) == name.endswith("rows"), f"{name}: pages by rows"
         assert "USETMAXREG" in text and "LDL" not in text and "STL" not in text, name
-        shared = [part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part]
+        shared = [
+            part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part
+        ]
         spans = [len(re.findall("MUFU.EX2", part[part.rindex("tnspB") :])) for part in shared]
         assert max(spans) >= 32, f"{name}: exponentials wait for the values"
 
