@@ -20,7 +20,7 @@ GPU_REASONS = {
     0x40: "heat (hardware)",
     0x80: "power brake",
 }
-"""Bits of what holds an NVIDIA GPU's clocks down; idling and clocks that somebody asked for are no disturbance."""
+"""Bits of what holds an NVIDIA GPU's clocks down; idling and clocks set by the user are not disturbances."""
 
 _CGROUP, _STAT = Path("/sys/fs/cgroup/cpu.stat"), Path("/proc/stat")
 

@@ -142,7 +142,7 @@ def kept(device: str) -> Ceilings | None:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CeilingsError(
-            f"{path}: {key}: {error!r} is not what ceilings hold; delete it, and it will be measured anew"
+            f"{path}: {key}: {error!r} is not what ceilings hold; delete it to measure again"
         ) from error
 
 
@@ -154,7 +154,7 @@ def remeasure(device: str) -> Ceilings:
         _keep(path, _key(device, policy), found)
     except OSError as error:
         warnings.warn(
-            f"cannot keep the ceilings in {path}: {error.strerror}; they are measured anew every time",
+            f"cannot keep the ceilings in {path}: {error.strerror}; they are measured again each time",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -174,20 +174,18 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except json.JSONDecodeError as error:
         raise CeilingsError(
-            f"{path}: line {error.lineno}: {error.msg}; delete it, and it will be measured anew"
+            f"{path}: line {error.lineno}: {error.msg}; delete it to measure again"
         ) from error
     except UnicodeDecodeError as error:
         raise CeilingsError(
-            f"{path}: byte {error.start}: not UTF-8 text; delete it, and it will be measured anew"
+            f"{path}: byte {error.start}: not UTF-8 text; delete it to measure again"
         ) from error
     if (
         not isinstance(data, dict)
         or data.get("schema") != SCHEMA
         or not isinstance(data.get("devices"), dict)
     ):
-        raise CeilingsError(
-            f"{path}: expected ceilings of schema {SCHEMA}; delete it, and it will be measured anew"
-        )
+        raise CeilingsError(f"{path}: expected ceilings of schema {SCHEMA}; delete it to measure again")
     kept: dict[str, Any] = data["devices"]
     return kept
 

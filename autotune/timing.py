@@ -93,7 +93,7 @@ class Timed:
         return self._graph is not None
 
     def sample(self, calls: int | None = None) -> float:
-        """Microseconds a call. calls: other than usual; a graph always makes all of its own."""
+        """Microseconds per call. calls: other than usual; a graph always makes all of its own."""
         if self.stream is not None:
             with on_device(self._device):
                 return self._on_gpu(self.stream, calls or self.calls)

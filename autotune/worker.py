@@ -57,7 +57,7 @@ class Worker:
             )
             return _failure(f"verification: {what}")
         except BaseException:
-            self.close()  # an answer that nobody waited for must not be taken for the next task's
+            self.close()  # a late answer must not be taken for the next task's
             raise
         if line is None:
             code = process.wait()

@@ -1,4 +1,4 @@
-"""A kernel on a problem, ready to be timed in turn with others, and audited while it is.
+"""Arms: a kernel on a problem, timed in turn with others and audited meanwhile.
 
 An audit is a timed sample like any other, over arguments whose content was just replaced in place and whose outputs were
 poisoned: afterwards they must hold what the reference makes of the new content. See `gristmill.autotune.rotation`.
@@ -24,36 +24,36 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernels.load import load
 
 LEAD = 3
-"""Calls of an audit that are checked but not timed: the refresh left the memory allocator and the caches in another state."""
+"""Calls at the start of an audit that are checked but not timed: the refresh has changed the state of allocator and caches."""
 
 STALE, COLD_US = 1.5, 2.0
-"""How much slower than its usual time a kernel may be on content that it has not seen: this factor, and microseconds for
-code and tables that the refresh drove out of the cache."""
+"""How much slower than usual a kernel may be on new content: a factor, plus microseconds for code and tables that the
+refresh has evicted from the caches."""
 
 PAIRS = 6
-"""How often fresh and seen content are timed in turn before a kernel is said to reuse results."""
+"""How often new and known content are timed in turn before a kernel is reported to reuse results."""
 
 _sleep = time.sleep
 
 
 class WrongResultError(RuntimeError):
-    """A kernel did not do, while it was timed, what it is timed for."""
+    """A kernel gave a wrong result, or broke a rule, while it was timed."""
 
 
 PAUSE, PAUSE_AT_LEAST, CYCLES = 2.0, 10e-3, 2e9
-"""How long an eager GPU arm's stream pauses before calls are audited for what they leave behind: this many times as long
-as they took, and seconds at least; cycles a second of the counter that a pause counts by, at most."""
+"""The pause of an eager GPU arm's stream before calls are audited for unfinished work: a multiple of the calls' time, the
+minimum in seconds, and the highest rate in Hz of the counter that measures the pause."""
 
 
 class KernelArm:
-    """`kernel` at `config` over the argument lists of `rotation`. name: in tables; the kernel's own by default.
+    """`kernel` with `config` over the argument lists of `rotation`. name: in tables; the kernel's own by default.
 
-    eager: on a GPU, call it one by one even if a graph could hold it. A kernel that none can hold is always called so.
-    isolated: each call's input depends on the last call's output, so that no call begins before the last one ended; what the
-        ties between calls take by themselves is taken off. ValueError where the operation has no such input.
-    audited: audit it now. Without, it is one of many candidates, and whoever ends up believing its time audits it then.
-    error: the worst error figure of all audits. repeatable: equal inputs gave equal bits in all of them.
-    WrongResultError, at construction or from `audit`, says what was wrong.
+    eager: on a GPU, launch each call even if a graph could hold it. Kernels that cannot be captured are always launched.
+    isolated: each call's input depends on the previous call's output, so that no call starts before the previous one has
+        ended; the time of the dependencies themselves is subtracted. ValueError if the operation has no such input.
+    audited: audit at construction. Otherwise the caller audits the candidates whose times it uses.
+    error: the largest error of all audits. repeatable: equal inputs gave equal bits in all of them.
+    The constructor and `audit` raise WrongResultError, which says what was wrong.
     """
 
     def __init__(
@@ -81,18 +81,17 @@ class KernelArm:
         self._isolated = isolated
         if isolated and (why := rotation.tied()):
             raise ValueError(f"{kernel.name} cannot be timed isolated: {why}")
-        # Of its own: rotations are shared among kernels.
+        # Scratch memory of its own: rotations are shared among kernels.
         self._scratch = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
         lists = len(rotation.sets)
-        # Going around twice would call again on a list that the first call has changed.
+        # A second round would use lists that the first one has changed.
         once_only = rotation.in_place and lists > 1
         calls = None if rotation.device == "cpu" else lists if once_only else max(lists, GPU_CALLS)
         self._timed = self._made(self._step, calls, eager)
         self._once = self._timed
         if rotation.device != "cpu" and rotation.in_place and not once_only:
-            self._once = self._made(
-                self._step, lists, eager
-            )  # what audits go around; with one list, a sample is many calls all the same
+            # One round, for audits. A sample over a single list makes many calls.
+            self._once = self._made(self._step, lists, eager)
         self._ties = self._made(self._tie, self._timed.calls, eager) if isolated else None
         self._tie_us = self._ties.sample() if self._ties is not None else 0.0
         if audited:
@@ -135,11 +134,11 @@ class KernelArm:
 
     @property
     def timing(self) -> str:
-        """How it is timed, as entries of the store say it."""
+        """The name of its timing mode, as stored."""
         return timing_name(self._timed.captured, len(self.rotation.sets) == 1, self._isolated)
 
     def sample(self) -> float:
-        """Microseconds a call, over `calls` of them."""
+        """Microseconds per call, over `calls` of them."""
         us = self._timed.sample()
         if self._ties is not None:
             self._tie_us = self._ties.sample()
@@ -158,7 +157,7 @@ class KernelArm:
         if rotation.device != "cpu":
             torch.cuda.synchronize()
         else:
-            _sleep(0.002)  # whoever is still at work has time to show it
+            _sleep(0.002)  # time for threads that are still working to show
         took = clock.now() - begin
         finding = rotation.check(results)
         if rotation.device != "cpu" and not self._timed.captured and not finding.wrong:
@@ -176,14 +175,14 @@ class KernelArm:
             raise WrongResultError(f"{self.kernel.name}: {wrong}")
 
     def conclude(self) -> None:
-        """A last audit; and fresh content must not be slower than content that the kernel has seen.
+        """A last audit, and a check that new content takes no longer than known content.
 
-        Where it seems to be, both are timed in turn after the same preparation, so that neither load nor the state of the
-        memory allocator is taken for a cheat.
+        If it seems to, both are timed in turn after the same preparation, so that neither load nor the state of the memory
+        allocator counts as reuse of results.
         """
         self.audit()
         if len(self.fresh) < 2:
-            self.audit()  # the first one of all finds code and tables cold
+            self.audit()  # in the first audit, code and tables are cold
         if not self.samples or min(self.fresh[1:]) <= STALE * statistics.median(self.samples) + COLD_US:
             return
         fresh, seen = [], []
@@ -200,11 +199,11 @@ class KernelArm:
         )
 
     def _held_back(self, count: int, results: Sequence[Sequence[torch.Tensor]], seconds: float) -> Finding:
-        """Once more around a paused stream, with everything queued behind the pause: poison, calls, copies of the results.
+        """Repeat the audit behind a pause of the stream, with everything queued: poison, calls, copies of the results.
 
-        So nothing that the host does lies between a call and the copy of its result. Work on another stream that waits for
-        this one comes too late for the copies; work that does not wait is done before the poison, which covers it. `seconds`
-        is what the calls took with all that they left behind. (In a graph such work is no part of it, so replays show it.)
+        Nothing that the host does then lies between a call and the copy of its result. Work on another stream that waits for
+        this one is too late for the copies; work that does not wait precedes the poison, which overwrites it. `seconds` is
+        the time of the calls and of all work that they started. A graph does not contain such work, so replays reveal it.
         """
         stream = self._timed.stream
         with on_device(self.rotation.device), torch.cuda.stream(stream):
@@ -217,30 +216,29 @@ class KernelArm:
         return self.rotation.check(results)
 
     def _around(self) -> float:
-        """Microseconds a call of one way around the lists, or of part of it where calls are long."""
+        """Microseconds per call over one round of the lists, or over part of a round if calls are long."""
         count = self._audited()
         if self.rotation.device != "cpu":
-            # Eagerly once only: a second time would leave an unfinished call's work looking done.
-            return self._once.sample(count) - self._tie_us
+            # One round: a second one would hide the unfinished work of the first.
+            return max(self._once.sample(count) - self._tie_us, 1e-3)
         lead = min(LEAD, count // 2)
         for _ in range(lead):
             self._step()
-        return self._timed.sample(count - lead) - self._tie_us
+        return max(self._timed.sample(count - lead) - self._tie_us, 1e-3)
 
     def _audited(self) -> int:
-        """How many lists an audit goes over. Once around at most: a second call on the same list would start from what the
-        first left, if it works in place."""
+        """The number of lists in an audit, at most one round: an in-place kernel must not see a list twice."""
         lists = len(self.rotation.sets)
         return lists if self.rotation.device != "cpu" else min(max(self.calls, 2 * LEAD), lists)
 
 
 def timing_name(captured: bool, hot: bool, isolated: bool = False) -> str:
-    """How calls were timed, as entries of the store say it: ``graph,cold``, ``eager,hot``, ``eager,cold,isolated`` ..."""
+    """The name of a timing mode, as stored: ``graph,cold``, ``eager,hot``, ``eager,cold,isolated`` ..."""
     return f"{'graph' if captured else 'eager'},{'hot' if hot else 'cold'}{',isolated' if isolated else ''}"
 
 
 class TimingMode(NamedTuple):
-    """How calls are timed. Its name stands in the store and in result files; "" there is the mode that deployment uses."""
+    """How calls are timed. Stores and result files hold its name; "" is the mode that deployment uses."""
 
     eager: bool
     hot: bool

@@ -176,7 +176,7 @@ def _part_text(part: dict[str, Any]) -> str:
 
 
 def gone(entries: Sequence[Any]) -> dict[Any, str]:
-    """Of lines that nothing can be measured for any more, why: an operation, axis or kernel that they name is not there."""
+    """Entries that can no longer be measured, with the reason: an operation, axis or kernel that does not exist."""
     reasons = {}
     for entry in entries:
         try:
@@ -190,7 +190,7 @@ def gone(entries: Sequence[Any]) -> dict[Any, str]:
 
 
 def cases(entries: Sequence[Entry]) -> list[Case]:
-    """What has to be raced for `entries`: a case for each problem and yardstick."""
+    """The races for `entries`: one case per problem and yardstick."""
     registry = default_registry()
     grouped: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
@@ -210,7 +210,7 @@ def expected(entry: Entry, logs: Sequence[float]) -> float:
 
 
 def shifts(entries: Sequence[Entry]) -> Callable[[str, str, Sequence[float]], float]:
-    """What makes a race go on until it is clear whether kernels have changed, not whether they are faster than their yardsticks."""
+    """Continue a race until it is clear whether kernels have changed, not whether they are faster than their yardsticks."""
     by_key = {(f"{e.op} {e.problem}", e.kernel): e for e in entries}
 
     def shift(key: str, kernel: str, logs: Sequence[float]) -> float:
@@ -260,7 +260,7 @@ def against(
 
 
 def exit_code(checked: Sequence[Checked]) -> int:
-    """The worst that was found; a wrong result before a slow one, a slow one before one that is unclear."""
+    """The most severe verdict: a wrong result before a slow one, a slow one before an unclear one."""
     verdicts = {one.verdict for one in checked}
     if WRONG in verdicts:
         return BAD

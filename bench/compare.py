@@ -222,7 +222,7 @@ def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
 
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
-    """Verify in a child process, where a fault harms nobody; "" or what was wrong. UnverifiableError where nothing can be said."""
+    """Verify in a child process, which contains faults. "" or what was wrong; UnverifiableError if it cannot be decided."""
     from gristmill.autotune.errors import UnverifiableError
     from gristmill.autotune.worker import shared_worker
     from gristmill.kernel_registry.registry import default_registry
@@ -315,7 +315,7 @@ def _settle(one: _Raced, verdict: Verdict, again: Verdict, rule: Rule) -> Row:
     row.found, row.verdict, row.reason = verdict, verdict.verdict, verdict.reason
     if again.verdict not in (SAME, UNCLEAR) or row.noise > rule.min_effect:
         row.verdict = UNCLEAR
-        row.reason = f"the baseline differs from itself by {row.noise:.1%}, and {rule.min_effect:.1%} was to be told apart"
+        row.reason = f"the baseline differs from itself by {row.noise:.1%}, which is more than the smallest effect of {rule.min_effect:.1%}"
     return row
 
 

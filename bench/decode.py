@@ -185,7 +185,7 @@ def _captured(call: Callable[[], Any], device: str) -> Callable[[], Any]:
 
 
 def _samples(call: Callable[[], Any], device: str, rounds: int = 21) -> list[float]:
-    """Milliseconds a call, of calls back to back."""
+    """Milliseconds per call, of calls back to back."""
     for _ in range(3):
         call()
     _wait(device)

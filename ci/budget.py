@@ -1,7 +1,7 @@
-"""The time budgets of building and testing: a table in CONTRIBUTING.md, and whoever exceeds one of its rows fails.
+"""The time budgets of building and testing: a table in CONTRIBUTING.md, and a suite that exceeds its row fails.
 
-    python ci/budget.py                         what the last native build took, held against its row
-    pytest -p ci.budget ...                     the suites (folders of tests/) held against theirs
+    python ci/budget.py                         compare the last native build with its row
+    pytest -p ci.budget ...                     compare the suites (folders of tests/) with theirs
 
 Suites are counted in CPU seconds, children included, so that a busy machine does not fail them; the build in the
 seconds of its compiler jobs, which is twice the time of a build with two jobs.
@@ -102,7 +102,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def main() -> int:
-    """Hold the last native build against its budget; 1 if it took longer."""
+    """Compare the last native build with its budget; 1 if it took longer."""
     seconds = build_seconds((ROOT / "build" / ".ninja_log").read_text(encoding="utf-8"))
     lines = overruns({BUILD: seconds}, budgets(PAGE.read_text(encoding="utf-8")))
     print("\n".join(lines) or f"native build: {seconds:.0f} s of compiler jobs")

@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="a line for each compilation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--seconds", type=float, default=180.0, help="how long a sample goes on starting compilations"
+        "--seconds", type=float, default=180.0, help="how long a sample keeps starting compilations"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
 marks="not gpu and not slow"
 if [ -n "$full" ]; then
   marks="not gpu"
-  export GRISTMILL_FUZZ=20000  # damaged files a family; 300 otherwise
+  export GRISTMILL_FUZZ=20000  # damaged files per family; 300 otherwise
 fi
 begin=$SECONDS
 step() {

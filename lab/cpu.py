@@ -4,7 +4,7 @@
 
 `kernelbench bench` measures the floor once and a kernel after it: on a machine that others use too, the two then see different loads. Here
 every round times the floor (a float32 sum over more than the last cache: it reads everything once, like STREAM without the writes) and
-every kernel in turn, and the least sample of each counts: what the machine does when nobody is in the way. With one thread the clock is
+every kernel in turn, and the least sample of each counts: what the machine does when nothing else runs. With one thread the clock is
 the thread's own, so that being descheduled does not count; memory that others use at the same time still does. A row's fraction is
 (bytes / floor) / time, of the least samples and of the medians.
 """

@@ -49,7 +49,7 @@ class Graphs:
             self.samples(1)
 
     def samples(self, rounds: int) -> dict[str, list[float]]:
-        """Microseconds a call, by name: one sample a round, each round starting one candidate further on."""
+        """Microseconds per call, by name: one sample per round, each round starting one candidate further on."""
         taken: dict[str, list[float]] = {name: [] for name in self.graphs}
         names = list(self.graphs)
         for first in range(rounds):

@@ -5,8 +5,7 @@
 
 Each row is what its own `command` prints: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
 dequantized and multiplied in float32, so that rows differ by their weights alone. Rows of a quantized KV cache have the weights as
-stored, and a field ``kv``. The file is written after every row; rows
-that it has already are kept, so a sweep that ran out of time goes on.
+stored, and a field ``kv``. The file is written after every row; rows that it has already are kept, so an interrupted sweep resumes.
 """
 
 from __future__ import annotations

@@ -121,6 +121,6 @@ def noise(
                 ["undecided", measured.undecided],
             ],
         )
-        console.out().print(f"\n{refused or f'A minimum effect of {min_effect:.1%} can be told apart here.'}")
+        console.out().print(f"\n{refused or f'A minimum effect of {min_effect:.1%} can be detected here.'}")
     if refused:
         context.exit(TOO_NOISY)

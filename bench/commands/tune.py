@@ -114,7 +114,7 @@ def tune(
             )
     except KeyboardInterrupt:
         console.err().print(
-            f"What is tuned is in {path}: the same command goes on from there.", soft_wrap=True
+            f"Results so far are in {path}; run the same command to continue.", soft_wrap=True
         )
         raise
     rows, tokens = [one.as_dict() for one in found], sampled(jobs)
@@ -173,7 +173,7 @@ def tune(
         if summary["saved_ms_per_token"] is None
         else f"; {console.number(summary['saved_ms_per_token'])} ms per token saved"
     )
-    more = {"out of time": "the same command goes on", "known": "--redo tunes them again"}
+    more = {"out of time": "run the same command to continue", "known": "--redo tunes them again"}
     hints = "".join(f" ({state}: {hint})" for state, hint in more.items() if state in summary["states"])
     console.out().print(f"\n{states}{gain}{saved}. Written to {path}{hints}")
 

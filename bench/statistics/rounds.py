@@ -53,7 +53,7 @@ class Heat:
     def run(self, rounds: int, chance: random.Random) -> None:
         """Time every arm in `rounds` more rounds.
 
-        The order is drawn anew each round and turned around within it, so that neither place nor drift favours an arm.
+        Each round draws a new order and runs it forwards and backwards, so that neither position nor drift favours an arm.
         """
         begin = now()
         for _ in range(rounds):

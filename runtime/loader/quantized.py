@@ -49,7 +49,7 @@ def write_quantized(
     """Quantize the linear weights of a model directory and write it, one layer at a time, to `out`.
 
     `out` appears whole or not at all: layers are written to a hidden folder beside it, which then takes its name. A run that was
-    killed leaves that folder, and the same call goes on after its last whole layer, to the same result.
+    killed leaves that folder, and the same call resumes after its last complete layer, to the same result.
 
     progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. method: how weights are
     rounded; None = to nearest. Returns {"tensors": quantized ones, "bytes_before", "bytes_after", "resumed": layers that were

@@ -246,7 +246,7 @@ class Weights:
         return placed[0].contiguous(), placed[1].contiguous()
 
     def finish(self) -> None:
-        """CheckpointError if a parameter was left unwritten, a tensor was read by nobody, or a copy of a tied one is none."""
+        """CheckpointError if a parameter was left unwritten, a tensor was not read, or a copy of a tied one is none."""
         if self._pending:
             raise CheckpointError(f"parameters left unwritten: {_some(self._pending)}")
         for copy, taken in self.table.copies:

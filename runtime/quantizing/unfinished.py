@@ -121,7 +121,7 @@ class Unfinished:
         ]
         if other:
             raise UsageError(
-                f"{self.folder} was begun with {'; '.join(other)}: run with the same options to go on, or delete that folder"
+                f"{self.folder} was begun with {'; '.join(other)}: run with the same options to resume, or delete that folder"
             )
 
 

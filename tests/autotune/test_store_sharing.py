@@ -1,5 +1,5 @@
 """One store, many processes: nothing that was saved is lost, not without the lock, and not by a writer that dies; and serving
-with a damaged store goes on from defaults, with one warning.
+with a damaged store uses the defaults, with one warning.
 """
 
 from __future__ import annotations

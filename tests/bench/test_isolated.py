@@ -71,6 +71,24 @@ def test_an_overlap_with_the_neighbour_shows_in_isolated_calls_alone() -> None:
     assert shown == pytest.approx(1e6 * (WORK + AHEAD), rel=0.35)  # all of it, and not the ties
 
 
+def test_calls_that_take_less_than_their_ties_are_no_reuse_of_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine the ties may take longer than calls with their ties."""
+    honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
+    config = honest.config(PROBLEM, place("cpu").target)
+    arm = KernelArm(
+        honest, config, Rotation(cheats.OP, honest, PROBLEM, "cpu", hot=True), isolated=True, audited=False
+    )
+    sample, disturbed = (
+        arm._timed.sample,
+        iter((1000.0, 1000.0)),
+    )  # the first audits, so that conclude looks closer
+    monkeypatch.setattr(arm._timed, "sample", lambda *count: (sample(*count), next(disturbed, 5.0))[1])
+    arm.samples, arm._tie_us = [1.0], 50.0
+    arm.conclude()
+
+
 def test_an_honest_kernel_takes_as_long_isolated() -> None:
     honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
     problem = cheats.OP.problem("m=256,n=4096")

@@ -1,4 +1,4 @@
-"""The quality sweep: a row is what its command prints, a sweep goes on where it ended, and the table says what the rows say."""
+"""The quality sweep: a row is what its command prints, an interrupted sweep resumes, and the table says what the rows say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gristmill quantize`, killed and started again: it goes on after the last whole layer, to the same bytes."""
+"""`gristmill quantize`, killed and started again: it resumes after the last complete layer, to the same bytes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on(
         "format compressed-tensors, not modelopt",
         "quant int4_g64, not nvfp4",
         "windows 2, not 3",
-        "go on, or delete",
+        "resume, or delete",
     ):
         assert says in " ".join(err.split()), err
     kill_after(start(model, out, method, *options), unfinished / "part-00002.safetensors")  # and once more
