@@ -14,9 +14,10 @@
 namespace {
 using namespace lin;
 
-constexpr int kWide = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;  // blocks at once for one row of x
-constexpr int kNarrow =
-    kWide > 2 ? 2 : 1;  // the same for a weight of few blocks: the missing ones would be the last one again
+// Blocks of rows of W that are decoded at once for one row of x; fewer for a weight of few blocks, where the
+// missing ones would repeat the last one.
+constexpr int kBlocksAtOnce = gm::kLanes == 16 ? 8 : gm::kLanes == 8 ? 2 : 1;
+constexpr int kFewBlocksAtOnce = kBlocksAtOnce > 2 ? 2 : 1;
 constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;  // most rows of x decoded for in registers
 constexpr int kTileBlocks = gm::kLanes == 16 ? 2 : 1, kTileRows = gm::kLanes == 16 ? 8 : 4;
 constexpr int kAny = -2;
@@ -310,16 +311,16 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     const T* added = residual ? residual + row * columns_out : nullptr;
     T* to = out + row * columns_out;
     const Output<T> o{to, zs, bias, silu ? nullptr : added};
-    if (j.rows == 1 && j.blocks <= kWide / 2)
-      code = run_direct<F, M, S, T, kNarrow, 1>(j, o);
+    if (j.rows == 1 && j.blocks <= kBlocksAtOnce / 2)
+      code = run_direct<F, M, S, T, kFewBlocksAtOnce, 1>(j, o);
     else if (j.rows == 1)
-      code = run_direct<F, M, S, T, kWide, 1>(j, o);
+      code = run_direct<F, M, S, T, kBlocksAtOnce, 1>(j, o);
     else if (j.rows == 2)
-      code = run_direct<F, M, S, T, kWide, 2>(j, o);
+      code = run_direct<F, M, S, T, kBlocksAtOnce, 2>(j, o);
     else if (j.rows <= 4)
-      code = run_direct<F, M, S, T, (kWide > 2 ? kWide / 2 : 1), 4>(j, o);
+      code = run_direct<F, M, S, T, (kBlocksAtOnce > 2 ? kBlocksAtOnce / 2 : 1), 4>(j, o);
     else if (j.rows <= kDirectRows)
-      code = run_direct<F, M, S, T, (kWide > 4 ? kWide / 4 : 1), kDirectRows>(j, o);
+      code = run_direct<F, M, S, T, (kBlocksAtOnce > 4 ? kBlocksAtOnce / 4 : 1), kDirectRows>(j, o);
     else
       code = run_buffered<F, M, S, T>(j, o);
     if (!silu || code != GM_OK) continue;

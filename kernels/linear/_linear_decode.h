@@ -77,8 +77,8 @@ inline gm::vf lookup(gm::vu code, const Table& t, float bias) {
   return (gm::vf)((gm::vu)value | sign);
 #else
   // Twice the value: 0 1 2 3 4 6 8 12.
-  const gm::vu wide = (2u | (magnitude & 1u)) << (((magnitude >> 1) - 1u) & 31u);
-  const gm::vu twice = magnitude < 2u ? magnitude : wide;
+  const gm::vu shifted = (2u | (magnitude & 1u)) << (((magnitude >> 1) - 1u) & 31u);
+  const gm::vu twice = magnitude < 2u ? magnitude : shifted;
   return (gm::vf)((gm::vu)(__builtin_convertvector((gm::vi)twice, gm::vf) * 0.5f) | sign);
 #endif
 #endif

@@ -218,8 +218,8 @@ __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem
       float sum = value[i];
       if (finishing) {
         if (p.row_scale) sum *= p.row_scale[row + (i >> 1) * 8];
-        if (p.bias) sum += Num<T>::wide(static_cast<const T*>(p.bias)[row + (i >> 1) * 8]);
-        if (p.residual) sum += Num<T>::wide(static_cast<const T*>(p.residual)[at]);
+        if (p.bias) sum += Num<T>::to_float(static_cast<const T*>(p.bias)[row + (i >> 1) * 8]);
+        if (p.residual) sum += Num<T>::to_float(static_cast<const T*>(p.residual)[at]);
       }
       static_cast<T*>(p.y)[at] = Num<T>::round(sum);
     }

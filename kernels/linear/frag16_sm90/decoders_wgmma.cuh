@@ -44,9 +44,9 @@ __device__ __forceinline__ uint32_t twice(uint32_t word) {
 // bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a
 // half are numbers as they lie, c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and
 // rounds once. 2^-32 keeps the factors in range. A zero point times a scale would be rounded: it is
-// subtracted first. WIDE: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3, and a code times 3
-// bits is exact).
-template <typename T, bool ZERO, bool WIDE>
+// subtracted first. SPLIT_SCALES: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3, and a code
+// times 3 bits is exact).
+template <typename T, bool ZERO, bool SPLIT_SCALES>
 struct Int4Scales {
   static constexpr float kFactor = 4294967296.f;                         // 2^32
   static constexpr uint32_t kTimes = 0x70007200u, kMinus = 0xB100B100u;  // (2^97, 2^101); -8 x 2^-32
@@ -54,7 +54,7 @@ struct Int4Scales {
   // raw: two scales; zeros: bytes AT and AT + 1 are two zero points.
   template <int AT>
   __device__ __forceinline__ void set(uint32_t raw, uint32_t zeros, int) {
-    if constexpr (WIDE) {
+    if constexpr (SPLIT_SCALES) {
       const float2 s = __half22float2(reinterpret_cast<const __half2&>(raw));
       const __nv_bfloat162 h = __floats2bfloat162_rn(s.x, s.y);
       const __nv_bfloat162 l = __floats2bfloat162_rn(s.x - __low2float(h), s.y - __high2float(h));
@@ -74,9 +74,9 @@ struct Int4Scales {
     }
   }
   __device__ __forceinline__ uint32_t one(uint32_t code, int row) const {
-    if constexpr (!WIDE && !ZERO) return pair_fma(code, high[row], low[row], T());
+    if constexpr (!SPLIT_SCALES && !ZERO) return pair_fma(code, high[row], low[row], T());
     const uint32_t u = pair_fma(code, row == 0 ? 0x72007200u : 0x70007000u, minus[row], T());
-    if constexpr (!WIDE) return pair_mul(u, high[row], T());
+    if constexpr (!SPLIT_SCALES) return pair_mul(u, high[row], T());
     return pair_fma(u, high[row], pair_mul(u, low[row], T()), T());
   }
   __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
@@ -87,8 +87,8 @@ struct Int4Scales {
 };
 
 // fp16: codes at bits 0 and 4 under the exponent of 1024 are 1024 + c and 1024 + 16 c.
-template <bool ZERO, bool WIDE>
-struct Int4Scales<__half, ZERO, WIDE> {
+template <bool ZERO, bool SPLIT_SCALES>
+struct Int4Scales<__half, ZERO, SPLIT_SCALES> {
   static constexpr float kFactor = 1.f;
   uint32_t scale[2], minus[2];
   template <int AT>
@@ -117,11 +117,12 @@ struct Int4Scales<__half, ZERO, WIDE> {
   }
 };
 
-// int4 in G groups a tile, with zero points (ZERO) or symmetric. WIDE: fp16 scales beside bf16 activations.
-template <typename T, int G, bool ZERO, bool WIDE>
+// int4 in G groups a tile, with zero points (ZERO) or symmetric. SPLIT_SCALES: fp16 scales beside bf16
+// activations.
+template <typename T, int G, bool ZERO, bool SPLIT_SCALES>
 struct Int4Operand {
   using Type = T;
-  using Scales = Int4Scales<T, ZERO, WIDE>;
+  using Scales = Int4Scales<T, ZERO, SPLIT_SCALES>;
   static constexpr int kBytes = kCodeBytes + G * kTileRows * (ZERO ? 3 : 2);
   static constexpr float kFactor = Scales::kFactor;
   Scales scales;
@@ -192,8 +193,8 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by, __nv_bf
   return reinterpret_cast<const uint32_t&>(out);
 }
 __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by, __half) {
-  const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pair));
-  const __half2 out = __floats2half2_rn(wide.x * by, wide.y * by);
+  const float2 values = __half22float2(reinterpret_cast<const __half2&>(pair));
+  const __half2 out = __floats2half2_rn(values.x * by, values.y * by);
   return reinterpret_cast<const uint32_t&>(out);
 }
 

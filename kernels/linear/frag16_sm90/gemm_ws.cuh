@@ -251,8 +251,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       }
       if (p.bias != nullptr) {
         const int row = n0 + (lane >> 2);
-        if (row < p.n) bias[0] = Num<T>::wide(static_cast<const T*>(p.bias)[row]);
-        if (row + 8 < p.n) bias[1] = Num<T>::wide(static_cast<const T*>(p.bias)[row + 8]);
+        if (row < p.n) bias[0] = Num<T>::to_float(static_cast<const T*>(p.bias)[row]);
+        if (row + 8 < p.n) bias[1] = Num<T>::to_float(static_cast<const T*>(p.bias)[row + 8]);
       }
       wgmma_wait<0>();
       done_with(last_x);

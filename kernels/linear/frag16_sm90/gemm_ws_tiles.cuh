@@ -157,7 +157,7 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
                    : "r"(matrix_row + i * 512)
                    : "memory");
 #pragma unroll
-      for (int j = 0; j < 8; ++j) add[j] += Num<T>::wide(reinterpret_cast<const T*>(&got[j >> 1])[j & 1]);
+      for (int j = 0; j < 8; ++j) add[j] += Num<T>::to_float(reinterpret_cast<const T*>(&got[j >> 1])[j & 1]);
       __syncwarp();
     }
     uint32_t packed[4];

@@ -68,7 +68,7 @@ struct Num<__nv_bfloat16> {
           "f"(c[3]));
   }
   static __device__ __forceinline__ __nv_bfloat16 round(float v) { return __float2bfloat16_rn(v); }
-  static __device__ __forceinline__ float wide(__nv_bfloat16 v) { return __bfloat162float(v); }
+  static __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 };
 template <>
 struct Num<__half> {
@@ -81,7 +81,7 @@ struct Num<__half> {
           "f"(c[3]));
   }
   static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
-  static __device__ __forceinline__ float wide(__half v) { return __half2float(v); }
+  static __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 };
 
 }  // namespace gm
