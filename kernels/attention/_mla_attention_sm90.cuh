@@ -1,14 +1,12 @@
-// Absorbed latent attention over a paged cache for Hopper: decodes, speculative tokens and chunks in one
-// launch.
+// Absorbed latent attention over a paged cache for Hopper: decodes, speculative tokens and chunks.
 //
 // FlashMLA's form (DeepSeek, 2025): the sums of 64 rows take the registers of two warpgroups, half of the
 // columns each. The warpgroups take turns at tiles of keys: one computes the weights of a tile, multiplies
-// them with its half of the values and hands them to the other one through shared memory. Beyond it:
-//  - a third warpgroup copies, half of the latents of a tile at a time: a half is free again when its values
-//  are
-//    multiplied, and the scores of the next tile begin when the first half is there;
+// its half of the values by them, and hands them to the other one through shared memory. Beyond it:
+//  - a third warpgroup copies half of the latents of a tile at a time: a half is free again when its values
+//    are multiplied, and the scores of the next tile begin when the first half is there;
 //  - pages of any size, in groups of eight keys, so that one layout serves both products;
-//  - work is found on the device, contexts are cut evenly and merged in the same launch (_mla_work_sm90.cuh).
+//  - work is found on the device, contexts are cut evenly and merged in the launch (_mla_work_sm90.cuh).
 #pragma once
 #include "_mla_copy_sm90.cuh"
 #include "_mla_merge_sm90.cuh"
@@ -57,14 +55,14 @@ class MlaConsumer {
   Turns used_;
   float o_[128], m_[2], l_[2];  // sums of values; maxima of the raw scores so far; sums of own weights
   float s_[32];
-  int seen_whole_;  // tiles that all rows see
+  int unmasked_tiles_;  // tiles that all rows see
 
-  __device__ __forceinline__ void free(uint32_t bar) const {
+  __device__ __forceinline__ void arrive(uint32_t bar) const {
     if (lane_ < kArriving) mbar_arrive(bar);
   }
   // This warpgroup has read its half of the values in a slot, and the weights there.
   __device__ __forceinline__ void release(int slot) {
-    free(bars_.empty(slot, GROUP)), free(bars_.empty(slot, S::kRotated));
+    arrive(bars_.empty(slot, GROUP)), arrive(bars_.empty(slot, S::kRotated));
     used_.pass(slot);
   }
   __device__ __forceinline__ uint32_t tile_at(int slot) const { return base_ + S::kTiles + slot * S::kTile; }
@@ -120,8 +118,8 @@ class MlaConsumer {
   }
 
   // Scores of keys that a row does not see become -inf. tile: from the start of the context.
-  __device__ __forceinline__ void hide(int tile) {
-    if (tile < seen_whole_) return;
+  __device__ __forceinline__ void mask(int tile) {
+    if (tile < unmasked_tiles_) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int seen = work_.position + quotient(work_.row0 + row_ + r * 8, p_.heads, p_.by_heads) + 1 -
@@ -168,7 +166,7 @@ class MlaConsumer {
   }
 
   // Maxima and weights of own tile to the other warpgroup.
-  __device__ __forceinline__ void hand_over(uint32_t (&weights)[4][4]) {
+  __device__ __forceinline__ void publish_weights(uint32_t (&weights)[4][4]) {
     float* const maxima = reinterpret_cast<float*>(smem_ + S::kMaxima) + GROUP * S::kRows;
     if ((lane_ & 3) == 0) maxima[row_] = m_[0], maxima[row_ + 8] = m_[1];
 #pragma unroll
@@ -185,7 +183,7 @@ class MlaConsumer {
     bar_arrive(kBarWeights + GROUP, 256);
   }
   // Waits for those of the other one; factor as in softmax.
-  __device__ __forceinline__ void take_over(float (&factor)[2]) {
+  __device__ __forceinline__ void receive_weights(float (&factor)[2]) {
     bar_sync(kBarWeights + (GROUP ^ 1), 256);
     const float* const maxima = reinterpret_cast<const float*>(smem_ + S::kMaxima) + (GROUP ^ 1) * S::kRows;
 #pragma unroll
@@ -224,27 +222,27 @@ class MlaConsumer {
 
   __device__ __forceinline__ void attend() {
     const int n = work_.count;
-    seen_whole_ = (work_.position + quotient(work_.row0, p_.heads, p_.by_heads) + 1) / S::kKeys;
+    unmasked_tiles_ = (work_.position + quotient(work_.row0, p_.heads, p_.by_heads) + 1) / S::kKeys;
     m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < 128; ++i) o_[i] = 0.f;
     float factor[2];
     uint32_t weights[4][4];
-    if (n <= GROUP) free(bars_.q_empty());
+    if (n <= GROUP) arrive(bars_.q_empty());
     if constexpr (GROUP == 0) {
 #pragma unroll 1
       for (int i = 0; i < n; i += 2) {
         start_scores();
         wgmma_wait<0>();
         hold(s_);
-        if (i + 2 >= n) free(bars_.q_empty());
-        hide(work_.first + i);
+        if (i + 2 >= n) arrive(bars_.q_empty());
+        mask(work_.first + i);
         softmax(factor);
-        hand_over(weights);
+        publish_weights(weights);
         rescale(factor);
         clear_end(0, i);
         start_own(weights);
-        if (i + 1 < n) take_over(factor);
+        if (i + 1 < n) receive_weights(factor);
         wait_values(0);
         if (i + 1 < n) {
           rescale(factor);
@@ -260,13 +258,13 @@ class MlaConsumer {
         start_scores();
         wgmma_wait<0>();  // ptxas would put it before the sums are scaled anyway
         hold(s_);
-        if (i + 3 >= n) free(bars_.q_empty());
-        take_over(factor);
+        if (i + 3 >= n) arrive(bars_.q_empty());
+        receive_weights(factor);
         rescale(factor);
         start_other();
-        hide(work_.first + i + 1);
+        mask(work_.first + i + 1);
         softmax(factor);
-        hand_over(weights);
+        publish_weights(weights);
         wait_values(0);
         rescale(factor);
         clear_end(1, i + 1);
@@ -274,7 +272,7 @@ class MlaConsumer {
         wait_values(1);
       }
       if (i < n) {
-        take_over(factor);
+        receive_weights(factor);
         rescale(factor);
         clear_end(0, i);
         start_other();
@@ -283,7 +281,7 @@ class MlaConsumer {
     }
   }
 
-  // Sums of the weights of both warpgroups, and what was computed to memory. turn: of two places in shared
+  // Adds the sums of the weights of both warpgroups and writes the rows. turn: which of two places in shared
   // memory.
   __device__ __forceinline__ void finish(uint32_t turn) {
     float* const sums = reinterpret_cast<float*>(smem_ + S::kSums) + turn * (2 * S::kRows);
@@ -343,7 +341,7 @@ __device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensor
     } else {
       MlaProducer<BOXES>(p, q_map, half_map, rotated_map, smem, base).run();
       if (threadIdx.x == 256 && atomicAdd(p.counters + kDone, 1u) == gridDim.x - 1)
-        p.counters[kTicket] = 0, p.counters[kDone] = 0;  // every CTA has asked for the last time
+        p.counters[kTicket] = 0, p.counters[kDone] = 0;  // every CTA has taken its last range
     }
   } else {
     registers_up<216>();

@@ -1,5 +1,4 @@
-// The copying warps of latent attention on Hopper: queries, and pages of the latent cache, into shared
-// memory.
+// The copying warps of latent attention on Hopper: queries, and pages of the latent cache, to shared memory.
 #pragma once
 #include "_mla_hopper_sm90.cuh"
 #include "_mla_work_sm90.cuh"
@@ -46,14 +45,14 @@ class MlaProducer {
         warp_(threadIdx.x >> 5 & 3) {}
 
   __device__ __forceinline__ void run() {
-    ask();
+    request_range();
     MlaPlan plan(p_);
     bar_sync(0, S::kThreads);  // the barriers are there
     uint16_t* const taken = reinterpret_cast<uint16_t*>(smem_ + S::kTaken);
     MlaWork work;
     int seq, ranges = 0;
     while (true) {
-      const int range = answer(ranges);
+      const int range = next_range(ranges);
       if (range >= plan.ranges()) break;
       if (warp_ == 0 && lane_ == 0) taken[ranges] = range;
       ++ranges;
@@ -65,7 +64,7 @@ class MlaProducer {
         else
           copy_rows(work, pages);
       }
-      ask();
+      request_range();
     }
     if (warp_ != 0) return;
     __syncwarp();
@@ -74,11 +73,11 @@ class MlaProducer {
       while (plan.next(work, seq)) {
         if (work.parts == 1) continue;
         work.kind = kMerge;
-        give(work);
+        publish(work);
       }
     }
     work.kind = kStop;
-    give(work);
+    publish(work);
   }
 
  private:
@@ -88,29 +87,29 @@ class MlaProducer {
   const uint32_t base_;
   const MlaBars bars_;
   const int lane_, warp_;
-  uint32_t asked_ = 0, given_ = 0;
+  uint32_t ticket_ = 0, published_ = 0;
   Turns filled_;
 
-  // Takes a range by the counter. Not before all that was taken so far is on its way: the first ranges belong
-  // to whichever CTAs run first.
-  __device__ __forceinline__ void ask() {
-    if (warp_ == 0 && lane_ == 0) asked_ = atomicAdd(p_.counters + kTicket, 1u);
+  // Takes a range by the counter, once the copies of the range before are issued: earlier, CTAs that start
+  // first would take the ranges of those that start later.
+  __device__ __forceinline__ void request_range() {
+    if (warp_ == 0 && lane_ == 0) ticket_ = atomicAdd(p_.counters + kTicket, 1u);
   }
-  __device__ __forceinline__ int answer(int round) {
+  __device__ __forceinline__ int next_range(int round) {
     if constexpr (BOXES) {
-      return static_cast<int>(__shfl_sync(0xffffffffu, asked_, 0));
+      return static_cast<int>(__shfl_sync(0xffffffffu, ticket_, 0));
     } else {
       volatile uint32_t* const ticket = reinterpret_cast<uint32_t*>(smem_ + S::kTickets) + (round & 1);
-      if (warp_ == 0 && lane_ == 0) *ticket = asked_;
+      if (warp_ == 0 && lane_ == 0) *ticket = ticket_;
       bar_sync(kBarCopying, 128);
       return static_cast<int>(*ticket);
     }
   }
 
   // Work for the multiplying warpgroups, with its queries.
-  __device__ __forceinline__ void give(const MlaWork& work) {
+  __device__ __forceinline__ void publish(const MlaWork& work) {
     if (warp_ != 0) return;
-    mbar_wait(bars_.q_empty(), (given_++ & 1) ^ 1);
+    mbar_wait(bars_.q_empty(), (published_++ & 1) ^ 1);
     const bool reads = work.kind == kAttend && work.count > 0;
     if (lane_ == 0) {
       put_work(smem_ + S::kWork, work);
@@ -120,27 +119,28 @@ class MlaProducer {
         mbar_arrive(bars_.q_full());
     }
     __syncwarp();
-    // Rows past the sequence's are another one's, or past all: zeros. Nobody looks at what becomes of them.
+    // Rows past those of the sequence belong to another one, or are zeros past q; their results are not
+    // written.
     if (reads && lane_ < 9)
       tensor_load_2d(base_ + S::kQ + lane_ * S::kColumns, &q_map_, lane_ * 64,
                      work.token * p_.heads + work.row0, bars_.q_full());
     __syncwarp();
   }
 
-  // A box a lane.
+  // One box per lane.
   __device__ __forceinline__ void copy_boxes(const MlaWork& work, const int* pages) {
-    const int mine = lane_ * p_.box;  // of the tile's keys, the first that this lane copies
+    const int first_key = lane_ * p_.box;  // of the tile: the first that this lane copies
     struct Box {
       int page, group;
     };
     const auto box_of = [&](int i) -> Box {
-      const int key = (work.first + i) * S::kKeys + mine, page = quotient(key, p_.page, p_.by_page);
-      // A number past all blocks: zeros.
-      return {mine < S::kKeys && i < work.count && key < work.end ? pages[page] : p_.blocks,
+      const int key = (work.first + i) * S::kKeys + first_key, page = quotient(key, p_.page, p_.by_page);
+      // Past all blocks the copy engine writes zeros.
+      return {first_key < S::kKeys && i < work.count && key < work.end ? pages[page] : p_.blocks,
               (key - page * p_.page) / 8};
     };
     Box next = box_of(0);
-    give(work);
+    publish(work);
 #pragma unroll 1
     for (int i = 0; i < work.count; ++i) {
       const int slot = i & 1;
@@ -153,8 +153,8 @@ class MlaProducer {
         mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
         if (lane_ == 0) mbar_expect(bars_.full(slot, part), width * S::kColumns);
         __syncwarp();
-        if (mine < S::kKeys)
-          box_load(tile + part * S::kHalfBytes + mine * width * 128,
+        if (first_key < S::kKeys)
+          box_load(tile + part * S::kHalfBytes + first_key * width * 128,
                    part == S::kRotated ? &rotated_map_ : &half_map_, part * 4, box.group, box.page,
                    bars_.full(slot, part));
         __syncwarp();
@@ -163,7 +163,7 @@ class MlaProducer {
     }
   }
 
-  // 16 keys a warp, 16 bytes a lane at a time.
+  // 16 keys per warp, 16 bytes per lane at a time.
   __device__ __forceinline__ void copy_rows(const MlaWork& work, const int* pages) {
     const auto row_of = [&](int i) -> const char* {
       const int key = (work.first + i) * S::kKeys + warp_ * 16 + (lane_ & 15),
@@ -173,20 +173,20 @@ class MlaProducer {
              (pages[page] * p_.cache_block + (key - page * p_.page) * p_.cache_slot) * 2;
     };
     const char* next = row_of(0);
-    give(work);
+    publish(work);
 #pragma unroll 1
     for (int i = 0; i < work.count; ++i) {
       const int slot = i & 1;
-      const unsigned long long row = reinterpret_cast<unsigned long long>(next);
+      const unsigned long long address = reinterpret_cast<unsigned long long>(next);
       next = row_of(i + 1);
 #pragma unroll
       for (int part = 0; part < S::kParts; ++part)
         mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
       const uint32_t tile = base_ + S::kTiles + slot * S::kTile;
 #pragma unroll 2
-      for (int j = lane_; j < 16 * 72; j += 32) {  // 72 pieces of 16 bytes a row
-        const int of = j / 72, piece = j - of * 72, columns = piece >> 3, key = warp_ * 16 + of;
-        const char* const from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, row, of));
+      for (int j = lane_; j < 16 * 72; j += 32) {  // a row has 72 pieces of 16 bytes
+        const int row = j / 72, piece = j - row * 72, columns = piece >> 3, key = warp_ * 16 + row;
+        const char* const from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, row));
         const int part = columns >> 2, width = part == S::kRotated ? 1 : 4;
         const uint32_t to = tile + part * S::kHalfBytes + (key >> 3) * (width * 1024) + (columns & 3) * 1024 +
                             (key & 7) * 128 + (((piece ^ key) & 7) << 4);

@@ -1,5 +1,5 @@
-// What latent attention on Hopper does with its sums: rows of whole contexts to memory, parts of contexts to
-// the workspace and from there, once all are there, to memory.
+// What latent attention on Hopper does with its sums: rows of whole contexts go to memory; parts of contexts
+// go to the workspace and, once all are there, from there to memory.
 #pragma once
 #include "_mla_hopper_sm90.cuh"
 #include "_mla_work_sm90.cuh"
@@ -86,28 +86,27 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* at) {
   return v;
 }
 
-// Where part `s` of a context has its sums: the first one stands at the end of its range, the others at the
-// start.
+// Where part `s` of a context has its sums: the first part ends a range, the others begin one.
 __device__ __forceinline__ int64_t part_row(const MlaWork& w, int s, int row) {
   return int64_t((w.first_range + s) * 2 + (s == 0)) * MlaShape::kRows + row;
 }
 
-// This CTA's share of the rows, COLUMNS times 128 elements at a time; the parts of one are added by one warp,
-// or `together` by all eight in turn, always in the same order. By both warpgroups.
+// Merges this CTA's share of the rows, COLUMNS times 128 elements at a time. One warp adds the parts of a
+// row, or `together` all eight add an eighth of them each; the order is always the same. By both warpgroups.
 template <typename T, int COLUMNS>
 __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w, uint8_t* smem,
                                            bool together) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kPieces = 4 / COLUMNS, kBatch = 8 / COLUMNS;
   float2* const sums = reinterpret_cast<float2*>(smem) + warp * w.parts;
-  float4* const added = reinterpret_cast<float4*>(smem + 8 * kMostCtas * sizeof(float2));
+  float4* const partial = reinterpret_cast<float4*>(smem + 8 * kMostCtas * sizeof(float2));
   const int units = w.rows * kPieces, end = units * (w.part + 1) / w.parts;
   const int s0 = together ? w.parts * warp / 8 : 0, s1 = together ? w.parts * (warp + 1) / 8 : w.parts;
   int turn = 0;
 #pragma unroll 1
   for (int unit = units * w.part / w.parts + (together ? 0 : warp); unit < end; unit += together ? 1 : 8) {
     const int row = unit / kPieces, column = unit % kPieces * 128 + lane * 4;
-    // Sums are asked for before the weights that they are multiplied by.
+    // The loads of the sums do not wait for the weights.
     float4 v[kBatch][COLUMNS];
     const auto load = [&](int s) {
 #pragma unroll
@@ -161,15 +160,15 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
       if (column + c * 128 == 0) write_lse(p, w, row, top, sum);
     };
     if (together) {
-      float4* const mine = added + turn * (8 * 4 * 32);
+      float4* const buffer = partial + turn * (8 * 4 * 32);
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) mine[(warp * 4 + c) * 32 + lane] = acc[c];
+      for (int c = 0; c < COLUMNS; ++c) buffer[(warp * 4 + c) * 32 + lane] = acc[c];
       bar_sync(kBarBoth, 256);
       if (warp < COLUMNS) {
-        float4 v = mine[warp * 32 + lane];
+        float4 v = buffer[warp * 32 + lane];
 #pragma unroll
         for (int i = 1; i < 8; ++i) {
-          const float4 other = mine[(i * 4 + warp) * 32 + lane];
+          const float4 other = buffer[(i * 4 + warp) * 32 + lane];
           v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
         }
         store(v, warp);

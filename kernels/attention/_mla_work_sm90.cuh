@@ -1,10 +1,10 @@
 // The work of latent attention on Hopper: which rows and which keys a CTA takes, found on the device.
 //
-// A task is a block of 64 rows, which are (query, head) pairs, of one sequence. Where it shares out about
-// evenly, every task is cut into the same number of parts, or none is cut, and they are dealt out. Otherwise
-// all tasks' tiles of keys, one task after the other, are cut into as many equal ranges as there are CTAs. A
-// CTA takes the next range by a counter, until none is left. Only then are contexts that were cut merged:
-// whoever waits, waits for CTAs that run.
+// A task is a block of 64 rows, which are (query, head) pairs, of one sequence. If the load is then about
+// even, every task is cut into the same number of parts (or left whole), which are dealt out. Otherwise the
+// tiles of keys of all tasks, one task after the other, are cut into as many equal ranges as there are CTAs.
+// A CTA takes the next range by a counter, until none is left. Only then are contexts that were cut merged: a
+// CTA waits only for CTAs that are running.
 #pragma once
 #include "_attention_work_sm90.cuh"
 
@@ -39,8 +39,7 @@ struct MlaShape {
   static constexpr int kLatent = 512, kHalf = kLatent / 2;
   static constexpr int kColumns = 64 * 128;        // bytes of 64 rows of 64 elements
   static constexpr int kHalfBytes = 4 * kColumns;  // of half of the latents of a tile of keys
-  static constexpr int kParts = 3,
-                       kRotated = 2;  // of a tile: two halves of the latents, and the rotated elements
+  static constexpr int kParts = 3, kRotated = 2;   // of a tile: halves of the latents, rotated elements
   static constexpr int kTile = 9 * kColumns;
   static constexpr int kQ = 0, kTiles = kTile;
   static constexpr int kMaxima = kTiles + kSlots * kTile;  // of a warpgroup's last tile: [2][64]

@@ -53,7 +53,7 @@ def test_the_configuration_holds_no_size_of_a_problem() -> None:
         for n in (1, 64)
     )
     assert CUT.config(small, HOPPER) == CUT.config(large, HOPPER)
-    assert CUT.config(small, HOPPER) in list(CUT.space(small, HOPPER)) if CUT.space else False
+    assert CUT.space is not None and CUT.config(small, HOPPER) in list(CUT.space(small, HOPPER))
 
 
 def test_ranks() -> None:

@@ -20,6 +20,7 @@ from lab import (
     linear_weight_only,
     loading_cases,
     loading_memory,
+    mla_attention,
     paged_attention,
 )
 from tests.lab.test_linear_weight_only import Calls
@@ -33,10 +34,11 @@ PROGRAMS = [name for name in MODULES if '__name__ == "__main__"' in (ROOT / "lab
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs for GPUs with the CPU in a GPU's place: calls instead of graphs."""
-    for module in (gpu_graphs, linear_weight_only, linear_sanitized, paged_attention):
+    for module in (gpu_graphs, linear_weight_only, linear_sanitized, mla_attention, paged_attention):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(paged_attention, "Graphs", Calls)
-    monkeypatch.setattr(paged_attention, "environment", dict)
+    for module in (mla_attention, paged_attention):
+        monkeypatch.setattr(module, "Graphs", Calls)
+        monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(linear_weight_only, "Graphs", Calls)
     monkeypatch.setattr(linear_weight_only, "environment", dict)
@@ -64,6 +66,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "loading": (small, "--gigabytes 0.001 --rounds 1 --case gristmill --warm-only --out OUT"),
     "loading_memory": (small, "--gigabytes 0.001 --kind dense --out OUT"),
+    "mla_attention": (
+        on_a_cpu,
+        "--cases smallest --kernels mla_attention_torch --rounds 2 --seconds 0 --out OUT",
+    ),
     "paged_attention": (
         on_a_cpu,
         "--cases smallest --kernels paged_attention_torch --rounds 2 --seconds 0 --out OUT",
