@@ -76,6 +76,9 @@ CASES = {
     "mixed_4x512_8": Case((*(512,) * 4, *(1,) * 8), (*(4096,) * 4, *(4000,) * 8)),
     "verify_q4_b16_4k": Case((4,) * 16, (4096,) * 16),
     "decode_b1_1k": Case((1,), (1024,)),
+    "decode_b1_4k": Case((1,), (4096,)),
+    "decode_b1_16k": Case((1,), (16384,)),
+    "decode_b1_32k": Case((1,), (32768,)),
     "decode_b16_1k": Case((1,) * 16, (1024,) * 16),
     "decode_b64_4k": Case((1,) * 64, (4096,) * 64),
     "decode_b256_1k": Case((1,) * 256, (1024,) * 256),
@@ -95,7 +98,7 @@ class Inputs:
         self.begin = ends.to(DEVICE, torch.int32)
         self.contexts = torch.tensor(case.contexts, dtype=torch.int32, device=DEVICE)
         self.sets, self.out = [], torch.empty(int(ends[-1]), heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        for _ in range(min(16, cold_count(size))):
+        for _ in range(min(64, cold_count(size))):
             caches = torch.randn(
                 2, sum(blocks), case.page, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16
             )

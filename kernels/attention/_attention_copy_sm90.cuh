@@ -52,9 +52,9 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
                  empties = values ? bars.v_empty(0) : bars.k_empty(0);
   Taker<D> taker(p, smem, warp == 0);
   int tile = 0;
+  Work work{};
   for (int round = 0;; ++round) {
-    Work work;
-    uint8_t* const place = smem + S::kWork + 32 + (round & 1) * 32;
+    uint8_t* const place = smem + S::kWork + 48 + (round & 1) * 48;
     if (warp == 0) {
       taker.take(p, smem, work);
       mbar_wait(bars.work_empty(round), (round >> 1 & 1) ^ 1);
@@ -132,14 +132,14 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
   const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
   Taker<D> taker(p, smem, warp == 0);
   int tile = 0;
+  Work work{};
   for (uint32_t q_parity = 1;; q_parity ^= 1) {
-    Work work;
     if (warp == 0) {
       taker.take(p, smem, work);
-      if (lane == 0) put_work(smem + S::kWork + 32, work);
+      if (lane == 0) put_work(smem + S::kWork + 48, work);
     }
     bar_sync(kBarCopying, 128);
-    work = get_work(smem + S::kWork + 32);
+    work = get_work(smem + S::kWork + 48);
     bar_sync(kBarCopying, 128);
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
     const char* k = static_cast<const char*>(p.k) + work.head * p.k_head * 2;

@@ -13,8 +13,12 @@ enum : int {
   kBarBoth = 5,
   kBarCopying = 6
 };  // named barriers; the first two of a pair
-constexpr int kCounters =
-    3;  // next piece of prefill, next piece of decode, CTAs that are done; zero between launches
+// Counters, all zero between launches: next piece of prefill, next piece of decode, CTAs that are done; from
+// kArrivals on, of each unit of the workspace, how many parts of a context have come.
+constexpr int kArrivals = 32;
+// Contexts of sequences with few rows are cut into at most so many parts.
+constexpr int kMostParts = 16;
+constexpr int kTaking = 8;  // the warp that takes the work: the first of those that copy
 
 struct AttentionParams {
   void* out;
@@ -24,12 +28,15 @@ struct AttentionParams {
   const int* query_start;
   const int* seq_lens;
   unsigned* counters;
-  const void *k, *v;                                         // for pages that are not copied as boxes
+  float* units;       // sums of 16 rows over a part of their context; then 4 for each CTA
+  int unit_count;     // without those of the CTAs
+  const void *k, *v;  // for pages that are not copied as boxes
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides, in elements
   int64_t table_row, out_token, out_head;
   int seqs, heads, kv_heads, group, tile_q, window;  // tile_q: queries of a tile
   int blocks, page, box, log_boxes;
-  int reading;  // weight of a tile of keys of a decode against one of a prefill, in eighths
+  int part_tiles;  // tiles of keys of a part of a context, about
+  int reading;     // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;
 };
@@ -45,9 +52,11 @@ struct AttentionShape {
   static constexpr int kSums = kOut + kStaging;  // of the second warpgroup: maximum and sum of 64 rows
   static constexpr int kOrder = kSums + 64 * 8;  // sequences in the order of work
   static constexpr int kWeights = kOrder + kSorted * 16;  // what they are ordered by
+  static constexpr int kUnits = kWeights + kSorted * 4;   // first unit of the sequences in the order of work
   static constexpr int kWork =
-      kWeights + kSorted * 4;  // for the multiplying warps, and two for the copying ones
-  static constexpr int kShare = kWork + 96, kBars = kShare + 32;
+      kUnits + kSorted * 4;  // for the multiplying warps, and two for the copying ones
+  static constexpr int kShare = kWork + 3 * 48, kBars = kShare + 32;
+  static constexpr int kUnit = (D / 8 + 1) * 128;  // floats of a unit of the workspace
   static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
   static constexpr int kCopying = D / 32;  // warps: one for each 64 elements of keys and of values
 };
@@ -70,7 +79,47 @@ struct Work {
   int position;      // of the first query
   int first, count;  // tiles of keys: `count` of them, down to `first`
   int end;           // keys that exist
+  // Parts of the context, more than one only of sequences with at most 64 rows, and which this is, in one
+  // word: the multiplying warps have no registers to spare.
+  uint32_t part_of_parts;
+  int unit;  // first unit of the parts, < 0 if this CTA takes all of them in turn
+  __device__ __forceinline__ int part() const { return part_of_parts & 255; }
+  __device__ __forceinline__ int parts() const { return part_of_parts >> 8; }
+  __device__ __forceinline__ bool last_part() const { return part() + 1 == parts(); }
 };
+
+// Parts of a context of which tiles first .. stop are seen, and the tiles of one: about p.part_tiles, or more
+// where there would be more than kMostParts parts. Where a part lies depends on its own context alone, so
+// that a row's result does not depend on the batch.
+struct Parts {
+  int tiles, before, count;  // before: parts that lie before `first`
+};
+__device__ __forceinline__ Parts parts_of(const AttentionParams& p, int first, int stop) {
+  Parts parts;
+  const int most = min(kMostParts, max(1, stop / p.part_tiles));
+  parts.tiles = max(1, ceil_div(stop, most));
+  parts.before = first / parts.tiles;
+  parts.count = max(1, ceil_div(stop, parts.tiles) - parts.before);
+  return parts;
+}
+
+// Tiles that queries position .. position + queries see.
+template <int D>
+__device__ __forceinline__ int2 visible_tiles(const AttentionParams& p, int position, int queries) {
+  constexpr int kKeys = AttentionShape<D>::kKeys;
+  const int first = p.window > 0 ? max(0, position - p.window + 1) / kKeys : 0;
+  return make_int2(first, max(first, ceil_div(max(0, position + queries), kKeys)));
+}
+
+// Narrows a piece of work to one of its parts.
+template <int D>
+__device__ __forceinline__ void take_part(const AttentionParams& p, Work& work, int part) {
+  const int2 tiles = visible_tiles<D>(p, work.position, work.end - work.position);
+  const Parts parts = parts_of(p, tiles.x, tiles.y);
+  work.part_of_parts = part | work.parts() << 8;
+  work.first = max(tiles.x, (parts.before + part) * parts.tiles);
+  work.count = min(tiles.y, (parts.before + part + 1) * parts.tiles) - work.first;
+}
 
 struct Sequence {
   int token, queries, context, index;
@@ -81,8 +130,8 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int i)
   return {token, max(0, p.query_start[i + 1] - token), context, i};
 }
 
-// What sort_sequences finds out.
-enum : int { kLong, kLongPieces, kLongWork, kShortPieces, kShortWork };
+// What sort_sequences finds out; kLast: whether this CTA has the last part of a context to come.
+enum : int { kLong, kLongPieces, kLongWork, kShortPieces, kShortWork, kLast };
 
 // Sorts the sequences: those with more than 64 rows ("long") first, within each kind longest context first.
 // Says how many are long, and of both kinds how many pieces of work a KV head has and how many tiles of keys,
@@ -131,6 +180,31 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
     }
   }
   __syncthreads();
+  // Units of the workspace for the parts of short sequences, longest first, as long as there are some. By the
+  // warp that takes the work.
+  if (tid / 32 != kTaking) return;
+  const int lane = tid % 32;
+  int* units = reinterpret_cast<int*>(smem + S::kUnits);
+  int used = 0;
+  for (int base = share[kLong]; base < p.seqs; base += 32) {
+    int wanted = 0;
+    if (base + lane < p.seqs) {
+      const int4 o = order[base + lane];
+      const int2 tiles = visible_tiles<D>(p, o.z - o.y, o.y);
+      const int parts = parts_of(p, tiles.x, tiles.y).count;
+      if (o.y > 0 && parts > 1) wanted = parts * p.kv_heads * ceil_div(o.y * p.group, 16);
+    }
+    int sum = wanted;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (base + lane < p.seqs)
+      units[base + lane] = wanted > 0 && used + sum <= p.unit_count ? used + sum - wanted : -1;
+    used = min(used + __shfl_sync(0xffffffffu, sum, 31), p.unit_count + 1);
+  }
+  __syncwarp();
 }
 
 // Where one kind of work stands: of the sequences rank .. end in the order of work, `base` pieces come before
@@ -142,22 +216,28 @@ struct Queue {
 // The place of piece `item` of a queue; false past its end. By a whole warp.
 template <int D>
 __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* smem, Queue& queue, int item,
-                                       Work& work) {
+                                       bool is_short, Work& work) {
   using S = AttentionShape<D>;
   const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
   const int lane = threadIdx.x & 31;
   while (queue.rank < queue.end) {
     const int at = queue.rank + lane;
     Sequence seq{0, 0, 0, 0};
+    int unit = -1, parts = 1;
     if (at < queue.end) {
       if (p.seqs > kSorted) {
         seq = sequence_at(p, at);
       } else {
         const int4 o = order[at];
         seq = {o.x, o.y, o.z, o.w};
+        if (is_short) unit = reinterpret_cast<const int*>(smem + S::kUnits)[at];
+      }
+      if (seq.queries * p.group <= 64) {
+        const int2 tiles = visible_tiles<D>(p, seq.context - seq.queries, seq.queries);
+        parts = parts_of(p, tiles.x, tiles.y).count;
       }
     }
-    const int pieces = ceil_div(seq.queries, p.tile_q) * p.kv_heads;
+    const int pieces = ceil_div(seq.queries, p.tile_q) * p.kv_heads * (unit >= 0 ? parts : 1);
     int sum = pieces;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -175,16 +255,23 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     seq.queries = __shfl_sync(0xffffffffu, seq.queries, from);
     seq.context = __shfl_sync(0xffffffffu, seq.context, from);
     seq.index = __shfl_sync(0xffffffffu, seq.index, from);
+    unit = __shfl_sync(0xffffffffu, unit, from), parts = __shfl_sync(0xffffffffu, parts, from);
     const int tiles = ceil_div(seq.queries, p.tile_q), within = item - queue.base;
     const int before = within / p.kv_heads;
-    const int begin = (tiles - 1 - before) * p.tile_q;  // the longest first
+    const int begin = parts > 1 ? 0 : (tiles - 1 - before) * p.tile_q;  // the longest first
     const int queries = min(p.tile_q, seq.queries - begin);
     work.seq = seq.index, work.head = within - before * p.kv_heads;
     work.token = seq.token + begin, work.rows = queries * p.group;
-    work.position = seq.context - seq.queries + begin;
-    work.end = max(0, work.position + queries);
-    work.first = p.window > 0 ? max(0, work.position - p.window + 1) / S::kKeys : 0;
-    work.count = max(0, ceil_div(work.end, S::kKeys) - work.first);
+    work.position = seq.context - seq.queries + begin, work.end = work.position + queries;
+    work.part_of_parts = parts << 8, work.unit = -1;
+    if (parts > 1) {  // of one tile of queries
+      if (unit >= 0) work.unit = unit + work.head * parts * ceil_div(work.rows, 16);
+      take_part<D>(p, work, unit >= 0 ? before : 0);
+    } else {
+      const int2 seen = visible_tiles<D>(p, work.position, queries);
+      work.first = seen.x, work.count = seen.y - seen.x;
+    }
+    work.end = max(0, work.end);
     return true;
   }
   return false;
@@ -218,11 +305,16 @@ struct Taker {
     if ((kind == 0 ? long_pieces : short_pieces) == 0) kind ^= 1;
     item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
   }
+  // work: in, the piece before.
   __device__ __forceinline__ void take(const AttentionParams& p, const uint8_t* smem, Work& work) {
+    if (work.unit < 0 && work.part() + 1 < work.parts()) {
+      take_part<D>(p, work, work.part() + 1);
+      return;
+    }
     while (true) {
       const bool is_short = __shfl_sync(0xffffffffu, kind, 0) != 0;
       Queue queue = is_short ? short_queue : long_queue;
-      const bool found = locate<D>(p, smem, queue, __shfl_sync(0xffffffffu, item, 0), work);
+      const bool found = locate<D>(p, smem, queue, __shfl_sync(0xffffffffu, item, 0), is_short, work);
       if (is_short) {
         short_queue = queue;
         if (!found) short_pieces = 0;
@@ -232,7 +324,7 @@ struct Taker {
       }
       if (found) break;
       if (long_pieces == 0 && short_pieces == 0) {
-        work.rows = 0, work.count = 0;
+        work.rows = 0, work.count = 0, work.part_of_parts = 1 << 8;
         return;
       }
       ask(p);
@@ -245,12 +337,14 @@ __device__ __forceinline__ void put_work(uint8_t* at, const Work& work) {
   int4* to = reinterpret_cast<int4*>(at);
   to[0] = make_int4(work.seq, work.head, work.token, work.rows);
   to[1] = make_int4(work.position, work.first, work.count, work.end);
+  reinterpret_cast<int2*>(to + 2)[0] = make_int2(work.part_of_parts, work.unit);
 }
 
 __device__ __forceinline__ Work get_work(const uint8_t* at) {
   const int4* from = reinterpret_cast<const int4*>(at);
   const int4 a = from[0], b = from[1];
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  const int2 c = *reinterpret_cast<const int2*>(from + 2);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, static_cast<uint32_t>(c.x), c.y};
 }
 
 }  // namespace gm

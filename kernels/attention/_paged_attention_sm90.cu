@@ -63,20 +63,24 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, con
 }  // namespace
 
 // strides, in elements: q token, q head, out token, out head, k block, k slot, k head, v block, v slot, v
-// head, block_table row. dtype 1 is fp16, 2 bf16. lse and sinks may be null. counters: 3 integers that are
-// zero, and are zero again after the launch. scale > 0. reading: weight of a tile of decode against one of
-// prefill, in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte pieces
-// (GM_E_SHAPE otherwise). device < 0 asks for the bytes of shared memory.
+// head, block_table row. dtype 1 is fp16, 2 bf16. lse and sinks may be null. counters: 32 + `units` integers
+// that are zero, and are zero again after the launch. parts: (units + 4 ctas) (head_dim / 8 + 1) 512 bytes.
+// scale > 0. part_tiles: tiles of 128 keys of a part
+// of a context. reading: weight of a tile of decode against one of prefill, in eighths. Everything but the
+// last dimensions' contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE otherwise). device < 0 asks for
+// the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_attention_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
- const void* query_start, const void* seq_lens, const void* sinks, void* counters, const int64_t* strides,
- int tokens, int seqs, int heads, int kv_heads, int head_dim, int blocks, int page, int dtype, int window,
- float scale, int reading, int ctas, int device, void* stream) {
+ const void* query_start, const void* seq_lens, const void* sinks, void* counters, void* parts,
+ const int64_t* strides, int units, int tokens, int seqs, int heads, int kv_heads, int head_dim, int blocks,
+ int page, int dtype, int window, float scale, int part_tiles, int reading, int ctas, int device,
+ void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || blocks < 0)
     return GM_E_SHAPE;
   const int group = heads / kv_heads;
-  if (group > 128 || !(scale > 0.f) || ctas < 1 || reading < 1) return GM_E_ARG;
+  if (group > 128 || !(scale > 0.f) || ctas < 1 || reading < 1 || units < 0 || part_tiles < 1)
+    return GM_E_ARG;
   const int box = page % 8 == 0 ? (page & -page) < 128 ? page & -page : 128 : 0;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
@@ -92,12 +96,14 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   p.out = out, p.lse = static_cast<float*>(lse), p.sinks = static_cast<const float*>(sinks);
   p.table = static_cast<const int*>(table), p.query_start = static_cast<const int*>(query_start);
   p.seq_lens = static_cast<const int*>(seq_lens), p.counters = static_cast<unsigned*>(counters);
+  p.units = static_cast<float*>(parts), p.unit_count = units;
   p.k = k, p.v = v;
   p.out_token = strides[2], p.out_head = strides[3];
   p.k_block = strides[4], p.k_slot = strides[5], p.k_head = strides[6];
   p.v_block = strides[7], p.v_slot = strides[8], p.v_head = strides[9], p.table_row = strides[10];
   p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.group = group, p.tile_q = 128 / group;
-  p.window = window, p.reading = reading, p.blocks = blocks, p.page = page, p.by_page = gm::reciprocal(page);
+  p.window = window, p.part_tiles = part_tiles, p.reading = reading, p.blocks = blocks, p.page = page,
+  p.by_page = gm::reciprocal(page);
   p.by_group = (65536 + group - 1) / group;
   p.scale = scale, p.scale_log2 = scale * 1.4426950408889634f;
 
@@ -118,12 +124,14 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   }
   if (status != GM_OK) return status;
   // No batch of as many tokens has more pieces of work.
-  const int64_t most = (int64_t(tokens) / p.tile_q + seqs) * kv_heads;
+  const int64_t most =
+      (int64_t(tokens) / p.tile_q + int64_t(seqs) * (units > 0 ? gm::kMostParts : 1)) * kv_heads;
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};
   return instance->kernel.launch(device, stream,
                                  {.grid_x = unsigned(most < ctas ? most : ctas),
                                   .block = gm::AttentionShape<128>::kThreads,
-                                  .smem = instance->smem},
+                                  .smem = instance->smem,
+                                  .pdl = true},
                                  args);
 }
 

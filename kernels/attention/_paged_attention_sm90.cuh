@@ -16,6 +16,7 @@
 //    lie at multiples of their size. So a row's result does not depend on what else is in the batch.
 #pragma once
 #include "_attention_copy_sm90.cuh"
+#include "_attention_parts_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -125,6 +126,73 @@ __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bo
     }
   }
   if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read all
+}
+
+// After a part of a context whose parts this CTA takes in turn, by a warp: adds the parts before, and says
+// whether that is all.
+template <int D>
+__device__ __forceinline__ bool add_in_turn(const AttentionParams& p, const Work& work, Rows<D>& rows,
+                                            int warp) {
+  const int64_t own = p.unit_count + static_cast<int>(blockIdx.x) * 4 + warp;
+  float4* unit = reinterpret_cast<float4*>(p.units + own * AttentionShape<D>::kUnit) + (threadIdx.x & 31);
+  if (work.part() > 0) {
+    const float4 ends = __ldcg(unit + D / 8 * 32);
+    const float2 by[2] = {part_factors(ends.x, rows.m[0], p.scale_log2),
+                          part_factors(ends.y, rows.m[1], p.scale_log2)};
+    rows.l[0] = add_scaled(ends.z, rows.l[0], by[0]), rows.l[1] = add_scaled(ends.w, rows.l[1], by[1]);
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      const float4 o = __ldcg(unit + i * 32);
+      rows.o[i * 4] = add_scaled(o.x, rows.o[i * 4], by[0]);
+      rows.o[i * 4 + 1] = add_scaled(o.y, rows.o[i * 4 + 1], by[0]);
+      rows.o[i * 4 + 2] = add_scaled(o.z, rows.o[i * 4 + 2], by[1]);
+      rows.o[i * 4 + 3] = add_scaled(o.w, rows.o[i * 4 + 3], by[1]);
+    }
+  }
+  if (work.last_part()) return true;
+#pragma unroll
+  for (int i = 0; i < D / 8; ++i)
+    __stcg(unit + i * 32,
+           make_float4(rows.o[i * 4], rows.o[i * 4 + 1], rows.o[i * 4 + 2], rows.o[i * 4 + 3]));
+  __stcg(unit + D / 8 * 32, make_float4(rows.m[0], rows.m[1], rows.l[0], rows.l[1]));
+  return false;
+}
+
+// After a part of a context whose parts several CTAs take: leaves it in the workspace; the CTA that does so
+// last adds all of them and writes the rows. By both multiplying warpgroups, after join.
+template <typename T, int D>
+__device__ __forceinline__ void add_shared(const AttentionParams& p, const Work& work, const Rows<D>& rows,
+                                           uint8_t* smem, int group, int warp) {
+  constexpr int kUnit = AttentionShape<D>::kUnit;
+  const int lane = threadIdx.x & 31, step = ceil_div(work.rows, 16);
+  if (group == 0) {
+    float* unit = p.units + int64_t(work.unit + work.part() * step + warp) * kUnit;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane / 4 + r * 8;
+      if (warp * 16 + row >= work.rows) break;
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i)
+        __stcg(reinterpret_cast<float2*>(unit + row * D + i * 8) + (lane & 3),
+               make_float2(rows.o[i * 4 + r * 2], rows.o[i * 4 + r * 2 + 1]));
+      if ((lane & 3) == 0)
+        __stcg(reinterpret_cast<float2*>(unit + 16 * D) + row, make_float2(rows.m[r], rows.l[r]));
+    }
+  }
+  int* last = reinterpret_cast<int*>(smem + AttentionShape<D>::kShare) + kLast;
+  bar_sync(kBarBoth, 256);
+  if (threadIdx.x == 0) {
+    unsigned* counter = p.counters + kArrivals + work.unit;
+    *last = arrive_at(counter) + 1 == static_cast<unsigned>(work.parts());
+    if (*last) *counter = 0;
+  }
+  bar_sync(kBarBoth, 256);
+  if (!*last) return;
+  write_parts<T, D, 3>(
+      p, work.token, work.head, work.rows, work.parts(), threadIdx.x, 256, [&](int part, int row) {
+        const float* unit = p.units + int64_t(work.unit + part * step + row / 16) * kUnit;
+        return PartPlace{unit + row % 16 * D, reinterpret_cast<const float2*>(unit + 16 * D) + row % 16};
+      });
 }
 
 // Rows of a warp to memory: divided by their sums, through shared memory so that a row is written in one
@@ -238,7 +306,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     const auto wait_values = [&](int i) {
       mbar_wait(bars.v_full(tile + i), Bars<D>::parity(tile + i));
       if constexpr (!BOXES) fence_proxy();
-      if (BOXES && i == 0 && (work.end & (p.box - 1)) != 0) {
+      if (BOXES && i == 0 && work.last_part() && (work.end & (p.box - 1)) != 0) {
         // What follows the last key in its box may be anything, and 0 times that would not be 0.
         const int from = work.end % S::kKeys, rest = p.box - (work.end & (p.box - 1));
         const uint32_t slot = base + S::kV + (tile % S::kStages) * S::kTile + from * 128;
@@ -348,7 +416,12 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     tile += work.count;
     const bool some = row0 + warp * 16 < work.rows;
     if (shared) join<D>(rows, smem, group, some, p.scale_log2);
-    if (some && !(shared && group == 1)) write_rows<T, D>(p, work, rows, smem, base, row0 + warp * 16);
+    if (work.parts() > 1 && work.unit >= 0) {
+      add_shared<T, D>(p, work, rows, smem, group, warp);
+    } else if (some && !(shared && group == 1)) {
+      if (work.parts() == 1 || add_in_turn<D>(p, work, rows, warp))
+        write_rows<T, D>(p, work, rows, smem, base, row0 + warp * 16);
+    }
   }
 }
 
@@ -371,6 +444,7 @@ __device__ __forceinline__ void paged_attention(const AttentionParams& p, const 
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  after_previous_kernel();
   sort_sequences<D>(p, smem);  // begins with a barrier of all threads
   if (warp >= 8) {
     registers_down<56>();

@@ -1,4 +1,5 @@
-"""Launching the Hopper kernel of paged attention (`_paged_attention_sm90.cu`), alone or beside the split Triton kernel."""
+"""Launching the Hopper kernels of paged attention: the one for any batch (`_paged_attention_sm90.cu`), and the one for few rows of
+each sequence (`_paged_decode_sm90.cu`)."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, is_decode
-from gristmill.kernels.attention.paged_attention_triton import launch_split as launch_decode
+from gristmill.kernels.attention.paged_attention_sm90 import (
+    COUNTER_BYTES,
+    DECODE_COUNTERS_AT,
+    UNITS,
+    parts_bytes,
+    route,
+)
+from gristmill.kernels.attention.paged_attention_triton import launch_split as launch_triton
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (*(c_void_p,) * 10, c_int64 * 11, *(c_int,) * 9, c_float, *(c_int,) * 3, c_void_p)
+ARGUMENTS = (*(c_void_p,) * 11, c_int64 * 11, *(c_int,) * 10, c_float, *(c_int,) * 4, c_void_p)
+DECODE_ARGUMENTS = (*(c_void_p,) * 11, c_int64 * 11, *(c_int,) * 10, c_float, *(c_int,) * 2, c_void_p)
 
 
 def launch(
@@ -34,8 +42,9 @@ def launch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     out: Tensor,
+    decode: bool = False,
 ) -> None:
-    """The arguments of `paged_attention.reference`, then out [tokens, heads, D].
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. decode: in the kernel for few rows.
 
     ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """
@@ -47,11 +56,16 @@ def launch(
         q, scale = q * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
         q = q.contiguous()
+    processors = int(config["ctas"])
+    size = parts_bytes(dim, processors)
     if workspace is None:
-        counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=q.device)
+        counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=q.device).data_ptr()
+        scratch = torch.empty(size, dtype=torch.uint8, device=q.device)
+        parts = scratch.data_ptr()
     else:
-        need_workspace("paged_attention", workspace, COUNTER_BYTES, q.device)
-        counters = workspace
+        need_workspace("paged_attention", workspace, COUNTER_BYTES + size, q.device)
+        counters = workspace.data_ptr()
+        parts = counters + COUNTER_BYTES
     device = q.get_device()
     strides = (c_int64 * 11)(
         *q.stride()[:2],
@@ -60,7 +74,7 @@ def launch(
         *v_cache.stride()[:3],
         block_table.stride(0),
     )
-    code = cuda_function("gm_paged_attention_sm90", "sm_90a", ARGUMENTS)(
+    tensors = (
         out.data_ptr(),
         None if lse is None else lse.data_ptr(),
         q.data_ptr(),
@@ -70,23 +84,46 @@ def launch(
         query_start.data_ptr(),
         seq_lens.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
-        counters.data_ptr(),
-        strides,
-        tokens,
-        seq_lens.shape[0],
-        heads,
-        kv_heads,
-        dim,
-        blocks,
-        block_size,
-        DTYPE_CODES[dtype_name(q.dtype)],
-        max(0, window),
-        scale,
-        config["reading"],
-        config["ctas"],
-        device,
-        torch.cuda.current_stream(device).cuda_stream,
     )
+    shape = (tokens, seq_lens.shape[0], heads, kv_heads, dim)
+    dtype, window = DTYPE_CODES[dtype_name(q.dtype)], max(0, window)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if decode:
+        code = cuda_function("gm_paged_decode_sm90", "sm_90a", DECODE_ARGUMENTS)(
+            *tensors,
+            counters + DECODE_COUNTERS_AT,
+            parts,
+            strides,
+            *shape,
+            block_size,
+            dtype,
+            max_q,
+            max_ctx,
+            window,
+            scale,
+            processors,
+            device,
+            stream,
+        )
+    else:
+        code = cuda_function("gm_paged_attention_sm90", "sm_90a", ARGUMENTS)(
+            *tensors,
+            counters,
+            parts,
+            strides,
+            UNITS,
+            *shape,
+            blocks,
+            block_size,
+            dtype,
+            window,
+            scale,
+            config["part_tiles"],
+            config["reading"],
+            processors,
+            device,
+            stream,
+        )
     check(code, "paged_attention_sm90")
 
 
@@ -109,16 +146,11 @@ def launch_split(
     v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `launch`; batches in which every sequence has few rows run in the Triton kernel that splits contexts.
+    """As `launch`; batches in which every sequence has few rows run in the kernel for those, or in the split Triton kernel.
 
     What is chosen follows from host-known bounds, so a captured graph replays what was captured.
     """
-    decode = is_decode(max_q, q.shape[1] // k_cache.shape[2])
-    if decode and workspace is not None:
-        workspace = workspace.view(torch.uint8)[COUNTER_BYTES:]  # the counters stay zero
-    run = launch_decode if decode else launch
-    run(
-        config,
+    arguments = (
         q,
         k_cache,
         v_cache,
@@ -131,8 +163,10 @@ def launch_split(
         window,
         sinks,
         lse,
-        workspace,
-        k_scale,
-        v_scale,
-        out,
     )
+    kernel = route(max_q, seq_lens.shape[0], q.shape[1], k_cache.shape[2])
+    if kernel == "triton":
+        behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]
+        launch_triton(config, *arguments, behind, k_scale, v_scale, out)
+    else:
+        launch(config, *arguments, workspace, k_scale, v_scale, out, decode=kernel == "decode")

@@ -1,7 +1,8 @@
 """Paged attention in CUDA C++ for Hopper: prefill, chunked prefill and decodes of one batch in one launch.
 
 The form of FlashAttention-3 (Shah et al., 2024) over a paged cache: warp-specialised, wgmma from shared memory that the
-tensor copy engine fills page by page. Work is found on the device, so a captured graph stays right when lengths change.
+tensor copy engine fills page by page; and for a few decodes a small kernel of mma.sync products that splits every context. Work is
+found on the device, so a captured graph stays right when lengths change.
 docs/performance/attention_hopper.md has the measurements, and what was tried.
 """
 
@@ -18,12 +19,22 @@ from gristmill.kernels.attention import paged_attention_triton as triton
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
-DECODE_ROWS = 16
-COUNTER_BYTES = 128
-"""Counters of the work that is taken: zero before and after a launch. Padded, so that what follows is aligned."""
+DECODE_ROWS = 8
+SPLIT_ROWS = 16
+"""Query-head pairs of a KV head that one tile of the kernel for decode, and of the split Triton kernel, has."""
+FEW_CONTEXTS = 264
+"""Contexts (sequences times KV heads) up to which the kernel for decode is ahead of the split Triton kernel: as many as it has CTAs."""
+UNITS = 2048
+"""Partial results of 16 rows that a batch may leave in the workspace; what does not fit there is done by one CTA."""
+DECODE_COUNTERS_AT = 4 * (32 + UNITS)
+COUNTER_BYTES = DECODE_COUNTERS_AT + 4 * 512
+"""Counters, zero before and after a launch: of the work that is taken and of partial results, those of decode behind. A multiple of
+128, so that what follows is aligned."""
 MULTIPROCESSORS = 132
 READING = 10
 """Weight of a tile of keys of a decode against one of a prefill, in eighths: decodes read, prefills multiply."""
+PART_TILES = 16
+"""Tiles of 128 keys of a part of a decode's context, about."""
 
 EXAMPLES = (
     "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,lse=true",
@@ -34,9 +45,20 @@ EXAMPLES = (
 )
 
 
-def is_decode(max_q: int, group: int) -> bool:
-    """Whether no sequence of a call has more pairs of query and head per KV head than the split kernel's tiles."""
-    return max_q == 1 or max_q * group <= DECODE_ROWS
+def route(max_q: int, seqs: int, heads: int, kv_heads: int) -> str:
+    """The kernel for a batch of these host-known bounds: ``decode``, ``triton`` (both for decodes alone) or ``any``."""
+    rows = max_q * (heads // kv_heads)
+    if rows <= DECODE_ROWS and seqs * kv_heads <= FEW_CONTEXTS:
+        return "decode"
+    return "triton" if max_q == 1 or rows <= SPLIT_ROWS else "any"
+
+
+def parts_bytes(head_dim: int, ctas: int) -> int:
+    """Memory of partial results: sums, maximum and sum of weights of 16 rows, for each unit and four times for each CTA.
+
+    What the kernel for decode needs, two of 8 rows for each of at most two CTAs a multiprocessor, is less.
+    """
+    return (UNITS + 4 * ctas) * (head_dim // 8 + 1) * 512
 
 
 def accepts(problem: Problem) -> str | None:
@@ -53,27 +75,33 @@ def accepts(problem: Problem) -> str | None:
 
 def config(problem: Problem, target: Target) -> Config:
     """As many CTAs as the device runs at a time."""
-    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "reading": READING}
+    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "part_tiles": PART_TILES, "reading": READING}
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
-    """The counters."""
-    return Workspace(COUNTER_BYTES, zeroed=True)
+    """The counters, and the partial results behind them."""
+    return Workspace(
+        COUNTER_BYTES + parts_bytes(problem.integer("head_dim"), int(config["ctas"])), zeroed=True
+    )
 
 
 def split_config(problem: Problem, target: Target) -> Config:
-    """That, and the tiles of the split kernel for decode."""
+    """That, and the tiles of the split Triton kernel."""
     return {**triton.split_config(problem, target), **config(problem, target)}
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Tiles of the split kernel."""
+    """Tiles of the split Triton kernel."""
     return [{**one, **config(problem, target)} for one in triton.split_space(problem, target)]
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
-    """The counters, and what the split kernel asks for behind them."""
-    return Workspace(COUNTER_BYTES + triton.split_workspace(problem, config).bytes, zeroed=True)
+    """The counters, and behind them the partial results of whichever kernel runs."""
+    behind = max(
+        parts_bytes(problem.integer("head_dim"), int(config["ctas"])),
+        triton.split_workspace(problem, config).bytes,
+    )
+    return Workspace(COUNTER_BYTES + behind, zeroed=True)
 
 
 REQUIRES = Requirement(
@@ -96,6 +124,8 @@ KERNELS = (
         workspace=workspace,
         examples=EXAMPLES,
         batch_invariant=True,
+        waits=True,
+        triggers=True,
         priority=54,
         proven="sm_90: NVIDIA H200",
     ),
@@ -106,12 +136,14 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention._paged_attention_sm90:launch_split",
         requires=REQUIRES,
-        summary="as paged_attention_sm90; batches of decodes alone run in paged_attention_triton_split",
+        summary="as paged_attention_sm90; batches of decodes alone run in a kernel of their own, or in paged_attention_triton_split",
         accepts=accepts,
         config=split_config,
         space=split_space,
         workspace=split_workspace,
         examples=EXAMPLES,
+        waits=True,
+        triggers=True,
         priority=70,
         proven="sm_90: NVIDIA H200",
     ),

@@ -9,7 +9,7 @@ import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, EXAMPLES
+from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, EXAMPLES, parts_bytes
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 DEVICE = "cuda:0"
 OP = default_registry().op("paged_attention")
 CONFIGS = (
-    {"ctas": 132, "reading": 10},
-    {"ctas": 3, "reading": 10},
-    {"ctas": 1, "reading": 10},
+    {"ctas": 132, "reading": 10, "part_tiles": 8},
+    {"ctas": 3, "reading": 10, "part_tiles": 8},
+    {"ctas": 1, "reading": 10, "part_tiles": 8},
 )
 MIXES = (  # q_tokens, seqs, max_q, max_ctx, total_ctx
     (5, 5, 1, 300, 800),
@@ -38,30 +38,35 @@ def text(mix: tuple[int, ...], heads: int, kv_heads: int, **others: Any) -> str:
     )
 
 
-def launch(config: dict[str, int], arguments: list[Any], workspace: Any, out: torch.Tensor) -> None:
-    from gristmill.kernels.attention._paged_attention_sm90 import launch
+def launch(
+    config: dict[str, int], arguments: list[Any], workspace: Any, out: torch.Tensor, decode: bool = False
+) -> None:
+    from gristmill.kernels.attention import _paged_attention_sm90 as launchers
 
-    launch(config, *arguments[:12], workspace, *arguments[13:], out)
-
-
-def counters() -> torch.Tensor:
-    return torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=DEVICE)
+    launchers.launch(config, *arguments[:12], workspace, *arguments[13:], out, decode=decode)
 
 
-def wrong(given: str, config: dict[str, int] = CONFIGS[0], seed: int = 0) -> float:
+def scratch(head_dim: int = 128) -> torch.Tensor:
+    """A workspace for CONFIGS: counters of zeros, and partial results that would show as NaN."""
+    space = torch.full((COUNTER_BYTES + parts_bytes(head_dim, 132),), 0xFF, dtype=torch.uint8, device=DEVICE)
+    space[:COUNTER_BYTES] = 0
+    return space
+
+
+def wrong(given: str, config: dict[str, int] = CONFIGS[0], seed: int = 0, decode: bool = False) -> float:
     """The error over the limit of one call into the middle of a poisoned buffer; what lies around it must stay, and a second call agree."""
     problem = OP.problem(given)
     arguments = OP.inputs(problem, seed, DEVICE)
     q, begin, lse = arguments[0], arguments[4], arguments[11]
-    used, space = int(begin[-1]), counters()
+    used, space = int(begin[-1]), scratch(q.shape[2])
     found = []
     for _ in range(2):
         buffer = torch.full((q.shape[0] + 2, *q.shape[1:]), float("nan"), dtype=q.dtype, device=DEVICE)
-        launch(config, arguments, space, buffer[1:-1])
+        launch(config, arguments, space, buffer[1:-1], decode)
         assert bool(buffer[0].isnan().all() and buffer[-1].isnan().all()), "wrote outside of out"
         found.append(buffer[1 : used + 1])
     assert torch.equal(*found), "two calls differ"
-    assert not bool(space.any()), "counters are left"
+    assert not bool(space[:COUNTER_BYTES].any()), "counters are left"
     outputs, expected = [found[0]], [None]
     reference = list(arguments)
     if lse is not None:
@@ -71,6 +76,43 @@ def wrong(given: str, config: dict[str, int] = CONFIGS[0], seed: int = 0) -> flo
     if lse is not None:
         expected.append(reference[11][:used])
     return OP.error(problem, arguments, outputs, expected) / OP.tolerance(problem).limit
+
+
+DECODES = (  # q_tokens, seqs, max_q, max_ctx, total_ctx
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1000, 1000),
+    (5, 5, 1, 300, 800),
+    (3, 6, 2, 37, 150),
+    (19, 10, 2, 3000, 9000),
+    (64, 64, 1, 900, 20000),
+    (2, 2, 1, 20000, 25000),
+    (300, 300, 1, 40, 5000),
+)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 24, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("x", ["bf16", "fp16"])
+def test_decode(x: str, head_dim: int, block_size: int) -> None:
+    for number, mix in enumerate(DECODES):
+        for heads, kv_heads in ((4, 1), (6, 2), (3, 3), (1, 1), (8 // mix[2], 1)):
+            others: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "x": x}
+            others |= {
+                "lse": number % 2 == 0,
+                "sinks": number % 3 == 1,
+                "window": (0, 0, 33, 600)[number % 4],
+            }
+            given = text(mix, heads, kv_heads, **others)
+            assert wrong(given, CONFIGS[number % 3], number, decode=True) < 1, given
+
+
+def test_decode_of_no_keys_is_zero() -> None:
+    arguments = OP.inputs(OP.problem(text((2, 2, 1, 20, 30), 4, 1)), 0, DEVICE)
+    arguments[5][0] = 0
+    for decode in (False, True):
+        out = torch.full_like(arguments[0].contiguous(), float("nan"))
+        launch(CONFIGS[0], arguments, scratch(), out, decode)
+        assert not bool(out[0].any()) and bool(out[1].isfinite().all())
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 8, 16, 24, 32, 64, 256])
@@ -132,8 +174,12 @@ def test_scales(scale: float) -> None:
     assert error < OP.tolerance(problem).limit
 
 
-def test_lengths_change_under_a_graph() -> None:
-    problem = OP.problem(text((200, 3, 150, 500, 900), 8, 2))
+@pytest.mark.parametrize(
+    ("mix", "decode"),
+    [((200, 3, 150, 500, 900), False), ((6, 7, 1, 3000, 9000), False), ((6, 7, 1, 3000, 9000), True)],
+)
+def test_lengths_change_under_a_graph(mix: tuple[int, ...], decode: bool) -> None:
+    problem = OP.problem(text(mix, 8, 2))
     arguments = OP.inputs(problem, 0, DEVICE)
     # Room for any way of cutting the contexts into pages.
     for index in (1, 2):
@@ -141,12 +187,12 @@ def test_lengths_change_under_a_graph() -> None:
         arguments[index] = torch.full(
             (cache.shape[0] + 4, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=DEVICE
         )
-    space, out, seen = counters(), torch.empty_like(arguments[0]), set()
+    space, out, seen = scratch(), torch.empty_like(arguments[0]), set()
     arguments[0] = arguments[0].contiguous()
-    launch(CONFIGS[0], arguments, space, out)
+    launch(CONFIGS[0], arguments, space, out, decode)
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
-        launch(CONFIGS[0], arguments, space, out)
+        launch(CONFIGS[0], arguments, space, out, decode)
     for seed in range(1, 6):
         new = OP.inputs(problem, seed, DEVICE)
         for index in (0, 3, 4, 5):
@@ -161,40 +207,52 @@ def test_lengths_change_under_a_graph() -> None:
     assert len(seen) > 1
 
 
-def test_a_row_is_the_same_in_any_batch() -> None:
-    problem = OP.problem(text((333, 5, 150, 700, 2000), 8, 2))
-    arguments = OP.inputs(problem, 1, DEVICE)
-    whole = torch.empty_like(arguments[0])
-    launch(CONFIGS[0], arguments, None, whole)
-    begin, contexts = arguments[4].tolist(), arguments[5].tolist()
-    for index, context in enumerate(contexts):
-        rows = slice(begin[index], begin[index + 1])
-        count = rows.stop - rows.start
-        if count == 0:
-            continue
-        alone = list(arguments)
-        alone[0], alone[3] = arguments[0][rows], arguments[3][index : index + 1]
-        alone[4] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
-        alone[5] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
-        out = torch.empty_like(alone[0])
-        launch(CONFIGS[1], alone, None, out)
-        assert torch.equal(out, whole[rows]), index
+def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and wherever the parts of its context are done: by several CTAs, by one, or some so and some so."""
+    from gristmill.kernels.attention import _paged_attention_sm90 as launchers
+
+    for mix in ((333, 5, 150, 700, 2000), (120, 20, 101, 6000, 40000)):
+        arguments = OP.inputs(OP.problem(text(mix, 8, 2)), 1, DEVICE)
+        whole = torch.empty_like(arguments[0])
+        launch(CONFIGS[0], arguments, scratch(), whole)
+        for units in (0, 30):
+            monkeypatch.setattr(launchers, "UNITS", units)
+            out = torch.full_like(whole, float("nan"))
+            launch(CONFIGS[units % 3], arguments, scratch(), out)
+            assert torch.equal(out, whole), units
+        monkeypatch.undo()
+        begin, contexts = arguments[4].tolist(), arguments[5].tolist()
+        for index, context in enumerate(contexts):
+            rows = slice(begin[index], begin[index + 1])
+            count = rows.stop - rows.start
+            if count == 0:
+                continue
+            alone = list(arguments)
+            alone[0], alone[3] = arguments[0][rows], arguments[3][index : index + 1]
+            alone[4] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+            alone[5] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+            out = torch.empty_like(alone[0])
+            launch(CONFIGS[1], alone, None, out)
+            assert torch.equal(out, whole[rows]), index
 
 
-def test_many_calls_are_bitwise_equal_on_two_streams() -> None:
-    problem = OP.problem(text((543, 32, 512, 2048, 30000), 8, 2))
-    arguments = OP.inputs(problem, 1, DEVICE)
+@pytest.mark.parametrize(
+    "mix", [(543, 32, 512, 2048, 30000), (103, 24, 80, 9000, 60000), (13, 13, 1, 5000, 30000)]
+)
+def test_many_calls_are_bitwise_equal_on_two_streams(mix: tuple[int, ...]) -> None:
+    decode = mix[2] == 1
+    arguments = OP.inputs(OP.problem(text(mix, 8, 2)), 1, DEVICE)
     expected = torch.empty_like(arguments[0])
-    launch(CONFIGS[0], arguments, None, expected)
+    launch(CONFIGS[0], arguments, None, expected, decode)
     torch.cuda.synchronize()
     outs = []
     for _ in range(2):
-        stream, space = torch.cuda.Stream(), counters()
+        stream, space = torch.cuda.Stream(), scratch()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(50):
                 out = torch.empty_like(expected)
-                launch(CONFIGS[0], arguments, space, out)
+                launch(CONFIGS[0], arguments, space, out, decode)
                 outs.append(out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)

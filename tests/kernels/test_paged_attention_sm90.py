@@ -7,7 +7,13 @@ import pytest
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import paged_attention_triton as triton
-from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, EXAMPLES, KERNELS, is_decode
+from gristmill.kernels.attention.paged_attention_sm90 import (
+    COUNTER_BYTES,
+    EXAMPLES,
+    KERNELS,
+    parts_bytes,
+    route,
+)
 
 OP = default_registry().op("paged_attention")
 ONE, SPLIT = KERNELS
@@ -42,18 +48,28 @@ def test_examples_are_accepted() -> None:
         assert ONE.accepts(OP.problem(given)) is None
 
 
-def test_decode_alone_goes_to_the_split_kernel() -> None:
-    assert is_decode(1, 4) and is_decode(1, 64) and is_decode(4, 4) and is_decode(16, 1)
-    assert not is_decode(5, 4) and not is_decode(2, 16) and not is_decode(2048, 4)
+def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
+    """Few contexts to the one that splits by the lengths, many to Triton's, whatever has more rows to the one for any batch."""
+    assert route(1, 1, 32, 8) == route(1, 33, 32, 8) == route(2, 8, 32, 8) == route(1, 264, 8, 1) == "decode"
+    assert route(1, 34, 32, 8) == route(1, 265, 8, 1) == "triton"
+    assert route(1, 1, 64, 4) == route(4, 1, 32, 8) == route(1, 1, 64, 1) == "triton"
+    assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
 
 
-def test_the_counters_come_before_what_the_split_kernel_asks_for() -> None:
+def test_the_counters_come_before_what_the_kernels_share() -> None:
     problem = OP.problem(f"{BASE},heads=32,kv_heads=8")
     config = SPLIT.config(problem, HOPPER)
-    space, behind = SPLIT.workspace(problem, config), triton.split_workspace(problem, config)
-    assert space.zeroed and space.bytes == COUNTER_BYTES + behind.bytes
+    behind = max(triton.split_workspace(problem, config).bytes, parts_bytes(128, int(config["ctas"])))
+    space = SPLIT.workspace(problem, config)
+    assert space.zeroed and space.bytes == COUNTER_BYTES + behind
     assert COUNTER_BYTES % 128 == 0
-    assert ONE.workspace(problem, ONE.config(problem, HOPPER)).bytes == COUNTER_BYTES
+    alone = ONE.config(problem, HOPPER)
+    assert ONE.workspace(problem, alone).bytes == COUNTER_BYTES + parts_bytes(128, int(alone["ctas"]))
+    # Of decode: for each of two CTAs a multiprocessor two parts of 8 rows, sums and two numbers each.
+    for head_dim in (64, 128):
+        assert 2 * 2 * int(alone["ctas"]) * 8 * (head_dim + 2) * 4 <= parts_bytes(
+            head_dim, int(alone["ctas"])
+        )
     assert set(triton.split_config(problem, HOPPER)) < set(config)
 
 

@@ -204,6 +204,19 @@ def test_latent_attention() -> None:
         assert max(spans) >= 32, f"{name}: exponentials wait for the values"
 
 
+def test_decode_attention() -> None:
+    """Every instance; nothing spilt, products of 16 keys, and copies that run ahead of them."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_decode_")]
+    names = {f"paged_decode_{x}_d{d}_n8" for x in ("bf16", "fp16") for d in (64, 128)}
+    assert {name for name, _, _ in usage} == names
+    assert all(registers <= 255 and stack == 0 for _, registers, stack in usage), usage
+    for name in names:
+        text, head_dim = bodies(())[name], int(name.split("_")[3][1:])
+        assert len(re.findall("HMMA.16816", text)) == 2 * (head_dim // 16), name
+        assert len(re.findall("LDGSTS", text)) > 4 * (head_dim // 16), f"{name}: copies ahead"
+        assert "LDL" not in text and "STL" not in text, name
+
+
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for the one before it, and lets the next one start early, exactly where its spec says so."""
     groups = {
@@ -214,7 +227,7 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "linear_w4a16_gemm_ws_sm90": r"linear_gemm_ws_(int4|nvfp4|mxfp4)",
         "linear_w8a16_gemm_ws_sm90": r"linear_gemm_ws_(int8|fp8)",
         "paged_attention_sm90": r"paged_attention_",
-        "paged_attention_sm90_split": r"paged_attention_",
+        "paged_attention_sm90_split": r"paged_(attention|decode)_",
         "mla_attention_sm90": r"mla_attention_",
         "mla_attention_sm90_whole": r"mla_attention_",
     }

@@ -1,0 +1,109 @@
+// Partial results of attention: parts of a context are added in the order of the keys, rounded alike wherever
+// it is done, and written to the output.
+#pragma once
+#include "_hopper_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+// Four elements of a row over some keys, the row's maximum of the raw scores and its sum of weights.
+struct RowPart {
+  float4 o;
+  float m, l;
+};
+
+// Factors of two parts of a row, the earlier one first; m becomes the maximum of both.
+__device__ __forceinline__ float2 part_factors(float before, float& m, float scale_log2) {
+  const float mine = m;
+  m = fmaxf(before, m);
+  const float base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
+  return make_float2(exp2_fast(__fmaf_rn(before, scale_log2, -base)),
+                     exp2_fast(__fmaf_rn(mine, scale_log2, -base)));
+}
+__device__ __forceinline__ float add_scaled(float before, float mine, float2 factors) {
+  return __fmaf_rn(before, factors.x, __fmul_rn(mine, factors.y));
+}
+
+// part = before + part.
+__device__ __forceinline__ void add_before(RowPart& part, const RowPart& before, float scale_log2) {
+  const float2 by = part_factors(before.m, part.m, scale_log2);
+  part.o.x = add_scaled(before.o.x, part.o.x, by), part.o.y = add_scaled(before.o.y, part.o.y, by);
+  part.o.z = add_scaled(before.o.z, part.o.z, by), part.o.w = add_scaled(before.o.w, part.o.w, by);
+  part.l = add_scaled(before.l, part.l, by);
+}
+
+// Elements `element` .. + 3 of a row of a KV head to the output, and the row's log-sum-exp. token: of row 0.
+template <typename T, typename P>
+__device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_head, int row, int element,
+                                           const RowPart& part) {
+  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  const int in = row * p.by_group >> 16, head = kv_head * p.group + row - in * p.group;
+  token += in;
+  float top = part.m == -INFINITY ? -INFINITY : part.m * p.scale_log2, sum = part.l, factor = 1.f;
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
+    if (most > -INFINITY) {
+      factor = exp2_fast(top - most);
+      sum = sum * factor + exp2_fast(sink - most);
+      top = most;
+    }
+  }
+  const float by = sum > 0.f ? factor / sum : 0.f;
+  if (p.lse != nullptr && element == 0)
+    p.lse[token * p.heads + head] = sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+  *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + token * p.out_token + head * p.out_head + element) =
+      make_uint2(packed<T>(part.o.x * by, part.o.y * by), packed<T>(part.o.z * by, part.o.w * by));
+}
+
+// Adds `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is `thread`.
+// AHEAD: parts that are read at a time. place(part, row): where the D sums of a row are, and where its maximum and
+// sum of weights.
+struct PartPlace {
+  const float* o;
+  const float2* ends;
+};
+template <typename T, int D, int AHEAD, typename P, typename Place>
+__device__ __forceinline__ void write_parts(const P& p, int64_t token, int kv_head, int rows, int count,
+                                            int thread, int threads, Place place) {
+#pragma unroll 1
+  for (int i = thread; i < rows * (D / 4); i += threads) {
+    const int row = i / (D / 4), element = i % (D / 4) * 4;
+    RowPart sum;
+#pragma unroll 1
+    for (int c = 0; c < count; c += AHEAD) {
+      RowPart read[AHEAD];
+#pragma unroll
+      for (int a = 0; a < AHEAD; ++a) {
+        if (c + a >= count) break;
+        const PartPlace at = place(c + a, row);
+        read[a].o = __ldcg(reinterpret_cast<const float4*>(at.o + element));
+        const float2 ends = __ldcg(at.ends);
+        read[a].m = ends.x, read[a].l = ends.y;
+      }
+#pragma unroll
+      for (int a = 0; a < AHEAD; ++a) {
+        if (c + a >= count) break;
+        if (c + a > 0) add_before(read[a], sum, p.scale_log2);
+        sum = read[a];
+      }
+    }
+    write_part<T>(p, token, kv_head, row, element, sum);
+  }
+}
+
+// One more has come: how many before. What this CTA wrote before a barrier is seen by who is told a larger
+// number.
+__device__ __forceinline__ unsigned arrive_at(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+// Programmatic dependent launch: the next kernel may start, and this one goes on when the one before has
+// ended.
+__device__ __forceinline__ void after_previous_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+
+}  // namespace gm
+#endif

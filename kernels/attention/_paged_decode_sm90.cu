@@ -1,0 +1,97 @@
+// Paged attention for few rows of each sequence on Hopper: the kernels by dtype, head size and rows, and
+// their entry point.
+#include "_paged_decode_sm90.cuh"
+#include "gm_cuda.h"
+
+#define GM_EACH(K)                 \
+  K(bf16, 2, __nv_bfloat16, 64, 8) \
+  K(bf16, 2, __nv_bfloat16, 128, 8) K(fp16, 1, __half, 64, 8) K(fp16, 1, __half, 128, 8)
+
+#ifdef __CUDACC__
+
+#define GM_ONE(type, code, T, d, n)                                                   \
+  extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, n>::kThreads,       \
+                                               gm::DecodeShape<d, n>::kResident)      \
+      paged_decode_##type##_d##d##_n##n(const __grid_constant__ gm::DecodeParams p) { \
+    gm::paged_decode<T, d, n>(p);                                                     \
+  }
+GM_EACH(GM_ONE)
+
+#else
+
+namespace {
+
+struct Instance {
+  int dtype, head_dim, rows, resident;
+  unsigned smem;
+  gm::CudaKernel kernel;
+};
+
+#define GM_ONE(type, code, T, d, n)  \
+  {code,                             \
+   d,                                \
+   n,                                \
+   gm::DecodeShape<d, n>::kResident, \
+   gm::DecodeShape<d, n>::kBytes,    \
+   {GM_CUBIN, "paged_decode_" #type "_d" #d "_n" #n}},
+Instance g_instances[] = {GM_EACH(GM_ONE)};
+
+bool aligned(const void* base, const int64_t* strides, int count) {
+  bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  for (int i = 0; i < count; ++i) fits = fits && strides[i] % 8 == 0;
+  return fits;
+}
+
+}  // namespace
+
+// strides as those of gm_paged_attention_sm90. No sequence has more than max_q new tokens and max_ctx keys;
+// max_q times the query heads of a KV head is at most 8, and KV heads are at most the processors. dtype 1 is
+// fp16, 2 bf16. lse and sinks may be null. counters: 2 processors integers that are zero, and are zero again
+// after the launch. parts: 4 processors (head_dim + 2) 32 bytes. scale > 0. device < 0 asks for the bytes of
+// shared memory.
+GM_CUDA_ENTRY(gm_paged_decode_sm90)
+(void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
+ const void* query_start, const void* seq_lens, const void* sinks, void* counters, void* parts,
+ const int64_t* strides, int tokens, int seqs, int heads, int kv_heads, int head_dim, int page, int dtype,
+ int max_q, int max_ctx, int window, float scale, int processors, int device, void* stream) {
+  if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
+  if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || max_q < 1)
+    return GM_E_SHAPE;
+  const int group = heads / kv_heads;
+  if (int64_t(max_q) * group > 8 || !(scale > 0.f) || processors < 1 || max_ctx < 1) return GM_E_ARG;
+  Instance* instance = nullptr;
+  for (Instance& i : g_instances)
+    if (i.dtype == dtype && i.head_dim == head_dim && i.rows >= max_q * group) instance = &i;
+  if (instance == nullptr) return GM_E_SHAPE;
+  if (device < 0) return int(instance->smem);
+  if (tokens == 0) return GM_OK;
+  if (!aligned(q, strides, 2) || !aligned(out, strides + 2, 2) || !aligned(k, strides + 4, 3) ||
+      !aligned(v, strides + 7, 3) || strides[5] >= 1 << 30 || strides[8] >= 1 << 30)
+    return GM_E_SHAPE;
+
+  gm::DecodeParams p{};
+  p.out = out, p.lse = static_cast<float*>(lse), p.sinks = static_cast<const float*>(sinks);
+  p.table = static_cast<const int*>(table), p.query_start = static_cast<const int*>(query_start);
+  p.seq_lens = static_cast<const int*>(seq_lens), p.counters = static_cast<unsigned*>(counters);
+  p.parts = static_cast<float*>(parts), p.q = q, p.k = k, p.v = v;
+  p.q_token = strides[0] * 2, p.q_head = strides[1] * 2, p.out_token = strides[2], p.out_head = strides[3];
+  p.k_block = strides[4] * 2, p.k_slot = int(strides[5] * 2), p.k_head = strides[6] * 2;
+  p.v_block = strides[7] * 2, p.v_slot = int(strides[8] * 2), p.v_head = strides[9] * 2,
+  p.table_row = strides[10];
+  p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.group = group, p.window = window, p.page = page;
+  p.pieces = processors * instance->resident / kv_heads;
+  if (p.pieces < 1) return GM_E_ARG;
+  p.by_page = 0xffffffffu / unsigned(page), p.by_group = (65536 + group - 1) / group;
+  p.scale_log2 = scale * 1.4426950408889634f;
+  // A piece has at least a step of 16 keys for each of four warps.
+  const int64_t most = (int64_t(seqs) * ((int64_t(max_ctx) + 31) / 16) + 3) / 4;
+  void* args[] = {&p};
+  return instance->kernel.launch(device, stream,
+                                 {.grid_x = unsigned((most < p.pieces ? most : p.pieces) * kv_heads),
+                                  .block = 128,
+                                  .smem = instance->smem,
+                                  .pdl = true},
+                                 args);
+}
+
+#endif
