@@ -4,8 +4,8 @@
 
 A name counts as used where vulture cannot see the use, but a rule of the tree makes one: launchers that specs name as
 ``"module:attr"``, names that pytest or another library prescribes, planted faults that a test names by a string, and
-attributes of other libraries' objects, names that generated source calls, fields that a table of kernels names, and methods that a host of
-`gristmill.integrations` calls.
+attributes of other libraries' objects, names that generated source calls, fields that a table of kernels names, and what a host of
+`gristmill.integrations` prescribes.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def columns() -> Iterator[str]:
         yield from re.findall(r'"(\w+)"', table.read_text(encoding="utf-8"))
 
 
-def host_methods(files: list[Path]) -> Iterator[str]:
-    """Methods of classes that derive from a class of another package: the package calls them."""
+def prescribed_by_hosts(files: list[Path]) -> Iterator[str]:
+    """Methods, their arguments and attributes of classes that derive from a class of another package, which uses them."""
     for file in files:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         foreign = {
@@ -93,7 +93,12 @@ def host_methods(files: list[Path]) -> Iterator[str]:
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and foreign & {ast.unparse(base) for base in node.bases}:
-                yield from (part.name for part in node.body if isinstance(part, ast.FunctionDef))
+                for part in node.body:
+                    if isinstance(part, ast.FunctionDef):
+                        yield part.name
+                        yield from (argument.arg for argument in part.args.args)
+                    elif isinstance(part, ast.AnnAssign):
+                        yield ast.unparse(part.target)
 
 
 def unused(files: list[Path], names: list[str]) -> list[str]:
@@ -118,7 +123,7 @@ def main() -> int:
     """Print what nothing uses; 1 if there is any."""
     product, tests = sources(*PRODUCT, *SCRIPTS), sources("tests")
     names = [*named(product, anything=False), *named(tests, anything=True), *columns()]
-    names += host_methods(sources("integrations"))
+    names += prescribed_by_hosts(sources("integrations"))
     lines = unused([*product, *tests], names)
     for line in lines:
         print(line)

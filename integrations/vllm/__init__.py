@@ -14,12 +14,15 @@ from gristmill._lazy import lazy_names
 if TYPE_CHECKING:
     from gristmill.integrations.vllm.admission import Admission as Admission
     from gristmill.integrations.vllm.plugin import register as register
+    from gristmill.integrations.vllm.quantization import GristmillConfig as GristmillConfig
+    from gristmill.integrations.vllm.report import Explain as Explain
+    from gristmill.integrations.vllm.report import explain as explain
     from gristmill.integrations.vllm.version import HOST as HOST
     from gristmill.integrations.vllm.worker import Worker as Worker
 else:
     _get, __dir__, __all__ = lazy_names(__name__, __file__)
 
     def __getattr__(name: str) -> Any:
-        if name in ("Admission", "Worker"):
+        if name in ("Admission", "Explain", "GristmillConfig", "Worker", "explain"):
             _get("HOST").require()
         return _get(name)

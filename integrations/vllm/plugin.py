@@ -20,6 +20,8 @@ def register() -> None:
     try:
         HOST.require()
         _admit()
+        _register_quantization()
+        _register_attention()
     except Exception as error:
         logger.warning("gristmill is not available in this vLLM: %s: %s", type(error).__name__, error)
 
@@ -43,3 +45,28 @@ def _admit() -> None:
 
     create_model_config.gristmill = True  # type: ignore[attr-defined]  # how a second call sees the first
     EngineArgs.create_model_config = create_model_config
+
+
+def _register_quantization() -> None:
+    """``--quantization gristmill``."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+    from gristmill.integrations.vllm.quantization import NAME, GristmillConfig
+
+    if NAME not in QUANTIZATION_METHODS:
+        register_quantization_config(NAME)(GristmillConfig)
+
+
+def _register_attention() -> None:
+    """``--attention-backend CUSTOM``, unless another plugin has taken that name."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = "gristmill.integrations.vllm.attention.GristmillAttentionBackend"
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden():
+        register_backend(custom, path)
+    elif custom.get_path() != path:
+        logger.warning(
+            "gristmill: the attention backend CUSTOM is %s, registered by another plugin; it stays",
+            custom.get_path(),
+        )

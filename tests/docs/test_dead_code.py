@@ -30,7 +30,9 @@ from gristmill.runtime import Engine
 from host import Worker
 
 class Ours(Worker):
-    def called_by_host(self): ...
+    read_by_host: bool = True
+
+    def called_by_host(self, given_by_host): ...
 
 class Other(Engine):
     def called_by_nobody(self): ...

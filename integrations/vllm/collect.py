@@ -1,0 +1,84 @@
+"""Collecting the tensors of a layer as the checkpoint stores them, whole, in place of vLLM's loading by parameter and shard.
+
+A format of `gristmill.quant.formats` reads a module's tensors together and a `QuantTensor` is cut exactly or not at all, so the
+layers take the tensors of whole modules from vLLM's loader, and cut them for their tensor-parallel rank after reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+SUFFIXES = (
+    "codes",
+    "g_idx",
+    "global_scale",
+    "input_global_scale",
+    "input_scale",
+    "pre_quant_scale",
+    "qweight",
+    "qzeros",
+    "scales",
+    "weight",
+    "weight_g_idx",
+    "weight_global_scale",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_scale_inv",
+    "weight_shape",
+    "weight_zero_point",
+    "zero",
+)
+"""What formats call the tensors of a module: vLLM loads a tensor only into a parameter of its name."""
+
+
+class Collected:
+    """The tensors of a layer by part and suffix. A part is vLLM's shard id: ``q``, 0, (expert, ``w1``), or None for a whole layer."""
+
+    def __init__(self, layer: Any, prefixes: Iterable[str] = ("",)) -> None:
+        self.parts: dict[Any, dict[str, Tensor]] = {}
+        self.names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in SUFFIXES]
+        for name in self.names:
+            parameter = Parameter(torch.empty(0), requires_grad=False)
+            parameter.weight_loader = self._loader(name.removeprefix("w13_").removeprefix("w2_"))  # type: ignore[attr-defined]  # vLLM's
+            layer.register_parameter(name, parameter)
+
+    def _loader(self, suffix: str) -> Any:
+        def load(
+            param: Parameter,
+            loaded_weight: Tensor,
+            shard_id: Any = None,
+            *,
+            expert_id: int | None = None,
+            **_: Any,
+        ) -> bool:
+            part = shard_id if expert_id is None else (expert_id, shard_id)
+            self.parts.setdefault(part, {})[suffix] = loaded_weight
+            return True
+
+        return load
+
+    def release(self, layer: Any) -> None:
+        """Take the parameters from the layer, and drop the tensors."""
+        for name in self.names:
+            delattr(layer, name)
+        self.parts.clear()
+
+
+def load_into(layer: Any) -> Any:
+    """A ``load_weights`` for a layer without one of its own, which vLLM's loader calls with names and tensors."""
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        for name, tensor in weights:
+            parameter = getattr(layer, name, None)
+            if parameter is not None:
+                shard = getattr(tensor, "shard_id", None)
+                parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
+                yield name
+
+    return load_weights

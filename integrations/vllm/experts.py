@@ -1,0 +1,126 @@
+"""vLLM's routed experts on gristmill's kernels. Routing, shared experts and the sum over ranks stay vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from gristmill import ops
+from gristmill.integrations.vllm import report
+from gristmill.integrations.vllm.collect import Collected
+from gristmill.integrations.vllm.layouts import choose_layout
+from gristmill.integrations.vllm.linear import Reader
+from gristmill.kernel_registry.select import NoKernelError
+from gristmill.kernels.common import dtype_name
+from gristmill.quant import QuantTensor, Tensors, concat, pack, stack
+from gristmill.quant.formats.contract import owned
+
+
+def unserved_experts(moe: Any, scheme: str | None, device: torch.device) -> str | None:
+    """Why vLLM keeps the experts of a `FusedMoEConfig`, None if they are served."""
+    if moe.activation.value != "silu":
+        return f"activation {moe.activation.value}"
+    if moe.has_bias or moe.swiglu_limit is not None or moe.swiglu_alpha is not None:
+        return "experts with biases or a clamped activation"
+    if moe.moe_parallel_config.use_ep:
+        return "expert parallelism"
+    if scheme is None:
+        return "the configuration does not say how experts are stored"
+    try:
+        choose_layout("moe", problem_of(moe, scheme), device)
+    except (NoKernelError, ValueError) as error:
+        return f"no verified kernel: {error}"
+    return None
+
+
+def problem_of(moe: Any, scheme: str) -> str:
+    """The static problem of the experts of a `FusedMoEConfig`, for this rank."""
+    return (
+        f"top_k={moe.experts_per_token},e={moe.num_local_experts},h={moe.hidden_dim},"
+        f"i={moe.intermediate_size_per_partition},x={dtype_name(moe.in_dtype)},w={scheme}"
+    )
+
+
+class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is read without types
+    """The routed experts of a layer. read: makes a weight of the tensors of one expert's matrix."""
+
+    def __init__(self, moe: Any, prefix: str, read: Reader) -> None:
+        super().__init__(moe)
+        self.prefix, self.read = prefix, read
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Of the ids that vLLM's router makes."""
+        return torch.int32
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Of vLLM's own kernels alone."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Parameters that collect what the checkpoint has of each expert."""
+        self.experts, self.hidden, self.inner = num_experts, hidden_size, intermediate_size_per_partition
+        self.collected = Collected(layer, ("w13_", "w2_"))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Read expert after expert, cut for this rank, and pack."""
+        device = torch.empty(0).device
+        names = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+        }
+        w13 = [
+            concat([self._read(expert, shard, names[shard]).to(device) for shard in ("w1", "w3")], 0)
+            for expert in range(self.experts)
+        ]
+        w2 = [self._read(expert, "w2", names["w2"]).to(device) for expert in range(self.experts)]
+        self.collected.release(layer)
+        problem = problem_of(self.moe, str(w2[0].scheme))
+        layout = choose_layout("moe", problem, device)
+        self.w13 = pack(owned(stack(w13)), layout).tensors
+        self.w2 = pack(owned(stack(w2)), layout).tensors
+        self.plan = ops.bind("moe", problem, device, layouts=frozenset({layout}))
+        self.handle = self.plan.handle
+        kernels = dict.fromkeys(self.plan.entry(size).kernel for size in (1, 16, 256))
+        report.take(self.prefix, str(w2[0].scheme), ", ".join(kernels))
+
+    def _read(self, expert: int, shard: str, name: str) -> QuantTensor:
+        module = f"{self.prefix}.{expert}.{name}"
+        found = self.collected.parts.get((expert, shard))
+        if found is None:
+            raise ValueError(f"{self.prefix}: the checkpoint has no tensors of {module}")
+        parallel = self.moe.moe_parallel_config
+        whole = self.inner * parallel.tp_size
+        shape = (self.hidden, whole) if shard == "w2" else (whole, self.hidden)
+        source = Tensors({f"{module}.{suffix}": tensor for suffix, tensor in found.items()})
+        weight, pre_scale = self.read(source, module, shape)
+        if pre_scale is not None:
+            raise ValueError(f"{module}: experts whose input is scaled are not served")
+        return weight.shard(1 if shard == "w2" else 0, parallel.tp_rank, parallel.tp_size)
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """x [T, H], weights float32 and ids int32 [T, K] -> [T, H]."""
+        out = torch.empty_like(x)
+        torch.ops.gristmill.moe.out(
+            x, topk_weights, topk_ids, self.w13, self.w2, self.inner, None, self.handle, out
+        )
+        return out

@@ -1,0 +1,168 @@
+"""``--quantization gristmill``: vLLM's own models with gristmill's kernels, from every format that gristmill reads, or quantized at load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+from gristmill.integrations.vllm import report
+from gristmill.integrations.vllm.experts import GristmillExpertsMethod, unserved_experts
+from gristmill.integrations.vllm.linear import GristmillLinearMethod
+from gristmill.integrations.vllm.options import Options
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant import FormatError, QuantTensor, Tensors, open_format, quantize
+from gristmill.runtime.errors import UsageError
+
+NAME = "gristmill"
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Linear layers that choose experts: a small error there sends tokens elsewhere."""
+ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
+
+
+class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read without types
+    """What vLLM asks about quantization.
+
+    stored: the configuration of a quantized checkpoint; None = floats, quantized at load to the scheme of `Options`.
+    """
+
+    def __init__(self, stored: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.stored = None if stored is None else {k: v for k, v in stored.items() if k not in ADDED_BY_VLLM}
+        # Compiled graphs and processes get a copy of this object, so the format is opened where it is needed.
+        if self.stored is not None:
+            open_format(self.stored)
+
+    def get_name(self) -> str:
+        """The name of the option."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of activations."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The oldest GPU that some kernel is compiled for."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: without a configuration in config.json the model is quantized at load."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GristmillConfig:
+        """Of a quantized checkpoint. FormatError: a format, or a variant of it, that is not read."""
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim a quantized checkpoint, of whatever format, if the user says ``--quantization gristmill``."""
+        return NAME if user_quant == NAME and hf_quant_cfg else None
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Names stay as they are: act-order is read too."""
+        return WeightsMapper()
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method of a linear or expert layer; None for every other layer."""
+        if isinstance(layer, LinearBase):
+            return self._linear(layer, prefix)
+        if isinstance(layer, RoutedExperts):
+            return self._experts(layer, prefix)
+        return None
+
+    def _linear(self, layer: Any, prefix: str) -> Any:
+        modules = self._modules(prefix)
+        scheme: str | None
+        if self.stored is None:
+            if prefix.rpartition(".")[2] in ROUTERS:
+                report.leave(prefix, "", "it is a router, which keeps its floats")
+                return UnquantizedLinearMethod()
+            scheme = str(self._scheme())
+        else:
+            schemes = {self._stored_scheme(module) for module in modules}
+            if schemes == {""}:
+                report.leave(prefix, "", "it is stored in floats")
+                return UnquantizedLinearMethod()
+            scheme = schemes.pop() if len(schemes) == 1 else None
+        names = [module.rpartition(".")[2] for module in modules]
+        return GristmillLinearMethod(prefix, names, self._read, scheme, lambda: self._of_vllm(layer, prefix))
+
+    def _experts(self, layer: Any, prefix: str) -> Any:
+        scheme: str | None
+        if self.stored is None:
+            scheme = str(self._scheme())
+        else:
+            scheme = self._stored_scheme(f"{prefix}.0.{layer.ckpt_gate_proj_name}")
+        if scheme == "":
+            reason: str | None = "they are stored in floats"
+        else:
+            reason = unserved_experts(layer.moe_config, scheme, torch.empty(0).device)
+        if reason is None:
+            return GristmillExpertsMethod(layer.moe_config, prefix, self._read)
+        report.leave(prefix, scheme or "", reason)
+        if self.stored is None or scheme == "":
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        return self._of_vllm(layer, prefix)
+
+    def _of_vllm(self, layer: Any, prefix: str) -> Any:
+        """What vLLM itself does with a layer of this checkpoint; UsageError where it cannot read the format."""
+        if self.stored is None:
+            return UnquantizedLinearMethod()
+        name = str(self.stored.get("quant_method"))
+        try:
+            config = get_quantization_config(name).from_config(dict(self.stored))
+        except ValueError as error:
+            raise UsageError(f"{prefix}: neither gristmill nor vLLM serves {name} here: {error}") from error
+        config.packed_modules_mapping = self.packed_modules_mapping
+        return config.get_quant_method(layer, prefix) or UnquantizedLinearMethod()
+
+    def _modules(self, prefix: str) -> list[str]:
+        """The modules of the checkpoint that a layer of vLLM's model is made of."""
+        parent, _, name = prefix.rpartition(".")
+        return [
+            f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])
+        ]
+
+    def _scheme(self) -> QuantScheme:
+        named = Options.parse(get_current_vllm_config().additional_config).quant
+        if named is None:
+            raise UsageError(
+                "--quantization gristmill of a model in floats needs a scheme: "
+                """--additional-config '{"gristmill": {"quant": "int4_g128"}}'"""
+            )
+        return QuantScheme.parse(named)
+
+    def _stored_scheme(self, module: str) -> str | None:
+        """The scheme of a module, "" if it is stored in floats, None if only its tensors say."""
+        try:
+            scheme = open_format(self.stored or {}).scheme_of(module)
+        except FormatError:
+            return None
+        return "" if scheme is None else str(scheme)
+
+    def _read(
+        self, source: Tensors, module: str, shape: tuple[int, ...]
+    ) -> tuple[QuantTensor, Tensor | None]:
+        if self.stored is not None:
+            found = open_format(self.stored).read(source, module, shape)
+            if found is not None:
+                return found.weight, found.pre_scale
+        weight = source.read(f"{module}.weight", shape)
+        return (
+            QuantTensor.from_dense(weight) if self.stored is not None else quantize(weight, self._scheme())
+        ), None
