@@ -47,6 +47,7 @@ SECTIONS = {
         "Chunk",
         "TokenLogprobs",
         "SamplingParams",
+        "StructuredOutput",
         "AsyncEngine",
         "Metrics",
         "Engine",

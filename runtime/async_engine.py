@@ -13,25 +13,24 @@ import itertools
 import signal
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gristmill.runtime.async_request import ActiveRequest
 from gristmill.runtime.completion import (
     Chunk,
     Completion,
-    TextOutput,
     completion,
     engine_params,
-    merged,
     text_stream,
 )
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM, Prompt
-from gristmill.runtime.metrics import Metrics, Timing
+from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
+from gristmill.runtime.structured_output import Grammar
 from gristmill.runtime.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class AsyncEngine:
         if watchdog_seconds is not None and not watchdog_seconds > 0:
             raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
         self._llm = llm if isinstance(llm, LLM) else None
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, ActiveRequest] = {}
         self._numbers = itertools.count()
         self._metrics = metrics
         self._tracer = tracer
@@ -112,16 +111,21 @@ class AsyncEngine:
             raise UsageError(f"params must be a SamplingParams, got {type(params).__name__}")
         name = f"async-{next(self._numbers)}" if request_id is None else request_id
         ids = await self._encode(prompt)
-        request = _Request(asyncio.get_running_loop(), name, len(ids), params, self._text_streams(params))
+        wishes = [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
+        grammars = await self._compile(params)
+        request = ActiveRequest(
+            asyncio.get_running_loop(), name, len(ids), params, self._text_streams(params)
+        )
         if any(choice in self._requests for choice in request.open):
             raise UsageError(f"request id {name!r} is in use by an unfinished request")
-        wishes = [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
         self._requests.update(dict.fromkeys(request.open, request))
         if self._tracer is not None:
             request.span = self._span(self._tracer, name, len(ids), params)
         try:
             await asyncio.wrap_future(
-                self._thread.call(lambda engine: _add(engine, list(request.open), ids, wishes, priority))
+                self._thread.call(
+                    lambda engine: _add(engine, list(request.open), ids, wishes, grammars, priority)
+                )
             )
             request.added = True
             while (chunk := await request.next()) is not None:
@@ -232,7 +236,7 @@ class AsyncEngine:
                     request.span.preempted(choice.text.choice)
         self._deliver(outputs)
 
-    def _scheduled(self, request: _Request, name: str, cached_tokens: int, began: float) -> None:
+    def _scheduled(self, request: ActiveRequest, name: str, cached_tokens: int, began: float) -> None:
         choice = request.open.get(name)
         if choice is None or choice.timing.scheduled is not None:
             return  # the caller has left, or it was preempted before
@@ -244,7 +248,7 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Send outputs to the event loops of their callers: one call for each loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, RequestOutput]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ActiveRequest, RequestOutput]]] = {}
         for output in outputs:
             if (request := self._requests.get(output.id)) is not None:
                 by_loop.setdefault(request.loop, []).append((request, output))
@@ -263,7 +267,7 @@ class AsyncEngine:
 
     # In the callers' event loops ---------------------------------------------------------------------------------------
 
-    def _receive(self, outputs: list[tuple[_Request, RequestOutput]]) -> None:
+    def _receive(self, outputs: list[tuple[ActiveRequest, RequestOutput]]) -> None:
         stopped: list[str] = []
         for request, output in outputs:
             choice = request.open.get(output.id)
@@ -288,7 +292,7 @@ class AsyncEngine:
         if stopped:
             self._abort(stopped)
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: ActiveRequest) -> None:
         """The caller has left, for whatever reason: nothing of the request stays."""
         left = dict(request.open)
         request.open.clear()
@@ -310,6 +314,11 @@ class AsyncEngine:
 
         return RequestSpan(tracer, name, prompt_tokens, params)
 
+    async def _compile(self, params: SamplingParams) -> list[Grammar | None]:
+        if params.structured_output is None:
+            return [None] * params.n
+        return await asyncio.to_thread(self._model().compile_grammars, params)
+
     async def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             tokenizer = self._tokenizer()
@@ -321,12 +330,15 @@ class AsyncEngine:
             raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
         return list(ids)
 
-    def _tokenizer(self) -> Tokenizer:
+    def _model(self) -> LLM:
         if self._llm is None:
             raise UsageError(
                 "an AsyncEngine of an Engine has no tokenizer: make it with an LLM to serve text"
             )
-        return self._llm.tokenizer
+        return self._llm
+
+    def _tokenizer(self) -> Tokenizer:
+        return self._model().tokenizer
 
     def _text_streams(self, params: SamplingParams) -> list[TextStream | None]:
         """A decoder for each completion."""
@@ -335,76 +347,19 @@ class AsyncEngine:
         return [text_stream(self._tokenizer, params) for _ in range(params.n)]
 
 
-@dataclass(slots=True)
-class _Choice:
-    """One completion that has not ended."""
-
-    text: TextOutput
-    timing: Timing
-
-
-class _Request:
-    """One call of `stream`, used in its event loop.
-
-    open: by the engine's id, the completions that have not ended; the engine's thread reads it too. added: whether the engine has
-    taken the request.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        name: str,
-        prompt_tokens: int,
-        params: SamplingParams,
-        streams: Sequence[TextStream | None],
-    ) -> None:
-        self.loop = loop
-        self.name = name
-        self.open = {
-            f"{name}/{choice}" if choice else name: _Choice(
-                TextOutput(0, choice, params, stream), Timing(prompt_tokens)
-            )
-            for choice, stream in enumerate(streams)
-        }
-        self.added = False
-        self.span: RequestSpan | None = None
-        self._chunks: dict[int, Chunk] = {}  # by choice: what the caller has not taken
-        self._error: BaseException | None = None
-        self._ready = asyncio.Event()
-
-    def put(self, chunk: Chunk) -> None:
-        waiting = self._chunks.get(chunk.choice)
-        self._chunks[chunk.choice] = chunk if waiting is None else merged(waiting, chunk)
-        self._ready.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._ready.set()
-
-    async def next(self) -> Chunk | None:
-        """The next chunk; None at the end. What came before a failure is handed out before it is raised."""
-        while not self._chunks:
-            if self._error is not None:
-                if isinstance(
-                    self._error, EngineDeadError
-                ):  # one error has many callers: each gets an exception of its own
-                    raise EngineDeadError(str(self._error)) from self._error.__cause__
-                raise self._error
-            if not self.open:
-                return None
-            self._ready.clear()
-            await self._ready.wait()
-        return self._chunks.pop(next(iter(self._chunks)))
-
-
 def _add(
-    engine: Engine, names: Sequence[str], ids: Sequence[int], params: Sequence[SamplingParams], priority: int
+    engine: Engine,
+    names: Sequence[str],
+    ids: Sequence[int],
+    params: Sequence[SamplingParams],
+    grammars: Sequence[Grammar | None],
+    priority: int,
 ) -> None:
     """Add all completions of a prompt, or none."""
     added: list[str] = []
     try:
-        for name, wish in zip(names, params, strict=True):
-            engine.add_request(name, ids, wish, priority, after=added[0] if added else None)
+        for name, wish, grammar in zip(names, params, grammars, strict=True):
+            engine.add_request(name, ids, wish, priority, added[0] if added else None, grammar)
             added.append(name)
     except BaseException:
         engine.abort(added)

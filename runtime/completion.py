@@ -61,12 +61,12 @@ class Chunk:
 
 
 def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
-    """The parameters of one completion as the engine takes them: without n and stop strings, bad words as token ids.
+    """The parameters of one completion as the engine takes them: without n, stop strings and grammar, bad words as token ids.
 
     tokenizer: called where text has to be encoded. Choices after the first have seeds of their own and no logprobs of the prompt.
     """
     text_words = any(isinstance(word, str) for word in params.bad_words)
-    if params.n == 1 and not params.stop and not text_words:
+    if params.n == 1 and not params.stop and not text_words and params.structured_output is None:
         return params
     words = [
         ids
@@ -77,6 +77,7 @@ def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], T
         params,
         n=1,
         stop=(),
+        structured_output=None,
         bad_words=words,
         seed=None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1),
         prompt_logprobs=params.prompt_logprobs if choice == 0 else None,

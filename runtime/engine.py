@@ -37,6 +37,7 @@ from gristmill.runtime.scheduler import (
     StepPlan,
     TokenLogprobs,
 )
+from gristmill.runtime.structured_output import Grammar
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -187,11 +188,13 @@ class Engine:
         params: SamplingParams | None = None,
         priority: int = 0,
         after: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a prompt of token ids.
 
         params: without what needs text (stop strings, bad words as texts) and with n = 1. after: an unfinished request with the
         same prompt, such as another choice: this one is held until that one has computed the prompt, and shares its blocks.
+        grammar: of its output, made for it alone by a `GrammarCompiler`.
 
         Raises:
             UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of the wrong type.
@@ -231,8 +234,10 @@ class Engine:
         self.scheduler.add(request, held=held)
         if held and after is not None:
             self._followers.setdefault(after, []).append(request_id)
-        if params.edits_logits:
-            self.runner.processors.add(request_id, params, request.tokens, request.prompt_len, sorted(stop))
+        if params.edits_logits or grammar is not None:
+            self.runner.processors.add(
+                request_id, params, request.tokens, request.prompt_len, sorted(stop), grammar
+            )
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._with_logprobs.add(request_id)
         if params.prompt_logprobs is not None:
@@ -360,9 +365,8 @@ class Engine:
                 self.scheduler.resume(follower)
 
     def _forget(self, request_id: str) -> None:
-        active = self._active.pop(request_id)
-        if active.params.edits_logits:
-            self.runner.processors.remove(request_id)
+        del self._active[request_id]
+        self.runner.processors.remove(request_id)
         self._with_logprobs.discard(request_id)
         self._prompts.pop(request_id, None)
         self._release_followers(request_id)
@@ -382,9 +386,10 @@ def _integers(**values: object) -> None:
 
 def _check_params(request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int) -> None:
     """UsageError unless the parameters need no text and the tokens that they name are ids of the vocabulary."""
-    if params.n != 1 or params.stop:
+    if params.n != 1 or params.stop or params.structured_output is not None:
         raise UsageError(
-            f"request {request_id!r}: the engine makes one completion of token ids; n and stop strings need LLM or AsyncEngine"
+            f"request {request_id!r}: the engine makes one completion of token ids; n and stop strings need LLM or AsyncEngine, "
+            "and so does structured_output"
         )
     for which in ("logprobs", "prompt_logprobs"):
         if (getattr(params, which) or 0) > vocab_size:

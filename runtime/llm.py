@@ -21,6 +21,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.structured_output import Grammar, GrammarCompiler
 from gristmill.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -91,6 +92,7 @@ class LLM:
         self.model: Model = self.engine.runner.model
         self.config = self.model.config
         self._tokenizer: Tokenizer | None = None
+        self._compiler: GrammarCompiler | None = None
         self._requests = 0
 
     @property
@@ -152,6 +154,16 @@ class LLM:
         """As `Engine.drain`: after `timeout` seconds a running `generate` returns what there is, with finish_reason ``abort``."""
         self.engine.drain(timeout)
 
+    def compile_grammars(self, params: SamplingParams) -> list[Grammar | None]:
+        """A grammar for each of the n completions; None where anything may come out. UsageError says what is wrong with it."""
+        if params.structured_output is None:
+            return [None] * params.n
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(
+                self.tokenizer.to_json(), self.config.vocab_size, sorted(self.config.eos_ids)
+            )
+        return [*self._compiler.compile(params.structured_output).copies(params.n)]
+
     @property
     def weight_bytes(self) -> int:
         """Resident bytes of all parameters, as packed."""
@@ -178,12 +190,12 @@ class LLM:
         try:
             for index, (prompt, wish, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
                 first = None
-                for choice in range(wish.n):
+                for choice, grammar in enumerate(self.compile_grammars(wish)):
                     name = f"llm-{self._requests}"
                     self._requests += 1
                     text = TextOutput(index, choice, wish, text_stream(tokenizer, wish))
                     wish_of_choice = engine_params(wish, choice, tokenizer)
-                    engine.add_request(name, prompt, wish_of_choice, priority, after=first)
+                    engine.add_request(name, prompt, wish_of_choice, priority, first, grammar)
                     outputs[name] = text
                     first = first or name
             while outputs:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gristmill.runtime.batch import send
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.structured_output import Grammar, bar, next_tokens
 
 ROWS = 64
 """Rows that are processed at a time: bounds the memory of intermediate float32 results."""
@@ -32,8 +33,10 @@ class _State:
     prompt_len: int
     stop_ids: tuple[int, ...]
     bad_words: tuple[tuple[list[int], int], ...]  # of several tokens: those before the last, the last
+    grammar: Grammar | None = None
     slot: int | None = None
     counted: int = 0
+    consumed: int = 0  # known tokens that are the prompt's, or that the grammar has seen
 
     @property
     def penalized(self) -> bool:
@@ -77,15 +80,18 @@ class LogitsProcessors:
         tokens: Sequence[int],
         prompt_len: int,
         stop_ids: Sequence[int],
+        grammar: Grammar | None = None,
     ) -> None:
         """Process the request's rows from now on.
 
-        tokens: its known tokens, a list that the scheduler extends. stop_ids: barred until min_tokens.
+        tokens: its known tokens, a list that the scheduler extends. stop_ids: barred until min_tokens. grammar: of its output.
         bad_words of params must be token ids, all ids below the vocabulary's size.
         """
         words = [list(word) for word in params.bad_words if not isinstance(word, str) and len(word) > 1]
         bad = tuple((word[:-1], word[-1]) for word in words)
-        self._states[request_id] = _State(params, tokens, prompt_len, tuple(stop_ids), bad)
+        self._states[request_id] = _State(
+            params, tokens, prompt_len, tuple(stop_ids), bad, grammar, consumed=prompt_len
+        )
 
     def remove(self, request_id: str) -> None:
         """The request has ended; unknown ids are ignored."""
@@ -117,6 +123,7 @@ class LogitsProcessors:
         bans = [(i, token) for i, state in enumerate(states) for token in state.bans()]
         if bans:
             _fill(x, bans, -torch.inf)
+        self._apply_grammars(x, states)
         if self._counts is not None and self._in_prompt is not None:
             params = [state.params for state in states]
             values = [p.repetition_penalty for p in params]
@@ -129,6 +136,21 @@ class LogitsProcessors:
             x -= frequency * counts
             x -= presence * output
         logits[row_index] = x
+
+    def _apply_grammars(self, x: Tensor, states: Sequence[_State]) -> None:
+        """Bar what the grammars of the rows of x [rows, vocab] do not allow next."""
+        rows, grammars = [], []
+        for row, state in enumerate(states):
+            if state.grammar is not None:
+                if state.consumed < len(state.tokens):
+                    state.grammar.consume(state.tokens[state.consumed :])
+                    state.consumed = len(state.tokens)
+                rows.append(row)
+                grammars.append(state.grammar)
+        if grammars:
+            mask = next_tokens(grammars, pinned=self.device.type == "cuda")
+            row_index = send(rows, torch.int64, self.device)
+            bar(x, row_index, mask.to(self.device, non_blocking=True))
 
     def _assign_slots(self, states: Sequence[_State]) -> None:
         """Give slots to the requests that have none, and write what does not change into them."""

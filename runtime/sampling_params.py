@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 
@@ -15,8 +16,8 @@ MAX_SEED = 2**63 - 1
 class SamplingParams:
     """How one request is sampled and when it ends. The defaults are the same for every model: generation_config.json does not change them.
 
-    Logits pass, in this order: logit_bias and allowed_token_ids, bans (min_tokens, bad_words), repetition_penalty,
-    frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p.
+    Logits pass, in this order: logit_bias and allowed_token_ids, bans (min_tokens, bad_words), structured_output,
+    repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p.
 
     Args:
         max_tokens: maximum number of output tokens.
@@ -42,6 +43,8 @@ class SamplingParams:
         logprobs: log-probabilities of the output tokens, and of this many most likely tokens at each position, from the model's
             logits before they are processed; None = none.
         prompt_logprobs: the same for the prompt, whose part in the prefix cache is then computed anew; None = none.
+        structured_output: what the output looks like, from its first token to its end token; None = anything. Needs `LLM` or
+            `AsyncEngine`, and llguidance.
         n: number of completions of the prompt, which is computed once (with a prefix cache); with a seed, choice i has
             seed + i. Needs `LLM` or `AsyncEngine`.
 
@@ -69,6 +72,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._integer("max_tokens", 1)
@@ -100,6 +104,16 @@ class SamplingParams:
             self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise UsageError("allowed_token_ids must name at least one token id; None allows all")
+
+        if self.structured_output is not None:
+            if not isinstance(self.structured_output, StructuredOutput):
+                raise UsageError(
+                    f"structured_output must be a StructuredOutput, got {self.structured_output!r}"
+                )
+            if self.ignore_eos or self.min_tokens:
+                raise UsageError(
+                    "a structured output ends where it is complete: ignore_eos and min_tokens cannot be set"
+                )
 
     @property
     def edits_logits(self) -> bool:

@@ -34,6 +34,11 @@ class Tokenizer:
                 found.append(ids)
         return found
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)

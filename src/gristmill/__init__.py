@@ -55,5 +55,6 @@ if TYPE_CHECKING:
     from gristmill.runtime.scheduler import RequestOutput as RequestOutput
     from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
     from gristmill.runtime.scheduler import TokenLogprobs as TokenLogprobs
+    from gristmill.runtime.structured_output import StructuredOutput as StructuredOutput
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -62,6 +62,30 @@ def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
     )
 
 
+def test_processed_logits() -> None:
+    """Steps whose logits are processed replay graphs that end with the logits; penalties, bans and log-probabilities on the device."""
+    without, through = (
+        LLM(MODELS / LLAMA, dtype="fp32", device="cuda", policy=TRITON, decode_graphs=on, num_blocks=256)
+        for on in (False, True)
+    )
+    params = [
+        SamplingParams(max_tokens=20, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(
+            max_tokens=20, temperature=1.0, seed=1, frequency_penalty=0.5, logprobs=3, ignore_eos=True
+        ),
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(max_tokens=20, bad_words=[[5], [6, 7]], logit_bias={9: 3.0}, min_tokens=10),
+        SamplingParams(max_tokens=20, allowed_token_ids=range(50, 900), ignore_eos=True),
+        SamplingParams(max_tokens=20, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(max_tokens=20, presence_penalty=1.0, ignore_eos=True),
+    ]
+    expected = [result.token_ids for result in without.generate(prompts(), params)]
+    for _ in range(2):
+        assert [result.token_ids for result in through.generate(prompts(), params)] == expected
+    rows = [row for row in through.explain_graphs() if row["seqs"] and not row["samples"]]
+    assert rows and all(row["captured"] for row in rows) and sum(row["steps"] for row in rows) > 30
+
+
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_default_kernels_in_bf16(name: str) -> None:
     """Whatever selection chooses can be captured; ids need not be the same to the bit."""

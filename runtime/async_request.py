@@ -1,0 +1,80 @@
+"""One call of `AsyncEngine.stream` in its event loop: the completions that have not ended, and what its caller has not taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gristmill.runtime.completion import Chunk, TextOutput, merged
+from gristmill.runtime.engine_thread import EngineDeadError
+from gristmill.runtime.metrics import Timing
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.tokenizer import TextStream
+
+if TYPE_CHECKING:
+    from gristmill.runtime.tracing import RequestSpan
+
+
+@dataclass(slots=True)
+class ActiveChoice:
+    """One completion that has not ended."""
+
+    text: TextOutput
+    timing: Timing
+
+
+class ActiveRequest:
+    """The completions of one prompt, used in one event loop.
+
+    open: by the engine's id, the completions that have not ended; the engine's thread reads it too. added: whether the engine has
+    taken the request.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        prompt_tokens: int,
+        params: SamplingParams,
+        streams: Sequence[TextStream | None],
+    ) -> None:
+        self.loop = loop
+        self.name = name
+        self.open = {
+            f"{name}/{choice}" if choice else name: ActiveChoice(
+                TextOutput(0, choice, params, stream), Timing(prompt_tokens)
+            )
+            for choice, stream in enumerate(streams)
+        }
+        self.added = False
+        self.span: RequestSpan | None = None
+        self._chunks: dict[int, Chunk] = {}  # by choice: what the caller has not taken
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, chunk: Chunk) -> None:
+        """Another chunk, for `next`."""
+        waiting = self._chunks.get(chunk.choice)
+        self._chunks[chunk.choice] = chunk if waiting is None else merged(waiting, chunk)
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        """`next` raises this when it has handed out what there is."""
+        self._error = error
+        self._ready.set()
+
+    async def next(self) -> Chunk | None:
+        """The next chunk; None at the end. What came before a failure is handed out before it is raised."""
+        while not self._chunks:
+            if self._error is not None:
+                # One death has many callers: each gets an exception of its own.
+                if isinstance(self._error, EngineDeadError):
+                    raise EngineDeadError(str(self._error)) from self._error.__cause__
+                raise self._error
+            if not self.open:
+                return None
+            self._ready.clear()
+            await self._ready.wait()
+        return self._chunks.pop(next(iter(self._chunks)))

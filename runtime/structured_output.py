@@ -1,0 +1,161 @@
+"""Structured output: an output that a JSON schema, a regular expression, a grammar or a list of choices describes, by llguidance.
+
+A grammar bars, before each token is sampled, the tokens that cannot go on (Willard and Louf, 2023, arXiv:2307.09702; llguidance computes
+the mask from the parser's state at every step, so nothing is prepared for each grammar).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gristmill.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What an output looks like: exactly one of the four is given.
+
+    Args:
+        json_schema: a JSON schema, as a mapping or as text.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's regex crate.
+        grammar: a context-free grammar in llguidance's dialect of Lark; its rule ``start`` is the output.
+        choice: the output is one of these texts.
+
+    Raises:
+        UsageError: none or several are given, or one of the wrong type.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise UsageError(
+                f"structured output is one of json_schema, regex, grammar and choice, got {', '.join(given) or 'none'}"
+            )
+        [(name, value)] = given.items()
+        if name == "choice":
+            good = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
+            if not good or not all(isinstance(text, str) and text for text in value):
+                raise UsageError(f"choice must be texts of at least one character, got {value!r}")
+        elif not (isinstance(value, str) or (name == "json_schema" and isinstance(value, Mapping))):
+            raise UsageError(
+                f"{name} must be {'a mapping or ' if name == 'json_schema' else ''}text, got {value!r}"
+            )
+
+
+class Grammar:
+    """The state of one output within its grammar. words: int32 words of a mask of the vocabulary."""
+
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self.matcher = matcher
+        self.words = words
+
+    def copies(self, count: int) -> list[Grammar]:
+        """This one, and others in the same state: for `count` completions of one prompt."""
+        others = [Grammar(self.matcher.deep_copy(), self.words) for _ in range(count - 1)]
+        return [self, *others]
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """These tokens were sampled."""
+        self.matcher.consume_tokens(list(tokens))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot go on: a limit of the parser was reached, or a token came that it had barred."""
+        return bool(self.matcher.is_error())
+
+
+class GrammarCompiler:
+    """Makes grammars for the tokens of one model.
+
+    tokenizer_json: the model's tokenizer.json. vocab_size: of its logits. eos_ids: the tokens that end an output.
+
+    Raises:
+        UsageError: llguidance is missing or cannot read the tokenizer; the model has no end token.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise UsageError(
+                "structured output needs llguidance: pip install 'gristmill[structured]', or llguidance"
+            ) from error
+        if not eos_ids:
+            raise UsageError(
+                "structured output needs a model with an end token; this one's config.json names none"
+            )
+        try:
+            self._tokenizer = llguidance.LLTokenizer(
+                tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids)
+            )
+        except Exception as error:  # llguidance raises its own and Rust's
+            raise UsageError(f"llguidance cannot read the model's tokenizer: {error}") from error
+        self._matcher = llguidance.LLMatcher
+        self._words = (vocab_size + 31) // 32
+
+    def compile(self, wish: StructuredOutput) -> Grammar:
+        """The grammar of an output that has not begun; UsageError says what is wrong with it. May take a second."""
+        matcher = self._matcher
+        try:
+            if wish.json_schema is not None:
+                schema = wish.json_schema
+                text = matcher.grammar_from_json_schema(schema if isinstance(schema, str) else dict(schema))
+            elif wish.regex is not None:
+                text = matcher.grammar_from_regex(wish.regex)
+            elif wish.grammar is not None:
+                text = matcher.grammar_from_lark(wish.grammar)
+            else:
+                options = " | ".join(json.dumps(option, ensure_ascii=False) for option in wish.choice or ())
+                text = matcher.grammar_from_lark(f"start: {options}")
+        except ValueError as error:
+            raise UsageError(f"the structured output cannot be compiled: {error}") from error
+        made = matcher(self._tokenizer, text, log_level=0)
+        if made.is_error():
+            raise UsageError(f"the structured output cannot be compiled: {made.get_error()}")
+        return Grammar(made, self._words)
+
+
+def next_tokens(grammars: Sequence[Grammar], pinned: bool) -> Tensor:
+    """Which tokens may come next: int32 [grammars, words] on the host, bit i of word w for token 32 w + i.
+
+    Computed in several threads without the GIL. The row of a grammar that failed is empty: its request ends with an error.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    mask = torch.zeros(len(grammars), grammars[0].words, dtype=torch.int32, pin_memory=pinned)
+    sound = [(grammar.matcher, row) for row, grammar in enumerate(grammars) if not grammar.failed]
+    if sound:
+        fill_next_token_bitmask_par(_threads(), sound, mask.numpy())
+    for row, grammar in enumerate(grammars):
+        if grammar.failed:  # before, or in computing its mask
+            mask[row] = 0
+    return mask
+
+
+@cache
+def _threads() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def bar(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Set logits [n, vocab] of these rows int64 [m] to -inf where the mask int32 [m, words] has no bit, all on one device."""
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    allowed = ((mask[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

@@ -1,0 +1,204 @@
+"""Structured output: whatever a model would say, what comes out is what was described, in any batch and after any fault of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gristmill.runtime import logits_processors
+from gristmill.runtime.async_engine import AsyncEngine
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from tests.runtime import oracle
+from tests.runtime.oracle import LLAMA
+
+pytest.importorskip("llguidance")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "role": {"enum": ["reader", "writer"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "role", "tags"],
+    "additionalProperties": False,
+}
+DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+SUM = 'start: NUMBER ("+" NUMBER)* ";"\nNUMBER: /[1-9][0-9]?/'
+
+
+def fits_person(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        found.keys() == PERSON["properties"].keys()  # type: ignore[attr-defined]
+        and len(found["name"]) <= 12
+        and 0 <= found["age"] <= 150
+        and found["role"] in ("reader", "writer")
+        and len(found["tags"]) <= 3
+        and all(type(tag) is bool for tag in found["tags"])
+    )
+
+
+CASES: list[tuple[StructuredOutput, Callable[[str], bool]]] = [
+    (StructuredOutput(json_schema=PERSON), fits_person),
+    (StructuredOutput(json_schema=json.dumps(PERSON)), fits_person),
+    (StructuredOutput(regex=DATE), lambda text: re.fullmatch(DATE, text) is not None),
+    (
+        StructuredOutput(choice=["SELECT", 'INSERT a "row"', "ünïcode 日本"]),
+        lambda text: text in ("SELECT", 'INSERT a "row"', "ünïcode 日本"),
+    ),
+    (StructuredOutput(grammar=SUM), lambda text: re.fullmatch(r"[1-9]\d?(\+[1-9]\d?)*;", text) is not None),
+]
+
+
+def params(wish: StructuredOutput | None, seed: int | None = None, **more: Any) -> SamplingParams:
+    temperature = 0.0 if seed is None else 1.2
+    return SamplingParams(max_tokens=400, temperature=temperature, seed=seed, structured_output=wish, **more)
+
+
+def prompt(i: int) -> list[int]:
+    return oracle.eval_tokens()[331 * i :][: 5 + i]
+
+
+@pytest.mark.parametrize("decode_graphs", [False, True])
+def test_every_kind_in_one_batch(shared: Callable[..., LLM], decode_graphs: bool) -> None:
+    """Greedy and sampled, together with requests that say what they like."""
+    llm = shared(LLAMA, decode_graphs=decode_graphs)
+    wishes = [params(wish, seed) for wish, _ in CASES for seed in (None, 1, 2)]
+    plain = SamplingParams(max_tokens=30)
+    prompts = [prompt(i) for i in range(len(wishes))]
+    found = llm.generate([*prompts, prompt(0)], [*wishes, plain])
+    for place, completion in enumerate(found[:-1]):
+        assert completion.finish_reason in ("stop", "length")
+        if completion.finish_reason == "stop":
+            assert CASES[place // 3][1](completion.text), completion.text
+    assert sum(completion.finish_reason == "stop" for completion in found[:-1]) >= len(wishes) - 3
+    assert found[-1] == llm.generate([prompt(0)], plain)[0]
+    assert not llm.engine.runner.processors
+
+
+def test_a_planted_fault_shows(shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar does not hear of the tokens that were sampled."""
+    monkeypatch.setattr(Grammar, "consume", lambda self, tokens: None)
+    [found] = shared(LLAMA).generate(
+        [prompt(1)], SamplingParams(max_tokens=30, structured_output=StructuredOutput(regex=DATE))
+    )
+    assert re.fullmatch(DATE, found.text) is None
+
+
+def test_the_mask_goes_to_the_rows_it_belongs_to(
+    shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: masks of two requests change places."""
+    llm = shared(LLAMA)
+    wishes = [params(StructuredOutput(choice=[text])) for text in ("aaaa", "bbbb")]
+    assert [one.text for one in llm.generate([[5], [6]], wishes)] == ["aaaa", "bbbb"]
+    original = logits_processors.next_tokens
+    monkeypatch.setattr(logits_processors, "next_tokens", lambda g, pinned: original(g, pinned).flip(0))
+    assert [one.text for one in llm.generate([[5], [6]], wishes)] != ["aaaa", "bbbb"]
+
+
+def test_with_penalties_stop_strings_and_several_completions(shared: Callable[..., LLM]) -> None:
+    llm = shared(LLAMA)
+    several = llm.generate([prompt(2)], params(CASES[2][0], 3, n=4, repetition_penalty=1.2))
+    assert all(CASES[2][1](one.text) for one in several) and len({one.text for one in several}) > 1
+    [cut] = llm.generate([prompt(2)], params(CASES[2][0], 3, stop=["-"]))
+    assert re.fullmatch("20[0-9]{2}", cut.text)
+
+
+def test_preemption_and_steps_that_fail(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy, tight = make(LLAMA), make(LLAMA, num_blocks=6, max_seqs=3)
+    wishes = [params(CASES[0][0], seed) for seed in range(3)]
+    prompts = [oracle.eval_tokens()[90 * i :][:20] for i in range(3)]
+    wanted = roomy.generate(prompts, wishes)
+    commit, preempted = tight.engine.scheduler.commit, []
+    tight.engine.scheduler.commit = lambda plan: (preempted.extend(plan.preempted), commit(plan))  # type: ignore[method-assign]
+    step, sampler, calls = tight.engine.step, tight.engine.runner.sampler.draw, []
+
+    def draw(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) % 5 == 0:
+            raise MemoryError
+        sampler(*arguments)
+
+    def stubborn() -> Any:
+        try:
+            return step()
+        except MemoryError:
+            return step()
+
+    monkeypatch.setattr(tight.engine.runner.sampler, "draw", draw)
+    monkeypatch.setattr(tight.engine, "step", stubborn)
+    for mine, other in zip(tight.generate(prompts, wishes), wanted, strict=True):
+        if other.finish_reason == "stop" and mine.finish_reason == "stop":
+            assert mine.text == other.text
+    assert preempted and len(calls) > 10
+
+
+def test_async_engine_compiles_beside_the_event_loop(shared: Callable[..., LLM]) -> None:
+    llm = shared(LLAMA)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            found = await asyncio.gather(
+                *(engine.generate(prompt(i), params(CASES[2][0], i)) for i in range(6))
+            )
+            assert all(CASES[2][1](one.text) for [one] in found)
+            with pytest.raises(UsageError, match="cannot be compiled"):
+                await engine.generate("x", params(StructuredOutput(regex="[a")))
+            assert not engine._requests
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({}, "is one of json_schema, regex, grammar and choice, got none"),
+        ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
+        ({"choice": []}, "choice must be texts"),
+        ({"choice": "abc"}, "choice must be texts"),
+        ({"choice": [""]}, "choice must be texts"),
+        ({"regex": 5}, "regex must be text, got 5"),
+        ({"json_schema": [1]}, "json_schema must be a mapping or text"),
+    ],
+)
+def test_wishes_are_checked(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        StructuredOutput(**wish)
+
+
+def test_what_cannot_be_compiled_or_combined(
+    shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = shared(LLAMA)
+    for wish, message in (
+        (StructuredOutput(regex="[ab"), "unclosed character class"),
+        (StructuredOutput(json_schema={"type": "nope"}), "Invalid type: nope"),
+        (StructuredOutput(json_schema="{"), "cannot be compiled"),
+        (StructuredOutput(grammar='start: "a" | foo'), 'unknown name: "foo"'),
+    ):
+        with pytest.raises(UsageError, match=message):
+            llm.generate("x", params(wish))
+    assert not llm.engine.has_unfinished()
+    for more in ({"ignore_eos": True}, {"min_tokens": 2}):
+        with pytest.raises(UsageError, match="ignore_eos and min_tokens cannot be set"):
+            SamplingParams(structured_output=CASES[2][0], **more)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="must be a StructuredOutput"):
+        SamplingParams(structured_output={"regex": "a"})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="so does structured_output"):
+        llm.engine.add_request("a", [1], params(CASES[2][0]))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(llm, "_compiler", None)
+    with pytest.raises(UsageError, match=r"pip install 'gristmill\[structured\]'"):
+        llm.generate("x", params(CASES[2][0]))
