@@ -55,9 +55,9 @@ __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_hea
       make_uint2(packed<T>(part.o.x * by, part.o.y * by), packed<T>(part.o.z * by, part.o.w * by));
 }
 
-// Adds `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is `thread`.
-// AHEAD: parts that are read at a time. place(part, row): where the D sums of a row are, and where its maximum and
-// sum of weights.
+// Adds `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is
+// `thread`. AHEAD: parts that are read at a time. place(part, row): where the D sums of a row are, and where
+// its maximum and sum of weights.
 struct PartPlace {
   const float* o;
   const float2* ends;

@@ -157,7 +157,14 @@ def test_an_extra_of_a_kernel_library_is_called_by_a_kernel() -> None:
     """What `all` adds to the product's own extras are providers of kernels."""
     product = ("runtime", "gguf", "metrics", "structured", "tracing", "bench")
     ours = set().union(*(distributions(extra) for extra in product))
-    libraries = project()["optional-dependencies"].keys() - {*product, "pytest", "test", "browser", "dev", "all"}
+    libraries = project()["optional-dependencies"].keys() - {
+        *product,
+        "pytest",
+        "test",
+        "browser",
+        "dev",
+        "all",
+    }
     providers = {kernel.provider for kernel in default_registry().all_kernels()}
     assert libraries == {"flashinfer", "humming"} and libraries <= providers
     assert distributions("all") == ours.union(*(distributions(extra) for extra in libraries))
