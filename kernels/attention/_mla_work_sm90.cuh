@@ -13,7 +13,7 @@ namespace gm {
 constexpr int kMostCtas = 512;  // of a launch
 // Words of the workspace, all of them zero between launches: ranges taken, CTAs that are done, and from
 // kArrivals on, for each CTA, arrivals at the task that was cut first in its range.
-enum : int { kTicket, kDone, kArrivals = 32, kMlaCounters = kArrivals + kMostCtas };
+enum : int { kTicket, kDone, kMlaCounters = kArrivals + kMostCtas };
 
 struct MlaParams {
   void* out;
