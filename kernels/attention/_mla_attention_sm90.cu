@@ -10,11 +10,12 @@
 
 #ifdef __CUDACC__
 
-#define GM_ONE(type, code, T, label, BOXES)                                                               \
-  extern "C" __global__ void __launch_bounds__(gm::MlaShape::kThreads, 1) mla_attention_##type##_##label( \
-      const __grid_constant__ gm::MlaParams p, const __grid_constant__ CUtensorMap q,                     \
-      const __grid_constant__ CUtensorMap half, const __grid_constant__ CUtensorMap rotated) {            \
-    gm::mla_attention<T, BOXES>(p, q, half, rotated);                                                     \
+#define GM_ONE(type, code, T, label, BOXES)                                                        \
+  extern "C" __global__ void __launch_bounds__(gm::mla::MlaShape::kThreads, 1)                     \
+      mla_attention_##type##_##label(                                                              \
+          const __grid_constant__ gm::mla::MlaParams p, const __grid_constant__ CUtensorMap q,     \
+          const __grid_constant__ CUtensorMap half, const __grid_constant__ CUtensorMap rotated) { \
+    gm::mla::mla_attention<T, BOXES>(p, q, half, rotated);                                         \
   }
 GM_EACH(GM_ONE)
 
@@ -61,17 +62,17 @@ GM_CUDA_ENTRY(gm_mla_attention_sm90)
  const void* seq_lens, void* workspace, const int64_t* strides, int tokens, int seqs, int heads, int blocks,
  int page, int dtype, int max_q, int max_ctx, float scale, int ctas, int least, int slack, int device,
  void* stream) {
-  using S = gm::MlaShape;
+  using S = gm::mla::MlaShape;
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || heads < 1 || page < 1 || blocks < 0 || max_q < 1 || max_ctx < 1 ||
       int64_t(tokens) * heads > INT32_MAX)
     return GM_E_SHAPE;
-  if (!(scale > 0.f) || ctas < 1 || ctas > gm::kMostCtas || least < 1) return GM_E_ARG;
+  if (!(scale > 0.f) || ctas < 1 || ctas > gm::mla::kMostCtas || least < 1) return GM_E_ARG;
   if (tokens == 0) return GM_OK;
   if ((int64_t(tokens) * heads / S::kRows + seqs) * (max_ctx / S::kKeys + 1) > INT32_MAX) return GM_E_SHAPE;
   if (!aligned(q, strides, 1) || !aligned(out, strides + 1, 2) || !aligned(cache, strides + 3, 2))
     return GM_E_SHAPE;
-  static_assert(gm::kMlaCounters * 4 <= 4096);
+  static_assert(gm::mla::kMlaCounters * 4 <= 4096);
 
   const bool boxes = page % 8 == 0;
   const int64_t most_rows = int64_t(max_q < tokens ? max_q : tokens) * heads;
@@ -79,7 +80,7 @@ GM_CUDA_ENTRY(gm_mla_attention_sm90)
   for (Instance& i : g_instances)
     if (i.dtype == dtype && i.boxes == boxes) instance = &i;
 
-  gm::MlaParams p{};
+  gm::mla::MlaParams p{};
   p.out = out, p.lse = static_cast<float*>(lse), p.table = static_cast<const int*>(table);
   p.query_start = static_cast<const int*>(query_start), p.seq_lens = static_cast<const int*>(seq_lens);
   p.counters = static_cast<unsigned*>(workspace);

@@ -12,7 +12,7 @@
 #include "_mla_merge_sm90.cuh"
 
 #ifdef __CUDACC__
-namespace gm {
+namespace gm::mla {
 
 enum : int {
   kBarWeights = kBarCopying + 1,  // those of the first warpgroup are there; those of the second
@@ -361,5 +361,5 @@ __device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensor
   }
 }
 
-}  // namespace gm
+}  // namespace gm::mla
 #endif

@@ -4,7 +4,7 @@
 #include "_mla_work_sm90.cuh"
 
 #ifdef __CUDACC__
-namespace gm {
+namespace gm::mla {
 
 struct MlaBars {
   uint32_t base;
@@ -199,5 +199,5 @@ class MlaProducer {
   }
 };
 
-}  // namespace gm
+}  // namespace gm::mla
 #endif

@@ -5,7 +5,7 @@
 #include "_mla_work_sm90.cuh"
 
 #ifdef __CUDACC__
-namespace gm {
+namespace gm::mla {
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -206,5 +206,5 @@ __device__ __forceinline__ void arrive_part(const MlaParams& p, const MlaWork& w
                  : "memory");
 }
 
-}  // namespace gm
+}  // namespace gm::mla
 #endif

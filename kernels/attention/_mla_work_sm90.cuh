@@ -8,7 +8,7 @@
 #pragma once
 #include "_attention_work_sm90.cuh"
 
-namespace gm {
+namespace gm::mla {
 
 constexpr int kMostCtas = 512;  // of a launch
 // Words of the workspace, all of them zero between launches: ranges taken, CTAs that are done, and from
@@ -51,10 +51,10 @@ struct MlaShape {
   static constexpr int kBytes = kTaken + kMostCtas * 2;
 };
 
-}  // namespace gm
+}  // namespace gm::mla
 
 #ifdef __CUDACC__
-namespace gm {
+namespace gm::mla {
 
 enum : int { kStop, kAttend, kMerge };
 
@@ -212,5 +212,5 @@ class MlaPlan {
   }
 };
 
-}  // namespace gm
+}  // namespace gm::mla
 #endif
