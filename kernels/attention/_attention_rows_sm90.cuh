@@ -1,0 +1,184 @@
+// What attention on Hopper does with the sums of a warpgroup's rows: those of two warpgroups to one, those of
+// the parts of a context to one, and to memory.
+#pragma once
+#include "_attention_parts_sm90.cuh"
+#include "_attention_work_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+// What a warpgroup keeps of its 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
+template <int D>
+struct Rows {
+  float o[D / 2], m[2], l[2];  // sums of values; reference of the exponents, in units of the raw scores; sums
+};
+
+// The second warpgroup's sums over its keys join the first one's. By both, at barriers of both: the first
+// says that nobody reads the staging any more. What follows in it is written by the first warpgroup, or after
+// it has passed the second one a turn.
+template <int D>
+__device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bool some, float scale_log2) {
+  using S = AttentionShape<D>;
+  const int tid = threadIdx.x & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
+  float4* sums = reinterpret_cast<float4*>(smem + S::kOut) + tid;
+  float2* ends = reinterpret_cast<float2*>(smem + S::kSums);
+  bar_sync(kBarBoth, 256);
+  if (group == 1 && some) {
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i)
+      sums[i * 128] = make_float4(rows.o[i * 4], rows.o[i * 4 + 1], rows.o[i * 4 + 2], rows.o[i * 4 + 3]);
+    if ((tid & 3) == 0)
+      ends[row] = make_float2(rows.m[0], rows.l[0]), ends[row + 8] = make_float2(rows.m[1], rows.l[1]);
+  }
+  bar_sync(kBarBoth, 256);
+  if (group == 0 && some) {
+    float mine[2], theirs[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 other = ends[row + r * 8];
+      const float m = fmaxf(rows.m[r], other.x), base = m == -INFINITY ? 0.f : m * scale_log2;
+      mine[r] = exp2_fast(fmaf(rows.m[r], scale_log2, -base)),
+      theirs[r] = exp2_fast(fmaf(other.x, scale_log2, -base));
+      rows.m[r] = m, rows.l[r] = rows.l[r] * mine[r] + other.y * theirs[r];
+    }
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      const float4 other = sums[i * 128];
+      rows.o[i * 4] = rows.o[i * 4] * mine[0] + other.x * theirs[0];
+      rows.o[i * 4 + 1] = rows.o[i * 4 + 1] * mine[0] + other.y * theirs[0];
+      rows.o[i * 4 + 2] = rows.o[i * 4 + 2] * mine[1] + other.z * theirs[1];
+      rows.o[i * 4 + 3] = rows.o[i * 4 + 3] * mine[1] + other.w * theirs[1];
+    }
+  }
+  if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read all
+}
+
+// After a part of a context whose parts this CTA takes in turn, by a warp: adds the parts before, and says
+// whether that is all.
+template <int D>
+__device__ __forceinline__ bool add_in_turn(const AttentionParams& p, const Work& work, Rows<D>& rows,
+                                            int warp) {
+  const int64_t own = p.unit_count + static_cast<int>(blockIdx.x) * 4 + warp;
+  float4* unit = reinterpret_cast<float4*>(p.units + own * AttentionShape<D>::kUnit) + (threadIdx.x & 31);
+  if (work.part() > 0) {
+    const float4 ends = __ldcg(unit + D / 8 * 32);
+    const float2 by[2] = {part_factors(ends.x, rows.m[0], p.scale_log2),
+                          part_factors(ends.y, rows.m[1], p.scale_log2)};
+    rows.l[0] = add_scaled(ends.z, rows.l[0], by[0]), rows.l[1] = add_scaled(ends.w, rows.l[1], by[1]);
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      const float4 o = __ldcg(unit + i * 32);
+      rows.o[i * 4] = add_scaled(o.x, rows.o[i * 4], by[0]);
+      rows.o[i * 4 + 1] = add_scaled(o.y, rows.o[i * 4 + 1], by[0]);
+      rows.o[i * 4 + 2] = add_scaled(o.z, rows.o[i * 4 + 2], by[1]);
+      rows.o[i * 4 + 3] = add_scaled(o.w, rows.o[i * 4 + 3], by[1]);
+    }
+  }
+  if (work.last_part()) return true;
+#pragma unroll
+  for (int i = 0; i < D / 8; ++i)
+    __stcg(unit + i * 32,
+           make_float4(rows.o[i * 4], rows.o[i * 4 + 1], rows.o[i * 4 + 2], rows.o[i * 4 + 3]));
+  __stcg(unit + D / 8 * 32, make_float4(rows.m[0], rows.m[1], rows.l[0], rows.l[1]));
+  return false;
+}
+
+// After a part of a context whose parts several CTAs take: leaves it in the workspace; the CTA that does so
+// last adds all of them and writes the rows. By both multiplying warpgroups, after join.
+template <typename T, int D>
+__device__ __forceinline__ void add_shared(const AttentionParams& p, const Work& work, const Rows<D>& rows,
+                                           uint8_t* smem, int group, int warp) {
+  constexpr int kUnit = AttentionShape<D>::kUnit;
+  const int lane = threadIdx.x & 31, step = ceil_div(work.rows, 16);
+  if (group == 0) {
+    float* unit = p.units + int64_t(work.unit + work.part() * step + warp) * kUnit;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane / 4 + r * 8;
+      if (warp * 16 + row >= work.rows) break;
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i)
+        __stcg(reinterpret_cast<float2*>(unit + row * D + i * 8) + (lane & 3),
+               make_float2(rows.o[i * 4 + r * 2], rows.o[i * 4 + r * 2 + 1]));
+      if ((lane & 3) == 0)
+        __stcg(reinterpret_cast<float2*>(unit + 16 * D) + row, make_float2(rows.m[r], rows.l[r]));
+    }
+  }
+  int* last = reinterpret_cast<int*>(smem + AttentionShape<D>::kShare) + kLast;
+  bar_sync(kBarBoth, 256);
+  if (threadIdx.x == 0) {
+    unsigned* counter = p.counters + kArrivals + work.unit;
+    *last = arrive_at(counter) + 1 == static_cast<unsigned>(work.parts());
+    if (*last) *counter = 0;
+  }
+  bar_sync(kBarBoth, 256);
+  if (!*last) return;
+  write_parts<T, D, 3>(
+      p, work.token, work.head, work.rows, work.parts(), threadIdx.x, 256, [&](int part, int row) {
+        const float* unit = p.units + int64_t(work.unit + part * step + row / 16) * kUnit;
+        return PartPlace{unit + row % 16 * D, reinterpret_cast<const float2*>(unit + 16 * D) + row % 16};
+      });
+}
+
+// Rows of a warp to memory: divided by their sums, through shared memory so that a row is written in one
+// piece.
+template <typename T, int D>
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Rows<D>& rows,
+                                           uint8_t* smem, uint32_t base, int row0) {
+  using S = AttentionShape<D>;
+  const int lane = threadIdx.x & 31;
+  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  float by[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = rows.l[r];
+    const int row = row0 + (lane >> 2) + r * 8;
+    const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
+    float top = rows.m[r] == -INFINITY ? -INFINITY : rows.m[r] * p.scale_log2;  // reference of the sum, log2
+    float factor = 1.f;
+    if (p.sinks != nullptr && row < work.rows) {
+      const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
+      if (most > -INFINITY) {
+        factor = exp2_fast(top - most);
+        sum = sum * factor + exp2_fast(sink - most);
+        top = most;
+      }
+    }
+    by[r] = sum > 0.f ? factor / sum : 0.f;
+    if (p.lse != nullptr && (lane & 3) == 0 && row < work.rows)
+      p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] =
+          sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+  }
+  const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
+  const uint32_t mine = staging + (lane & 15) * (D * 2);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < D / 16; ++i)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4)),
+                 "r"(packed<T>(rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0])),
+                 "r"(packed<T>(rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1])),
+                 "r"(packed<T>(rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0])),
+                 "r"(packed<T>(rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1]))
+                 : "memory");
+  __syncwarp();
+  constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
+  const int chunk = lane % kChunks;
+#pragma unroll
+  for (int i = 0; i < 16 / kStep; ++i) {
+    const int in = i * kStep + lane / kChunks, row = row0 + in;
+    if (row < work.rows) {
+      const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
+      uint4 value;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                   : "r"(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4))
+                   : "memory");
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + (work.token + token) * p.out_token +
+                                head * p.out_head + chunk * 8) = value;
+    }
+  }
+}
+
+}  // namespace gm
+#endif
