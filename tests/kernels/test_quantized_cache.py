@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -293,6 +295,98 @@ def test_what_is_written_is_read() -> None:
             q, *caches, table, start, context, 6, 6, 0.25, k_scale=k_scale, v_scale=v_scale
         )
         assert torch.isfinite(out.float()).all()
+
+
+def harden(name: str, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Change q, keys and values [tokens, heads, D] of one long context in place."""
+    if name == "constant values":
+        values.fill_(1.0)
+    elif name == "flat scores":
+        keys.zero_()
+    elif name == "one key dominates":
+        keys[611] = q[-1, ::2] * 4
+    elif name == "the last key dominates":
+        keys[-1] = q[-1, ::2] * 4
+    elif name == "scores of 60 and -60":
+        keys.mul_(8)
+    else:  # outlying channels
+        keys[..., 5::16] *= 20
+
+
+HARD = (
+    "constant values",
+    "flat scores",
+    "one key dominates",
+    "the last key dominates",
+    "scores of 60 and -60",
+    "outlying channels",
+)
+
+
+@pytest.mark.parametrize("implementation", runnables("paged_attention"), ids=str)
+@pytest.mark.parametrize("name", HARD)
+def test_hard_values(implementation: Runnable, name: str) -> None:
+    """A context of several parts and chunks against float64 over the dequantized cache; with scales of tokens, every kernel alike."""
+    generator = torch.Generator().manual_seed(4)
+    context, heads, dim = 1301, 2, 64
+    q, keys, values = (
+        torch.randn(n, h, dim, generator=generator) for n, h in ((3, 4), (context, heads), (context, heads))
+    )
+    harden(name, q, keys, values)
+    blocks = -(-context // 16)
+    caches, own = (
+        torch.zeros(2, blocks, 16, heads, dim, dtype=torch.float8_e4m3fn),
+        torch.zeros(2, blocks, 16, heads),
+    )
+    reshape_and_cache.reference(keys, values, *caches, torch.arange(context), *own)
+    read = (caches.double() * own[..., None].double()).flatten(1, 2)[:, :context].repeat_interleave(2, 2)
+    q = q.bfloat16()
+    scores = torch.einsum("qhd,khd->hqk", q.double(), read[0]) * dim**-0.5
+    own_place = torch.arange(context - 3, context)[:, None]
+    weights = scores.masked_fill(torch.arange(context) > own_place, -math.inf).softmax(-1)
+    want = torch.einsum("hqk,khd->qhd", weights, read[1])
+    index = {"dtype": torch.int32}
+    out = torch.full(q.shape, math.nan, dtype=q.dtype)
+    implementation(
+        q,
+        *caches,
+        torch.arange(blocks, **index)[None],
+        torch.tensor([0, 3], **index),
+        torch.tensor([context], **index),
+        3,
+        context,
+        dim**-0.5,
+        0,
+        None,
+        None,
+        None,
+        *own,
+        out,
+    )
+    rms = want.square().mean(-1, keepdim=True).sqrt()
+    assert float(((out.double() - want).abs() / torch.maximum(want.abs(), rms)).max()) <= 1.3e-2
+
+
+def test_inductor_compiles_the_write_and_the_read(policy_file: Callable[..., Path]) -> None:
+    """As one graph, also for another number of blocks: the caches and the scales of tokens are written in place."""
+    policy_file()
+
+    def step(q: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
+        *caches, k_scale, v_scale = held
+        index = {"dtype": torch.int32}
+        ops.reshape_and_cache(q[:, :2], q[:, 2:], *caches, torch.arange(6), k_scale, v_scale)
+        places = torch.tensor([[0, 1]], **index), torch.tensor([0, 6], **index), torch.tensor([6], **index)
+        return ops.paged_attention(q, *caches, *places, 6, 6, 0.25, k_scale=k_scale, v_scale=v_scale)
+
+    compiled = torch.compile(step, fullgraph=True)
+    for blocks in (2, 3):
+        q, ways = torch.randn(6, 4, 16).bfloat16(), []
+        for run in (step, compiled):
+            held = [torch.zeros(blocks, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
+            held += [torch.zeros(blocks, 4, 2) for _ in range(2)]
+            ways.append([run(q, *held), *held])
+        assert all(same(one, other) for one, other in zip(*ways, strict=True))
+        assert all(bool(scale.flatten(0, 1)[:6].all()) for scale in ways[1][3:])
 
 
 def bad(**changes: Any) -> dict[str, Any]:
