@@ -1,0 +1,212 @@
+"""transformers' attention interfaces over our attention: one call per layer, padded batches and continuous batching included."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import causal_mask_function, flash_attention_mask
+
+from gristmill import ops
+
+UPDATES_ARGUMENTS = "kwargs" in signature(PagedAttentionCache.update).parameters
+"""Whether the paged cache takes the arguments of the attention as a whole and changes them, as in transformers 5.23; in 5.17 it
+takes two lists of indices."""
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """None, or bool [batch, keys] where the batch is padded: causality and windows are the kernel's.
+
+    Raises:
+        NotImplementedError: a mask of another pattern (bidirectional, packed sequences, prefixes), or a static cache.
+    """
+    windowed = kwargs.get("local_size") is not None
+    if not windowed and mask_function is not causal_mask_function:
+        raise NotImplementedError(
+            "gristmill's attention is causal, with a window where the model has one; this model asks for another mask: "
+            "use attn_implementation='sdpa'"
+        )
+    if isinstance(q_offset, int) and kv_length + kv_offset > q_offset + q_length:
+        raise NotImplementedError(
+            f"gristmill's attention takes a cache that grows: this one has {kv_length} keys for position {q_offset + q_length}; "
+            "use cache_implementation='dynamic'"
+        )
+    found: Tensor | None = flash_attention_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
+    )
+    return found
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, S, D], key [B, Hkv, S', D], value [B, Hkv, S', Dv] -> ([B, S, H, Dv], None).
+
+    attention_mask: what `mask` gave; on the left of S' or on its right, padding is left out. s_aux: sinks [H].
+
+    Raises:
+        NotImplementedError: what gristmill's attention does not compute; nothing is left out silently.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refuse(module, causal=causal, dropout=dropout, softcap=softcap)
+    batch, heads, steps, dim = query.shape
+    keys = key.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    scale = dim**-0.5 if scaling is None else float(scaling)
+    if attention_mask is None:
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
+        first_q, first_k = (
+            torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (steps, keys)
+        )
+        out = attend(q, k, v, first_q, first_k, steps, keys, scale, sliding_window or 0, s_aux)
+        return out.view(batch, steps, heads, -1), None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
+        raise NotImplementedError(
+            f"gristmill's attention takes a mask [batch, keys] = [{batch}, {keys}] of padding, got {list(attention_mask.shape)}"
+        )
+    kept_keys = attention_mask.bool()
+    kept = kept_keys[:, -steps:]
+    found = attend(
+        q[kept],
+        k[kept_keys],
+        v[kept_keys],
+        _starts(kept),
+        _starts(kept_keys),
+        steps,
+        keys,
+        scale,
+        sliding_window or 0,
+        s_aux,
+    )
+    out = q.new_zeros(batch, steps, heads, found.shape[-1])
+    out[kept] = found
+    return out, None
+
+
+def paged(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Continuous batching: query [1, H, tokens, D] of all sequences, keys and values read from transformers' paged cache.
+
+    Raises:
+        ValueError: a call without that cache. NotImplementedError: as for `attention`.
+    """
+    cache = kwargs.get("cache")
+    if cache is None:
+        raise ValueError("paged|gristmill is for continuous batching; use attn_implementation='gristmill'")
+    refuse(module, causal=True, dropout=dropout, softcap=softcap)
+    window = int(getattr(module, "sliding_window", 0) or 0)
+    window = window if window > 1 else 0
+    if UPDATES_ARGUMENTS:
+        key, value = cache.update(key, value, module.layer_idx, kwargs)
+        key, value = (t[0].transpose(0, 1) for t in (key, value))
+        longest_q, key_starts, longest = (
+            kwargs[n] for n in ("max_length_q", "cu_seq_lens_k", "max_length_k")
+        )
+    else:
+        key, value = cache.update(key, value, module.layer_idx, kwargs["read_index"], kwargs["write_index"])
+        bounds = (kwargs["cu_seq_lens_k"], kwargs["max_seqlen_k"])
+        kind = "sliding_attention" if window else "full_attention"
+        key_starts, longest = (bound[kind] if isinstance(bound, dict) else bound for bound in bounds)
+        longest_q = kwargs["max_seqlen_q"]
+    q = query.transpose(1, 2).squeeze(0)
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = attend(
+        q,
+        key,
+        value,
+        kwargs["cu_seq_lens_q"].to(torch.int32),
+        key_starts.to(torch.int32),
+        int(longest_q),
+        int(longest),
+        scale,
+        window,
+        s_aux if s_aux is not None else getattr(module, "sinks", None),
+    )
+    return out[None], None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    key_start: Tensor,
+    max_q: int,
+    max_keys: int,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [tokens, H, D], k [ctx, Hkv, D], v [ctx, Hkv, Dv], starts int32 [sequences + 1] -> [tokens, H, Dv], causal from the end.
+
+    With a window that matters, or sinks, keys are taken as a cache of blocks of one token.
+    """
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if sinks is None and not 0 < window < max_keys:
+        return ops.varlen_attention(q, k, v, query_start, key_start, max_q, max_keys, scale)
+    lengths = key_start[1:] - key_start[:-1]
+    steps = torch.arange(max_keys, dtype=torch.int32, device=q.device)
+    table = (key_start[:-1, None] + steps).clamp(max=max(0, k.shape[0] - 1))
+    return ops.paged_attention(
+        q,
+        k[:, None],
+        v[:, None],
+        table,
+        query_start,
+        lengths,
+        max_q,
+        max_keys,
+        scale,
+        window,
+        None if sinks is None else sinks.detach().float(),
+    )
+
+
+def refuse(module: torch.nn.Module, *, causal: bool, dropout: float, softcap: float | None) -> None:
+    """NotImplementedError for what our attention does not compute."""
+    if not causal:
+        raise NotImplementedError(
+            f"gristmill's attention is causal; {type(module).__name__} is not: use attn_implementation='sdpa'"
+        )
+    if dropout:
+        raise NotImplementedError("gristmill's attention has no dropout: call model.eval()")
+    if softcap:
+        raise NotImplementedError(f"gristmill's attention has no soft cap of logits ({softcap}): use 'eager'")
+
+
+def _starts(kept: Tensor) -> Tensor:
+    """int32 [batch + 1]: where each sequence begins among the kept tokens."""
+    return torch.nn.functional.pad(kept.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
