@@ -166,7 +166,7 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
     ) -> None:
         """key, value [tokens and padding, kv_heads, head_dim] into the cache; slots of -1 are not written."""
         tokens = slot_mapping.shape[0]
-        self.write(key[:tokens], value[:tokens], *self._views(kv_cache), slot_mapping)
+        self.write(key[:tokens], value[:tokens], *self._views(kv_cache), slot_mapping, None, None)
 
     def forward(
         self,
@@ -197,6 +197,8 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
             self.scale,
             self.window,
             self.sinks,
+            None,
+            None,
             None,
             None,
             output[:tokens].view(tokens, self.num_heads, self.head_size),
