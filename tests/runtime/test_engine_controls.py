@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -114,11 +114,24 @@ def test_a_second_drain_ends_at_once_and_a_pause_ends_with_a_drain() -> None:
     assert not engine.paused and engine.step()[0].new_ids
     engine.drain(0)
     assert [o.finish_reason for o in engine.step()] == [FinishReason.ABORT]
+    assert not engine.has_unfinished()
+
+
+def test_a_drain_takes_no_abort_back() -> None:
+    engine, _ = fake_engine()
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=50))
     engine.pause("abort")
-    engine.drain()  # takes no abort back
-    engine._draining = False
-    engine.add_request("b", [1], PARAMS)
+    engine.drain()
     assert [o.finish_reason for o in engine.step()] == [FinishReason.ABORT]
+
+
+def test_an_abort_of_nothing_ends_nothing_that_comes_later() -> None:
+    engine, _ = fake_engine()
+    engine.pause("abort")
+    assert engine.paused
+    engine.add_request("a", [1, 2], PARAMS)
+    engine.resume()
+    assert finish(engine) == {"a": "length"}
 
 
 def test_wrong_wishes() -> None:
@@ -304,4 +317,5 @@ def test_a_planted_fault_shows() -> None:
             self.engine._release_followers = lambda request_id: None  # type: ignore[method-assign]
 
     with pytest.raises((AssertionError, ExceptionGroup)):
-        run_state_machine_as_test(Forgetful, settings=settings(AnyOrder.TestCase.settings, database=None))
+        quick = settings(AnyOrder.TestCase.settings, database=None, phases=[Phase.generate])
+        run_state_machine_as_test(Forgetful, settings=quick)
