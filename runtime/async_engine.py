@@ -111,7 +111,7 @@ class AsyncEngine:
             raise UsageError(f"params must be a SamplingParams, got {type(params).__name__}")
         name = f"async-{next(self._numbers)}" if request_id is None else request_id
         ids = await self._encode(prompt)
-        wishes = [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
+        choice_params = [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
         grammars = await self._compile(params)
         request = ActiveRequest(
             asyncio.get_running_loop(), name, len(ids), params, self._text_streams(params)
@@ -124,7 +124,7 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(
                 self._thread.call(
-                    lambda engine: _add(engine, list(request.open), ids, wishes, grammars, priority)
+                    lambda engine: _add(engine, list(request.open), ids, choice_params, grammars, priority)
                 )
             )
             request.added = True
@@ -358,8 +358,8 @@ def _add(
     """Add all completions of a prompt, or none."""
     added: list[str] = []
     try:
-        for name, wish, grammar in zip(names, params, grammars, strict=True):
-            engine.add_request(name, ids, wish, priority, added[0] if added else None, grammar)
+        for name, request_params, grammar in zip(names, params, grammars, strict=True):
+            engine.add_request(name, ids, request_params, priority, added[0] if added else None, grammar)
             added.append(name)
     except BaseException:
         engine.abort(added)

@@ -151,8 +151,8 @@ class TextOutput:
         else:
             text, kept = self._decode_until_stop(self._stop, self._stream, ids, reason)
             ids = ids[:kept]
-            if self._stop.found is not None:
-                reason, stop_reason = FinishReason.STOP, self._stop.found
+            if self._stop.matched is not None:
+                reason, stop_reason = FinishReason.STOP, self._stop.matched
         return Chunk(
             self.index,
             ids,
@@ -178,7 +178,7 @@ class TextOutput:
         for kept, token in enumerate(ids, 1):
             self._count += 1
             text += stop.push(stream.push([token]), armed=self._count > self._params.min_tokens)
-            if stop.found is not None:
+            if stop.matched is not None:
                 return text, kept
         if reason is not None:
             text += stop.push(stream.finish(), armed=self._count > self._params.min_tokens)

@@ -346,7 +346,7 @@ class Engine:
             if output.id in logprobs:
                 output.logprobs = (logprobs[output.id],)
             if output.new_ids and output.id in self._prompts:
-                output.prompt_logprobs = tuple(self._prompts.pop(output.id).found)
+                output.prompt_logprobs = tuple(self._prompts.pop(output.id).logprobs)
                 self._active[output.id].request.reads_cache = True  # after a preemption, say
 
     def _computes_prompt(self, request_id: str | None) -> bool:

@@ -131,8 +131,9 @@ class EngineThread:
                 self._fail_waiters(EngineDeadError("the engine was closed"))
 
     def _answer_calls(self, block: bool) -> None:
-        """Run the calls that are queued; wait for one if there are none and `block`."""
-        while True:
+        """Run the calls that are queued now, and no later ones, which must not keep steps waiting; wait for one if there are none
+        and `block`."""
+        for _ in range(max(1, self._calls.qsize())):
             try:
                 function, future = self._calls.get(block)
             except Empty:

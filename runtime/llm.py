@@ -123,13 +123,13 @@ class LLM:
         """
         ids = self._prompts(prompts)
         chunks: dict[tuple[int, int], list[Chunk]] = {}
-        wishes = self._params(params, len(ids))
-        for chunk in self._run(ids, wishes, _priorities(priority, len(ids))):
+        params_by_prompt = self._params(params, len(ids))
+        for chunk in self._run(ids, params_by_prompt, _priorities(priority, len(ids))):
             chunks.setdefault((chunk.index, chunk.choice), []).append(chunk)
         return [
             completion(prompt, chunks[index, choice])
-            for index, (prompt, wish) in enumerate(zip(ids, wishes, strict=True))
-            for choice in range(wish.n)
+            for index, (prompt, request_params) in enumerate(zip(ids, params_by_prompt, strict=True))
+            for choice in range(request_params.n)
         ]
 
     def stream(
@@ -188,14 +188,16 @@ class LLM:
             return self.tokenizer
 
         try:
-            for index, (prompt, wish, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            for index, (prompt, request_params, priority) in enumerate(
+                zip(prompts, params, priorities, strict=True)
+            ):
                 first = None
-                for choice, grammar in enumerate(self.compile_grammars(wish)):
+                for choice, grammar in enumerate(self.compile_grammars(request_params)):
                     name = f"llm-{self._requests}"
                     self._requests += 1
-                    text = TextOutput(index, choice, wish, text_stream(tokenizer, wish))
-                    wish_of_choice = engine_params(wish, choice, tokenizer)
-                    engine.add_request(name, prompt, wish_of_choice, priority, first, grammar)
+                    text = TextOutput(index, choice, request_params, text_stream(tokenizer, request_params))
+                    choice_params = engine_params(request_params, choice, tokenizer)
+                    engine.add_request(name, prompt, choice_params, priority, first, grammar)
                     outputs[name] = text
                     first = first or name
             while outputs:
@@ -239,7 +241,7 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
-        if not isinstance(params, Sequence) or not all(isinstance(wish, SamplingParams) for wish in params):
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
             raise UsageError(
                 f"params must be a SamplingParams, or a list of one for each prompt, got {params!r}"
             )

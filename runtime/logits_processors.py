@@ -1,9 +1,10 @@
-"""Logits processors: penalties, biases and bans of the requests that ask for them, for all rows of a step at once.
+"""Logits processors: penalties, biases, bans and grammars of the requests that ask for them, for all rows of a step at once.
 
 State of a request is a slot, a row of tensors on the device that are allocated when the first request needs them: the bias of every
 token (logit_bias; -inf for tokens that are never allowed), how often each is in the output, and which are in the prompt. A slot is
 written when its request first samples. Afterwards a step sends the tokens that are new since the last one, and the bans that depend
-on them. Tokens are counted from the host's list of known tokens, so a step that failed, or a preemption, counts nothing twice.
+on them. Tokens are counted, and grammars advanced, from the host's list of known tokens, so a step that failed, or a preemption,
+counts nothing twice.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ ROWS = 64
 def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
     """The log-probability of one token for each row of logits [rows, vocab], computed in float32.
 
-    ids: the token of each row. tops: how many of the row's likeliest tokens are wanted beside it.
+    ids: the token of each row. tops: how many of the row's likeliest tokens are returned with it.
     """
     most = min(max(tops, default=0), logits.shape[1])
     parts = []
@@ -30,8 +30,8 @@ def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> l
         # One tensor, one copy to the host: float64 holds ranks and ids exactly.
         parts.append(torch.cat([part.double() for part in (chosen - norm, rank, values - norm, places)], 1))
     rows: list[list[float]] = torch.cat(parts).tolist() if parts else []
-    found = []
+    logprobs = []
     for token, top, row in zip(ids, tops, rows, strict=True):
         likeliest = zip(row[2 + most : 2 + most + top], row[2 : 2 + top], strict=True)
-        found.append(TokenLogprobs(token, row[0], int(row[1]), tuple((int(i), p) for i, p in likeliest)))
-    return found
+        logprobs.append(TokenLogprobs(token, row[0], int(row[1]), tuple((int(i), p) for i, p in likeliest)))
+    return logprobs

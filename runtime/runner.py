@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Batch, make_batch
+from gristmill.runtime.batch import Batch, make_batch, send
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
@@ -21,12 +21,12 @@ from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a prompt, while its chunks are computed. ids: the prompt. top: likeliest tokens wanted at each position.
-    found: one for each token; None for the first, which nothing predicts, and for those not computed yet."""
+    """Log-probabilities of a prompt, while its chunks are computed. ids: the prompt. top: number of likeliest tokens at each position.
+    logprobs: one for each token; None for the first, which nothing predicts, and for those not computed yet."""
 
     ids: list[int]
     top: int
-    found: list[TokenLogprobs | None]
+    logprobs: list[TokenLogprobs | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +97,17 @@ class Runner:
             logits = self.model.logits(hidden[batch.rows])
         request_ids = [entry.id for entry in entries if entry.samples]
         ids = self.sampler(self.processors.apply(logits, request_ids), rows)
-        wanted = [
+        with_logprobs = [
             (place, row.params.logprobs)
             for place, row in enumerate(rows)
             if row.params.logprobs is not None and ids[place] >= 0
         ]
-        if not wanted:
+        if not with_logprobs:
             return StepResult(ids, {})
-        places = [place for place, _ in wanted]
+        places = [place for place, _ in with_logprobs]
+        chosen = logits[send(places, torch.int64, self.device)]
         of_tokens = token_logprobs(
-            logits[places], [ids[place] for place in places], [top for _, top in wanted]
+            chosen, [ids[place] for place in places], [top for _, top in with_logprobs]
         )
         return StepResult(ids, dict(zip((request_ids[place] for place in places), of_tokens, strict=True)))
 
@@ -123,7 +124,7 @@ class Runner:
                     start = begin + first
                     logits = self.model.logits(hidden[start : start + len(some)])
                     place = entry.start + 1 + first
-                    prompt.found[place : place + len(some)] = token_logprobs(
+                    prompt.logprobs[place : place + len(some)] = token_logprobs(
                         logits, some, [prompt.top] * len(some)
                     )
             begin += entry.count

@@ -18,20 +18,20 @@ class StopStrings:
         self._strings = tuple(strings)
         self._include = include
         self._held = ""  # the longest end of the text so far that begins a stop string
-        self.found: str | None = None
+        self.matched: str | None = None
 
     def push(self, text: str, armed: bool = True) -> str:
-        """More text; returns what is certain. `found` is set where a stop string is complete, and nothing comes after it.
+        """More text; returns what is certain. `matched` is set where a stop string is complete, and nothing comes after it.
 
         armed: False where no stop string may be complete inside of this text; one may begin in it.
         """
-        if self.found is not None:
+        if self.matched is not None:
             return ""
         buffer = self._held + text
         if armed and (match := self._first(buffer, len(self._held))) is not None:
-            start, self.found = match
+            start, self.matched = match
             self._held = ""
-            return buffer[: start + len(self.found)] if self._include else buffer[:start]
+            return buffer[: start + len(self.matched)] if self._include else buffer[:start]
         kept = self._beginning(buffer)
         self._held = buffer[len(buffer) - kept :]
         return buffer[: len(buffer) - kept]

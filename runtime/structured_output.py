@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class StructuredOutput:
         UsageError: none or several are given, or one of the wrong type.
     """
 
-    json_schema: Mapping[str, Any] | str | None = None
+    json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None
@@ -108,26 +108,26 @@ class GrammarCompiler:
         self._matcher = llguidance.LLMatcher
         self._words = (vocab_size + 31) // 32
 
-    def compile(self, wish: StructuredOutput) -> Grammar:
+    def compile(self, output: StructuredOutput) -> Grammar:
         """The grammar of an output that has not begun; UsageError says what is wrong with it. May take a second."""
         matcher = self._matcher
         try:
-            if wish.json_schema is not None:
-                schema = wish.json_schema
+            if output.json_schema is not None:
+                schema = output.json_schema
                 text = matcher.grammar_from_json_schema(schema if isinstance(schema, str) else dict(schema))
-            elif wish.regex is not None:
-                text = matcher.grammar_from_regex(wish.regex)
-            elif wish.grammar is not None:
-                text = matcher.grammar_from_lark(wish.grammar)
+            elif output.regex is not None:
+                text = matcher.grammar_from_regex(output.regex)
+            elif output.grammar is not None:
+                text = matcher.grammar_from_lark(output.grammar)
             else:
-                options = " | ".join(json.dumps(option, ensure_ascii=False) for option in wish.choice or ())
+                options = " | ".join(json.dumps(option, ensure_ascii=False) for option in output.choice or ())
                 text = matcher.grammar_from_lark(f"start: {options}")
         except ValueError as error:
             raise UsageError(f"the structured output cannot be compiled: {error}") from error
-        made = matcher(self._tokenizer, text, log_level=0)
-        if made.is_error():
-            raise UsageError(f"the structured output cannot be compiled: {made.get_error()}")
-        return Grammar(made, self._words)
+        compiled = matcher(self._tokenizer, text, log_level=0)
+        if compiled.is_error():
+            raise UsageError(f"the structured output cannot be compiled: {compiled.get_error()}")
+        return Grammar(compiled, self._words)
 
 
 def next_tokens(grammars: Sequence[Grammar], pinned: bool) -> Tensor:

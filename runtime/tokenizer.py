@@ -27,12 +27,12 @@ class Tokenizer:
 
     def words(self, text: str) -> list[list[int]]:
         """The ids of a text inside of a word and, where they differ, behind a space; nothing is added by the post-processor."""
-        found: list[list[int]] = []
+        variants: list[list[int]] = []
         for place in (text, " " + text.lstrip()):
             ids: list[int] = self._backend.encode(place, add_special_tokens=False).ids
-            if ids and ids not in found:
-                found.append(ids)
-        return found
+            if ids and ids not in variants:
+                variants.append(ids)
+        return variants
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json."""

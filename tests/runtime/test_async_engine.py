@@ -445,3 +445,23 @@ def test_what_it_is_made_of_is_checked() -> None:
     for wrong in (0, -1.0):
         with pytest.raises(UsageError, match="watchdog_seconds must be a positive number"):
             AsyncEngine(core, watchdog_seconds=wrong)
+
+
+def test_a_flood_of_calls_does_not_stop_the_steps() -> None:
+    """Calls that each queue another one: the queue is never empty."""
+    core, _ = big_engine()
+
+    async def main() -> None:
+        async with AsyncEngine(core) as engine:
+            flooding = True
+
+            def again(_: Engine) -> None:
+                if flooding:
+                    engine._thread.call(again)
+
+            engine._thread.call(again)
+            [completed] = await engine.generate([1, 2], SamplingParams(max_tokens=50))
+            flooding = False
+            assert list(completed.token_ids) == expected_ids([1, 2], 50)
+
+    run(main(), 60)

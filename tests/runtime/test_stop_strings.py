@@ -46,7 +46,7 @@ def test_any_pieces_give_the_same(text: str, strings: list[str], include: bool, 
         out += stop.push(piece)
         assert wanted.startswith(out), "text came out that a stop string takes back"
     out += stop.finish()
-    assert (out, stop.found) == (wanted, string)
+    assert (out, stop.matched) == (wanted, string)
 
 
 def pieces(stop: StopStrings, *text: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_what_cannot_begin_a_stop_string_is_not_held_back() -> None:
         "",
         "",
     ]
-    assert stop.found == "</end>"
+    assert stop.matched == "</end>"
 
 
 def test_a_planted_fault_shows(monkeypatch: pytest.MonkeyPatch) -> None:

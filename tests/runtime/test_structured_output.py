@@ -178,6 +178,16 @@ def test_wishes_are_checked(wish: dict[str, Any], message: str) -> None:
         StructuredOutput(**wish)
 
 
+def test_parameters_can_be_keys() -> None:
+    wish = SamplingParams(
+        structured_output=CASES[0][0], logit_bias={1: 2.0}, bad_words=["a", [1, 2]], stop=["x"]
+    )
+    same = SamplingParams(
+        structured_output=CASES[0][0], logit_bias={1: 2.0}, bad_words=["a", [1, 2]], stop="x"
+    )
+    assert {wish: 1}[same] == 1 and wish != SamplingParams()
+
+
 def test_what_cannot_be_compiled_or_combined(
     shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
