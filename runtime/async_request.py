@@ -50,14 +50,13 @@ class ActiveRequest:
         }
         self.added = False
         self.span: RequestSpan | None = None
-        self._chunks: dict[int, Chunk] = {}  # by choice: what the caller has not taken
+        self._chunks: dict[int, list[Chunk]] = {}  # by choice: what the caller has not taken
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
     def put(self, chunk: Chunk) -> None:
         """Another chunk, for `next`."""
-        waiting = self._chunks.get(chunk.choice)
-        self._chunks[chunk.choice] = chunk if waiting is None else merged(waiting, chunk)
+        self._chunks.setdefault(chunk.choice, []).append(chunk)
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -66,7 +65,8 @@ class ActiveRequest:
         self._ready.set()
 
     async def next(self) -> Chunk | None:
-        """The next chunk; None at the end. What came before a failure is handed out before it is raised."""
+        """What has come of one completion since the last call, as one chunk; None at the end. What came before a failure is handed
+        out before it is raised."""
         while not self._chunks:
             if self._error is not None:
                 # One death has many callers: each gets an exception of its own.
@@ -77,4 +77,4 @@ class ActiveRequest:
                 return None
             self._ready.clear()
             await self._ready.wait()
-        return self._chunks.pop(next(iter(self._chunks)))
+        return merged(self._chunks.pop(next(iter(self._chunks))))

@@ -86,33 +86,32 @@ def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], T
 
 def completion(prompt_ids: Sequence[int], chunks: Sequence[Chunk]) -> Completion:
     """All chunks of one completion as one."""
-    last = chunks[-1]
-    logprobs = None
-    if last.logprobs is not None:
-        logprobs = tuple(one for chunk in chunks for one in chunk.logprobs or ())
+    whole = merged(chunks)
     return Completion(
         tuple(prompt_ids),
-        tuple(token for chunk in chunks for token in chunk.token_ids),
-        "".join(chunk.text for chunk in chunks),
-        last.finish_reason or FinishReason.ABORT.value,
-        last.choice,
-        last.stop_reason,
-        logprobs,
-        next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
+        whole.token_ids,
+        whole.text,
+        whole.finish_reason or FinishReason.ABORT.value,
+        whole.choice,
+        whole.stop_reason,
+        whole.logprobs,
+        whole.prompt_logprobs,
     )
 
 
-def merged(first: Chunk, second: Chunk) -> Chunk:
-    """Two successive chunks of one completion as one."""
-    return Chunk(
-        second.index,
-        first.token_ids + second.token_ids,
-        first.text + second.text,
-        second.finish_reason,
-        second.choice,
-        second.stop_reason,
-        None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
-        first.prompt_logprobs or second.prompt_logprobs,
+def merged(chunks: Sequence[Chunk]) -> Chunk:
+    """Successive chunks of one completion, at least one, as one."""
+    last = chunks[-1]
+    if len(chunks) == 1:
+        return last
+    return replace(
+        last,
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        text="".join(chunk.text for chunk in chunks),
+        logprobs=None
+        if last.logprobs is None
+        else tuple(p for chunk in chunks for p in chunk.logprobs or ()),
+        prompt_logprobs=next((c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None), None),
     )
 
 
