@@ -1,4 +1,4 @@
-"""The functions of an operation that its declared arguments make: their source, put together and compiled once."""
+"""Functions generated from the declared arguments of an operation: their source is assembled and compiled once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from gristmill.kernel_registry.guard_source import guard_source, like_source
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 RESERVED = frozenset({"plan", "out", "inf", "nan"})
-"""Names that no argument may have: keyword arguments of every operation, and numbers in a torch schema. An output may be ``out``."""
+"""Names that no argument may have: keyword arguments of every operation, and float literals of torch schemas. An output may be
+named ``out``."""
 
 
 def check_declared(op: Declared) -> None:
-    """ValueError for declarations from which no torch schema or no functions can be made. Needs no torch."""
+    """ValueError for declarations from which no torch schema or no functions can be generated. Does not need torch."""
     names = [item.name for item in (*op.arguments, *op.returns)]
     for name in (op.name, *names):
         if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or iskeyword(name):
@@ -86,13 +87,13 @@ def compiled(op: Declared) -> dict[str, Any]:
     }
     scope |= {"prod": prod, "isfinite": isfinite, "source": source}
     scope |= {f"rule_{index}": rule for index, rule in enumerate(op.rules)}
-    taken = {"torch", "where", "values", "problem", "lead", "wrong", *scope} & {
+    conflicts = {"torch", "where", "values", "problem", "lead", "wrong", *scope} & {
         *Names(op).arguments,
         *op.outputs,
     }
-    if taken:
+    if conflicts:
         raise ValueError(
-            f"{op.name}: {', '.join(sorted(taken))}: the generated checks use this name; choose another"
+            f"{op.name}: {', '.join(sorted(conflicts))}: the generated checks use this name; choose another"
         )
     file = f"<gristmill {op.name} {crc32(source.encode()):08x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

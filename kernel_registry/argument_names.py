@@ -1,4 +1,4 @@
-"""What the names in declared shapes, rules and computed axes of an operation stand for."""
+"""Meaning of the names in the declared shapes, rules and computed axes of an operation."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def is_name(size: str) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """A declared shape, taken apart."""
+    """A parsed shape declaration."""
 
     text: str
 
     @property
     def flat(self) -> bool:
-        """A number of elements in any shape."""
+        """Whether only the number of elements is declared."""
         return self.text.startswith("(")
 
     @property
     def leading(self) -> bool:
-        """Any leading dimensions before `sizes`."""
+        """Whether any leading dimensions are allowed before `sizes`."""
         return self.text.startswith("...")
 
     @property
@@ -48,7 +48,7 @@ class Shape:
         return (self.text,) if self.flat else tuple(size for size in self.text.split() if size != "...")
 
     def places(self) -> Iterator[tuple[int, str]]:
-        """(index, size) of each dimension: from the end where there are leading ones; nothing of a flat shape."""
+        """(index, size) of each dimension, the index counted from the end after leading dimensions. Empty for a flat shape."""
         if not self.flat:
             back = len(self.sizes) if self.leading else 0
             yield from ((place - back, size) for place, size in enumerate(self.sizes))
@@ -58,8 +58,8 @@ class Names:
     """The names of one operation.
 
     sizes: determined by shapes. static: axes that a plan fixes, and the arguments that its flags fix.
-    stated: optional tensors whose presence a plan fixes. scalar_axes: numbers that are static axes (all numbers that are axes,
-    where nothing is planned yet).
+    stated: optional tensors whose presence a plan fixes. scalar_axes: scalars that are static axes (without a plan: all
+    scalars that are axes).
     """
 
     def __init__(self, op: Declared) -> None:
@@ -75,7 +75,7 @@ class Names:
         plain = {scalar.name for scalar in self.scalars if not scalar.states}
         declared: list[Tensor | Weight] = [*self.tensors, *self.weights]
         self.shapes = {item.name: item.shape for item in declared}
-        self.sizes = {name for shape in self.shapes.values() for name in self.of(shape)} - plain
+        self.sizes = {name for shape in self.shapes.values() for name in self.names_of(shape)} - plain
         if any(Shape(shape).leading for shape in self.shapes.values()) and op.bucket is not None:
             self.sizes.add(op.bucket)
         flags = {flag for axis in op.axes if axis.kind == "flags" for flag in axis.choices}
@@ -90,21 +90,21 @@ class Names:
         self.scalar_axes.sort(key=self.arguments.index)
 
     def dtype_of(self, axis: str) -> str:
-        """The dtype axis that a dtype axis may stand for, "" where it has dtypes of its own only."""
+        """The dtype axis that a dtype axis may refer to; "" if all its choices are dtypes."""
         return next((choice for choice in self.axes[axis].choices if self._kind(choice) == "dtype"), "")
 
     def _kind(self, name: str) -> str:
         return self.axes[name].kind if name in self.axes else ""
 
-    def of(self, shape: str) -> list[str]:
+    def names_of(self, shape: str) -> list[str]:
         """The names in a shape."""
         sizes = [size for size in Shape(shape).sizes if size != "..."]
         return list(dict.fromkeys(name for size in sizes for name in names_in(size)))
 
     def legend(self, shape: str) -> str:
-        """What the sizes of a shape are, for people: of those that are axes."""
-        known = [f"{name}: {self.axes[name].help}" for name in self.of(shape) if name in self.axes]
-        return f" ({'; '.join(known)})" if known else ""
+        """The meaning of the sizes of a shape that are axes, for messages."""
+        meanings = [f"{name}: {self.axes[name].help}" for name in self.names_of(shape) if name in self.axes]
+        return f" ({'; '.join(meanings)})" if meanings else ""
 
     def sizes_in(self, text: str) -> list[str]:
         """The sizes in an expression."""
@@ -112,25 +112,27 @@ class Names:
 
     def only_in(self, argument: str) -> set[str]:
         """Sizes that only this argument determines."""
-        others = {n for name, shape in self.shapes.items() if name != argument for n in self.of(shape)}
-        return self.sizes.intersection(self.of(self.shapes.get(argument, ""))) - others
+        sizes_elsewhere = {
+            size for name, shape in self.shapes.items() if name != argument for size in self.names_of(shape)
+        }
+        return self.sizes.intersection(self.names_of(self.shapes.get(argument, ""))) - sizes_elsewhere
 
     def variable(self, name: str, planned: bool) -> str:
-        """What holds the value of a name: of a size ``s_<name>``, of what a plan fixes too, else the argument."""
-        told = name in self.sizes or name in self.op.values
-        dtype = self._kind(name) == "dtype" and name not in self.arguments
-        if told or dtype or (planned and name in self.static):
+        """The variable with the value of a name: ``s_<name>`` for sizes and for what a plan fixes, else the argument."""
+        is_value = name in self.sizes or name in self.op.values
+        is_dtype = self._kind(name) == "dtype" and name not in self.arguments
+        if is_value or is_dtype or (planned and name in self.static):
             return f"s_{name}"
         if name in self.arguments:
             return name
         raise ValueError(f"{self.op.name}: {name} is neither a size of its arguments nor one of them")
 
     def resolve(self, text: str, planned: bool) -> str:
-        """An expression of sizes as source."""
+        """Source of an expression of sizes."""
         return self._replaced(text, lambda name: self.variable(name, planned))
 
     def computed(self, axis: str) -> str:
-        """The expression of a computed axis as source. Its names are sizes and arguments, whatever axes are called."""
+        """Source of the expression of a computed axis. Its names refer to sizes and arguments, not to axes."""
         return self._replaced(
             self.op.values[axis],
             lambda name: (
@@ -151,23 +153,23 @@ class Names:
         if isinstance(tree, ast.BinOp):
             sides = [ast.unparse(tree.left), ast.unparse(tree.right)]
             if sides.count(name) == 1:
-                other = self.resolve(sides[1 - sides.index(name)], planned)
+                operand = self.resolve(sides[1 - sides.index(name)], planned)
                 if isinstance(tree.op, ast.Mult):
-                    return other, ""
+                    return operand, ""
                 if isinstance(tree.op, ast.Add):
-                    return "", other
-        raise ValueError(f"{self.op.name}: {name} cannot be told from a size {text}")
+                    return "", operand
+        raise ValueError(f"{self.op.name}: {name} cannot be determined from a size {text}")
 
     def call(self, rule: Callable[..., Any], planned: bool) -> str:
-        """The arguments of a rule: it names what it looks at."""
+        """Source of the arguments of a rule, which are the names of its parameters."""
         return ", ".join(self.variable(name, planned) for name in signature(rule).parameters)
 
     def changes(self, rule: Callable[..., Any]) -> bool:
-        """Whether a rule looks at anything that a plan does not fix."""
+        """Whether a rule has a parameter that a plan does not fix."""
         return any(name not in self.static for name in signature(rule).parameters)
 
     def axis_values(self) -> dict[str, str]:
-        """Axis -> the expression of its value where a call is described. Dynamic axes that nothing determines are left out."""
+        """Axis -> the expression of its value in `describe`. Dynamic axes that no argument determines are omitted."""
         values = {}
         for axis in self.op.axes:
             if axis.name in self.sizes or axis.name in self.op.values or axis.kind == "dtype":
@@ -189,5 +191,5 @@ class Names:
         return values
 
     def _flag(self, name: str) -> str:
-        given = f"{name} is not None" if name in self.stated else name
-        return f"({name!r}, {given}),"
+        condition = f"{name} is not None" if name in self.stated else name
+        return f"({name!r}, {condition}),"

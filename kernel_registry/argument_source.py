@@ -1,8 +1,8 @@
 """`describe`, `like` and `guard` of an operation, written as Python source from its declared arguments and compiled once.
 
-Source, not a walk over the declarations, because a guard runs at every planned call: what the plan fixes is computed when the
-guard is made, and the rest is one condition. Where that condition does not hold, `examine` looks at the call again, argument by
-argument: it raises the error that names what is wrong, or finds strides that are unusual and still taken.
+Source, not a walk over the declarations, because a guard runs at every planned call: values that the plan fixes are computed when
+the guard is created, and the rest is one condition. If that condition does not hold, `examine` checks the call again, argument by
+argument. It raises the error that names the fault, or accepts the call if its strides are unusual but supported.
 
 In the source ``s_<name>`` is a size or another axis value, ``d_<name>`` a torch dtype, ``h_<number>`` a constant of the plan.
 ``inspect.getsource`` and tracebacks show it; ``print(op.source)`` too.
@@ -24,7 +24,7 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
 }
-"""Of comparisons that a NaN does not make false both ways."""
+"""Negations of the comparisons for which NaN is no special case."""
 
 
 def indented(lines: Iterable[str]) -> Lines:
@@ -49,7 +49,7 @@ def tuple_of(items: Iterable[str]) -> str:
 
 
 class Checks:
-    """The checks of one call, argument by argument: of `describe`, which learns the axes, or of a plan, which knows the static ones."""
+    """The checks of one call, argument by argument. `describe` derives all axes; a plan has fixed the static ones."""
 
     def __init__(self, op: Declared, planned: bool) -> None:
         self.op, self.names, self.planned = op, Names(op), planned
@@ -59,19 +59,19 @@ class Checks:
         self.items += op.returns if planned else self.names.weights
         self.items.sort(key=lambda item: isinstance(item, Tensor) and item.optional)
         self.known: set[str] = {*self.names.static} if planned else set()
-        self.told: dict[str, str] = {}  # size -> the argument that determines it
-        self.whole: dict[str, str] = {}  # size that an expression divides -> the condition that it does
-        self.offset: dict[
+        self.determined_by: dict[str, str] = {}  # size -> the argument that determines it
+        self.divisible: dict[
             str, str
-        ] = {}  # size that an expression subtracts from -> what is subtracted, for people
+        ] = {}  # size divided out of an expression -> the condition that the division is exact
+        self.offset: dict[str, str] = {}  # size with an offset in its expression -> the offset, for messages
         self.lead = ""
 
     def expression(self, text: str) -> str:
-        """A size expression as source."""
+        """Source of a size expression."""
         return self.names.resolve(text, self.planned)
 
     def guarded(self, item: Tensor | Weight, lines: Lines) -> Lines:
-        """`lines`, run only where an optional argument is given."""
+        """`lines`, under a test for None if the argument is optional."""
         if isinstance(item, Tensor) and item.optional and lines:
             return [f"if {item.name} is not None:", *indented(lines)]
         return lines
@@ -81,15 +81,15 @@ class Checks:
         return item.name if isinstance(item, Tensor) else f"w_{item.name}"
 
     def dims(self) -> Lines:
-        """That tensors came, their numbers of dimensions, and what kind of weights came."""
+        """Checks of the types of the arguments and of their numbers of dimensions."""
         needed = [t.name for t in self.items if isinstance(t, Tensor) and not t.optional]
         lines = [f"need_tensors(where, {', '.join(f'{name}={name}' for name in needed)})"] if needed else []
         for item in self.items:
             shape = Shape(item.shape)
             if isinstance(item, Weight):
-                made = f"w_{item.name}, scheme_{item.name}, order_{item.name}"
+                targets = f"w_{item.name}, scheme_{item.name}, order_{item.name}"
                 lines.append(
-                    f"{made} = dense_or_quantized(where, {item.name!r}, {item.shape!r}, {item.name})"
+                    f"{targets} = dense_or_quantized(where, {item.name!r}, {item.shape!r}, {item.name})"
                 )
             elif not shape.flat:
                 test = f"{item.name}.dim() {'>=' if shape.leading else '=='} {len(shape.sizes)}"
@@ -99,7 +99,7 @@ class Checks:
         return lines
 
     def sizes(self) -> Lines:
-        """Every size that a shape determines: plain names first, then those inside an expression."""
+        """Assignments of the sizes that shapes determine: plain names first, then names inside an expression."""
         lines: Lines = []
         for plain in (True, False):
             for item in self.items:
@@ -118,28 +118,30 @@ class Checks:
         unknown = [n for n in self.names.sizes_in(size) if n not in self.known]
         if len(unknown) != 1:
             return []
-        name, here = unknown[0], f"{self.tensor(item)}.shape[{place}]"
+        name, extent = unknown[0], f"{self.tensor(item)}.shape[{place}]"
         self.known.add(name)
-        self.told[name] = item.name
+        self.determined_by[name] = item.name
         optional = isinstance(item, Tensor) and item.optional
         if size == name:
-            return [f"s_{name} = 0 if {item.name} is None else {here}" if optional else f"s_{name} = {here}"]
+            return [
+                f"s_{name} = 0 if {item.name} is None else {extent}" if optional else f"s_{name} = {extent}"
+            ]
         factor, offset = self.names.solve(size, name, self.planned)
         if factor:
-            self.whole[name] = f"{here} == {self.expression(size)}"
-            return [f"s_{name} = {here} // {factor}"]
+            self.divisible[name] = f"{extent} == {self.expression(size)}"
+            return [f"s_{name} = {extent} // {factor}"]
         self.offset[name] = "" if offset.isdigit() else f" where {offset} is {{{offset}}}"
-        return [f"s_{name} = {here} - {offset}"]
+        return [f"s_{name} = {extent} - {offset}"]
 
     def minimums(self) -> Lines:
-        """Sizes that an axis does not take."""
+        """Checks of sizes against the minimum of their axis."""
         lines: Lines = []
-        for name, teller in self.told.items():
-            axis, item = self.names.axes.get(name), next(i for i in self.items if i.name == teller)
-            head = f"where, {teller!r}, {item.shape!r}"
-            if name in self.whole:
+        for name, argument in self.determined_by.items():
+            axis, item = self.names.axes.get(name), next(i for i in self.items if i.name == argument)
+            head = f"where, {argument!r}, {item.shape!r}"
+            if name in self.divisible:
                 error = f"wrong_size({head}, '{name} a whole number', {self.tensor(item)})"
-                lines += unless(self.whole[name], error)
+                lines += unless(self.divisible[name], error)
             optional = isinstance(item, Tensor) and item.optional
             if axis is not None and not optional and (axis.minimum or name in self.offset):
                 why = f"{'f' if self.offset.get(name) else ''}'{name} at least {axis.minimum}{self.offset.get(name, '')}'"
@@ -148,15 +150,15 @@ class Checks:
         return lines
 
     def values(self) -> Lines:
-        """Axes that are computed, and arguments that are axes."""
+        """Assignments of computed axes, and checks of arguments that are axes."""
         lines: Lines = []
         for name, text in self.op.values.items():
             computed = self.names.computed(name)
             if self.planned and name in self.names.static:
-                given = next(n for n in names_in(text) if n in self.names.arguments)
+                argument = next(n for n in names_in(text) if n in self.names.arguments)
                 lines += unless(
                     f"({computed}) == s_{name}",
-                    f"wrong_value(where, {given!r}, f'such that {name} is {{s_{name}!r}}', {given})",
+                    f"wrong_value(where, {argument!r}, f'such that {name} is {{s_{name}!r}}', {argument})",
                 )
             else:
                 lines.append(f"s_{name} = {computed}")
@@ -173,23 +175,29 @@ class Checks:
         return lines
 
     def shapes(self) -> Lines:
-        """Sizes that are told more than once."""
+        """Checks of sizes that more than one argument determines."""
         lines: Lines = []
         for item in self.items:
             shape, x = Shape(item.shape), self.tensor(item)
             sizes = [self.expression(size) for size in shape.sizes]
             if shape.flat:
                 test, expected = f"{x}.numel() == {sizes[0]}", f"({sizes[0]},)"
-            elif all(self.told.get(size) == item.name for size in shape.sizes) and (
+            elif all(self.determined_by.get(size) == item.name for size in shape.sizes) and (
                 not shape.leading or self.lead == item.name
             ):
                 continue
             else:
                 expected = tuple_of([*(["*lead"] if shape.leading else []), *sizes])
                 test = f"tuple({x}.shape) == {expected}"
-            others = {name: self.told[name] for name in self.names.of(item.shape) if name in self.told}
-            told = "".join(f", {name} as in {other}" for name, other in others.items() if other != item.name)
-            error = f"wrong_shape(where, {item.name!r}, {item.shape!r}, {expected}, {x}, {told!r})"
+            owners = {
+                name: self.determined_by[name]
+                for name in self.names.names_of(item.shape)
+                if name in self.determined_by
+            }
+            origins = "".join(
+                f", {name} as in {owner}" for name, owner in owners.items() if owner != item.name
+            )
+            error = f"wrong_shape(where, {item.name!r}, {item.shape!r}, {expected}, {x}, {origins!r})"
             absent = [n for n in shape.sizes if n in self.names.static and n in self.names.only_in(item.name)]
             if self.planned and absent and isinstance(item, Tensor) and item.optional:
                 lines += unless(
@@ -199,48 +207,48 @@ class Checks:
         return lines
 
     def kinds(self) -> Lines:
-        """Dtypes, devices and strides."""
+        """Checks of dtypes, devices and strides."""
         lines: Lines = []
-        seen: dict[str, str] = {}
+        first_of: dict[str, str] = {}
         for item in self.items:
             x = self.tensor(item)
             if isinstance(item, Weight):
-                lines += self.scheme(item, seen)
+                lines += self.scheme(item, first_of)
                 continue
-            own: Lines = []
+            checks: Lines = []
             axis = self.names.axes.get(item.dtype)
-            first = seen.setdefault(item.dtype, x)
+            first = first_of.setdefault(item.dtype, x)
             if self.planned:
                 error = f"unplanned_dtype(where, {x!r}, d_{item.dtype}, {x})"
-                own += unless(f"{x}.dtype is d_{item.dtype}", error)
+                checks += unless(f"{x}.dtype is d_{item.dtype}", error)
             elif axis is None:
-                own += unless(
+                checks += unless(
                     f"{x}.dtype is d_{item.dtype}", f"wrong_dtype(where, {x!r}, [d_{item.dtype}], {x})"
                 )
             elif first == x and self.names.dtype_of(axis.name):
-                own += self.alternative(x, axis, seen)
+                checks += self.alternative(x, axis, first_of)
             elif first == x:
-                own.append(f"s_{axis.name} = names_{axis.name}.get({x}.dtype)")
-                own += unless(
+                checks.append(f"s_{axis.name} = names_{axis.name}.get({x}.dtype)")
+                checks += unless(
                     f"s_{axis.name} is not None", f"wrong_dtype(where, {x!r}, names_{axis.name}, {x})"
                 )
             else:
                 error = f"other_dtype(where, {x!r}, {x}, {first!r}, {first}.dtype)"
-                own += unless(f"{x}.dtype is {first}.dtype", error)
-            own += self.device(x, x)
+                checks += unless(f"{x}.dtype is {first}.dtype", error)
+            checks += self.device(x, x)
             test = (
                 f"{x}.is_contiguous()" if item.strides == CONTIGUOUS else f"STRIDES_OF[{item.strides!r}]({x})"
             )
-            own += unless(test, f"wrong_strides(where, {x!r}, {item.strides!r}, {x})")
+            checks += unless(test, f"wrong_strides(where, {x!r}, {item.strides!r}, {x})")
             if item.strides != CONTIGUOUS and (item.mutable or item in self.op.returns):
-                own += unless(f"apart({x})", f"overlapping(where, {x!r}, {x})")
-            lines += self.guarded(item, own)
+                checks += unless(f"apart({x})", f"overlapping(where, {x!r}, {x})")
+            lines += self.guarded(item, checks)
         return lines
 
-    def alternative(self, x: str, axis: Axis, seen: dict[str, str]) -> Lines:
-        """The axis of a tensor that has another one's dtype, or one of its own."""
+    def alternative(self, x: str, axis: Axis, first_of: dict[str, str]) -> Lines:
+        """The dtype axis of a tensor that has either the dtype of another tensor or one of its own choices."""
         same = self.names.dtype_of(axis.name)
-        first = seen[same]
+        first = first_of[same]
         own = f"names_{axis.name}"
         return [
             f"s_{axis.name} = {same!r} if {x}.dtype is {first}.dtype else {own}.get({x}.dtype)",
@@ -256,17 +264,17 @@ class Checks:
         error = f"wrong_device(where, {name!r}, {x}, {self.first!r}, {self.first}.device)"
         return unless(f"{x}.device == {self.first}.device", error)
 
-    def scheme(self, item: Weight, seen: dict[str, str]) -> Lines:
+    def scheme(self, item: Weight, first_of: dict[str, str]) -> Lines:
         lines = self.device(item.name, f"w_{item.name}")
-        if item.scheme in seen:
-            expected = f'f"of {seen[item.scheme]}\'s scheme {{s_{item.scheme}}}"'
+        if item.scheme in first_of:
+            expected = f'f"of {first_of[item.scheme]}\'s scheme {{s_{item.scheme}}}"'
             error = f"wrong_value(where, {item.name!r}, {expected}, scheme_{item.name})"
             return [*lines, *unless(f"scheme_{item.name} == s_{item.scheme}", error)]
-        seen[item.scheme] = item.name
+        first_of[item.scheme] = item.name
         return [*lines, f"s_{item.scheme} = scheme_{item.name}"]
 
     def scalars(self) -> Lines:
-        """Bounds of numbers; sizes that a number repeats; packed weights of a plan."""
+        """Checks of scalars and, with a plan, of packed weights."""
         lines: Lines = []
         for scalar in self.names.scalars:
             lines += scalar_bounds(self.names, scalar, () if self.planned else ("bounds",))
@@ -278,7 +286,7 @@ class Checks:
         return lines
 
     def rules(self) -> Lines:
-        """The hand-written checks."""
+        """Calls of the hand-written rules."""
         lines: Lines = []
         for index, rule in enumerate(self.op.rules):
             if self.planned and not self.names.changes(rule):
@@ -288,7 +296,7 @@ class Checks:
         return lines
 
     def lines(self) -> Lines:
-        """All of them, in an order in which each may count on those before it."""
+        """All checks. Each may rely on those before it."""
         return [
             *self.dims(),
             *self.sizes(),
@@ -301,14 +309,14 @@ class Checks:
         ]
 
 
-def scalar_bounds(names: Names, scalar: Scalar, which: tuple[str, ...]) -> Lines:
-    """The checks of a number: its declared bounds, and that it equals the size it states."""
+def scalar_bounds(names: Names, scalar: Scalar, checks: tuple[str, ...]) -> Lines:
+    """The checks of a scalar: its declared bounds, and that it equals the size that it states."""
     name, lines = scalar.name, Lines()
     if scalar.states:
         size = f"s_{scalar.states}"
         error = f"wrong_value(where, {name!r}, f'0 or the {scalar.states} of the weight, {{{size}}}', {name})"
         lines += unless(f"{name} == 0 or {name} == {size}", error)
-    if "bounds" not in which:
+    if "bounds" not in checks:
         return lines
     axis = names.axes.get(name)
     minimum = scalar.minimum
@@ -330,7 +338,7 @@ def scalar_bounds(names: Names, scalar: Scalar, which: tuple[str, ...]) -> Lines
 
 
 def weight_test(weight: Weight, first: str, tensor: str) -> str:
-    """What is wrong with the first packed tensor, as a condition."""
+    """The condition under which the first packed tensor is invalid."""
     tests = [
         f"{first}.nbytes < bytes_{weight.name}",
         f"{first}.device != {tensor}.device",

@@ -1,10 +1,10 @@
-"""Declarations of an operation's arguments: their shapes, dtypes and storage order, each written once.
+"""Declarations of an operation's arguments: their shapes, dtypes and strides.
 
-From them come the torch schema of the operator and the source of `describe`, `guard` and `like` (see `argument_source`).
+The torch schema of the operator is generated from them, as is the source of `describe`, `guard` and `like` (see `argument_source`).
 
 A shape is a string of sizes, one per dimension: ``"blocks block_size kv_heads head_dim"``. A size is an axis of the operation,
 another name that ties arguments to each other (``blocks``), a number, or an expression of those without spaces (``2*n``,
-``seqs+1``, ``n//(1+silu_mul)``; the last needs its names from elsewhere). ``...``, in front, stands for any leading dimensions:
+``seqs+1``, ``n//(1+silu_mul)``; the names in the last must be determined by other arguments). ``...``, in front, stands for any leading dimensions:
 their product is the operation's bucket axis, and they are the same for every argument that has them. A shape in brackets,
 ``"(m*top_k)"``, is a number of elements in any shape. A size that only an absent optional argument would determine is 0.
 """
@@ -29,17 +29,17 @@ STRIDES = {
     MATRIX: "contiguous, or at most two-dimensional with a contiguous last dimension",
     STRIDED: "of any strides",
 }
-"""What a tensor's strides may be."""
+"""Constraints on the strides of a tensor, as messages print them."""
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A tensor argument, or an output.
 
-    dtype: an axis of kind ``dtype``, whose choices are the dtypes taken and which all its tensors share, or a dtype's name.
-    optional: None is taken, and the default unless `required`. An axis of kind ``bool`` with the argument's name says
+    dtype: the name of a dtype, or an axis of kind ``dtype``: all tensors of that axis share one of its choices.
+    optional: None is allowed, and is the default unless `required`. An axis of kind ``bool`` with the argument's name says
         whether it is given; so does a ``flags`` axis that has the name among its choices.
-    mutable: written in place. No two elements of a tensor that is written may share memory.
+    mutable: written in place. No two elements of such a tensor may share memory.
     strides: one of `STRIDES`.
     """
 
@@ -54,7 +54,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, a flag or a text. It is the value of the axis of its name, unless a shape determines that axis.
+    """A number, a flag or a string. It is the value of the axis of its name, unless a shape determines that axis.
 
     kind: ``int``, ``float``, ``bool`` or ``str``. default: None = required.
     minimum, maximum, finite: checked where a call is described; `maximum` may be an expression of sizes.
@@ -72,8 +72,8 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Weight:
-    """A packed weight, ``Tensor[]`` in the schema: a QuantTensor or a list of one dense tensor where it is described, the
-    tensors of a layout where it is planned.
+    """A packed weight, ``Tensor[]`` in the schema: a QuantTensor or a list of one dense tensor for `describe`, the
+    tensors of a layout for planned calls.
 
     shape: sizes of the weight itself, ``"n k"``, or ``"e n k"`` of one per expert. scheme: the axis of its scheme.
     act_order: the axis that says whether the columns of its groups are in any order.
@@ -87,7 +87,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernel that will run; kernels check it, who know its size."""
+    """Scratch memory of the kernel that will run. The kernel checks its size, which only it knows."""
 
     name: ClassVar[str] = "workspace"
 
@@ -109,7 +109,7 @@ class Parameter:
 
 
 class Declared(Protocol):
-    """What the generated source is made of: the fields of an `Op` that say what a call looks like."""
+    """The fields of an `Op` that determine the generated source."""
 
     @property
     def name(self) -> str: ...

@@ -79,10 +79,10 @@ class Build:
         return cls()
 
     @classmethod
-    def of(cls, packages: Mapping[str, str] | None = None, **others: Any) -> Build:
+    def of(cls, packages: Mapping[str, str] | None = None, **other_fields: Any) -> Build:
         """A hand-written Build: `Build.of({"torch": "2.13.0", "triton": "3.9.0"}, triton_backends=("cuda",))`."""
         named = {normal_name(name): version for name, version in (packages or {}).items()}
-        return cls(packages=tuple(sorted(named.items())), **others)
+        return cls(packages=tuple(sorted(named.items())), **other_fields)
 
     @classmethod
     def probe(cls) -> Build:
@@ -102,29 +102,29 @@ class Build:
         return self.version("triton")
 
     def confirm(self, offers: Iterable[str], importing: bool = False) -> Build:
-        """A copy that knows which of `offers` (`"module:attr"`) are there. Reads sources; imports only with
+        """A copy that knows which of `offers` (`"module:attr"`) exist. Reads sources; imports only with
         `importing`."""
         from gristmill.kernel_registry.offers import find_offer
 
-        have, lack = set(self.offers), dict(self.lacks)
+        present, absent = set(self.offers), dict(self.lacks)
         for offer in offers:
-            if offer in have or (offer in lack and not importing):
+            if offer in present or (offer in absent and not importing):
                 continue
             offered, why = find_offer(offer, importing)
             if offered:
-                have.add(offer)
-                lack.pop(offer, None)
+                present.add(offer)
+                absent.pop(offer, None)
             else:
-                lack[offer] = why
-        return replace(self, offers=frozenset(have), lacks=tuple(sorted(lack.items())))
+                absent[offer] = why
+        return replace(self, offers=frozenset(present), lacks=tuple(sorted(absent.items())))
 
     def why_not_package(self, name: str, minimum: str) -> str | None:
         """None when the package is installed at `minimum` ("" = any) or newer, else why not."""
-        have = self.version(name)
-        if have is None:
+        installed_version = self.version(name)
+        if installed_version is None:
             return f"package {name} is not installed"
-        if minimum and version_key(have) < version_key(minimum):
-            return f"package {name} is {have}; {minimum} or newer is needed"
+        if minimum and version_key(installed_version) < version_key(minimum):
+            return f"package {name} is {installed_version}; {minimum} or newer is needed"
         return None
 
     def why_not_offer(self, offer: str) -> str | None:
@@ -152,8 +152,8 @@ class Build:
         if emitted is None:
             return f"Triton emits no code for {target.name}"
         if emitted[0] not in self.triton_backends:
-            have = ", ".join(self.triton_backends) or "none"
-            return f"Triton {self.triton} has no backend {emitted[0]} for {target.name}; it has {have}"
+            backends = ", ".join(self.triton_backends) or "none"
+            return f"Triton {self.triton} has no backend {emitted[0]} for {target.name}; it has {backends}"
         return None
 
     @property
@@ -251,19 +251,19 @@ def _probe() -> Build:
     import gristmill
     from gristmill.kernel_registry.targets.probe import FAMILIES, driver_version
 
-    made: dict[str, Any] = read_manifest(Path(next(iter(gristmill.__path__))) / "_lib")
+    manifest: dict[str, Any] = read_manifest(Path(next(iter(gristmill.__path__))) / "_lib")
     compilers = {name: path for name in ("nvcc", "ptxas", "hipcc", "c++") if (path := shutil.which(name))}
     return Build.of(
         installed(),
-        cpu_levels=tuple(made.get("cpu_levels", ())),
-        cuda_archs=tuple(sorted(made.get("cuda", {}))),
-        hip_archs=tuple(sorted(made.get("hip", {}))),
+        cpu_levels=tuple(manifest.get("cpu_levels", ())),
+        cuda_archs=tuple(sorted(manifest.get("cuda", {}))),
+        hip_archs=tuple(sorted(manifest.get("hip", {}))),
         compilers=tuple(sorted(compilers.items())),
         triton_backends=triton_backends(),
         triton_interpreter=os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"),
         python=".".join(str(n) for n in sys.version_info[:3]),
-        machine=FAMILIES.get(str(made.get("processor", "")).lower(), ""),
-        library=str(made.get("version", "")),
+        machine=FAMILIES.get(str(manifest.get("processor", "")).lower(), ""),
+        library=str(manifest.get("version", "")),
         driver=driver_version(),
-        left_out=tuple(made.get("left_out", ())),
+        left_out=tuple(manifest.get("left_out", ())),
     )

@@ -1,14 +1,14 @@
-"""What a kernel runs, found by reading sources: its Python modules, and the native sources whose entries it calls.
+"""The closure of a kernel, determined by reading sources: its Python modules, and the native sources whose entries it calls.
 
 Nothing is imported and nothing is run: the hash of a kernel can be computed without torch and without a compiler.
 
 Python: the modules of the spec and of the launcher, and what these import, in functions too, but not under
-``if TYPE_CHECKING``. The search stays within `COUNTED`, and within the package of a kernel of a third party. What else of
-`gristmill.kernel_registry` a kernel imports describes it, and reaches a launch only as its problem and its configuration;
-both are in the key of every record. A file that a module names in a string and that lies beside it counts with it.
+``if TYPE_CHECKING``. The search covers `COUNTED` and, for a third-party kernel, its own package. Other modules of
+`gristmill.kernel_registry` only describe kernels; they affect a launch through its problem and its configuration,
+which are in the key of every record. A file that a module names in a string and that lies beside it counts with it.
 
 Native: every string that begins with ``gm_`` in those modules names an entry; ``f"gm_linear_{config['format']}"`` names the
-one of a configuration, any other placeholder stands for any text. `native_sources` says which sources make an entry.
+one of a configuration, any other placeholder matches any text. `native_sources` determines which sources define an entry.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def read_module(source: bytes) -> Module:
 def _imports(code: str) -> Iterator[tuple[str, tuple[tuple[str, str], ...]]]:
     for base, names, plain in _IMPORT.findall(code):
         if plain:
-            yield from ((one.split()[0], ()) for one in plain.replace("\\", " ").split(",") if one.split())
+            yield from ((item.split()[0], ()) for item in plain.replace("\\", " ").split(",") if item.split())
             continue
-        parts = (one.split() for one in names.strip("()").replace("\\", " ").split(","))
+        parts = (item.split() for item in names.strip("()").replace("\\", " ").split(","))
         yield base, tuple((part[0], part[-1]) for part in parts if part)
 
 
@@ -112,7 +112,8 @@ def _entry(text: str) -> Entry:
 def entry_pattern(entry: Entry, config: Mapping[str, object]) -> str:
     """The name of an entry under a configuration; ``*`` for any text."""
     return "".join(
-        part if not at % 2 else str(config[part]) if part in config else "*" for at, part in enumerate(entry)
+        part if not index % 2 else str(config[part]) if part in config else "*"
+        for index, part in enumerate(entry)
     )
 
 
@@ -166,12 +167,12 @@ class Sources:
             scope = (*COUNTED, *({module.partition(".")[0] for module in modules} - {"gristmill", ""}))
             files: dict[str, bytes] = {}
             entries: set[Entry] = set()
-            seen: set[str] = set()
+            visited: set[str] = set()
             waiting = [module for module in modules if module]
             while waiting:
                 name = waiting.pop()
-                if name not in seen and (name in modules or _within(name, scope)):
-                    seen.add(name)
+                if name not in visited and (name in modules or _within(name, scope)):
+                    visited.add(name)
                     step = self._step(name)
                     files |= step.files
                     entries.update(step.entries)
@@ -180,13 +181,13 @@ class Sources:
         return self._reach[modules]
 
     def natives(
-        self, reach: Reach, config: Mapping[str, object], among: tuple[Compiled, ...]
+        self, reach: Reach, config: Mapping[str, object], candidates: tuple[Compiled, ...]
     ) -> list[Compiled]:
-        """The sources among `among` that make the entries of `reach`, and those that they call."""
+        """The sources among `candidates` that define the entries of `reach`, and those that they call."""
         patterns = [entry_pattern(entry, config) for entry in reach.entries]
         sources: dict[str, Compiled] = {}
-        waiting = [s for s in among if any(fits(p, name) for p in patterns for name in s.entries)]
-        by_name = {source.name: source for source in among}
+        waiting = [s for s in candidates if any(fits(p, name) for p in patterns for name in s.entries)]
+        by_name = {source.name: source for source in candidates}
         while waiting:
             source = waiting.pop()
             if source.name not in sources:
@@ -209,8 +210,15 @@ class Sources:
         names = tuple(entry_pattern(entry, config) for entry in reach.entries)
         key = (kind, modules, names, level if kind == "verification" else "", built)
         if key not in self._hashes:
-            orders = (self.built, self.present) if built else (self.present, self.built)
-            natives = next((f for of in orders if names and (f := self.natives(reach, config, of()))), [])
+            lookups = (self.built, self.present) if built else (self.present, self.built)
+            natives = next(
+                (
+                    sources
+                    for compiled_sources in lookups
+                    if names and (sources := self.natives(reach, config, compiled_sources()))
+                ),
+                [],
+            )
             lines = [f"{_sha(data)} {name}" for name, data in reach.files]
             lines += sorted({s.digest(level) if kind == "verification" else s.closure for s in natives})
             self._hashes[key] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -238,7 +246,7 @@ class Sources:
         for base, names in module.imports:
             base = _absolute(base, package)
             if base.partition(".")[0] in ("gristmill", name.partition(".")[0]):
-                runs += self._taken(base, names)
+                runs += self._imported_modules(base, names)
         return _Step(files, module.entries, tuple(dict.fromkeys(runs)))
 
     def _text(self, path: str) -> bytes | None:
@@ -256,21 +264,21 @@ class Sources:
                     return path
         return "" if rest else _single(top)
 
-    def _taken(self, base: str, names: tuple[tuple[str, str], ...]) -> list[str]:
+    def _imported_modules(self, base: str, names: tuple[tuple[str, str], ...]) -> list[str]:
         """The modules that an import statement runs. A package imported whole may be used for any of its lazy names."""
         if names and names[0][0] != "*":
             return [module for name, _ in names for module in self._owner(base, name)]
-        made = self._handed(base) if _within(base, COUNTED) else {}
-        return [base, *(module for name in made for module in self._owner(base, name))]
+        lazy = self._lazy_names(base) if _within(base, COUNTED) else {}
+        return [base, *(module for name in lazy for module in self._owner(base, name))]
 
     def _owner(self, base: str, name: str) -> list[str]:
         """The module that ``from base import name`` runs, and through which packages it goes."""
         if self._path(f"{base}.{name}"):
-            return self._taken(f"{base}.{name}", ())
-        home = self._handed(base).get(name)
+            return self._imported_modules(f"{base}.{name}", ())
+        home = self._lazy_names(base).get(name)
         return [base, *(self._owner(*home) if home else ())]
 
-    def _handed(self, package: str) -> dict[str, tuple[str, str]]:
+    def _lazy_names(self, package: str) -> dict[str, tuple[str, str]]:
         """Lazy names of a package, and their origin: what it imports under ``if TYPE_CHECKING``."""
         path = self._path(package)
         text = self._text(path) if path.endswith("__init__.py") else None
@@ -310,7 +318,7 @@ def _spec(top: str) -> ModuleSpec | None:
 
 
 def _within(name: str, scope: tuple[str, ...]) -> bool:
-    return any(name == one or name.startswith(one + ".") for one in scope)
+    return any(name == module or name.startswith(module + ".") for module in scope)
 
 
 def _absolute(base: str, package: str) -> str:

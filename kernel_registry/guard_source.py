@@ -15,13 +15,13 @@ from gristmill.kernel_registry.arguments import CONTIGUOUS, VECTORS, Declared, T
 
 
 class Guard:
-    """The one condition under which a planned call needs no second look, and what it is made of."""
+    """The single condition that every valid planned call fulfils, and its parts."""
 
     def __init__(self, op: Declared) -> None:
         self.op, self.names = op, Names(op)
-        self.made: Lines = []  # when the guard is made
-        self.ahead: Lines = []  # at each call, before the condition
-        self.wrong: Lines = []  # the condition's parts, each true of a call that does not fit
+        self.setup: Lines = []  # statements run once, when the guard is created
+        self.bindings: Lines = []  # statements of each call, before the condition
+        self.failures: Lines = []  # the parts of the condition, each true for an invalid call
         self.known = {*self.names.static}
         self.constants: dict[str, str] = {}
         self.required = [t for t in self.names.tensors if not t.optional]
@@ -32,17 +32,17 @@ class Guard:
         self.lead = next((t for t in self.required if Shape(t.shape).leading), None)
 
     def constant(self, text: str) -> str:
-        """An expression of what the plan fixes, computed when the guard is made."""
+        """The variable of an expression that the plan fixes, evaluated when the guard is created."""
         return self.constants.setdefault(text, f"h_{len(self.constants)}")
 
     def size(self, text: str) -> str:
-        """A size, as a variable where the plan fixes it."""
+        """Source of a size; a variable if the plan fixes it."""
         resolved = self.names.resolve(text, planned=True)
         fixed = all(name in self.names.static for name in names_in(text))
         return self.constant(resolved) if fixed and not is_name(text) and not text.isdigit() else resolved
 
     def shape(self, item: Tensor) -> str:
-        """The condition under which the shape is wrong."""
+        """The condition under which the shape is invalid."""
         shape, first = Shape(item.shape), self.shaped.get(item.shape, item.name)
         if shape.flat:
             return f"{item.name}.numel() != {self.size(item.shape)}"
@@ -55,29 +55,31 @@ class Guard:
             cut = len(Shape(self.lead.shape).sizes)
             return f"{item.name}.shape != {tuple_of([f'*shape_{self.lead.name}[:-{cut}]', *sizes])}"
         expected = tuple_of(sizes)
-        if all(name in self.names.static for name in self.names.of(item.shape)):
+        if all(name in self.names.static for name in self.names.names_of(item.shape)):
             expected = self.constant(tuple_of(self.names.resolve(s, planned=True) for s in shape.sizes))
         return f"{self.shape_of(item)} != {expected}"
 
     def shape_of(self, item: Tensor) -> str:
-        """The shape: a variable if it is used more than once."""
-        alike = [t for t in (*self.names.tensors, *self.op.returns) if t.shape == item.shape]
-        tells = any(name not in self.names.static for name in self.names.of(item.shape))
-        again = self.shaped.get(item.shape) == item.name and (len(alike) > 1 or tells or item is self.lead)
-        return f"shape_{item.name}" if again else f"{item.name}.shape"
+        """Source of the shape; a variable if it is used more than once."""
+        same_shape = [t for t in (*self.names.tensors, *self.op.returns) if t.shape == item.shape]
+        determines_size = any(name not in self.names.static for name in self.names.names_of(item.shape))
+        is_bound = self.shaped.get(item.shape) == item.name and (
+            len(same_shape) > 1 or determines_size or item is self.lead
+        )
+        return f"shape_{item.name}" if is_bound else f"{item.name}.shape"
 
     def strides(self, item: Tensor) -> str:
-        """The condition under which the strides are wrong."""
-        x, written = item.name, item.mutable or item in self.op.returns
+        """The condition under which the strides are invalid."""
+        x, is_written = item.name, item.mutable or item in self.op.returns
         if item.strides == CONTIGUOUS:
             return f"not {x}.is_contiguous()"
-        if item.strides == VECTORS and not written:
+        if item.strides == VECTORS and not is_written:
             return f"{x}.stride(-1) != 1 and not vectors({x})"
-        test = f"{item.strides}({x}) and apart({x})" if written else f"{item.strides}({x})"
+        test = f"{item.strides}({x}) and apart({x})" if is_written else f"{item.strides}({x})"
         return f"not ({x}.is_contiguous() or {self.nested(item)}{test})"
 
     def nested(self, item: Tensor) -> str:
-        """The quick test of the usual strided view of a tensor that is written: each dimension steps over those after it."""
+        """A fast test for the usual strided view of an output: the stride of each dimension is at least the span of those after it."""
         shape = Shape(item.shape)
         if item.strides != VECTORS or shape.leading or not (item.mutable or item in self.op.returns):
             return ""
@@ -89,24 +91,24 @@ class Guard:
         return " and ".join(tests) + " or "
 
     def tensor(self, item: Tensor) -> str:
-        """The condition under which a tensor is wrong."""
+        """The condition under which a tensor is invalid."""
         parts = [self.shape(item), f"{item.name}.dtype is not d_{item.dtype}", self.strides(item)]
         parts = [f"({part})" if " and " in part and not part.startswith("not") else part for part in parts]
-        wrong = " or ".join(parts)
+        failure = " or ".join(parts)
         if not item.optional:
-            return wrong
-        absent = [n for n in self.names.of(item.shape) if n in self.names.only_in(item.name)]
+            return failure
+        absent = [n for n in self.names.names_of(item.shape) if n in self.names.only_in(item.name)]
         if item.name in self.names.stated:
-            return f"({item.name} is not None) is not s_{item.name} or (s_{item.name} and ({wrong}))"
+            return f"({item.name} is not None) is not s_{item.name} or (s_{item.name} and ({failure}))"
         if absent and absent[0] in self.names.static:
-            return f"(s_{absent[0]} != 0 if {item.name} is None else ({wrong}))"
-        return f"({item.name} is not None and ({wrong}))"
+            return f"(s_{absent[0]} != 0 if {item.name} is None else ({failure}))"
+        return f"({item.name} is not None and ({failure}))"
 
     def bind(self) -> None:
-        """Variables of the sizes that change from call to call."""
+        """Bind variables to the sizes that change from call to call."""
         for item in (*self.required, *self.op.returns):
             if self.shape_of(item) == f"shape_{item.name}":
-                self.ahead.append(f"shape_{item.name} = {item.name}.shape")
+                self.bindings.append(f"shape_{item.name} = {item.name}.shape")
         for plain in (True, False):
             for item in (*self.required, *self.optional):
                 for place, size in Shape(item.shape).places():
@@ -114,40 +116,40 @@ class Guard:
                     if len(unknown) != 1 or is_name(size) != plain:
                         continue
                     name = unknown[0]
-                    here = f"{self.shape_of(item)}[{place}]"
+                    extent = f"{self.shape_of(item)}[{place}]"
                     if not plain:
                         factor, offset = self.names.solve(size, name, planned=True)
-                        here = f"{here} // {factor}" if factor else f"{here} - {offset}"
+                        extent = f"{extent} // {factor}" if factor else f"{extent} - {offset}"
                     elif item.optional:
-                        here = f"0 if {item.name} is None else {here}"
-                    self.ahead.append(f"s_{name} = {here}")
+                        extent = f"0 if {item.name} is None else {extent}"
+                    self.bindings.append(f"s_{name} = {extent}")
                     self.known.add(name)
         for weight in self.names.weights:
-            self.ahead.append(f"first_{weight.name} = {weight.name}[0]")
+            self.bindings.append(f"first_{weight.name} = {weight.name}[0]")
 
     def condition(self) -> None:
-        """The parts of the condition: tensors, axes that are arguments or computed, weights, rules."""
-        self.wrong += [self.tensor(item) for item in (*self.required, *self.op.returns, *self.optional)]
-        self.wrong += [f"{name} != s_{name}" for name in self.names.scalar_axes]
+        """Collect the parts of the condition: tensors, axes that are arguments or computed, weights, rules."""
+        self.failures += [self.tensor(item) for item in (*self.required, *self.op.returns, *self.optional)]
+        self.failures += [f"{name} != s_{name}" for name in self.names.scalar_axes]
         for axis in self.op.values:
             computed = self.names.computed(axis)
             if axis in self.names.static:
-                self.wrong.append(f"({computed}) != s_{axis}")
+                self.failures.append(f"({computed}) != s_{axis}")
             else:
-                self.ahead.append(f"s_{axis} = {computed}")
+                self.bindings.append(f"s_{axis} = {computed}")
         for scalar in self.names.scalars:
             if scalar.states:
-                self.wrong.append(f"({scalar.name} != s_{scalar.states} and {scalar.name} != 0)")
+                self.failures.append(f"({scalar.name} != s_{scalar.states} and {scalar.name} != 0)")
         for weight in self.names.weights:
             sizes = ", ".join(self.names.resolve(size, planned=True) for size in weight.shape.split())
-            self.made.append(f"bytes_{weight.name} = code_bytes(s_{weight.scheme}, {sizes})")
-            self.wrong.append(weight_test(weight, f"first_{weight.name}", self.names.tensors[0].name))
+            self.setup.append(f"bytes_{weight.name} = code_bytes(s_{weight.scheme}, {sizes})")
+            self.failures.append(weight_test(weight, f"first_{weight.name}", self.names.tensors[0].name))
         for index, rule in enumerate(self.op.rules):
             if self.names.changes(rule):
-                self.wrong.append(f"rule_{index}({self.names.call(rule, planned=True)}) is not None")
+                self.failures.append(f"rule_{index}({self.names.call(rule, planned=True)}) is not None")
 
-    def answer(self, fast: bool) -> str:
-        """The call's size on the bucket axis; at least 1 where an output has elements whatever that is."""
+    def bucket_size(self, fast: bool) -> str:
+        """Source of the call's size on the bucket axis; at least 1 if an output has elements at size 0 too."""
         bucket = self.op.bucket
         if bucket is None:
             return "1"
@@ -155,7 +157,7 @@ class Guard:
         if fast and self.lead is not None:
             size = f"{self.lead.name}.numel() // {self.size('*'.join(Shape(self.lead.shape).sizes))}"
         outputs = [Shape(item.shape) for item in self.op.returns]
-        if all(shape.leading or bucket in self.names.of(shape.text) for shape in outputs):
+        if all(shape.leading or bucket in self.names.names_of(shape.text) for shape in outputs):
             return size
         return f"max(1, {size})"
 
@@ -163,7 +165,7 @@ class Guard:
         """``make_guard(problem)`` -> ``guard(*arguments, *outputs)``."""
         self.bind()
         self.condition()
-        given = ", ".join([*self.names.arguments, *(item.name for item in self.op.returns)])
+        parameters = ", ".join([*self.names.arguments, *(item.name for item in self.op.returns)])
         head = [f'where = f"{self.op.name} planned for {{problem}}"', "values = dict(problem.values)"]
         for axis in self.op.axes:
             if axis.kind == "dtype":
@@ -177,24 +179,24 @@ class Guard:
                 head += [f"s_{flag} = {flag!r} in problem.flags({axis.name!r})" for flag in axis.choices]
             elif not axis.dynamic:
                 head.append(f"s_{axis.name} = values[{axis.name!r}]")
-        answer = self.answer(fast=True)
-        head += [*self.made, *(f"{name} = {text}" for text, name in self.constants.items()), ""]
-        slow = [*Checks(self.op, planned=True).lines(), f"return {self.answer(fast=False)}"]
-        joined = [part if index == 0 else f"or {part}" for index, part in enumerate(self.wrong)]
+        result = self.bucket_size(fast=True)
+        head += [*self.setup, *(f"{name} = {text}" for text, name in self.constants.items()), ""]
+        slow = [*Checks(self.op, planned=True).lines(), f"return {self.bucket_size(fast=False)}"]
+        joined = [part if index == 0 else f"or {part}" for index, part in enumerate(self.failures)]
         fast = [
-            *self.ahead,
+            *self.bindings,
             "if (",
             *indented(joined),
             "):",
-            f"    return examine({given})",
-            f"return {answer}",
+            f"    return examine({parameters})",
+            f"return {result}",
         ]
         body = [
             *head,
-            f"def examine({given}):",
+            f"def examine({parameters}):",
             *indented(slow),
             "",
-            f"def guard({given if self.op.returns else self.names.parameters}):",
+            f"def guard({parameters if self.op.returns else self.names.parameters}):",
             *indented(fast),
             "",
             "return guard",
@@ -215,7 +217,7 @@ def like_source(op: Declared) -> Lines:
     names, required = Names(op), [t for t in Names(op).tensors if not t.optional]
     same = {t.shape: t.name for t in reversed(required) if " " in t.shape}
     lead = next((t for t in required if Shape(t.shape).leading), None)
-    needed = [name for item in op.returns if item.shape not in same for name in names.of(item.shape)]
+    needed = [name for item in op.returns if item.shape not in same for name in names.names_of(item.shape)]
     for name in needed:
         needed += [n for n in names_in(op.values.get(name, "0")) if n not in needed]
     scalars = [s for s in names.scalars if s.name in needed and not s.states]
@@ -227,36 +229,38 @@ def like_source(op: Declared) -> Lines:
     for scalar in names.scalars:
         for weight in names.weights:
             if scalar.states in needed and scalar.states in weight.shape.split():
-                given = f"where, {weight.name!r}, {weight.shape!r}, {weight.name}, {scalar.name}"
-                lines.append(f"s_{scalar.states} = stated_size({given})")
+                arguments = f"where, {weight.name!r}, {weight.shape!r}, {weight.name}, {scalar.name}"
+                lines.append(f"s_{scalar.states} = stated_size({arguments})")
                 checks.known.add(scalar.states)
     items: list[Tensor | Weight] = []
     for plain in (True, False):
         for name in (n for n in needed if n not in checks.known):
-            tellers = [
+            sources = [
                 item
                 for item in checks.items
                 if any(
                     is_name(s) == plain and name in names.sizes_in(s) for _, s in Shape(item.shape).places()
                 )
             ]
-            if tellers and tellers[0] not in items:
-                items.append(tellers[0])
-            checks.known |= {name} if tellers else set()
+            if sources and sources[0] not in items:
+                items.append(sources[0])
+            checks.known |= {name} if sources else set()
     checks.known -= set(needed) - {s.states for s in names.scalars}
     checks.items = items
     leading = [item for item in op.returns if Shape(item.shape).leading and item.shape not in same]
     if lead is not None and leading and lead not in items:
         checks.items = [lead, *items]
     lines += [*checks.dims(), *checks.sizes()]
-    checks.told = {name: teller for name, teller in checks.told.items() if name in checks.offset}
+    checks.determined_by = {
+        name: argument for name, argument in checks.determined_by.items() if name in checks.offset
+    }
     lines += checks.minimums()
     for scalar in scalars:
         lines += scalar_bounds(names, scalar, ("bounds",))
     lines += [
         f"s_{name} = {names.computed(name)}"
         for name in op.values
-        if any(name in names.of(r.shape) for r in op.returns)
+        if any(name in names.names_of(r.shape) for r in op.returns)
     ]
     outputs = []
     for item in op.returns:
@@ -265,8 +269,8 @@ def like_source(op: Declared) -> Lines:
         else:
             sizes = [names.resolve(size, planned=False) for size in Shape(item.shape).sizes]
             shape = tuple_of([*(["*lead"] if Shape(item.shape).leading else []), *sizes])
-        teller = next(
+        dtype_source = next(
             (t.name for t in names.tensors if t.dtype == item.dtype and item.dtype in names.axes), ""
         )
-        outputs.append(f"({shape}, {f'{teller}.dtype' if teller else f'd_{item.dtype}'})")
+        outputs.append(f"({shape}, {f'{dtype_source}.dtype' if dtype_source else f'd_{item.dtype}'})")
     return [f"def like({names.parameters}):", *indented([*lines, f"return {tuple_of(outputs)}"])]

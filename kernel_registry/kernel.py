@@ -22,9 +22,9 @@ Config = Mapping[str, ConfigValue]
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory a launch needs: bytes, and whether it must be zero at first.
+    """Scratch memory of a launch: bytes, and whether it must be zero before the first launch.
 
-    A kernel that wants zeros leaves, whatever its configuration, zeros wherever its own next call wants them; other kernels
+    A kernel that needs zeros restores them, under every configuration, wherever its next call expects them. Other kernels
     get other memory.
     """
 
@@ -33,12 +33,12 @@ class Workspace:
 
 
 def accept_all(problem: Problem) -> str | None:
-    """The `accepts` of a kernel that takes every problem of its operation."""
+    """The `accepts` of a kernel that supports every problem of its operation."""
     return None
 
 
 def no_config(problem: Problem, target: Target) -> Config:
-    """The `config` of a kernel that has nothing to choose."""
+    """The `config` of a kernel without parameters."""
     return {}
 
 
@@ -58,18 +58,18 @@ class Kernel:
 
     target: ``"module:attr"`` of the launcher ``launch(config, *arguments, *outputs)``; imported at first use. It
         launches on the caller's current stream, allocates nothing that outlives the call, and does not synchronise.
-    requires: what device and installation must have; refusals are sentences.
+    requires: requirements on the device and the installation.
     accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
-    config: the pure default configuration, which also carries what the launcher must know of the problem's static part
-        (scheme, code level); space: the configurations worth trying, for tuning.
+    config: the default configuration, a pure function; it includes what the launcher needs of the static part of the problem
+        (scheme, code level). space: the configurations that tuning tries.
     sources: ``sources(problem)`` -> the native sources that a launch runs, by file name without suffix, as far as they are
         marked rare: a build may leave them out (cmake/cuda.cmake).
     layouts: names of the weight layouts it reads, for operations with packed weights.
-    examples: problems to prove it on besides the operation's own, for a kernel that takes few of those.
+    examples: test problems besides those of the operation, for a kernel that accepts few of them.
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
-    capturable: False = it reads device memory on the host, so a CUDA graph cannot hold it.
+    capturable: False = it reads device memory on the host, so it cannot be captured in a CUDA graph.
     priority: rank before anything was measured; higher first. auto: False = runs only when a policy pins it.
-    proven: where this kernel has run and matched, for people ("sm_90: H200"); "" = nowhere yet.
+    proven: devices on which this kernel has matched the reference ("sm_90: H200"); "" = none yet.
     """
 
     op: str
@@ -99,7 +99,7 @@ class Kernel:
     module: str = field(default="", compare=False)
 
     def proofs(self, op: Op) -> list[str]:
-        """The problems that it is proven on: the operation's examples and its own, as far as it accepts them."""
+        """The problems that it is tested on: the operation's examples and its own, as far as it accepts them."""
         return [
             text
             for text in dict.fromkeys((*op.examples, *self.examples))
@@ -114,21 +114,21 @@ class Kernel:
         return () if reason is None else (reason,)
 
     def load(self) -> Callable[..., None]:
-        """The launcher. ImportError and AttributeError come through: selection asks before it loads."""
+        """The launcher. Does not catch ImportError and AttributeError: selection checks before it loads."""
         launcher: Callable[..., None] = load_attribute(self.target)
         return launcher
 
     def code_hash(self, config: Config | None = None, *, built: bool = False) -> str:
-        """A short hash of everything that a launch runs, as the sources are now (`closure`): what a measured time is of.
+        """A short hash of everything that a launch runs, as the sources are now (`closure`). Measured times are keyed by it.
 
-        config: narrows it to the native entries of one configuration. built: of the native sources that the loaded
-        libraries were built from, which is what a time measured now is of.
+        config: narrows it to the native entries of one configuration. built: hash the native sources that
+        the loaded libraries were built from, as for a time measured now.
         """
         return installed_sources().code_hash(self._modules, config or {}, built)
 
     def verification_hash(self, config: Config | None = None) -> str:
         """A short hash of everything that a launch runs, as it was compiled: with the flags and the compiler of the loaded
-        libraries, at the code level of `config`. What a verification is of."""
+        libraries, at the code level of `config`. Verifications are keyed by it."""
         return installed_sources().verification_hash(self._modules, config or {})
 
     @property

@@ -1,7 +1,7 @@
 """Layouts: named, versioned storage orders of a weight and its scales, owned by no kernel. Standard library only.
 
 A layout is declared in a spec module of ``quant/layouts`` as ``LAYOUT = Layout(...)``; kernels name the layouts they
-read, plans choose among them, and the code that packs is imported when it is first needed.
+read, plans choose among them, and packing code is imported on first use.
 
     >>> from gristmill.kernel_registry.registry import default_registry
     >>> layout = default_registry().layout("plain_v1")
@@ -24,7 +24,7 @@ class Layout:
     """One storage order.
 
     Attributes:
-        name: with a version, ``plain_v1``: any change of the order is a new name.
+        name: with a version, ``plain_v1``. Any change of the order needs a new name.
         summary: one line for people.
         slots: names of the packed tensors, in the order in which they are passed to an operator as ``Tensor[]``. Every
             weight fills every slot: one that a scheme does not need is an empty tensor.
@@ -55,11 +55,11 @@ class Layout:
                 raise ValueError(f"layout {self.name}: a target is 'module:attr', got {target!r}")
 
     def accepts(self, scheme: QuantScheme | str) -> bool:
-        """Whether weights of this scheme can be packed so."""
+        """Whether weights of this scheme can be packed in this layout."""
         return self.why_not(scheme) is None
 
     def why_not(self, scheme: QuantScheme | str) -> str | None:
-        """None, or the reason why weights of this scheme cannot be packed so."""
+        """None, or the reason why weights of this scheme cannot be packed in this layout."""
         parsed = QuantScheme.parse(scheme)
         if parsed.weights in self.schemes or (self.any_integer and parsed.is_integer):
             return None

@@ -1,11 +1,12 @@
-"""Native sources: which entries each one makes, what it includes and calls, and what it was compiled with.
+"""Native sources: the entries that each one defines, its includes and calls, and how it was compiled.
 
-`sources_in` reads them from a checkout; `built_sources` reads what CMake wrote of them into ``_lib/manifest.json`` when the
-libraries were built (cmake/digests.cmake), which is all that a wheel has. Both digest a closure alike: the source and every
+`sources_in` reads them from a checkout; `built_sources` reads what CMake recorded in ``_lib/manifest.json`` when it built the
+libraries (cmake/digests.cmake); a wheel has nothing else. Both digest a closure alike: the source and every
 quoted ``#include`` that it reaches, each as the line ``<sha256 of the file> <its name>``, by name.
 
-A source ``_<name>_sm90.cu.in`` is a template: CMake writes instances of it, one for each row of the table that its comment
-``// gm-table: <file>`` names. The template and the table stand for the instances; ``@...@`` in the name of its entry is any text.
+A source ``_<name>_sm90.cu.in`` is a template: CMake writes one instance for each row of the table that its comment
+``// gm-table: <file>`` names. Hashes cover the template and the table instead of the instances; ``@...@`` in the name of its entry
+matches any text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from gristmill.kernel_registry.build import read_manifest
 
 LIBRARIES = {".cpp": "kernels/_native/threads.cpp", ".cu": "kernels/_native/cuda_driver.cpp"}
-"""The source that every source of a library is linked with: its threads, its driver."""
+"""The source that all sources of a library are linked with: threads for C++, the driver for CUDA."""
 INCLUDE_FOLDER = "kernels/_native"
 
 
@@ -30,9 +31,9 @@ INCLUDE_FOLDER = "kernels/_native"
 class Compiled:
     """One compiled source.
 
-    entries: names of the functions that it makes, without code level. links: names of the sources whose functions it calls.
-    closure: the digest of its text and of what it includes; files: their names, as far as they are here. builds: code
-    level or architecture -> digest of closure, flags and compiler; none for a source that was read, not built.
+    entries: names of the functions that it defines, without code level. links: names of the sources whose functions it calls.
+    closure: the digest of its text and of its includes; files: their names, as far as they exist here. builds: code
+    level or architecture -> digest of closure, flags and compiler; empty for a source that was read, not built.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Compiled:
     builds: Mapping[str, str] = field(default_factory=dict)
 
     def digest(self, level: str) -> str:
-        """What its code at `level` was made of; at all of its levels where it has no such one."""
+        """The digest of its code at `level`; of all its levels if it was not built at that one."""
         return (
             self.builds.get(level)
             or " ".join(self.builds[name] for name in sorted(self.builds))
@@ -67,7 +68,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class _Text:
-    """What a native file says. entries: of GM_KERNEL and GM_CUDA_ENTRY; names: every ``gm_`` name outside comments."""
+    """Contents of a native file. entries: of GM_KERNEL and GM_CUDA_ENTRY; names: every ``gm_`` name outside comments."""
 
     includes: tuple[str, ...]
     table: str
@@ -78,7 +79,7 @@ class _Text:
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.M)
 _TABLE = re.compile(r"^// gm-table: (\S+)", re.M)
-_MADE = re.compile(r"\bGM_(?:KERNEL|CUDA_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
+_ENTRIES = re.compile(r"\bGM_(?:KERNEL|CUDA_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
 _DEFINED = re.compile(r"^#define GM_ENTRY ([\w@]+)", re.M)
 _PLACE = re.compile(r"@\w+@")
 _NAME = re.compile(r"\bgm_\w+")
@@ -92,7 +93,7 @@ def _read(source: bytes) -> _Text:
     return _Text(
         includes=tuple(_INCLUDE.findall(code)),
         table=table[1] if table else "",
-        entries=tuple(_MADE.findall(code)),
+        entries=tuple(_ENTRIES.findall(code)),
         defined=_PLACE.sub("*", defined[1]) if defined else "",
         names=frozenset(_NAME.findall(code)),
     )
@@ -101,13 +102,13 @@ def _read(source: bytes) -> _Text:
 def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compiled, ...]:
     """The native sources of a package folder, as `read` gives them."""
     closures = {name: _closure(folder, name, read) for name in _compiled(folder)}
-    made: dict[str, tuple[str, ...]] = {}
+    entries_of: dict[str, tuple[str, ...]] = {}
     for name, files in closures.items():
         texts = [_read(data) for _, data in files if data is not None]
         entries = {entry for text in texts for entry in text.entries}
         defined = {text.defined for text in texts if text.defined} if "GM_ENTRY" in entries else set()
-        made[name] = tuple(sorted(entries - {"GM_ENTRY"} | defined))
-    makers = {entry: name for name, entries in made.items() for entry in entries}
+        entries_of[name] = tuple(sorted(entries - {"GM_ENTRY"} | defined))
+    makers = {entry: name for name, entries in entries_of.items() for entry in entries}
     sources = []
     for name, files in closures.items():
         named = frozenset().union(*(_read(data).names for _, data in files if data is not None))
@@ -115,7 +116,7 @@ def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compil
         sources.append(
             Compiled(
                 name=name,
-                entries=made[name],
+                entries=entries_of[name],
                 links=tuple(sorted(links - {name})),
                 closure=_digest(files),
                 files=tuple(file for file, data in files if data is not None),
@@ -125,25 +126,25 @@ def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compil
 
 
 def built_sources(folder: Path) -> tuple[Compiled, ...]:
-    """The native sources that the libraries in `folder` were built from. Empty where nothing was built, or by a build that
-    did not say."""
+    """The native sources that the libraries in `folder` were built from. Empty if nothing was built, or if the manifest
+    has no sources."""
     recorded: Mapping[str, Any] = read_manifest(folder).get("sources", {})
     return tuple(
         Compiled(
             name=name,
-            entries=tuple(one["entries"]),
-            links=tuple(one["links"]),
-            closure=one["closure"],
-            builds=one["builds"],
+            entries=tuple(record["entries"]),
+            links=tuple(record["links"]),
+            closure=record["closure"],
+            builds=record["builds"],
         )
-        for name, one in sorted(recorded.items())
+        for name, record in sorted(recorded.items())
     )
 
 
 def _compiled(folder: str) -> Iterator[str]:
-    """Names of what CMake compiles: the same files that cpu.cmake and cuda.cmake look for."""
+    """Names of the sources that CMake compiles: the files that cpu.cmake and cuda.cmake search for."""
     for path, folders, files in os.walk(os.path.join(folder, "kernels")):
-        folders[:] = sorted(one for one in folders if one != "__pycache__")
+        folders[:] = sorted(child for child in folders if child != "__pycache__")
         for file in sorted(files):
             name = f"{os.path.relpath(path, folder)}/{file}"
             if name in LIBRARIES.values() or re.fullmatch(r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in)", file):
@@ -158,22 +159,22 @@ def _library(name: str) -> str:
 def _closure(
     folder: str, name: str, read: Callable[[str], bytes | None]
 ) -> tuple[tuple[str, bytes | None], ...]:
-    """(name, bytes) of a source and of everything that it includes in quotes; None for an include that is nowhere."""
+    """(name, bytes) of a source and of everything that it includes in quotes; None for an include that does not exist."""
     contents: dict[str, bytes | None] = {}
     waiting = [name]
     while waiting:
-        one = waiting.pop()
-        if one in contents:
+        current = waiting.pop()
+        if current in contents:
             continue
-        contents[one] = data = read(os.path.join(folder, one))
+        contents[current] = data = read(os.path.join(folder, current))
         if data is None:
             continue
-        text, here = _read(data), os.path.dirname(one)
-        waiting += [os.path.join(here, text.table)] if text.table and one.endswith(".in") else []
+        text, parent = _read(data), os.path.dirname(current)
+        waiting += [os.path.join(parent, text.table)] if text.table and current.endswith(".in") else []
         for include in text.includes:
-            places = [os.path.normpath(os.path.join(place, include)) for place in (here, INCLUDE_FOLDER)]
-            there = (place for place in places if read(os.path.join(folder, place)) is not None)
-            waiting.append(next(there, include))
+            places = [os.path.normpath(os.path.join(place, include)) for place in (parent, INCLUDE_FOLDER)]
+            existing = (place for place in places if read(os.path.join(folder, place)) is not None)
+            waiting.append(next(existing, include))
     return tuple(sorted(contents.items()))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
-    """Whether `"module:attr"` is there: (True, ""), (False, why), or (None, why) when only an import could tell.
+    """Whether `"module:attr"` exists: (True, ""), (False, why), or (None, why) if only an import can tell.
 
     Reads the module's source; runs none of it. With `importing`, an undecided module is imported and its attributes are looked up.
     """
@@ -32,16 +32,16 @@ def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
 
 def _by_import(module: str, attribute: str) -> tuple[bool | None, str]:
     try:
-        thing: object = importlib.import_module(module)
+        value: object = importlib.import_module(module)
         for part in attribute.split("."):
-            thing = getattr(thing, part)
+            value = getattr(value, part)
     except Exception as error:
-        return False, f"{module}:{attribute} cannot be had: {type(error).__name__}: {error}"
+        return False, f"{module}:{attribute} cannot be imported: {type(error).__name__}: {error}"
     return True, ""
 
 
 def _by_source(module: str, name: str) -> tuple[bool | None, str]:
-    top, *rest = module.split(".")
+    top, *parts = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError) as error:
@@ -50,15 +50,15 @@ def _by_source(module: str, name: str) -> tuple[bool | None, str]:
         return False, f"module {top} is not installed"
     folders = [Path(p) for p in spec.submodule_search_locations or ()]
     file = Path(spec.origin) if spec.origin and spec.origin not in ("built-in", "frozen") else None
-    seen = top
-    for part in rest:
-        seen += f".{part}"
-        packages = [f / part for f in folders if (f / part).is_dir()]
-        sources = [f / f"{part}.py" for f in folders if (f / f"{part}.py").is_file()]
+    qualified = top
+    for part in parts:
+        qualified += f".{part}"
+        packages = [folder / part for folder in folders if (folder / part).is_dir()]
+        sources = [folder / f"{part}.py" for folder in folders if (folder / f"{part}.py").is_file()]
         if not packages and not sources:
             if any(True for folder in folders for _ in folder.glob(f"{part}.*so")):
-                return None, f"{seen} is a compiled module: only an import can tell"
-            return False, f"{top} is installed, but has no module {seen}"
+                return None, f"{qualified} is a compiled module: only an import can tell"
+            return False, f"{top} is installed, but has no module {qualified}"
         folders = packages
         file = packages[0] / "__init__.py" if packages else sources[0]
     if file is None or file.suffix != ".py" or not file.is_file():

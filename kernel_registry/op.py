@@ -1,4 +1,4 @@
-"""Operations: what is computed. The torch reference defines the meaning, is the oracle of every test, and the last fallback."""
+"""Operations: what is computed. The torch reference defines the result, is the oracle of every test, and the last fallback."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Op:
     returns: the tensors it produces, () for an operation that only writes into its arguments.
     reference: ``reference(*arguments)`` -> the output, a tuple of them, or None (in place); plain torch, float32 inside.
     values: axes that are computed from the arguments: axis -> an expression of sizes and arguments.
-    rules: what the declarations cannot say, where arguments constrain each other. Each is a function whose parameters name
-        the sizes, axes and arguments that it looks at, and which returns None or a sentence. Rules that look at anything
-        that a plan does not fix run at every planned call.
+    rules: constraints between arguments that declarations cannot express. Each is a function whose parameters name the
+        sizes, axes and arguments that it checks; it returns None or an error message. Rules with a parameter that a plan
+        does not fix run at every planned call.
     inputs: ``inputs(problem, seed, device)`` -> the arguments, as a list, for tests, verification and benchmarks.
-    check: ``check(problem)`` -> what keeps its values from going together (heads that do not divide among KV heads), None if
-        nothing does. Axes that are open have no value.
-    bucket: the axis a plan has buckets for.
+    check: ``check(problem)`` -> why its values are inconsistent (heads not divisible by KV heads), None if they are not.
+        Open axes have no value.
+    bucket: the axis whose sizes a plan divides into buckets.
     shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work); None
         caps the bucket axis at 257.
     pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
         for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
     unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
-    weights: ``weights(problem)`` -> the (N, K) of each packed weight, for plans to count its layouts' bytes by; None: one
+    weights: ``weights(problem)`` -> the (N, K) of each packed weight, from which plans compute the bytes of layouts; None: one
         weight of the axes n and k.
     error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
@@ -94,7 +94,7 @@ class Op:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The arguments in torch schema syntax, taken apart."""
+        """The arguments, parsed into torch schema parameters."""
         from gristmill.kernel_registry.arguments import parameters
 
         return parameters(self.arguments)
@@ -121,8 +121,8 @@ class Op:
         return str(self._compiled["source"])
 
     def describe(self, *arguments: Any, **named: Any) -> Problem:
-        """The problem that a call is; ValueError or TypeError for arguments that do not fit, naming the argument, what was
-        expected and what came."""
+        """The problem that a call is; ValueError or TypeError for arguments that do not fit, with the name of the argument,
+        the expected and the actual value."""
         return self.problem(self._compiled["describe"](*arguments, **named))
 
     def like(self, *arguments: Any, **named: Any) -> tuple[tuple[Any, Any], ...]:
@@ -133,11 +133,11 @@ class Op:
     def guard(self, static: Problem) -> Callable[..., int]:
         """``guard(*arguments, *outputs)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.
 
-        It raises ValueError where a call does not belong to `static`. It runs at every planned call, and keeps kernels inside
-        their buffers, in a few attribute reads.
+        It raises ValueError for a call that does not match `static`. It runs at every planned call, costs a few attribute reads,
+        and keeps kernels from accessing memory outside their buffers.
         """
-        made: Callable[..., int] = self._compiled["make_guard"](static)
-        return made
+        guard_of: Callable[..., int] = self._compiled["make_guard"](static)
+        return guard_of
 
     @cached_property
     def dynamic(self) -> frozenset[str]:
@@ -155,17 +155,17 @@ class Op:
     def problem(self, given: str | Problem | Mapping[str, object]) -> Problem:
         """A problem of this operation from its text, its axis values or another Problem; AxisError says what is wrong with it."""
         if isinstance(given, str):
-            made = parse_problem(self.name, self.axes, given)
+            parsed = parse_problem(self.name, self.axes, given)
         elif isinstance(given, Problem):
             if given.op != self.name:
                 raise AxisError(f"{self.name}: got a problem of {given.op}: {given}")
-            made = make_problem(self.name, self.axes, given.as_dict())
+            parsed = make_problem(self.name, self.axes, given.as_dict())
         else:
-            made = make_problem(self.name, self.axes, given)
-        wrong = None if self.check is None else self.check(made)
+            parsed = make_problem(self.name, self.axes, given)
+        wrong = None if self.check is None else self.check(parsed)
         if wrong is not None:
             raise AxisError(f"{self.name}: {wrong}")
-        return made
+        return parsed
 
     def static(self, problem: Problem) -> Problem:
         """`problem` with its dynamic axes open: what a plan is made for."""

@@ -175,13 +175,13 @@ def tied(op: Op, item: Tensor | Weight | Scalar) -> set[str]:
     items = [i for i in (*op.arguments, *op.returns) if isinstance(i, Tensor | Weight)]
     if isinstance(item, Scalar):
         return {item.name, *(i.name for i in items)}
-    names = set(Names(op).of(item.shape)) | {op.bucket}
+    names = set(Names(op).names_of(item.shape)) | {op.bucket}
     return (
         {item.name}
         | {
             i.name
             for i in items
-            if names & {*Names(op).of(i.shape)} or "..." in i.shape or i.shape.startswith("(")
+            if names & {*Names(op).names_of(i.shape)} or "..." in i.shape or i.shape.startswith("(")
         }
         | {"max_q", "max_ctx", "rot"}
     )
@@ -312,7 +312,7 @@ def test_mistakes_in_declarations_are_named() -> None:
     op = REGISTRY.op("rms_norm")
     for arguments, said in (
         ((Tensor("x", "m k"),), "no argument determines axis n"),
-        ((Tensor("x", "m n*n"),), "n cannot be told from a size n.n"),
+        ((Tensor("x", "m n*n"),), "n cannot be determined from a size n.n"),
         ((Tensor("lead", "m n"),), "lead: the generated checks use this name"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -271,7 +271,7 @@ def test_what_else_of_the_registry_a_kernel_imports_only_describes_it() -> None:
         for name in python_reach(modules_of(kernel)):
             for base, names_of in read_module((PACKAGE / name).read_bytes()).imports:
                 if base.startswith("gristmill.kernel_registry"):
-                    homes = Sources()._taken(base, names_of)
+                    homes = Sources()._imported_modules(base, names_of)
                     taken |= {file_of(home) or "" for home in homes}
     described = {
         f"kernel_registry/{name}.py"
