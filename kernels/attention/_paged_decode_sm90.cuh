@@ -12,59 +12,15 @@
 // So a launch needs no plan, its result does not depend on timing, and a captured graph stays right when
 // lengths change.
 #pragma once
-<<<<<<< HEAD
-#include <cstdint>
-
-#include "_attention_parts_sm90.cuh"
-
-    namespace gm {
-
-  struct DecodeParams {
-    void* out;
-    float* lse;          // [tokens, heads] or null
-    const float* sinks;  // [heads] or null
-    const int* table;
-    const int* query_start;
-    const int* seq_lens;
-    unsigned*
-        counters;  // of CTAs whose last context goes on in the next piece: arrivals; zero between launches
-    float* parts;  // two for each CTA: [rows, D], then maximum and sum of each row
-    const void *q, *k, *v;
-    int64_t q_token, q_head, k_block, k_head, v_block, v_head;  // strides, in bytes
-    int64_t table_row, out_token, out_head;                     // in elements
-    int k_slot, v_slot;                                         // in bytes
-    int seqs, heads, kv_heads, group, window, page, pieces;
-    uint32_t by_page, by_group;
-    float scale_log2;
-  };
-
-  // D: elements of a head. N: rows, query-head pairs of a KV head, at most.
-  template <int D, int N>
-  struct DecodeShape {
-    static constexpr int kThreads = 128, kWarps = kThreads / 32, kStep = 16;  // keys of a step
-    static constexpr int kResident = D > 128 ? 1 : 2;                         // CTAs of a multiprocessor
-    static constexpr int kRow =
-        D * 2 + 16;  // bytes of a row in shared memory: eight rows are in banks of their own
-    static constexpr int kTile = kStep * kRow;  // keys of a step, or their values
-    static constexpr int kStages = D == 64 ? 5 : D == 192 ? 4 : 3;
-    static constexpr int kPitch = D + 4;  // of rows of sums, in floats
-    static constexpr int kQ = 0, kRing = N * kRow, kRingBytes = kWarps * kStages * 2 * kTile;
-    // What the warps have summed up takes the place of the rings.
-    static constexpr int kSums = kRing, kEnds = kRing + kRingBytes, kBytes = kEnds + kWarps * N * 8;
-    static_assert(kWarps * N * kPitch * 4 <= kRingBytes);
-  };
-
-}  // namespace gm
-=======
 #include "_attention_parts_sm90.cuh"
 #include "_paged_decode_copy_sm90.cuh"
->>>>>>> 860b164 (Paged attention on Hopper splits decodes inside the launch: a kernel for a few decodes alone, and parts of long contexts in mixed batches; results are merged in a fixed order by the CTA that arrives last)
-#ifdef __CUDACC__
-    namespace gm {
 
-  template <typename T>
-  __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                               uint32_t a3, uint32_t b0, uint32_t b1);
+#ifdef __CUDACC__
+namespace gm {
+
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1);
 #define GM_MMA(T, TYPE)                                                                                 \
   template <>                                                                                           \
   __device__ __forceinline__ void multiply_add<T>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, \
@@ -74,411 +30,299 @@
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                        \
   }
-  GM_MMA(__nv_bfloat16, "bf16")
-  GM_MMA(__half, "f16")
+GM_MMA(__nv_bfloat16, "bf16")
+GM_MMA(__half, "f16")
 #undef GM_MMA
 
-  // An 8 by 8 matrix of 16-bit elements, a row in four lanes, transposed.
-  __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-    uint32_t r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
-    return r;
-  }
+// An 8 by 8 matrix of 16-bit elements, a row in four lanes, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
 
-  __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-  }
-<<<<<<< HEAD
-  __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-  template <int PENDING>
-  __device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-  }
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+// Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
+template <int D, int N>
+struct DecodeSums {
+  float o[D / 16][N / 8][4], m[N / 8][2], l[N / 8][2];
+};
 
-  // A sequence as decode sees it: keys low .. end, in `steps` steps from step `first`.
-  struct DecodeSequence {
-    int token, queries, context, low, first, steps;
-  };
-
-  __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeParams& p, int i) {
-    DecodeSequence s;
-    s.token = p.query_start[i];
-    s.queries = max(0, p.query_start[i + 1] - s.token);
-    s.context = max(0, p.seq_lens[i]);
-    s.low = p.window > 0 ? max(0, s.context - s.queries - p.window + 1) : 0;
-    s.first = s.low / 16;
-    s.steps = s.queries > 0 ? max(1, (s.context + 15) / 16 - s.first) : 0;
-    return s;
-  }
-
-  // Where keys of a step are. Pages of a multiple of 16 tokens: the page of all of them, and the slot of the
-  // first. Others: of two keys, lane / 4 and 8 + lane / 4; page < 0 where no key is.
-  struct KeyPlaces {
-    int page[2], slot[2];
-  };
-
-  __device__ __forceinline__ KeyPlaces find_keys(const DecodeParams& p, const int* row,
-                                                 const DecodeSequence& seq, int step, bool exists) {
-    KeyPlaces places{};
-    if (!exists) return places;
-    const bool even = p.page % 16 == 0;
+// One step: weights of 16 keys, then their values. tile: of this step, keys before values. key: of this
+// lane's first row; limit: keys that the first query sees.
+template <typename T, int D, int N>
+__device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, uint32_t tile,
+                                            float scale_log2, bool whole, int key, int limit, int window,
+                                            uint32_t by_group) {
+  constexpr int kRow = D * 2 + 16;
+  const int lane = threadIdx.x & 31, t = lane & 3;
+  const uint32_t keys = tile + (lane & 15) * kRow + (lane >> 4) * 16,
+                 values = tile + (16 + (lane & 7) + (lane >> 4) * 8) * kRow + (lane >> 3 & 1) * 16;
+  uint32_t weights[N / 8][2];
+  float factor[N / 8][2];
+  bool grown = false;
+  float s[N / 8][2][4] = {};  // summed over even and odd pieces of 16 elements, for two chains
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int key = step * 16 + (even ? 0 : h * 8 + static_cast<int>(threadIdx.x >> 2 & 7));
-      int page = __umulhi(key, p.by_page);
-      page += key - page * p.page >= p.page;
-      places.slot[h] = key - page * p.page;
-      places.page[h] = even || (key >= seq.low && key < seq.context) ? row[page] : -1;
-      if (even) break;
-    }
-    return places;
-  }
-
-  // Copies the keys and values of a step, zeros where no key is.
-  template <int D>
-  __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSequence& seq, int step,
-                                            const char* k, const char* v, const KeyPlaces& places,
-                                            uint32_t to) {
-    constexpr int kRow = D * 2 + 16, kPieces = D / 8;  // 16-byte pieces of a row
-    const int lane = threadIdx.x & 31;
-    if (p.page % 16 == 0) {  // a row after the other
-      const char* from_k = k + (places.page[0] * p.k_block + static_cast<int64_t>(places.slot[0]) * p.k_slot);
-      const char* from_v = v + (places.page[0] * p.v_block + static_cast<int64_t>(places.slot[0]) * p.v_slot);
+  for (int j = 0; j < D / 16; ++j) {
+    uint32_t a[4];
+    load_matrices(a, keys + j * 32);
 #pragma unroll
-      for (int i = 0; i < kPieces / 2; ++i) {
-        const int piece = i * 32 + lane, row = piece / kPieces, c = piece % kPieces, key = step * 16 + row;
-        const bool there = key >= seq.low && key < seq.context;
-        const uint32_t at = to + row * kRow + c * 16;
-        copy_16(at, there ? from_k + static_cast<int64_t>(row) * p.k_slot + c * 16 : k, there ? 16 : 0);
-        copy_16(at + 16 * kRow, there ? from_v + static_cast<int64_t>(row) * p.v_slot + c * 16 : v,
-                there ? 16 : 0);
-      }
-      return;
-    }
-    const int part = lane & 3;  // four lanes copy 64 bytes of a key at a time
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool there = places.page[h] >= 0;
-      const char* from_k = k + (places.page[h] * p.k_block + static_cast<int64_t>(places.slot[h]) * p.k_slot);
-      const char* from_v = v + (places.page[h] * p.v_block + static_cast<int64_t>(places.slot[h]) * p.v_slot);
-      const uint32_t at = to + (lane / 4 + h * 8) * kRow + part * 16;
-#pragma unroll
-      for (int n = 0; n < kPieces; n += 4) {
-        if (n + 4 > kPieces && part >= kPieces - n) break;
-        copy_16(at + n * 16, there ? from_k + (n + part) * 16 : k, there ? 16 : 0);
-        copy_16(at + n * 16 + 16 * kRow, there ? from_v + (n + part) * 16 : v, there ? 16 : 0);
-      }
+    for (int n = 0; n < N / 8; n += 2) {
+      uint32_t b[4];  // of 8 rows in the first lanes, of the next 8 in the others; N = 8: the same ones
+      load_matrices(
+          b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
+      multiply_add<T>(s[n][j & 1], a[0], a[1], a[2], a[3], b[0], b[1]);
+      if constexpr (N > 8) multiply_add<T>(s[n + 1][j & 1], a[0], a[1], a[2], a[3], b[2], b[3]);
     }
   }
-
-=======
->>>>>>> 860b164 (Paged attention on Hopper splits decodes inside the launch: a kernel for a few decodes alone, and parts of long contexts in mixed batches; results are merged in a fixed order by the CTA that arrives last)
-  // Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
-  template <int D, int N>
-  struct DecodeSums {
-    float o[D / 16][N / 8][4], m[N / 8][2], l[N / 8][2];
-  };
-
-  // One step: weights of 16 keys, then their values. tile: of this step, keys before values. key: of this
-  // lane's first row; limit: keys that the first query sees.
-  template <typename T, int D, int N>
-  __device__ __forceinline__ void decode_step(DecodeSums<D, N> & sums, uint32_t q, uint32_t tile,
-                                              float scale_log2, bool whole, int key, int limit, int window,
-                                              uint32_t by_group) {
-    constexpr int kRow = D * 2 + 16;
-    const int lane = threadIdx.x & 31, t = lane & 3;
-    const uint32_t keys = tile + (lane & 15) * kRow + (lane >> 4) * 16,
-                   values = tile + (16 + (lane & 7) + (lane >> 4) * 8) * kRow + (lane >> 3 & 1) * 16;
-    uint32_t weights[N / 8][2];
-    float factor[N / 8][2];
-    bool grown = false;
-    float s[N / 8][2][4] = {};  // summed over even and odd pieces of 16 elements, for two chains
 #pragma unroll
-    for (int j = 0; j < D / 16; ++j) {
-      uint32_t a[4];
-      load_matrices(a, keys + j * 32);
+  for (int n = 0; n < N / 8; ++n) {
+    float (&c)[4] = s[n][0];
 #pragma unroll
-      for (int n = 0; n < N / 8; n += 2) {
-        uint32_t b[4];  // of 8 rows in the first lanes, of the next 8 in the others; N = 8: the same ones
-        load_matrices(
-            b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
-        multiply_add<T>(s[n][j & 1], a[0], a[1], a[2], a[3], b[0], b[1]);
-        if constexpr (N > 8) multiply_add<T>(s[n + 1][j & 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    for (int i = 0; i < 4; ++i) c[i] += s[n][1][i];
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int seen = limit + static_cast<int>((n * 8 + t * 2 + (i & 1)) * by_group >> 16);
+        const int at = key + (i >> 1) * 8;
+        if (at >= seen || (window > 0 && at < seen - window)) c[i] = -INFINITY;
       }
     }
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n) {
-      float (&c)[4] = s[n][0];
+    for (int r = 0; r < 2; ++r) {
+      float most = fmaxf(c[r], c[r + 2]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[i] += s[n][1][i];
-      if (!whole) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int seen = limit + static_cast<int>((n * 8 + t * 2 + (i & 1)) * by_group >> 16);
-          const int at = key + (i >> 1) * 8;
-          if (at >= seen || (window > 0 && at < seen - window)) c[i] = -INFINITY;
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float most = fmaxf(c[r], c[r + 2]);
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2)
-          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-        const float m = fmaxf(most, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-        factor[n][r] = most > sums.m[n][r] ? exp2_fast(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
-        grown = grown || most > sums.m[n][r];
-        sums.m[n][r] = m;
-        c[r] = exp2_fast(fmaf(c[r], scale_log2, -base));
-        c[r + 2] = exp2_fast(fmaf(c[r + 2], scale_log2, -base));
-        sums.l[n][r] = fmaf(sums.l[n][r], factor[n][r], c[r] + c[r + 2]);
-      }
-      weights[n][0] = transposed(packed<T>(c[0], c[1]));
-      weights[n][1] = transposed(packed<T>(c[2], c[3]));
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+      const float m = fmaxf(most, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
+      factor[n][r] = most > sums.m[n][r] ? exp2_fast(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
+      grown = grown || most > sums.m[n][r];
+      sums.m[n][r] = m;
+      c[r] = exp2_fast(fmaf(c[r], scale_log2, -base));
+      c[r + 2] = exp2_fast(fmaf(c[r + 2], scale_log2, -base));
+      sums.l[n][r] = fmaf(sums.l[n][r], factor[n][r], c[r] + c[r + 2]);
     }
-    if (__any_sync(0xffffffffu, grown)) {
+    weights[n][0] = transposed(packed<T>(c[0], c[1]));
+    weights[n][1] = transposed(packed<T>(c[2], c[3]));
+  }
+  if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i)
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) sums.o[i][n][c] *= factor[n][c & 1];
-    }
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      uint32_t a[4];
-      load_transposed(a, values + i * 32);
+    for (int i = 0; i < D / 16; ++i)
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
-        multiply_add<T>(sums.o[i][n], a[0], a[1], a[2], a[3], weights[n][0], weights[n][1]);
-    }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums.o[i][n][c] *= factor[n][c & 1];
   }
+#pragma unroll
+  for (int i = 0; i < D / 16; ++i) {
+    uint32_t a[4];
+    load_transposed(a, values + i * 32);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+      multiply_add<T>(sums.o[i][n], a[0], a[1], a[2], a[3], weights[n][0], weights[n][1]);
+  }
+}
 
-<<<<<<< HEAD
-  // A stretch of steps of one KV head of one sequence.
-  struct Stretch {
-    DecodeSequence seq;
-    int index, head, from, count;  // sequence; KV head; its steps
+// The sums of the warps to one, and that to the output or, where the context goes on in other CTAs, to the
+// workspace; the CTA that is the last one to do so adds what all have left there.
+template <typename T, int D, int N>
+__device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
+                                       const Stretch& at, int start, int piece_steps, bool worked) {
+  using S = DecodeShape<D, N>;
+  const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+  float* o = reinterpret_cast<float*>(smem + S::kSums);
+  float2* ends = reinterpret_cast<float2*>(smem + S::kEnds);
+  __shared__ bool last;
+  __syncthreads();  // the rings are empty
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        sums.l[n][r] += __shfl_xor_sync(0xffffffffu, sums.l[n][r], lanes);
+      const int row = warp * N + n * 8 + t * 2 + r;
+      if (g == 0) ends[row] = make_float2(sums.m[n][r], sums.l[n][r]);
+      if (worked) {
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) o[row * S::kPitch + i * 8 + g] = sums.o[i / 2][n][r + i % 2 * 2];
+      }
+    }
+  __syncthreads();
+  const int rows = min(at.seq.queries * p.group, N);
+  // The first and the last piece that have some of the context.
+  const int first = start / piece_steps, final = (start + at.seq.steps - 1) / piece_steps;
+  const bool whole = first == final;
+  constexpr int kPart = N * (D + 2);     // floats of a part
+  const auto part_at = [&](int piece) {  // of the first piece of a context, the second of its two
+    return p.parts + static_cast<int64_t>((piece * p.kv_heads + at.head) * 2 + (piece == first)) * kPart;
   };
-
-  // Q of a stretch to shared memory, zeros for the rows that it does not have.
-  template <int D, int N>
-  __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t to, const Stretch& at) {
-    constexpr int kPieces = D / 8;
-    const int rows = min(at.seq.queries * p.group, N);
-#pragma unroll
-    for (int i = 0; i < (N * kPieces + 127) / 128; ++i) {
-      const int piece = threadIdx.x + i * 128, row = piece / kPieces, c = piece % kPieces;
-      if (row >= N) break;
-      const int token = row * p.by_group >> 16, head = at.head * p.group + row - token * p.group;
-      const char* q = static_cast<const char*>(p.q);
-      copy_16(to + row * (D * 2 + 16) + c * 16,
-              row < rows ? q + (at.seq.token + token) * p.q_token + head * p.q_head + c * 16 : q,
-              row < rows ? 16 : 0);
-    }
-  }
-
-=======
->>>>>>> 860b164 (Paged attention on Hopper splits decodes inside the launch: a kernel for a few decodes alone, and parts of long contexts in mixed batches; results are merged in a fixed order by the CTA that arrives last)
-  // The sums of the warps to one, and that to the output or, where the context goes on in other CTAs, to the
-  // workspace; the CTA that is the last one to do so adds what all have left there.
-  template <typename T, int D, int N>
-  __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
-                                         const Stretch& at, int start, int piece_steps, bool worked) {
-    using S = DecodeShape<D, N>;
-    const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
-    float* o = reinterpret_cast<float*>(smem + S::kSums);
-    float2* ends = reinterpret_cast<float2*>(smem + S::kEnds);
-    __shared__ bool last;
-    __syncthreads();  // the rings are empty
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2)
-          sums.l[n][r] += __shfl_xor_sync(0xffffffffu, sums.l[n][r], lanes);
-        const int row = warp * N + n * 8 + t * 2 + r;
-        if (g == 0) ends[row] = make_float2(sums.m[n][r], sums.l[n][r]);
-        if (worked) {
-#pragma unroll
-          for (int i = 0; i < D / 8; ++i) o[row * S::kPitch + i * 8 + g] = sums.o[i / 2][n][r + i % 2 * 2];
-        }
-      }
-    __syncthreads();
-    const int rows = min(at.seq.queries * p.group, N);
-    // The first and the last piece that have some of the context.
-    const int first = start / piece_steps, final = (start + at.seq.steps - 1) / piece_steps;
-    const bool whole = first == final;
-    constexpr int kPart = N * (D + 2);     // floats of a part
-    const auto part_at = [&](int piece) {  // of the first piece of a context, the second of its two
-      return p.parts + static_cast<int64_t>((piece * p.kv_heads + at.head) * 2 + (piece == first)) * kPart;
-    };
-    float* own = part_at((start + at.from) / piece_steps);
+  float* own = part_at((start + at.from) / piece_steps);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * (D / 4); i += S::kThreads) {
-      const int row = i / (D / 4), element = i % (D / 4) * 4;
-      RowPart sum{make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
+  for (int i = threadIdx.x; i < rows * (D / 4); i += S::kThreads) {
+    const int row = i / (D / 4), element = i % (D / 4) * 4;
+    RowPart sum{make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
 #pragma unroll
-      for (int w = 0; w < S::kWarps; ++w) {
-        const float2 end = ends[w * N + row];
-        if (end.x == -INFINITY) continue;
-        RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), end.x, end.y};
-        add_before(part, sum, p.scale_log2);
-        sum = part;
-      }
-      if (whole) {
-        write_part<T>(p, at.seq.token, at.head, row, element, sum);
-      } else {
-        __stcg(reinterpret_cast<float4*>(own + row * D + element), sum.o);
-        if (element == 0) __stcg(reinterpret_cast<float2*>(own + N * D) + row, make_float2(sum.m, sum.l));
-      }
+    for (int w = 0; w < S::kWarps; ++w) {
+      const float2 end = ends[w * N + row];
+      if (end.x == -INFINITY) continue;
+      RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), end.x, end.y};
+      add_before(part, sum, p.scale_log2);
+      sum = part;
     }
-    if (whole) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      unsigned* counter = p.counters + first * p.kv_heads + at.head;
-      last = arrive_at(counter) == static_cast<unsigned>(final - first);
-      if (last) *counter = 0;
+    if (whole) {
+      write_part<T>(p, at.seq.token, at.head, row, element, sum);
+    } else {
+      __stcg(reinterpret_cast<float4*>(own + row * D + element), sum.o);
+      if (element == 0) __stcg(reinterpret_cast<float2*>(own + N * D) + row, make_float2(sum.m, sum.l));
     }
-    __syncthreads();
-    if (!last) return;
-    write_parts<T, D, 16>(
-        p, at.seq.token, at.head, rows, final - first + 1, threadIdx.x, S::kThreads, [&](int part, int row) {
-          const float* from = part_at(first + part);
-          return PartPlace{from + row * D, reinterpret_cast<const float2*>(from + N * D) + row};
-        });
   }
+  if (whole) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned* counter = p.counters + first * p.kv_heads + at.head;
+    last = arrive_at(counter) == static_cast<unsigned>(final - first);
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  write_parts<T, D, 16>(
+      p, at.seq.token, at.head, rows, final - first + 1, threadIdx.x, S::kThreads, [&](int part, int row) {
+        const float* from = part_at(first + part);
+        return PartPlace{from + row * D, reinterpret_cast<const float2*>(from + N * D) + row};
+      });
+}
 
-  template <typename T, int D, int N>
-  __device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem, const Stretch& at,
-                                              int start, int piece_steps) {
-    using S = DecodeShape<D, N>;
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
-    const DecodeSequence& seq = at.seq;
-    const int* row = p.table + at.index * p.table_row;
-    const char* k = static_cast<const char*>(p.k) + at.head * p.k_head;
-    const char* v = static_cast<const char*>(p.v) + at.head * p.v_head;
-    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-    const uint32_t ring = base + S::kRing + warp * (S::kStages * 2 * S::kTile);
-    int step = seq.first + at.from + warp;
-    const int stop = seq.context > 0 ? seq.first + at.from + at.count : step;
-    KeyPlaces places[S::kStages];
+template <typename T, int D, int N>
+__device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem, const Stretch& at,
+                                            int start, int piece_steps) {
+  using S = DecodeShape<D, N>;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
+  const DecodeSequence& seq = at.seq;
+  const int* row = p.table + at.index * p.table_row;
+  const char* k = static_cast<const char*>(p.k) + at.head * p.k_head;
+  const char* v = static_cast<const char*>(p.v) + at.head * p.v_head;
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  const uint32_t ring = base + S::kRing + warp * (S::kStages * 2 * S::kTile);
+  int step = seq.first + at.from + warp;
+  const int stop = seq.context > 0 ? seq.first + at.from + at.count : step;
+  KeyPlaces places[S::kStages];
 #pragma unroll
-    for (int i = 0; i < S::kStages; ++i)
-      places[i] = find_keys(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
-    __syncthreads();  // what the stretch before left in shared memory has been read
+  for (int i = 0; i < S::kStages; ++i)
+    places[i] = find_keys(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
+  __syncthreads();  // what the stretch before left in shared memory has been read
 #pragma unroll
-    for (int i = 0; i < S::kStages; ++i) {
-      if (step + i * S::kWarps < stop)
-        copy_step<D>(p, seq, step + i * S::kWarps, k, v, places[i], ring + i * (2 * S::kTile));
-      if (i == 0) copy_queries<D, N>(p, base + S::kQ, at);
-      copies_commit();
+  for (int i = 0; i < S::kStages; ++i) {
+    if (step + i * S::kWarps < stop)
+      copy_step<D>(p, seq, step + i * S::kWarps, k, v, places[i], ring + i * (2 * S::kTile));
+    if (i == 0) copy_queries<D, N>(p, base + S::kQ, at);
+    copies_commit();
+  }
+  int ahead = step + S::kStages * S::kWarps;  // the next step to be copied
+  KeyPlaces next = find_keys(p, row, seq, ahead, ahead < stop);
+  DecodeSums<D, N> sums;
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sums.m[n][r] = -INFINITY, sums.l[n][r] = 0.f;
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) sums.o[i][n][r] = sums.o[i][n][r + 2] = 0.f;
     }
-    int ahead = step + S::kStages * S::kWarps;  // the next step to be copied
-    KeyPlaces next = find_keys(p, row, seq, ahead, ahead < stop);
-    DecodeSums<D, N> sums;
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        sums.m[n][r] = -INFINITY, sums.l[n][r] = 0.f;
-#pragma unroll
-        for (int i = 0; i < D / 16; ++i) sums.o[i][n][r] = sums.o[i][n][r + 2] = 0.f;
-      }
-    const bool works = step < stop;
-    const int limit = seq.context - seq.queries + 1;
+  const bool works = step < stop;
+  const int limit = seq.context - seq.queries + 1;
+  copies_wait<S::kStages - 1>();
+  __syncthreads();  // Q is there
+  uint32_t tile = ring;
+#pragma unroll 1
+  for (; step < stop; step += S::kWarps) {
+    const int key = step * S::kStep;
+    const bool whole = key + S::kStep <= limit && (p.window <= 0 || key >= seq.context - p.window);
     copies_wait<S::kStages - 1>();
-    __syncthreads();  // Q is there
-    uint32_t tile = ring;
-#pragma unroll 1
-    for (; step < stop; step += S::kWarps) {
-      const int key = step * S::kStep;
-      const bool whole = key + S::kStep <= limit && (p.window <= 0 || key >= seq.context - p.window);
-      copies_wait<S::kStages - 1>();
-      __syncwarp();
-      decode_step<T, D, N>(sums, base + S::kQ, tile, p.scale_log2, whole, key + g, limit, p.window,
-                           p.by_group);
-      __syncwarp();
-      if (ahead < stop) copy_step<D>(p, seq, ahead, k, v, next, tile);
-      copies_commit();
-      ahead += S::kWarps;
-      next = find_keys(p, row, seq, ahead, ahead < stop);
-      tile = tile + 2 * S::kTile == ring + S::kStages * 2 * S::kTile ? ring : tile + 2 * S::kTile;
-    }
-    copies_wait<0>();
-    finish<T, D, N>(p, smem, sums, at, start, piece_steps, works);
+    __syncwarp();
+    decode_step<T, D, N>(sums, base + S::kQ, tile, p.scale_log2, whole, key + g, limit, p.window, p.by_group);
+    __syncwarp();
+    if (ahead < stop) copy_step<D>(p, seq, ahead, k, v, next, tile);
+    copies_commit();
+    ahead += S::kWarps;
+    next = find_keys(p, row, seq, ahead, ahead < stop);
+    tile = tile + 2 * S::kTile == ring + S::kStages * 2 * S::kTile ? ring : tile + 2 * S::kTile;
   }
+  copies_wait<0>();
+  finish<T, D, N>(p, smem, sums, at, start, piece_steps, works);
+}
 
-  // The steps of a KV head before, of and in the sequences of this thread, 0 .. seqs by blocks of `chunk`.
-  struct StepSums {
-    int before, all;
-  };
+// The steps of a KV head before, of and in the sequences of this thread, 0 .. seqs by blocks of `chunk`.
+struct StepSums {
+  int before, all;
+};
 
-  // Sums over all threads; totals: of S::kWarps warps. By all threads.
-  __device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int sum = mine;
+// Sums over all threads; totals: of S::kWarps warps. By all threads.
+__device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int sum = mine;
 #pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, lanes);
-      if (lane >= lanes) sum += other;
-    }
-    if (lane == 31) totals[warp] = sum;
-    __syncthreads();
-    StepSums sums{sum - mine, 0};
-    for (int w = 0; w < warps; ++w) {
-      if (w < warp) sums.before += totals[w];
-      sums.all += totals[w];
-    }
-    return sums;
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, lanes);
+    if (lane >= lanes) sum += other;
   }
+  if (lane == 31) totals[warp] = sum;
+  __syncthreads();
+  StepSums sums{sum - mine, 0};
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) sums.before += totals[w];
+    sums.all += totals[w];
+  }
+  return sums;
+}
 
-  template <typename T, int D, int N>
-  __device__ __forceinline__ void paged_decode(const DecodeParams& p) {
-    using S = DecodeShape<D, N>;
-    extern __shared__ __align__(16) uint8_t smem[];
-    __shared__ int totals[S::kWarps], found[2];
-    const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
-    Stretch at;
-    at.head = blockIdx.x - piece * p.kv_heads;
-    after_previous_kernel();
-    const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
-    int mine = 0;
-    for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i) mine += decode_sequence(p, i).steps;
-    const StepSums sums = sum_steps(mine, totals, S::kWarps);
-    const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, S::kWarps);
-    int step = piece * piece_steps;
-    const int stop = min(step + piece_steps, sums.all);
-    if (step >= stop) return;
-    if (sums.before <= step && step < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
-    __syncthreads();
-    at.index = found[0];
-    int start = found[1];  // steps before the sequence
-    at.seq = decode_sequence(p, at.index);
-    while (start + at.seq.steps <= step) {
-      start += at.seq.steps;
-      at.seq = decode_sequence(p, ++at.index);
-    }
-    while (true) {
-      at.from = step - start, at.count = min(stop, start + at.seq.steps) - step;
-      run_stretch<T, D, N>(p, smem, at, start, piece_steps);
-      step += at.count;
-      if (step >= stop) return;
-      start = step;
-      do at.seq = decode_sequence(p, ++at.index);
-      while (at.seq.steps == 0);
-    }
+template <typename T, int D, int N>
+__device__ __forceinline__ void paged_decode(const DecodeParams& p) {
+  using S = DecodeShape<D, N>;
+  extern __shared__ __align__(16) uint8_t smem[];
+  __shared__ int totals[S::kWarps], found[2];
+  const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
+  Stretch at;
+  at.head = blockIdx.x - piece * p.kv_heads;
+  after_previous_kernel();
+  const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
+  int mine = 0;
+  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i) mine += decode_sequence(p, i).steps;
+  const StepSums sums = sum_steps(mine, totals, S::kWarps);
+  const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, S::kWarps);
+  int step = piece * piece_steps;
+  const int stop = min(step + piece_steps, sums.all);
+  if (step >= stop) return;
+  if (sums.before <= step && step < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
+  __syncthreads();
+  at.index = found[0];
+  int start = found[1];  // steps before the sequence
+  at.seq = decode_sequence(p, at.index);
+  while (start + at.seq.steps <= step) {
+    start += at.seq.steps;
+    at.seq = decode_sequence(p, ++at.index);
   }
+  while (true) {
+    at.from = step - start, at.count = min(stop, start + at.seq.steps) - step;
+    run_stretch<T, D, N>(p, smem, at, start, piece_steps);
+    step += at.count;
+    if (step >= stop) return;
+    start = step;
+    do at.seq = decode_sequence(p, ++at.index);
+    while (at.seq.steps == 0);
+  }
+}
 
 }  // namespace gm
 #endif
