@@ -38,6 +38,8 @@ class _Plans(dict[int, BoundPlan]):
 PLANS = _Plans()
 _RESOLVERS: dict[tuple[str, int], Resolver] = {}
 _AUTOMATIC: dict[tuple[Any, ...], BoundPlan] = {}
+MOST_SIGNATURES = 1 << 14
+"""Signatures of calls without a plan that are remembered; a program whose sizes change at every step would remember without end."""
 
 
 def resolver(device: str | torch.device, policy: Policy | None = None) -> Resolver:
@@ -176,6 +178,8 @@ def automatic(op: Op, arguments: Sequence[Any]) -> BoundPlan:
     if plan is None:
         described = fitting(op, op.describe, arguments)
         device = next(t.device for a in arguments for t in tensors(a))
+        if len(_AUTOMATIC) >= MOST_SIGNATURES:
+            _AUTOMATIC.clear()
         plan = _AUTOMATIC[key] = bind(op.name, described, device, policy, op.unplanned)
     return plan
 

@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
 from gristmill import ops
+from gristmill.integrations.transformers.plans import plan_of
 
 UPDATES_ARGUMENTS = "kwargs" in signature(PagedAttentionCache.update).parameters
 """Whether the paged cache takes the arguments of the attention as a whole and changes them, as in transformers 5.23; in 5.17 it
@@ -176,23 +177,16 @@ def attend(
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if sinks is None and not 0 < window < max_keys:
-        return ops.varlen_attention(q, k, v, query_start, key_start, max_q, max_keys, scale)
+        given = (q, k, v, query_start, key_start, max_q, max_keys, scale)
+        return ops.varlen_attention(*given, plan=plan_of("varlen_attention", (q, k, v), (), given))
     lengths = key_start[1:] - key_start[:-1]
     steps = torch.arange(max_keys, dtype=torch.int32, device=q.device)
     table = (key_start[:-1, None] + steps).clamp(max=max(0, k.shape[0] - 1))
-    return ops.paged_attention(
-        q,
-        k[:, None],
-        v[:, None],
-        table,
-        query_start,
-        lengths,
-        max_q,
-        max_keys,
-        scale,
-        window,
-        None if sinks is None else sinks.detach().float(),
-    )
+    blocks = (k[:, None], v[:, None], table)
+    sinks = None if sinks is None else sinks.detach().float()
+    paged = (q, *blocks, query_start, lengths, max_q, max_keys, scale, window, sinks)
+    plan = plan_of("paged_attention", (q, *blocks[:2]), (window, sinks is None), paged)
+    return ops.paged_attention(*paged, plan=plan)
 
 
 def refuse(module: torch.nn.Module, *, causal: bool, dropout: float, softcap: float | None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from gristmill import ops
+from gristmill.integrations.transformers.plans import plan_of
 
 LEFT: dict[str, str] = {}
 """Class of experts -> why transformers' own function runs them."""
@@ -24,15 +25,11 @@ def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
         LEFT.setdefault(type(self).__name__, reason)
         out: Tensor = ALL_EXPERTS_FUNCTIONS["batched_mm"](self, hidden_states, top_k_index, top_k_weights)
         return out
-    return ops.moe(
-        hidden_states,
-        top_k_weights.float(),
-        top_k_index.to(torch.int32),
-        [self.gate_up_proj.detach()],
-        [self.down_proj.detach()],
-        self.down_proj.shape[-1],
-        None,
-    )
+    gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
+    weights, ids = top_k_weights.float(), top_k_index.to(torch.int32)
+    given = (hidden_states, weights, ids, [gate_up], [down], down.shape[-1])
+    plan = plan_of("moe", (hidden_states, ids, gate_up, down), (down.shape[0],), given)
+    return ops.moe(*given, plan=plan)
 
 
 def why_not(self: Any) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gristmill import ops
+from gristmill.integrations.transformers.plans import plan_of
 
 
 def use_norms(model: Any, on: bool = True) -> dict[str, str]:
@@ -35,7 +36,8 @@ def use_norms(model: Any, on: bool = True) -> dict[str, str]:
 
 def _forward(module: Any, hidden_states: Tensor) -> Tensor:
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    return ops.rms_norm(rows, module.weight.detach(), module.variance_epsilon).view(hidden_states.shape)
+    given = (rows, module.weight.detach(), module.variance_epsilon)
+    return ops.rms_norm(*given, plan=plan_of("rms_norm", (rows,), (), given)).view(hidden_states.shape)
 
 
 @torch.no_grad()

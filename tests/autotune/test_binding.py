@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gristmill import Policy, QuantScheme, SamplingParams, Target, UnpreparedError, ops, quantize
+from gristmill.autotune import binding
 from gristmill.autotune.binding import PLANS
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry import default_registry
@@ -95,6 +96,15 @@ def test_a_plan_is_released_by_the_last_who_bound_it() -> None:
     with pytest.raises(ValueError, match=f"handle {handle} was released, or was never bound in this process"):
         torch.ops.gristmill.rms_norm(x, weight, 1e-5, handle)
     assert ops.bind("rms_norm", NORM, "cpu").handle == handle
+
+
+def test_calls_without_a_plan_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "MOST_SIGNATURES", 3)
+    monkeypatch.setattr(binding, "_AUTOMATIC", {})
+    weight = torch.ones(64)
+    for rows in (1, 2, 3, 4, 5, 1):
+        ops.rms_norm(torch.randn(rows, 64), weight, 1e-5)
+        assert len(binding._AUTOMATIC) <= 3
 
 
 def test_prepare_covers_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:

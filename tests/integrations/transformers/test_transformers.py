@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import gristmill.integrations.transformers as host
 from gristmill import LLM, SamplingParams, nn
+from gristmill.autotune import binding
 from gristmill.autotune.resolve import Resolver
 from gristmill.integrations import Host, HostError
 from gristmill.integrations.transformers import (
@@ -23,6 +24,7 @@ from gristmill.integrations.transformers import (
     disable,
     enable,
     explain,
+    plans,
     use_norms,
 )
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS, NAMES, eval_tokens
@@ -96,6 +98,17 @@ def test_ids_are_those_of_transformers(name: str, calls: list[int]) -> None:
         )
         assert torch.equal(found, expected)
     assert len(calls) == 2 * 12 * ours.config.num_hidden_layers and not explain()
+
+
+def test_steps_of_other_lengths_share_their_plans() -> None:
+    """No plan and no signature of a call is added by a step, however long the sequence is."""
+    model, ids = load(DEEPSEEK, **OPTIONS), torch.tensor([eval_tokens()[:20]])
+    use_norms(model)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=3, **options)
+    before = len(binding.PLANS), len(binding._AUTOMATIC), len(plans._PLANS)
+    model.generate(ids, max_new_tokens=12, **options)
+    assert (len(binding.PLANS), len(binding._AUTOMATIC), len(plans._PLANS)) == before
 
 
 def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
