@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,3 +69,11 @@ def test_refusals_and_undoing() -> None:
     disable()
     with pytest.raises((KeyError, NotImplementedError)):
         quantize_(model(), GristmillConfig("int8_ch"))
+
+
+def test_the_block_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "embedding" / "torch.md").read_text(encoding="utf-8")
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "torchao" in b]
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    assert [type(module) for module in scope["model"]] == [nn.Linear, torch.nn.SiLU, torch.nn.Linear]
