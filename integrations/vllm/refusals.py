@@ -54,6 +54,8 @@ def _reasons(config: Any) -> Iterator[str]:
             yield f"--{name.replace('_', '-')}"
     if model.hf_overrides:
         yield "--hf-overrides (it reads config.json itself)"
+    if model.logprobs_mode != "raw_logprobs":
+        yield f"--logprobs-mode {model.logprobs_mode} (its log-probabilities are of the logits as they are: raw_logprobs)"
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"--kv-cache-dtype {cache.cache_dtype} (its cache has the dtype of the model)"
     if config.load_config.load_format not in LOAD_FORMATS:

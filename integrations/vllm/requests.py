@@ -9,6 +9,7 @@ from typing import Any
 from gristmill.integrations.vllm.sampling import seed_of, translate
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.logits_processors import LogitsProcessors
+from gristmill.runtime.runner import PromptLogprobs
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -19,7 +20,7 @@ class ActiveRequest:
     """A request that vLLM has sent to the worker.
 
     tokens: of the prompt and every sampled one; vLLM's scheduler may be one step behind. block_ids: its blocks of the cache.
-    stop_ids: barred until min_tokens.
+    stop_ids: barred until min_tokens. prompt: log-probabilities of the prompt until all are computed, None if none are wanted.
     """
 
     tokens: list[int]
@@ -28,6 +29,7 @@ class ActiveRequest:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    prompt: PromptLogprobs | None = None
 
     @property
     def row(self) -> SamplingRow:
@@ -69,6 +71,20 @@ class Requests:
         """How the entries that sample are sampled."""
         return [self.active[entry.id].row for entry in entries if entry.samples]
 
+    def prompts(self, entries: Sequence[ScheduledRequest]) -> dict[str, PromptLogprobs]:
+        """The entries of requests that want log-probabilities of their prompts."""
+        wanted = ((entry.id, self.active[entry.id].prompt) for entry in entries)
+        return {name: prompt for name, prompt in wanted if prompt is not None}
+
+    def complete_prompts(self, entries: Sequence[ScheduledRequest]) -> dict[str, PromptLogprobs]:
+        """Those whose last part this step has computed; each is given once."""
+        complete: dict[str, PromptLogprobs] = {}
+        for entry in entries:
+            request = self.active[entry.id]
+            if request.prompt is not None and entry.context >= request.prompt_len:
+                complete[entry.id], request.prompt = request.prompt, None
+        return complete
+
     def append(self, entries: Sequence[ScheduledRequest], sampled: Sequence[int]) -> None:
         """The sampled ids of the entries that sample."""
         names = [entry.id for entry in entries if entry.samples]
@@ -91,6 +107,10 @@ class Requests:
             seed=seed_of(params, self.seed, new.req_id),
             stop_ids=tuple(sorted(new.sampling_params.all_stop_token_ids)),
         )
+        if params.prompt_logprobs is not None:
+            ids = list(new.prompt_token_ids)
+            prompt = PromptLogprobs(ids, params.prompt_logprobs, [None] * len(ids))
+            self.active[new.req_id].prompt = prompt
         self._process(new.req_id)
 
     def _process(self, name: str) -> None:

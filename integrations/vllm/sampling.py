@@ -18,9 +18,11 @@ SERVED_BY_RUNTIME = frozenset(
         "bad_words",
         "frequency_penalty",
         "logit_bias",
+        "logprobs",
         "min_p",
         "min_tokens",
         "presence_penalty",
+        "prompt_logprobs",
         "repetition_penalty",
         "seed",
         "temperature",
@@ -31,7 +33,7 @@ SERVED_BY_RUNTIME = frozenset(
 SERVED_BY_VLLM = frozenset(
     {
         "detokenize",
-        "flat_logprobs",  # the form of logprobs, which are refused
+        "flat_logprobs",
         "ignore_eos",
         "include_stop_str_in_output",
         "max_tokens",
@@ -49,6 +51,8 @@ SERVED_BY_VLLM = frozenset(
     }
 )
 """What vLLM's scheduler and front end do with the ids that a worker returns."""
+ALL = 1 << 30
+"""vLLM's -1 likeliest tokens: more than any vocabulary has."""
 
 
 def unserved(params: Any) -> list[str]:
@@ -98,6 +102,8 @@ def translate(params: Any) -> SamplingParams:
         "min_tokens": params.min_tokens,
         "max_tokens": max(1, params.min_tokens, params.max_tokens or 1),
         "seed": params.seed,
+        "logprobs": _count(params.logprobs),
+        "prompt_logprobs": _count(params.prompt_logprobs),
     }
     if params.temperature == 0:  # vLLM raises other values to 0.01
         return SamplingParams(**edits)
@@ -108,6 +114,10 @@ def translate(params: Any) -> SamplingParams:
         min_p=float(params.min_p),
         **edits,
     )
+
+
+def _count(likeliest: int | None) -> int | None:
+    return ALL if likeliest == -1 else likeliest
 
 
 def seed_of(params: SamplingParams, base: int, request_id: str) -> int:

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from gristmill.integrations.vllm import logprobs
 from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.refusals import require_served
 from gristmill.integrations.vllm.requests import Requests
@@ -27,7 +28,7 @@ from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model
-from gristmill.runtime.runner import Runner
+from gristmill.runtime.runner import Runner, StepResult
 from gristmill.runtime.scheduler import ScheduledRequest
 
 # Below "vllm", whose handlers print.
@@ -176,8 +177,11 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         entries = requests.step(scheduler_output)
         if not entries:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        sampled = _loaded(self.runner).run(entries, requests.rows(entries))
-        self._output = self._answer(entries, sampled)
+        runner, rows, prompts = _loaded(self.runner), requests.rows(entries), requests.prompts(entries)
+        if prompts or any(row.params.logprobs is not None for row in rows):
+            self._output = self._answer(entries, runner.run_detailed(entries, rows, prompts))
+        else:
+            self._output = self._answer(entries, StepResult(runner.run(entries, rows), {}))
         return None
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
@@ -187,21 +191,26 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         output, self._output = self._output, None
         return EMPTY_MODEL_RUNNER_OUTPUT if output is None else output
 
-    def _answer(self, entries: Sequence[ScheduledRequest], sampled: Sequence[int]) -> ModelRunnerOutput:
-        config = _loaded(self.model).config
-        names = [entry.id for entry in entries if entry.samples]
-        failed = {name for name, token in zip(names, sampled, strict=True) if token < 0}
-        # vLLM has no answer of a worker that fails one request: an end token ends it.
-        end = config.eos_ids[0] if config.eos_ids else 0
-        sampled = [end if token < 0 else token for token in sampled]
+    def _answer(self, entries: Sequence[ScheduledRequest], result: StepResult) -> ModelRunnerOutput:
+        config, requests = _loaded(self.model).config, _loaded(self.requests)
+        sampling = [entry.id for entry in entries if entry.samples]
+        ids = dict(zip(sampling, result.ids, strict=True))
+        failed = [name for name, token in ids.items() if token < 0]
         for name in failed:
             logger.error("gristmill: the logits of request %s are not numbers; it ends here", name)
-        _loaded(self.requests).append(entries, sampled)
-        ids = dict(zip(names, sampled, strict=True))
+            # vLLM has no answer of a worker that fails one request: an end token ends it.
+            ids[name] = config.eos_ids[0] if config.eos_ids else 0
+        requests.append(entries, [*ids.values()])
+        names = [entry.id for entry in entries]
         return ModelRunnerOutput(
-            req_ids=[entry.id for entry in entries],
-            req_id_to_index={entry.id: index for index, entry in enumerate(entries)},
-            sampled_token_ids=[[ids[entry.id]] if entry.samples else [] for entry in entries],
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[ids[name]] if name in ids else [] for name in names],
+            logprobs=logprobs.sampled(names, result.logprobs),
+            prompt_logprobs_dict={
+                name: logprobs.of_prompt(prompt.found, min(prompt.top, config.vocab_size))
+                for name, prompt in requests.complete_prompts(entries).items()
+            },
             num_nans_in_logits=dict.fromkeys(failed, config.vocab_size) if failed else None,
         )
 

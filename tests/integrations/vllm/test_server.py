@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,11 +24,19 @@ import psutil
 import pytest
 
 import gristmill
-from tests.integrations.vllm.conftest import MODELS
+from tests.integrations.vllm.conftest import MODELS, ROOT
 from tests.integrations.vllm.test_worker import own, texts
 
+PAGE = (ROOT / "docs" / "embedding" / "vllm.md").read_text(encoding="utf-8")
+MODEL = "examples/models/docs-llama"
 START_S = 300
 END_S = 60
+
+
+def page_command(beginning: str) -> list[str]:
+    """The first command of the page that begins so."""
+    commands = re.findall(r"^```sh\n(.*?)^```", PAGE, re.S | re.M)
+    return shlex.split(next(text for text in commands if text.startswith(beginning)))
 
 
 @dataclass
@@ -58,22 +69,15 @@ def serve(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODELS / "docs-llama")]
-    command += [
-        "--worker-cls",
-        "gristmill.integrations.vllm.Worker",
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-    ]
-    command += ["--dtype", "float32", "--served-model-name", "docs-llama", "--max-num-batched-tokens", "256"]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *page_command("vllm serve")[1:]]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--max-num-batched-tokens", "256"]
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
+            cwd=ROOT,
             env={**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
             start_new_session=True,
         )
@@ -101,9 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 
 
 def test_a_completion_is_the_runtimes(server: Server) -> None:
-    answer = server.client.completions.create(
-        model="docs-llama", prompt="The index", max_tokens=24, temperature=0
-    )
+    answer = server.client.completions.create(model=MODEL, prompt="The index", max_tokens=24, temperature=0)
     (done,) = gristmill.LLM(MODELS / "docs-llama", dtype="float32", num_blocks=64, block_size=128).generate(
         "The index", gristmill.SamplingParams(max_tokens=24)
     )
@@ -111,12 +113,32 @@ def test_a_completion_is_the_runtimes(server: Server) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens == 24
 
 
-def test_streaming_gives_the_same_text_in_pieces(server: Server) -> None:
-    whole = server.client.completions.create(
-        model="docs-llama", prompt="How to", max_tokens=24, temperature=0
+def test_the_page_shows_the_answer(server: Server) -> None:
+    """The second command of the page, and what it prints: the text, the usage, the reason of the end."""
+    body = page_command("curl")[-1]
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}
     )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer = json.load(response)
+    (shown,) = [json.loads(text) for text in re.findall(r"^```json\n(.*?)^```", PAGE, re.S | re.M)]
+    for part, given in (
+        (shown, answer),
+        (shown["choices"][0], answer["choices"][0]),
+        (shown["usage"], answer["usage"]),
+    ):
+        assert {name: given[name] for name in part if name not in ("choices", "usage")} == {
+            name: value for name, value in part.items() if name not in ("choices", "usage")
+        }
+    log = server.log.read_text()
+    for line in re.findall(r"^gristmill: \w+.*: .*verified here.*", PAGE, re.M):
+        assert line in log, line
+
+
+def test_streaming_gives_the_same_text_in_pieces(server: Server) -> None:
+    whole = server.client.completions.create(model=MODEL, prompt="How to", max_tokens=24, temperature=0)
     stream = server.client.completions.create(
-        model="docs-llama", prompt="How to", max_tokens=24, temperature=0, stream=True
+        model=MODEL, prompt="How to", max_tokens=24, temperature=0, stream=True
     )
     pieces = [chunk.choices[0].text for chunk in stream]
     assert len(pieces) > 8 and "".join(pieces) == whole.choices[0].text
@@ -124,7 +146,7 @@ def test_streaming_gives_the_same_text_in_pieces(server: Server) -> None:
 
 def test_an_aborted_request_gives_its_blocks_back(server: Server) -> None:
     stream = server.client.completions.create(
-        model="docs-llama",
+        model=MODEL,
         prompt="How to",
         max_tokens=3000,
         temperature=0,
@@ -147,7 +169,7 @@ def test_32_at_a_time(server: Server) -> None:
     def ask(prompt: list[int]) -> list[int]:
         body = {"ignore_eos": True, "return_token_ids": True}
         answer = server.client.completions.create(
-            model="docs-llama", prompt=prompt, max_tokens=24, temperature=0, extra_body=body
+            model=MODEL, prompt=prompt, max_tokens=24, temperature=0, extra_body=body
         )
         return answer.choices[0].token_ids  # type: ignore[attr-defined]  # of vLLM's, not OpenAI's, answers
 
@@ -158,23 +180,28 @@ def test_32_at_a_time(server: Server) -> None:
 def test_prefixes_are_counted(server: Server) -> None:
     before = server.metric("vllm:prefix_cache_hits_total")
     for _ in range(2):
-        server.client.completions.create(
-            model="docs-llama", prompt=texts(5)[4][:400], max_tokens=2, temperature=0
-        )
+        server.client.completions.create(model=MODEL, prompt=texts(5)[4][:400], max_tokens=2, temperature=0)
     assert server.metric("vllm:prefix_cache_hits_total") - before >= 384
 
 
 def test_a_refusal_is_a_400_that_names_the_parameter(server: Server) -> None:
     ask = server.client.completions.create
-    with pytest.raises(openai.BadRequestError, match="the gristmill worker does not serve logprobs=2"):
-        ask(model="docs-llama", prompt="The", max_tokens=2, logprobs=2)
     with pytest.raises(
         openai.BadRequestError, match="the gristmill worker does not serve structured_outputs="
     ):
-        ask(
-            model="docs-llama", prompt="The", max_tokens=2, extra_body={"structured_outputs": {"regex": "a+"}}
-        )
-    server.client.completions.create(model="docs-llama", prompt="The", max_tokens=2)
+        ask(model=MODEL, prompt="The", max_tokens=2, extra_body={"structured_outputs": {"regex": "a+"}})
+    server.client.completions.create(model=MODEL, prompt="The", max_tokens=2)
+
+
+def test_log_probabilities(server: Server) -> None:
+    answer = server.client.completions.create(
+        model=MODEL, prompt="The", max_tokens=3, temperature=0, logprobs=2
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and found.top_logprobs is not None
+    assert len(found.token_logprobs) == 3
+    for value, top in zip(found.token_logprobs, found.top_logprobs, strict=True):
+        assert value == max(top.values()) < 0
 
 
 def test_the_log_names_the_kernels(server: Server) -> None:

@@ -116,7 +116,29 @@ def test_bad_words_are_not_generated(host: Host) -> None:
         assert (" is " in answer.outputs[0].text) != barred
 
 
-REFUSED = {"logprobs": 0, "prompt_logprobs": 1, "extra_args": {"a": 1}}
+def test_log_probabilities_are_the_runtimes(engine: tuple[str, Any]) -> None:
+    name, llm = engine
+    ids = [*texts(5), [5]]  # with a prompt of several chunks, and one whose only token nothing predicts
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(prompts([*ids, [7, 8]]), [params] * len(ids) + [plain])
+    assert outputs[-1].outputs[0].logprobs is None and outputs[-1].prompt_logprobs is None
+    runtime = gristmill.LLM(MODELS / name, dtype="float32", num_blocks=512, block_size=BLOCK_SIZES[name])
+    wish = gristmill.SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    for output, done in zip(outputs, runtime.generate(ids, wish), strict=False):
+        assert generated([output]) == [list(done.token_ids)]
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(done.prompt_logprobs)
+        for of_vllm, ours in zip(
+            [*output.prompt_logprobs[1:], *output.outputs[0].logprobs],
+            [*done.prompt_logprobs[1:], *done.logprobs],
+            strict=True,
+        ):
+            expected = {ours.token_id: ours.logprob, **dict(ours.top)}
+            assert {token: one.logprob for token, one in of_vllm.items()} == pytest.approx(expected, abs=1e-3)
+            assert of_vllm[ours.token_id].rank == ours.rank
+
+
+REFUSED = {"logprob_token_ids": [5], "extra_args": {"a": 1}}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -160,16 +182,17 @@ def test_weights_are_quantized_at_load_by_an_option(host: Host) -> None:
     assert {"int4_g128"} <= {scheme for row in rows if row["op"] == "linear" for scheme in row["formats"]}
 
 
-@pytest.mark.parametrize("warmed", [True, False])
+@pytest.mark.parametrize(("dtype", "warmed"), [("bfloat16", True), ("float16", False)])
 def test_no_kernel_is_resolved_while_requests_are_served(
-    host: Host, warmed: bool, monkeypatch: pytest.MonkeyPatch
+    host: Host, dtype: str, warmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gristmill.autotune.resolve import Resolver
     from gristmill.integrations.vllm import worker
 
     if not warmed:
         monkeypatch.setattr(worker, "warm_up", lambda *_: 0)
-    llm = host("docs-llama", dtype="bfloat16", max_num_batched_tokens=200, max_num_seqs=5)
+    # Plans are shared in a process: no other test has this dtype.
+    llm = host("docs-llama", dtype=dtype, max_num_batched_tokens=200, max_num_seqs=5)
     asked: list[str] = []
     resolve = Resolver.resolve
 
