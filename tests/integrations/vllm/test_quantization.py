@@ -89,9 +89,8 @@ FORMATS = [
     *(
         pytest.param(form, scheme, marks=pytest.mark.slow)
         for form, scheme in (
-            ("awq", "int4_g128_zp"),
             ("compressed-tensors", "int4_g128"),
-            ("compressed-tensors", "int8"),
+            ("compressed-tensors", "int8_ch"),
             ("fp8", "fp8_block"),
             ("modelopt", "nvfp4"),
         )
