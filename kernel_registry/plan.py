@@ -21,25 +21,25 @@ from gristmill.kernel_registry.target import Target
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LAST_BUCKET = 8192
-"""The size that stands for every call above 4096."""
+"""The size at which the last bucket, every call above 4096, is selected and timed."""
 
 MAX_LAYOUTS = 2
-"""How many packings of one weight a plan may keep, memory permitting."""
+"""Most layouts in which a plan may keep one weight, if memory allows."""
 
 MORE_MEMORY_PAYS = 1.01
-"""A plan past the bound on memory is worth a word from this factor on."""
+"""The speedup from which `more_memory` reports a plan that exceeds the bound on memory."""
 
 ROW_BLOCK = 16
-"""Rows of a weight are counted in blocks of so many against a policy's bound on memory: layouts pad to them."""
+"""The bound on memory of a policy counts the rows of a weight in blocks of this size, to which layouts pad."""
 
 
 def bucket_index(size: int) -> int:
-    """Place of the bucket that `size` falls in: 0 for 1, 1 for 2, 2 for 3..4, ... 13 for everything above 4096."""
+    """Index of the bucket that contains `size`: 0 for 1, 1 for 2, 2 for 3..4, ... 13 for everything above 4096."""
     return 0 if size <= 1 else min((size - 1).bit_length(), len(BUCKETS))
 
 
 def bucket_sizes() -> tuple[int, ...]:
-    """The size each bucket is selected and timed at."""
+    """The size at which each bucket is selected and timed."""
     return (*BUCKETS, LAST_BUCKET)
 
 
@@ -76,7 +76,7 @@ class Plan:
     layouts: tuple[str, ...]
 
     def digest(self) -> str:
-        """Equal on every rank of a tensor-parallel group, or they do not run the same plan."""
+        """A digest that ranks of a tensor-parallel group compare: it is equal if they run the same plan."""
         text = json.dumps(
             [self.op, str(self.problem), self.layouts, [e.as_dict() for e in self.entries]], sort_keys=True
         )
@@ -90,7 +90,7 @@ def readable(
     build: Build,
     without: Collection[str] = (),
 ) -> dict[str, Layout]:
-    """The layouts that some kernel reads which device and installation can run: no others are worth packing for."""
+    """The layouts read by at least one kernel that the device and the installation can run. Others need no packing."""
     read = {
         name
         for k in kernels
@@ -117,8 +117,8 @@ def make_plan(
     """The plan of `op` for the static problem `static`.
 
     select_at: selection (or resolution, which also verifies) for one concrete problem among kernels of some layouts.
-    sizes: bucket sizes to plan for; None = all. weights: how much each bucket size counts; None = 1 for all.
-    peek: selection that verifies nothing, where `select_at` does: layouts that could not win by it are not tried.
+    sizes: bucket sizes to plan for; None = all. weights: the weight of each bucket size; None = 1 for all.
+    peek: selection without verification, if `select_at` verifies. Layouts that cannot win by its estimate are not tried.
     """
     sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
     if strange := sorted(set(sizes) - set(bucket_sizes())):
@@ -136,16 +136,16 @@ def make_plan(
         )
         return pins, us
 
-    hoped: list[tuple[_Cost, frozenset[str] | None]] = []
+    estimates: list[tuple[_Cost, frozenset[str] | None]] = []
     for choice in choices:
         try:
-            hoped.append(
+            estimates.append(
                 (total(_entries(op, static, sizes, choice, peek)) if peek is not None else (0, 0.0), choice)
             )
         except NoKernelError as error:
             failure = failure or error
-    for hope, choice in sorted(hoped, key=lambda pair: pair[0]):
-        if peek is not None and best is not None and not _cheaper(hope, best[0]):
+    for estimate, choice in sorted(estimates, key=lambda pair: pair[0]):
+        if peek is not None and best is not None and not _cheaper(estimate, best[0]):
             break
         try:
             entries = _entries(op, static, sizes, choice, select_at)
@@ -155,7 +155,7 @@ def make_plan(
         cost = total(entries)
         used = tuple(sorted({entry.layout for entry, _ in entries if entry.layout}))
         plan = Plan(op.name, static, tuple(entry for entry, _ in entries), used)
-        # A second packing has to pay for its memory: at equal cost the smaller set, met first, stays.
+        # A second packing must be faster to justify its memory: at equal cost the smaller set, which comes first, wins.
         if best is None or _cheaper(cost, best[0]):
             best = (cost, plan)
     if best is None:
@@ -167,10 +167,10 @@ def make_plan(
 
 @dataclass(frozen=True)
 class MoreMemory:
-    """What a plan without a bound on memory has over one with it.
+    """The gain of a plan without a bound on memory.
 
-    layouts: what it keeps. memory: their bytes over those of the weight. faster: expected time of the bounded plan over its
-    own, all buckets counting equally by ratio; None where a time is not known, and declared priority decides.
+    layouts: its layouts. memory: their bytes relative to those of the weight. faster: its speedup over the bounded plan, the
+    geometric mean over all buckets; None if a time is not known and declared priority decides.
     """
 
     layouts: tuple[str, ...]
@@ -181,7 +181,7 @@ class MoreMemory:
 def more_memory(
     op: Op, static: Problem, layouts: Mapping[str, Layout], policy: Policy, peek: SelectAt, plan: Plan
 ) -> MoreMemory | None:
-    """What `policy.weight_memory` keeps from `plan`, a plan of every bucket; None if nothing. peek verifies nothing."""
+    """What `plan`, a plan of every bucket, would gain without `policy.weight_memory`; None if nothing. peek does not verify."""
     rich = make_plan(op, static, layouts, replace(policy, weight_memory=math.inf), peek)
     if not plan.layouts or {*rich.layouts} <= {*plan.layouts}:
         return None
@@ -204,28 +204,28 @@ def _weights(op: Op, static: Problem) -> Sequence[tuple[int, int]]:
 def _layout_choices(
     op: Op, static: Problem, layouts: Mapping[str, Layout], policy: Policy
 ) -> tuple[list[frozenset[str] | None], list[str]]:
-    """Sets of layouts that fit in memory, small sets first; [None] for an operation without packed weights.
+    """(sets of layouts that fit in memory, small sets first; a message for each layout that does not fit).
 
-    And a sentence about each layout that does not fit.
+    The sets are [None] for an operation without packed weights.
     """
     scheme_axis = next((axis.name for axis in op.axes if axis.kind == "scheme"), None)
     if scheme_axis is None or not layouts:
         return [None], []
     scheme = QuantScheme.parse(static.text(scheme_axis))
     shapes = _weights(op, static)
-    fit = {name: layout for name, layout in layouts.items() if layout.accepts(scheme)}
-    sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in fit.items()}
+    supported = {name: layout for name, layout in layouts.items() if layout.accepts(scheme)}
+    sizes = {name: sum(layout.nbytes(scheme, n, k) for n, k in shapes) for name, layout in supported.items()}
     allowed = policy.weight_memory * sum(scheme.weight_bytes(n, k) for n, k in shapes)
-    # The bound is there to keep second copies out, not the padding of a weight of few rows to the block of a layout.
+    # The bound is meant to exclude second copies, not the padding of a small weight to the row block of a layout.
     padded = policy.weight_memory * sum(
         scheme.weight_bytes(cdiv(n, ROW_BLOCK) * ROW_BLOCK, k) for n, k in shapes
     )
     names = sorted(sizes)
-    # Padding along K may still pass it, and something has to run: then the smallest layout is the choice.
-    fits = [name for name in names if sizes[name] <= padded] or sorted(names, key=lambda name: sizes[name])[
-        :1
-    ]
-    choices = [frozenset((name,)) for name in fits]
+    # Padding along K may still exceed it. The smallest layout is then the only choice, since one is needed.
+    fitting = [name for name in names if sizes[name] <= padded] or sorted(
+        names, key=lambda name: sizes[name]
+    )[:1]
+    choices = [frozenset((name,)) for name in fitting]
     for count in range(2, MAX_LAYOUTS + 1):
         choices += [
             frozenset(c) for c in combinations(names, count) if sum(sizes[name] for name in c) <= allowed
@@ -233,7 +233,7 @@ def _layout_choices(
     too_large = [
         f"  layout {name} takes {sizes[name]} bytes; the policy's weight_memory {policy.weight_memory} allows {allowed:.0f}"
         for name in names
-        if name not in fits
+        if name not in fitting
     ]
     return list(choices), too_large
 
@@ -262,7 +262,7 @@ def _entries(
 
 
 _Cost = tuple[int, float]
-"""What a set of layouts costs: how far from the policy's pins its kernels are, then microseconds."""
+"""Cost of a set of layouts: the sum of the kernels' ranks among the policy's pins, then microseconds."""
 
 
 def _pin(policy: Policy, candidate: Candidate) -> int:
@@ -275,7 +275,7 @@ def _cheaper(a: _Cost, b: _Cost) -> bool:
 
 
 def _score(candidate: Candidate) -> float:
-    """Microseconds when known; before anything was measured, a stand-in that falls with declared priority."""
+    """Microseconds if known; before any measurement, a substitute that decreases with declared priority."""
     if candidate.expected_us is not None:
         return candidate.expected_us
     return 1e6 - candidate.kernel.priority

@@ -121,11 +121,11 @@ def _checked(name: str, value: Any, origin: str) -> Any:
     def wrong(expected: str) -> PolicyError:
         return PolicyError(f"{origin}: {name} wants {expected}, got {value!r}")
 
-    def texts(given: Any) -> tuple[str, ...]:
-        if isinstance(given, str):
-            return (given,)
-        if isinstance(given, list) and all(isinstance(item, str) for item in given):
-            return tuple(given)
+    def texts(entry: Any) -> tuple[str, ...]:
+        if isinstance(entry, str):
+            return (entry,)
+        if isinstance(entry, list) and all(isinstance(item, str) for item in entry):
+            return tuple(entry)
         raise wrong("text or a list of texts")
 
     if name == "pins":

@@ -20,7 +20,7 @@ class Axis:
 
     kind: ``int``, ``float``, ``bool``, ``dtype`` (see `canonical_dtype`), ``scheme`` (a quantization scheme), ``choice`` (one of
     ``choices``) or ``flags`` (a ``+``-joined subset of ``choices``, kept in their order; ``none`` = empty). A choice of a dtype
-    axis may be the name of a dtype axis before it, which stands for that axis' dtype.
+    axis may be the name of an earlier dtype axis; it means the dtype of that axis.
     dynamic: changes from call to call (M, token counts); everything else is fixed when a layer is built.
     """
 
@@ -33,7 +33,7 @@ class Axis:
     minimum: int = 0
 
     def parse(self, text: str, op: str) -> AxisValue:
-        """The value that `text` spells on this axis; ValueError names the axis, what was expected and what came."""
+        """The value that `text` spells on this axis; ValueError names the axis, the expected and the actual value."""
         try:
             return self.check(self._convert(text), op)
         except (TypeError, ValueError) as error:
@@ -55,9 +55,9 @@ class Axis:
         return text
 
     def check(self, value: object, op: str) -> AxisValue:
-        """`value`, brought to its canonical form; AxisError if it does not belong on this axis.
+        """`value` in its canonical form; AxisError if this axis does not allow it.
 
-        A dtype goes by any of its names or as a torch.dtype, a scheme also as a QuantScheme.
+        A dtype may have any of its names or be a torch.dtype; a scheme may be a QuantScheme.
         """
         wrong = AxisError(f"{op}: axis {self.name} wants {self.wants()}, got {value!r}")
         if self.kind == "int":
@@ -101,7 +101,7 @@ class Axis:
         return value
 
     def wants(self) -> str:
-        """What this axis takes, for people."""
+        """The values that this axis allows, for messages."""
         if self.kind == "int":
             return f"an integer of at least {self.minimum}"
         if self.kind == "float":
@@ -203,7 +203,7 @@ class Problem:
 
 
 def problems(text: str) -> tuple[str, ...]:
-    """The texts of several problems, which are separated by blanks or new lines."""
+    """The texts of several problems, separated by white space."""
     return tuple(text.split())
 
 

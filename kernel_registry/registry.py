@@ -1,4 +1,4 @@
-"""The registry: every operation, kernel and weight layout, found by walking the packages that hold their specs."""
+"""The registry: every operation, kernel and weight layout, discovered in the packages that hold their specs."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Registry:
             raise TypeError(f"expected an Op, Kernel or Layout, got {type(spec).__name__}")
 
     def copy(self) -> Registry:
-        """A registry with the same contents, which can grow on its own."""
+        """A registry with the same contents that can be extended independently."""
         kernels = {op: [*kernels] for op, kernels in self.kernels.items()}
         return Registry(dict(self.ops), kernels, dict(self.layouts), [*self.failures], dict(self.plugins))
 
     def leave_out(self, op: str, error: Exception) -> None:
-        """Forget an operation of a plugin, and its kernels, for an error that showed only later."""
+        """Remove an operation of a plugin, and its kernels, after an error that was detected late."""
         self.failures.append(self.plugins.pop(op).failure(error))
         del self.ops[op]
         self.kernels.pop(op, None)
 
     def op(self, name: str) -> Op:
-        """The operation called `name`; UnknownError lists near names."""
+        """The operation called `name`; UnknownError lists similar names."""
         return _find(self.ops, name, "operation")
 
     def kernels_of(self, op: str) -> tuple[Kernel, ...]:
@@ -78,13 +78,15 @@ class Registry:
         return tuple(sorted(self.kernels.get(op, ()), key=lambda k: (-k.priority, k.name)))
 
     def kernel(self, op: str, name: str) -> Kernel:
-        """One kernel of an operation, by its name or a former one; UnknownError lists near names."""
-        known = {kernel.name: kernel for kernel in self.kernels_of(op)}
+        """One kernel of an operation, by its name or a former one; UnknownError lists similar names."""
+        by_name = {kernel.name: kernel for kernel in self.kernels_of(op)}
         present = present_name(name)
-        return _find(known, present if name not in known and present in known else name, f"kernel of {op}")
+        return _find(
+            by_name, present if name not in by_name and present in by_name else name, f"kernel of {op}"
+        )
 
     def layout(self, name: str) -> Layout:
-        """The weight layout called `name`; UnknownError lists near names."""
+        """The weight layout called `name`; UnknownError lists similar names."""
         return _find(self.layouts, name, "layout")
 
     def all_kernels(self) -> Iterator[Kernel]:
@@ -93,14 +95,14 @@ class Registry:
             yield from self.kernels_of(op)
 
 
-def _find(table: dict[str, Spec], name: str, what: str) -> Spec:
+def _find(table: dict[str, Spec], name: str, kind: str) -> Spec:
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=3)
     hint = (
         f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(sorted(table)) or 'none'}"
     )
-    raise UnknownError(f"no {what} called {name!r}{hint}")
+    raise UnknownError(f"no {kind} called {name!r}{hint}")
 
 
 def discover(package: str) -> Iterator[Op | Kernel | Layout]:
@@ -120,7 +122,7 @@ def discover(package: str) -> Iterator[Op | Kernel | Layout]:
 
 
 def specs_of(module: Any) -> Iterator[Op | Kernel | Layout]:
-    """The specs that a module declares, each told where it was declared."""
+    """The specs that a module declares, each with the name of that module."""
     specs: list[Any] = []
     for attribute in ("OP", "KERNEL", "LAYOUT"):
         if hasattr(module, attribute):
@@ -150,8 +152,8 @@ def with_plugins(
 ) -> Registry:
     """The registry and the specs of plugin modules. A plugin is added whole or not at all.
 
-    One that declares something else than specs, takes a name that is taken, or has kernels of an operation that does not
-    exist, becomes one more of `failures`; so does a plugin whose kernels need an operation of such a one.
+    A plugin that declares other objects than specs, uses a name that is already registered, or has kernels of an unknown
+    operation is added to `failures`, as is a plugin whose kernels need an operation of such a plugin.
     """
     failed = [*failures]
     specs: dict[Plugin, list[Op | Kernel | Layout]] = {}
@@ -161,44 +163,44 @@ def with_plugins(
         except Exception as error:  # KERNELS that cannot be iterated over
             failed.append(plugin.failure(error))
     while True:
-        full, bad = _all_added(registry, specs)
-        if not bad:
-            full.failures.extend(failed)
-            return full
-        failed += bad
-        for failure in bad:
+        extended, newly_failed = _all_added(registry, specs)
+        if not newly_failed:
+            extended.failures.extend(failed)
+            return extended
+        failed += newly_failed
+        for failure in newly_failed:
             del specs[failure.plugin]
 
 
 def _all_added(
     registry: Registry, specs: dict[Plugin, list[Op | Kernel | Layout]]
 ) -> tuple[Registry, list[PluginFailure]]:
-    """A copy of the registry with the specs of all plugins, and those that it must be built again without."""
-    full = registry.copy()
-    bad: list[PluginFailure] = []
+    """A copy of the registry with the specs of all plugins, and the plugins that have to be left out of the next attempt."""
+    extended = registry.copy()
+    failures: list[PluginFailure] = []
     for plugin, declared in specs.items():
-        grown = full.copy()
+        candidate = extended.copy()
         try:
             for spec in declared:
                 _check(spec)
-                grown.add(spec)
+                candidate.add(spec)
                 if isinstance(spec, Op):
-                    grown.plugins[spec.name] = plugin
+                    candidate.plugins[spec.name] = plugin
         except Exception as error:  # a check calls functions of the plugin
-            bad.append(plugin.failure(error))
+            failures.append(plugin.failure(error))
         else:
-            full = grown
-    if bad:  # what they would have declared may be what others lack
-        return full, bad
+            extended = candidate
+    if failures:  # others may need what these declare
+        return extended, failures
     for plugin, declared in specs.items():
-        unknown = sorted({s.op for s in declared if isinstance(s, Kernel)} - full.ops.keys())
+        unknown = sorted({s.op for s in declared if isinstance(s, Kernel)} - extended.ops.keys())
         if unknown:
-            bad.append(plugin.failure(f"has kernels of {', '.join(unknown)}: no such operation"))
-    return full, bad
+            failures.append(plugin.failure(f"has kernels of {', '.join(unknown)}: no such operation"))
+    return extended, failures
 
 
 def _check(spec: Op | Kernel | Layout) -> None:
-    """Raise for a plugin's spec that would fail later, where it is listed or selected. Types are checked for our own only."""
+    """Raise for a plugin's spec that would fail when it is listed or selected. mypy checks the types of our own specs only."""
     if isinstance(spec, Kernel):
         texts = (spec.op, spec.name, spec.provider, spec.language, spec.target)
         if not all(isinstance(text, str) and text for text in texts):

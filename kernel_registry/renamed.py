@@ -22,7 +22,7 @@ _FORMER = {present: former for former, present in KERNELS.items()}
 
 
 def present_name(kernel: str) -> str:
-    """What a kernel is called now."""
+    """The present name of a kernel."""
     return KERNELS.get(kernel, kernel)
 
 

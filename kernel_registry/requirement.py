@@ -15,14 +15,14 @@ CODES = ("python", "torch", "triton", "cpp", "cuda", "hip", "cute")
 
 @dataclass(frozen=True)
 class Requirement:
-    """Needs of one kernel; everything given must hold.
+    """Requirements of one kernel; all of them must hold.
 
-    features: any-of sets: one of them must be wholly in the target's features; () = no need.
+    features: alternative sets: the target must have all features of at least one of them; () = no requirement.
     vendors: `nvidia amd intel cpu`, () = any.
     packages: (distribution name, minimal version or "") pairs.
-    offers: `"module:attr"` names that the installed modules must really have: a name on an index proves nothing.
+    offers: `"module:attr"` names that the installed modules must have: the name of a distribution proves nothing.
     origin: where to get the module of `offers`, for libraries that no package index has under their name; part of the reason.
-    brings: names of device code (`sm_90a`, `sm_100f`) that a wrapped library makes for itself; one of them must run on
+    brings: device code (`sm_90a`, `sm_100f`) that a wrapped library contains; one of them must run on
         the target. () = any.
     code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
         level that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
@@ -75,9 +75,11 @@ class Requirement:
         origin: str = "",
     ) -> Requirement:
         """A Requirement met by any of the feature sets: `Requirement.any({"wgmma", "tma"}, {"mfma"})`."""
-        for one in sets:
-            if isinstance(one, str):
-                raise TypeError(f"{one!r} is a string; expected a set of feature names for each alternative")
+        for features in sets:
+            if isinstance(features, str):
+                raise TypeError(
+                    f"{features!r} is a string; expected a set of feature names for each alternative"
+                )
         return cls(tuple(frozenset(s) for s in sets), vendors, packages, offers, code, brings, origin)
 
     def check_hardware(self, target: Target, build: Build | None = None) -> tuple[str, ...]:
@@ -142,16 +144,18 @@ class Requirement:
     def _code_name(self) -> str:
         return f"cpu:{self._arch}" if self._kind == "cpp" else self._arch
 
-    def _compiled(self, target: Target, have: list[str], what: str, build: Build) -> list[str]:
+    def _compiled(self, target: Target, available: list[str], kind: str, build: Build) -> list[str]:
         if self._arch:
             code = self._code_name()
-            if code in have:
+            if code in available:
                 return []
-            return [f"this build has no code for {code}; it has {', '.join(have) or 'none'}"]
+            return [f"this build has no code for {code}; it has {', '.join(available) or 'none'}"]
         if target.vendor == "cpu":
             runs = build.cpu_level(target) is not None
         else:
-            runs = any(why_not_code(target, code) is None for code in have)
+            runs = any(why_not_code(target, code) is None for code in available)
         if runs:
             return []
-        return [f"this build has no {what} that runs on {target.name}; it has {', '.join(have) or 'none'}"]
+        return [
+            f"this build has no {kind} that runs on {target.name}; it has {', '.join(available) or 'none'}"
+        ]

@@ -119,12 +119,12 @@ class _Case:
 
     @cached_property
     def record(self) -> tuple[str, str, str]:
-        """The last three fields of a verification's key: problem, device, toolchain."""
+        """The last three fields of the key of a verification: problem, device, toolchain."""
         return str(self.op.verification(self.problem)), target_key(self.target), self.build.key()
 
     @cached_property
     def times(self) -> Times:
-        """The measured times that bear on the problem."""
+        """The measured times that apply to the problem."""
         return Times(self.op, self.problem, self.target, self.build, self.store)
 
 
@@ -141,13 +141,13 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
     if reason := _unwanted(case.op, kernel, case.target, case.policy):
         return Candidate(kernel, "policy", (reason,))
     if case.layouts is not None and kernel.layouts and not case.layouts & set(kernel.layouts):
-        reads, have = ", ".join(kernel.layouts), ", ".join(sorted(case.layouts))
-        return Candidate(kernel, "problem", (f"reads layout {reads}; the weight is packed as {have}",))
+        reads, packed_as = ", ".join(kernel.layouts), ", ".join(sorted(case.layouts))
+        return Candidate(kernel, "problem", (f"reads layout {reads}; the weight is packed as {packed_as}",))
     if case.layouts is not None and not kernel.layouts and case.op.pack is not None:
-        own = (
+        own_order = (
             "packs weights in an order of its own, which no layout names: runs in direct calls and benchmarks"
         )
-        return Candidate(kernel, "problem", (own,))
+        return Candidate(kernel, "problem", (own_order,))
     failed: dict[str, str] = {}
     default = kernel.config(case.problem, _code_target(case, kernel))
     # A configuration that failed is out; the kernel is out when its default configuration is.
@@ -183,9 +183,9 @@ def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | N
     if pattern := policy.excludes(kernel.name):
         return f"excluded by {pattern!r} in policy {policy.origin}"
     if policy.deterministic and not kernel.deterministic:
-        return "not deterministic; the policy asks for it"
+        return "not deterministic; the policy requires it"
     if policy.batch_invariant and not kernel.batch_invariant:
-        return "results depend on the batch; the policy asks for batch invariance"
+        return "results depend on the batch; the policy requires batch invariance"
     if kernel.language == "triton" and target.vendor == "cpu" and policy.rank(op.name, kernel.name) is None:
         return "on a CPU Triton only interprets, for tests: runs when pinned"
     if not kernel.auto and policy.rank(op.name, kernel.name) is None:
@@ -194,7 +194,7 @@ def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | N
 
 
 def _expected(case: _Case, kernel: Kernel, failed: frozenset[str]) -> tuple[float | None, str]:
-    """Microseconds and where they come from: measured, near, sibling, model or (None) priority."""
+    """Microseconds and their source: measured, near, sibling, model or (None) priority."""
     time = case.times.expected(kernel, failed)
     if time is None and kernel.estimate is not None:
         estimate = kernel.estimate(case.problem, case.target)
@@ -208,7 +208,7 @@ _SOURCES = {"measured": 0, "near": 0, "sibling": 0, "model": 1, "priority": 2}
 def _order(candidate: Candidate, policy: Policy) -> tuple[float | str, ...]:
     """Pinned order, then measured time (exact, near, sibling), then estimate, then declared priority, then name.
 
-    The place of a candidate depends on nothing but itself, so that one more kernel never turns two others around.
+    The key of a candidate depends only on the candidate, so that adding a kernel never swaps two others.
     """
     kernel = candidate.kernel
     pin = policy.rank(kernel.op, kernel.name)

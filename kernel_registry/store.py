@@ -20,7 +20,7 @@ SCHEMA = 1
 SHIPPED = Path(__file__).parent.parent / "autotune" / "tuned"
 """Stores that come with gristmill: times and tuned configurations of devices that somebody measured."""
 NEAR_LIMIT = 1.0
-"""How far, in powers of two summed over the integer axes (`distance`), a tuned problem may be from another that its time is used for."""
+"""Largest `distance`, in powers of two, between a measured problem and one that its time is used for."""
 
 
 class StoreError(ValueError):
@@ -66,7 +66,7 @@ class Verification:
 class Timing:
     """A measured time, with the raw samples it comes from (microseconds) and how they were taken.
 
-    origin: why it counts for `toolchain` although it was measured with another one; "" for one that was measured with it.
+    origin: why it counts for `toolchain` although it was measured with another one; "" if it was measured with it.
     """
 
     op: str
@@ -134,13 +134,13 @@ class Store:
 
     @staticmethod
     def parse(data: Any, origin: str, text: str = "") -> Store:
-        """A store from its JSON form; StoreError names what is at fault, with its line if `text` is that JSON."""
+        """A store from its JSON form; StoreError names the fault, with its line if `text` is that JSON."""
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise StoreError(f"{origin}: expected a store of schema {SCHEMA}, found {found!r}")
-        if other := sorted(data.keys() - {"schema", "verified", "timed"}):
+            schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise StoreError(f"{origin}: expected a store of schema {SCHEMA}, found {schema!r}")
+        if unknown := sorted(data.keys() - {"schema", "verified", "timed"}):
             raise StoreError(
-                f"{origin}: expected verified and timed, found {', '.join(other)}: this is no store, and will not be replaced by one"
+                f"{origin}: expected verified and timed, found {', '.join(unknown)}: this is no store, and will not be replaced by one"
             )
         store = Store()
         for kind, name in ((Verification, "verified"), (Timing, "timed")):
@@ -172,7 +172,7 @@ class Store:
 
     @staticmethod
     def read(path: Path) -> Store:
-        """The store in `path`; an absent file is an empty store, one that is damaged or may not be read a StoreError."""
+        """The store in `path`; a missing file gives an empty store. StoreError: it is damaged or cannot be read."""
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -194,7 +194,7 @@ def shipped_times() -> tuple[Timing, ...]:
 
 
 def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification | Timing:
-    """A record from its JSON form, its kernel by the present name; TypeError or ValueError for fields that it does not have or of
+    """A record from its JSON form, its kernel by the present name; TypeError or ValueError for unknown fields or fields of
     another type."""
     if not isinstance(entry, dict):
         raise TypeError(f"expected a record, found {type(entry).__name__}")
@@ -236,18 +236,18 @@ def _is_number(value: object) -> bool:
 
 
 def _line(text: str, name: str, place: int) -> int:
-    """The line of entry `place` of the list `name` in a store's text; 0 if it cannot be told."""
+    """The line of entry `place` of the list `name` in a store's text; 0 if it cannot be determined."""
     decoder, start = json.JSONDecoder(), text.find(f'"{name}": [')
     if start < 0:
         return 0
-    at = text.index("[", start) + 1
+    position = text.index("[", start) + 1
     for index in range(place + 1):
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
+        while position < len(text) and text[position] in " \t\r\n,":
+            position += 1
         if index == place:
             break
-        _, at = decoder.raw_decode(text, at)
-    return text.count("\n", 0, at) + 1
+        _, position = decoder.raw_decode(text, position)
+    return text.count("\n", 0, position) + 1
 
 
 def distance(a: Problem, b: Problem, dynamic: frozenset[str] = frozenset()) -> float:
@@ -257,10 +257,10 @@ def distance(a: Problem, b: Problem, dynamic: frozenset[str] = frozenset()) -> f
     sequences, total context) grow together. A static size of 0 means "none" (no window), which is near no size.
     """
     total, furthest = 0.0, 0.0
-    for (name, left), (other, right) in zip(a.values, b.values, strict=True):
+    for (name, left), (other_name, right) in zip(a.values, b.values, strict=True):
         if left == right:
             continue
-        if name != other or not _is_size(left) or not _is_size(right):
+        if name != other_name or not _is_size(left) or not _is_size(right):
             return math.inf
         if name not in dynamic and not (left and right):
             return math.inf

@@ -111,7 +111,7 @@ class Target:
             raise ValueError(f"target {self.name}: it has feature {name!r} already")
         for name in sorted(set(remove or ()) - self.features):
             near = _near(name, self.features)
-            raise ValueError(f"target {self.name}: it has no feature {name!r} to take away{near}")
+            raise ValueError(f"target {self.name}: it has no feature {name!r} to remove{near}")
         both = plus & minus
         plus, minus = plus - both, minus - both
         edits = "".join(f"+{n}" for n in sorted(plus)) + "".join(f"-{n}" for n in sorted(minus))
@@ -164,9 +164,9 @@ class Target:
         if self.bandwidth_gbs is not None:
             line.append(f"{self.bandwidth_gbs:.0f} GB/s ({self.bandwidth_source or 'source unknown'})")
         if self.smem_bytes is not None:
-            line.append(f"{self.smem_bytes // 1024} KiB shared memory a block")
+            line.append(f"{self.smem_bytes // 1024} KiB shared memory per block")
         if self.wave_size:
-            line.append(f"{self.wave_size} lanes a wave")
+            line.append(f"{self.wave_size} lanes per wave")
         if line:
             facts.append("  " + ", ".join(line))
         if self.tflops:
@@ -188,10 +188,10 @@ class Target:
         """The Target that `to_json` wrote. Raises ValueError naming missing or unknown keys."""
         known = {"name", "vendor", "arch", "features", *_INTS, "bandwidth_gbs", "bandwidth_source", "tflops"}
         known |= {"wave_size", "device"}
-        missing, strange = {"name", "vendor", "arch", "features"} - data.keys(), data.keys() - known
-        if missing or strange:
+        missing, unknown = {"name", "vendor", "arch", "features"} - data.keys(), data.keys() - known
+        if missing or unknown:
             raise ValueError(
-                f"target in JSON: missing keys {sorted(missing)}, unknown keys {sorted(strange)}"
+                f"target in JSON: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}"
             )
         fields = dict(data)
         fields["features"] = frozenset(fields["features"])

@@ -14,9 +14,9 @@ from gristmill.kernel_registry.target import Target
 
 @dataclass(frozen=True)
 class _Near:
-    """A measured time and how far its problem is from the one at hand.
+    """A measured time and the distance of its problem from the requested one.
 
-    same: of the same static problem. sibling: taken on another device.
+    same: the static problem is the same. sibling: taken on another device.
     """
 
     timing: Timing
@@ -27,21 +27,21 @@ class _Near:
 
 
 class Times:
-    """What the store knows of one problem on one device. Each kernel is judged by its own records alone."""
+    """The records of the store for one problem on one device. Each kernel is judged by its own records alone."""
 
     def __init__(self, op: Op, problem: Problem, target: Target, build: Build, store: Store) -> None:
         self.op, self.problem, self.target, self.build = op, problem, target, build
         self._near: dict[str, list[_Near]] = {}
-        seen: dict[str, tuple[Problem, float, bool] | None] = {}
+        places: dict[str, tuple[Problem, float, bool] | None] = {}
         own = target_key(target)
         for sibling, records in (
             (False, store.times(op.name, own)),
             (True, store.sibling_times(op.name, target)),
         ):
             for timing in records:
-                if timing.problem not in seen:
-                    seen[timing.problem] = self._place(store.problem(op, timing.problem))
-                place = seen[timing.problem]
+                if timing.problem not in places:
+                    places[timing.problem] = self._place(store.problem(op, timing.problem))
+                place = places[timing.problem]
                 if (
                     place is not None
                     and deployed(timing)
@@ -52,37 +52,39 @@ class Times:
     def config(self, kernel: Kernel) -> Config | None:
         """The fastest configuration that the present code of `kernel` was measured with, for the same static problem.
 
-        What a launcher must know of the static problem is in its configuration, so one of another static problem is of
-        no use however near that is.
+        A configuration contains what the launcher needs of the static problem, so the one of another static problem cannot
+        be used, however near that is.
         """
-        best = _nearest([n for n in self._of(kernel) if n.same and of_present_code(kernel, n.timing)])
+        best = _nearest([n for n in self._records_of(kernel) if n.same and of_present_code(kernel, n.timing)])
         return None if best is None else dict(best.timing.config)
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:
-        """Microseconds and their source; None when nothing near was measured. failed: configurations that do not count.
+        """Microseconds and their source; None when nothing near was measured. failed: configurations to ignore.
 
-        A time of this very problem counts as measured if the code and the toolchain are the present ones, else as near.
-        Near times are scaled by what the kernel's own cost model makes of both problems, which knows how its work falls to
-        multiprocessors; by what the device's ceilings make of them, where it has none.
+        A time of this exact problem counts as measured if the code and the toolchain are the present ones, else as near.
+        Near times are scaled by the ratio of both problems in the kernel's cost model, which accounts for the distribution of
+        work over multiprocessors, or by the device's ceilings if the kernel has no model.
         """
-        known = [n for n in self._of(kernel) if not failed or config_key(n.timing.config) not in failed]
-        tools = self.build.key()
-        exact = [n.timing for n in known if n.far == 0 and not n.sibling]
-        fresh = [t.us for t in exact if t.toolchain == tools and of_present_code(kernel, t)]
+        candidates = [
+            n for n in self._records_of(kernel) if not failed or config_key(n.timing.config) not in failed
+        ]
+        toolchain = self.build.key()
+        exact = [n.timing for n in candidates if n.far == 0 and not n.sibling]
+        fresh = [t.us for t in exact if t.toolchain == toolchain and of_present_code(kernel, t)]
         if fresh:
             return min(fresh), "measured"
-        best = _nearest(known)
+        best = _nearest(candidates)
         if best is None:
             return None
         return best.timing.us * self._scale(kernel, best.at), "sibling" if best.sibling else "near"
 
     def evidence(self, kernel: Kernel) -> list[tuple[Timing, float, str]]:
-        """The records that bear on the problem for `kernel`, the decisive ones first: the record, how far its problem is in
-        powers of two, and what it counts as (``measured``, ``near`` or ``sibling``)."""
-        tools = self.build.key()
+        """The records of `kernel` that apply to the problem, the decisive ones first: the record, the distance of its problem in
+        powers of two, and its kind (``measured``, ``near`` or ``sibling``)."""
+        toolchain = self.build.key()
         ranked = []
-        for n in self._of(kernel):
-            exact = n.far == 0 and not n.sibling and n.timing.toolchain == tools
+        for n in self._records_of(kernel):
+            exact = n.far == 0 and not n.sibling and n.timing.toolchain == toolchain
             fresh = exact and of_present_code(kernel, n.timing)
             ranked.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
         order = ("measured", "near", "sibling")
@@ -90,7 +92,7 @@ class Times:
             ranked, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config))
         )
 
-    def _of(self, kernel: Kernel) -> list[_Near]:
+    def _records_of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])
 
     def _place(self, at: Problem | None) -> tuple[Problem, float, bool] | None:

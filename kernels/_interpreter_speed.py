@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
-    """Set an attribute to `replacement` of what it is."""
+    """Replace an attribute by `replacement(attribute)`."""
     setattr(owner, name, replacement(getattr(owner, name)))
 
 
@@ -50,7 +50,7 @@ def _cached_dtype(original: Any) -> Any:
 def _patched_once(original: Any) -> Any:
     """`InterpretedFunction.__call__`: a kernel calls a device function.
 
-    The launch has patched `triton.language`. The first call patches what else the function's module imports, for good.
+    The launch has patched `triton.language`. The first call permanently patches the other imports of the function's module.
     """
     from triton.runtime.interpreter import InterpreterError
 
@@ -77,8 +77,8 @@ def _shared_shapes(original: Any) -> Any:
         attributes = shared.get(shape)
         if attributes is None:
             original(self, handle, type)
-            own = ("handle", "type", "dtype")
-            shared[shape] = {name: value for name, value in vars(self).items() if name not in own}
+            per_tensor = ("handle", "type", "dtype")
+            shared[shape] = {name: value for name, value in vars(self).items() if name not in per_tensor}
         else:
             self.__dict__.update(attributes, handle=handle, type=type, dtype=type.scalar)
 

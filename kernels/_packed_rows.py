@@ -14,12 +14,12 @@ from gristmill.quant.tensor import scales_to_float32
 
 PLAIN_SLOTS, ROWS16_SLOTS = 6, 5
 ROWS = 16
-"""Rows of a block of cpu_rows16_v1; cuts of such a weight start and end at multiples of it."""
+"""Rows of a block of cpu_rows16_v1; slices of such a weight start and end at multiples of it."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a packed weight, one code a byte. codes [R, K'], scales and zero [R or 1, G], multiplier [R] or None."""
+    """Rows of a packed weight, one code per byte. codes [R, K'], scales and zero [R or 1, G], multiplier [R] or None."""
 
     codes: Tensor
     scales: Tensor
@@ -28,13 +28,13 @@ class Rows:
 
 
 def perm_of(weight: Sequence[Tensor]) -> Tensor | None:
-    """The columns of x that packed columns stand for, None when in order."""
+    """The column of x for each packed column, None when in order."""
     perm = weight[5] if len(weight) == PLAIN_SLOTS else weight[4]
     return perm if perm.numel() else None
 
 
 def gather(x: Tensor, perm: Tensor | None) -> Tensor:
-    """x [..., K] in the order of the packed columns, 0 where a column stands for none."""
+    """x [..., K] in the order of the packed columns, 0 for padding columns."""
     if perm is None:
         return x
     return torch.where(

@@ -1,4 +1,4 @@
-"""What a Triton kernel asks the compile matrix to build for a target."""
+"""The compilations of a Triton kernel in the compile matrix."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class AotCase:
 
 
 def matrix_product(target: Target, rows: int) -> tuple[str, ...]:
-    """The instruction that a half-precision `tl.dot` over tiles of `rows` rows promises on a target; () where it has none.
+    """The instruction that a half-precision `tl.dot` over tiles of `rows` rows is guaranteed to use on a target; () if none is.
 
-    From 64 rows on, the one that is particular to Hopper and to data-centre Blackwell; below, and everywhere else, any matrix
-    instruction. Triton has used none on NVIDIA before sm_80 since it dropped Volta's.
+    From 64 rows on, wgmma on Hopper and tcgen05 on data-centre Blackwell; below that, and on other targets, any matrix
+    instruction. Before sm_80 Triton uses none on NVIDIA, since it dropped Volta's.
     """
     features = target.features
     large = next((name for name in ("wgmma", "tcgen05") if name in features), None)

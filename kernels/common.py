@@ -46,7 +46,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def need(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition`: for arguments that do not fit each other."""
+    """Raise ValueError(message) unless `condition`, for arguments that contradict each other."""
     if not condition:
         raise ValueError(message)
 
@@ -62,7 +62,7 @@ def row_stride(x: Tensor) -> int:
 
 
 def need_plain(op: str, dtype: str, **tensors: Tensor | None) -> None:
-    """ValueError unless every tensor that is given has `dtype` and is contiguous: what kernels read without asking for strides."""
+    """ValueError unless every given tensor has `dtype` and is contiguous, for kernels that do not read strides."""
     for name, x in tensors.items():
         if x is not None and (dtype_name(x.dtype) != dtype or not x.is_contiguous()):
             raise ValueError(
@@ -71,10 +71,15 @@ def need_plain(op: str, dtype: str, **tensors: Tensor | None) -> None:
             )
 
 
-def need_workspace(op: str, given: Tensor, size: int, device: torch.device | str) -> None:
+def need_workspace(op: str, workspace: Tensor, size: int, device: torch.device | str) -> None:
     """ValueError unless a caller's workspace has `size` bytes that a kernel can use on `device`."""
-    if given.nbytes < size or given.device != device or not given.is_contiguous() or given.data_ptr() % 16:
+    if (
+        workspace.nbytes < size
+        or workspace.device != device
+        or not workspace.is_contiguous()
+        or workspace.data_ptr() % 16
+    ):
         raise ValueError(
             f"{op}: the workspace must be {size} contiguous bytes on {device}, 16-byte aligned, "
-            f"got {given.nbytes} on {given.device}"
+            f"got {workspace.nbytes} on {workspace.device}"
         )

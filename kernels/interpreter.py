@@ -2,7 +2,7 @@
 
 Triton's interpreter (3.6 to 3.9) keeps bf16 and fp8 as integers and adds, multiplies and rounds those bit patterns; the
 results are silently wrong. `install` computes them in float32 and rounds to nearest even by ml_dtypes instead, and
-`check` proves it against torch: it raises if a new Triton has moved the private names this relies on.
+`check` proves it against torch: it raises if a new Triton has changed the private names that this module relies on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class InterpreterError(RuntimeError):
-    """The interpreter is not as this module expects it, so its results cannot be trusted."""
+    """The interpreter differs from what this module expects, so its results cannot be trusted."""
 
 
 def interpreting() -> bool:
@@ -122,10 +122,10 @@ def check() -> None:
         "rounding to bf16": (a.float() * b.float()).to(torch.bfloat16),
         "rounding to fp8": (a.float() * 7).to(torch.float8_e4m3fn),
     }
-    for what, value in expected.items():
+    for name, value in expected.items():
         if not torch.allclose(
-            computed[what].float(), value.float(), rtol=0 if "matrix" not in what else 1e-6, atol=1e-6
+            computed[name].float(), value.float(), rtol=0 if "matrix" not in name else 1e-6, atol=1e-6
         ):
             raise InterpreterError(
-                f"{what} differs from torch in Triton's interpreter, repaired; do not trust its results"
+                f"{name} differs from torch in Triton's interpreter, repaired; do not trust its results"
             )

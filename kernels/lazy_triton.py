@@ -12,9 +12,9 @@ names of this module::
     def double_kernel(x, n, BLOCK: tl.constexpr): ...
 
 Until then `jit` and `constexpr` return placeholders, and `tl` is one. Triton looks up names in the globals of a jitted function,
-so `complete` replaces every placeholder in the globals of a module by what it stands for, after those of the modules that its
+so `complete` replaces every placeholder in the globals of a module by the real object, after those of the modules that its
 helpers come from. Loading a Triton kernel completes the module of its launcher (`gristmill.kernels.load`); a launch through a
-placeholder completes the module of the caller. From then on a launch costs what it does with ``triton.jit``.
+placeholder completes the module of the caller. From then on a launch costs the same as with ``triton.jit``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def complete(namespace: dict[str, Any]) -> None:
         for value in pending.values():
             if isinstance(value, PendingFunction) and value.function.__globals__ is not namespace:
                 complete(value.function.__globals__)
-        # In one step: a thread that finds a jitted function finds everything that it refers to.
+        # In one step: a thread that sees a jitted function also sees everything that it refers to.
         namespace.update({name: value.real() for name, value in pending.items()})
 
 

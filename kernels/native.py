@@ -1,4 +1,4 @@
-"""The native libraries in ``gristmill/_lib``: found and loaded lazily, called through ctypes.
+"""The native libraries in ``gristmill/_lib``: loaded lazily, called through ctypes.
 
 The libraries have a plain C interface and no Python ABI. CPU entries are named ``<function>__<level>``, one per ISA
 level (kernels/_native/gm_cpu.h); CUDA entries keep their name in a library per architecture (kernels/_native/gm_cuda.h).
@@ -73,11 +73,11 @@ def manifest() -> dict[str, Any]:
     return loaded
 
 
-def _load(file: str, what: str, remedy: str) -> ctypes.CDLL:
+def _load(file: str, content: str, remedy: str) -> ctypes.CDLL:
     path = library_dir() / file
     if not path.is_file():
-        raise NativeLibraryError(f"gristmill was built without its {what}: {path} is missing; {remedy}")
-    import torch  # noqa: F401  # loads libtorch_cpu.so, which the library names but has no path to
+        raise NativeLibraryError(f"gristmill was built without its {content}: {path} is missing; {remedy}")
+    import torch  # noqa: F401  # loads libtorch_cpu.so: the library depends on it, but has no path to it
 
     try:
         return ctypes.CDLL(str(path))
@@ -122,7 +122,7 @@ def cuda_function(name: str, arch: str, argtypes: tuple[Any, ...]) -> Callable[.
 
 def _declare(library: ctypes.CDLL, symbol: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
     try:
-        # Indexing gives every caller its own function object, so argument types set here are nobody else's.
+        # Indexing gives every caller its own function object, so argument types set here affect no other caller.
         function = library[symbol]
     except AttributeError:
         message = f"{library._name} has no function {symbol}; run `make build` after adding a source"

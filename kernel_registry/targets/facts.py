@@ -1,4 +1,4 @@
-"""What is known of one architecture, as data, and the vocabulary of features.
+"""Facts of one architecture, as data, and the vocabulary of features.
 
 An uncertain fact is None or an absent feature: a kernel then refuses with a reason instead of crashing.
 """
@@ -59,13 +59,13 @@ FEATURES: dict[str, str] = {
     "wmma.scale": "v_wmma_scale, block scales applied by the matrix unit",
     "wmma.mxf8": "v_wmma_scale on MXFP8",
     "wmma.mxf4": "v_wmma_scale on MXFP4",
-    "wave32": "compilers give 32 lanes a wave",
-    "wave64": "compilers give 64 lanes a wave",
+    "wave32": "compilers use 32 lanes per wave",
+    "wave64": "compilers use 64 lanes per wave",
     "dot2": "v_dot2_f32_f16",
     "dot2.bf16": "v_dot2_f32_bf16",
     "sdot4": "v_dot4_i32_i8",
     "sudot4": "v_dot4_i32_iu8",
-    "load_lds": "loads from global memory straight to LDS, a dword a lane",
+    "load_lds": "loads from global memory straight to LDS, a dword per lane",
     "load_lds.b128": "loads from global memory straight to LDS, 16 bytes per lane",
     "tdm": "tensor data mover (tensor_load_to_lds)",
     # Intel GPU.
@@ -105,9 +105,9 @@ FEATURES: dict[str, str] = {
 class ArchFacts:
     """Facts of one architecture; sizes in bytes, None = unknown.
 
-    smem_bytes: most shared memory (NVIDIA, dynamic, opt-in), LDS (AMD) or SLM (Intel) one block may have.
-    smem_per_multiprocessor: what the multiprocessor has for all its blocks.
-    registers: 32-bit registers of a multiprocessor; max_registers: most a thread may have.
+    smem_bytes: the limit per block of shared memory (NVIDIA, dynamic, opt-in), LDS (AMD) or SLM (Intel).
+    smem_per_multiprocessor: shared memory of a multiprocessor, for all its blocks.
+    registers: 32-bit registers per multiprocessor; max_registers: the limit per thread.
     wave_size: lanes of a warp, wave or sub-group as compilers give it by default; 0 for a CPU.
     """
 

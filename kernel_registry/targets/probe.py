@@ -1,6 +1,6 @@
 """Detection of the devices of this machine. Reads /proc and /sys and calls libcuda through ctypes; no context, no torch.
 
-A missing driver is a reason in the answer, never an exception. Folders are arguments, so that tests can pass their own.
+A missing driver is a reason in the result, never an exception. Folders are arguments so that tests can pass their own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAMILIES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64", "aarch64"
 @dataclass(frozen=True)
 class Probe:
     """targets: one for each device, in the driver's order (so the index is the device index of its vendor).
-    reasons: why nothing, or not everything, was found."""
+    reasons: why devices are missing."""
 
     targets: tuple[Target, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def _cuda_device(cuda: Any, index: int) -> Target | str:
 
     major, minor = attribute(75), attribute(76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
     if major is None or minor is None:
-        return f"CUDA device {index} does not tell its compute capability"
+        return f"CUDA device {index} does not report its compute capability"
     try:
         target = Target.parse(f"sm_{major}{minor}")
     except ValueError:
@@ -185,7 +185,7 @@ def probe_amd(root: str | Path = "/") -> Probe:
     return Probe(tuple(targets), tuple(reasons or (() if targets else ("kfd lists no AMD GPU",))))
 
 
-# PCI ids of the first two hexadecimal digits that tell a family, from Intel's list of device ids.
+# The first two hexadecimal digits of a PCI id determine the family, from Intel's list of device ids.
 _INTEL_FAMILIES = {"0x56": "dg2", "0x4f": "dg2", "0x0b": "pvc", "0xe2": "bmg", "0x64": "lnl"}
 
 
@@ -242,7 +242,7 @@ def _memory(root: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of /proc or /sys; "" where it is absent or not ours to read."""
+    """The text of a file of /proc or /sys; "" if it is absent or not readable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

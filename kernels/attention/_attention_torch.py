@@ -1,7 +1,7 @@
-"""Attention by torch, shared by the torch kernels: a sequence at a time, query heads regrouped by KV head.
+"""Attention in torch, shared by the torch kernels: one sequence at a time, query heads regrouped by KV head.
 
-torch's own grouped attention reads a bf16 cache at a hundredth of memory speed on CPUs; the regrouped products do not.
-On a GPU nothing is read back: host-known bounds stand for the lengths, masked, so that the kernels can be captured.
+On CPUs torch's own grouped attention reads a bf16 cache at a hundredth of the memory bandwidth; the regrouped products do not.
+On a GPU nothing is read back: host-known bounds replace the lengths, with masks, so that the kernels can be captured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUERY_TILE = 256
 
 Gather = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """gather(sequence, first, end) -> keys [end - first, kv_heads, Dk] and values [.., Dv] of these positions; past a
-sequence's context (used only on GPUs) anything that exists."""
+sequence's context (only on GPUs) any existing rows."""
 
 
 def attend_sequences(
@@ -39,64 +39,67 @@ def attend_sequences(
     if q.device.type == "cpu":
         starts = query_start.tolist()
         for index, context in enumerate(contexts.tolist()):
-            mine = slice(starts[index], starts[index + 1])
-            count = mine.stop - mine.start
+            new_tokens = slice(starts[index], starts[index + 1])
+            count = new_tokens.stop - new_tokens.start
             if count == 0:
                 continue
             first = max(0, context - count - window + 1) if window > 0 else 0
             keys, values = gather(index, first, context)
-            kept, own = torch.arange(first, context), torch.arange(context - count, context)
+            key_positions, query_positions = (
+                torch.arange(first, context),
+                torch.arange(context - count, context),
+            )
             _attend(
-                q[mine],
+                q[new_tokens],
                 keys,
                 values,
-                kept,
-                own,
+                key_positions,
+                query_positions,
                 context,
                 scale,
                 window,
                 sinks,
-                out[mine],
-                None if lse is None else lse[mine],
+                out[new_tokens],
+                None if lse is None else lse[new_tokens],
             )
         return
     if q.shape[0] == 0:
         return
-    kept = torch.arange(max_ctx, device=q.device)
+    key_positions = torch.arange(max_ctx, device=q.device)
     step = torch.arange(max_q, device=q.device)
     for index in range(contexts.shape[0]):
         context, begin, end = contexts[index], query_start[index], query_start[index + 1]
         keys, values = gather(index, 0, max_ctx)
-        values = values.masked_fill((kept >= context)[:, None, None], 0)
+        values = values.masked_fill((key_positions >= context)[:, None, None], 0)
         rows = begin + step
         inside = rows < end
-        own = context - (end - begin) + step
-        made = torch.empty((max_q, *out.shape[1:]), dtype=q.dtype, device=q.device)
-        stated = (
+        query_positions = context - (end - begin) + step
+        padded_out = torch.empty((max_q, *out.shape[1:]), dtype=q.dtype, device=q.device)
+        padded_lse = (
             None if lse is None else torch.empty((max_q, q.shape[1]), device=q.device, dtype=torch.float32)
         )
         _attend(
             q[rows.clamp(max=q.shape[0] - 1)],
             keys,
             values,
-            kept,
-            own,
+            key_positions,
+            query_positions,
             context,
             scale,
             window,
             sinks,
-            made,
-            stated,
+            padded_out,
+            padded_lse,
         )
-        # Rows past this sequence's are computed, and dropped.
+        # Rows past the end of the sequence are computed and discarded.
         rows = torch.where(inside, rows, q.shape[0])
-        _scatter(out, rows, made)
-        if lse is not None and stated is not None:
-            _scatter(lse, rows, stated)
+        _scatter(out, rows, padded_out)
+        if lse is not None and padded_lse is not None:
+            _scatter(lse, rows, padded_lse)
 
 
 def _scatter(target: Tensor, rows: Tensor, values: Tensor) -> None:
-    """target[rows] = values where rows < len(target); the rest is dropped."""
+    """target[rows] = values where rows < len(target); other rows are discarded."""
     padded = torch.empty((target.shape[0] + 1, *target.shape[1:]), dtype=target.dtype, device=target.device)
     padded[:-1] = target
     padded[rows] = values
@@ -107,8 +110,8 @@ def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    kept: Tensor,
-    own: Tensor,
+    key_positions: Tensor,
+    query_positions: Tensor,
     context: int | Tensor,
     scale: float,
     window: int,
@@ -116,7 +119,7 @@ def _attend(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """One sequence: q [n, heads, Dk] at positions own [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at kept [c]."""
+    """One sequence: q [n, heads, Dk] at query_positions [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at key_positions [c]."""
     count, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -125,31 +128,31 @@ def _attend(
     # In half precision torch rounds the scores, and the weights before the second product; the reference does not.
     keys, values = keys.float(), values.float()
     for begin in range(0, count, QUERY_TILE):
-        part = grouped[begin : begin + QUERY_TILE].permute(1, 2, 0, 3).flatten(1, 2)
-        positions = own[begin : begin + QUERY_TILE]
-        scores = (torch.matmul(part.to(keys.dtype), keys).float() * scale).view(
+        tile = grouped[begin : begin + QUERY_TILE].permute(1, 2, 0, 3).flatten(1, 2)
+        positions = query_positions[begin : begin + QUERY_TILE]
+        scores = (torch.matmul(tile.to(keys.dtype), keys).float() * scale).view(
             kv_heads, group, len(positions), -1
         )
-        seen = (kept <= positions[:, None]) & (kept < context)
+        visible = (key_positions <= positions[:, None]) & (key_positions < context)
         if window > 0:
-            seen &= kept > positions[:, None] - window
-        scores = scores.masked_fill(~seen, float("-inf"))
-        top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
+            visible &= key_positions > positions[:, None] - window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        m_i = scores.amax(-1, keepdim=True).clamp_min(-1e30)
         if sinks is not None:
             sink = sinks.view(kv_heads, group, 1, 1)
-            top = torch.maximum(top, sink)
-        weights = (scores - top).exp()
-        total = weights.sum(-1, keepdim=True)
+            m_i = torch.maximum(m_i, sink)
+        weights = (scores - m_i).exp()
+        l_i = weights.sum(-1, keepdim=True)
         if sinks is not None:
-            total = total + (sink - top).exp()
+            l_i = l_i + (sink - m_i).exp()
         product = torch.matmul(weights.flatten(1, 2).to(values.dtype), values).float()
-        product = product.view(kv_heads, group, len(positions), -1) / torch.where(total > 0, total, 1.0)
+        product = product.view(kv_heads, group, len(positions), -1) / torch.where(l_i > 0, l_i, 1.0)
         out[begin : begin + QUERY_TILE] = (
             product.permute(2, 0, 1, 3).reshape(len(positions), heads, -1).to(out.dtype)
         )
         if lse is not None:
-            stated = torch.where(total > 0, top + total.log(), float("-inf"))
-            lse[begin : begin + QUERY_TILE] = stated[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
+            lse_i = torch.where(l_i > 0, m_i + l_i.log(), float("-inf"))
+            lse[begin : begin + QUERY_TILE] = lse_i[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
 
 
 def paged_gather(
@@ -159,22 +162,22 @@ def paged_gather(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Gather:
-    """Keys and values [.., kv_heads, D] out of caches [blocks, block_size, kv_heads, D]; in float32 where these hold codes."""
+    """Keys and values [.., kv_heads, D] out of caches [blocks, block_size, kv_heads, D]; in float32 if these hold codes."""
     block_size, blocks = k_cache.shape[1], k_cache.shape[0]
 
     def gather(index: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         start = first // block_size
-        taken = block_table[index, start : cdiv(end, block_size)].long()
-        if taken.is_cuda:
-            taken = taken.clamp(0, blocks - 1)
-        cut = slice(first - start * block_size, end - start * block_size)
+        blocks_read = block_table[index, start : cdiv(end, block_size)].long()
+        if blocks_read.is_cuda:
+            blocks_read = blocks_read.clamp(0, blocks - 1)
+        in_context = slice(first - start * block_size, end - start * block_size)
 
         def rows(cache: Tensor, scale: Tensor | None) -> Tensor:
             if scale is None:
-                return cache[taken].flatten(0, 1)[cut]
-            codes = cache.view(torch.uint8)[taken].view(cache.dtype).flatten(0, 1)[cut]
-            own = scale[taken].flatten(0, 1)[cut] if by_token(scale) else scale[0, 0]
-            return dequantize(codes, own)
+                return cache[blocks_read].flatten(0, 1)[in_context]
+            codes = cache.view(torch.uint8)[blocks_read].view(cache.dtype).flatten(0, 1)[in_context]
+            row_scale = scale[blocks_read].flatten(0, 1)[in_context] if by_token(scale) else scale[0, 0]
+            return dequantize(codes, row_scale)
 
         return rows(k_cache, k_scale), rows(v_cache, v_scale)
 

@@ -2,8 +2,8 @@
 
 One program takes a tile of rows of one KV head: consecutive query tokens times the query heads that share it, packed in M.
 Programs find their sequence by bisection over query_start, so one launch serves any mix of prefill and decode (the scheme of vLLM's
-unified Triton attention); with SPLIT the context is cut in parts whose partial results `merge_kernel` joins by their
-log-sum-exp (Flash-Decoding, Dao et al., 2023). Scores are kept in units of log 2, so that exp2 is the only exponential.
+unified Triton attention); with SPLIT the context is divided into parts whose partial results `merge_kernel` combines by their
+log-sum-exps (Flash-Decoding, Dao et al., 2023). Scores are kept in units of log 2, so that exp2 is the only exponential.
 Keys and values in e4m3 are decoded exactly; their scales multiply scores, weights, or the result, never a key or a value.
 """
 
@@ -27,7 +27,7 @@ LN2 = constexpr(0.6931471805599453)
 
 @jit
 def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
-    """The sequence that tile number `tile` may belong to: sequence i owns the tiles from query_start[i] // TILE_Q + i on."""
+    """The sequence of tile number `tile`: the tiles of sequence i start at query_start[i] // TILE_Q + i."""
     low = 0
     high = seqs
     while high - low > 1:
@@ -117,7 +117,7 @@ def flash_kernel(
         live = (query < TILE_Q) & (offset + query < count) & (group_head < GROUP)
         token = (begin + offset + query).to(tl.int64)
         head = kv_head * GROUP + group_head
-        own = first + query
+        query_position = first + query
         dk = tl.arange(0, BLOCK_DK)
         dv = tl.arange(0, BLOCK_DV)
         q_at = q + token[:, None] * q_token + head[:, None] * q_head + dk[None, :]
@@ -141,12 +141,14 @@ def flash_kernel(
             v_scale += kv_head.to(tl.int64) * v_scale_head
             if not TOKEN_SCALES:
                 scale *= tl.load(k_scale)
-        for at in range(low // BLOCK_N * BLOCK_N, end, BLOCK_N):
-            position = at + tl.arange(0, BLOCK_N)
-            there = (position < end) & (position >= low)
+        for start in range(low // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            position = start + tl.arange(0, BLOCK_N)
+            in_context = (position < end) & (position >= low)
             if PAGED:
                 block = tl.load(
-                    table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0
+                    table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE,
+                    mask=in_context,
+                    other=0,
                 )
                 k_row = block.to(tl.int64) * k_block + (position % BLOCK_SIZE) * k_slot
                 v_row = block.to(tl.int64) * v_block + (position % BLOCK_SIZE) * v_slot
@@ -155,7 +157,7 @@ def flash_kernel(
                 k_row = slot * k_slot
                 v_row = slot * v_slot
             keys = tl.load(
-                k + k_row[None, :] + dk[:, None], mask=there[None, :] & (dk < DK)[:, None], other=0.0
+                k + k_row[None, :] + dk[:, None], mask=in_context[None, :] & (dk < DK)[:, None], other=0.0
             )
             if FP8:
                 keys = e4m3_decode(keys, queries.dtype, NATIVE)
@@ -163,26 +165,30 @@ def flash_kernel(
             if TOKEN_SCALES:
                 slot = position % BLOCK_SIZE
                 k_scales = tl.load(
-                    k_scale + block.to(tl.int64) * k_scale_block + slot * k_scale_slot, mask=there, other=0.0
+                    k_scale + block.to(tl.int64) * k_scale_block + slot * k_scale_slot,
+                    mask=in_context,
+                    other=0.0,
                 )
                 scores = scores * k_scales[None, :]
-            seen = there[None, :] & (position[None, :] <= own[:, None])
+            visible = in_context[None, :] & (position[None, :] <= query_position[:, None])
             if WINDOW:
-                seen = seen & (position[None, :] > own[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
+                visible = visible & (position[None, :] > query_position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha = tl.exp2(m_i - m_base)
             p = tl.exp2(scores - m_base[:, None])
             l_i = l_i * alpha + tl.sum(p, 1)
             values = tl.load(
-                v + v_row[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
+                v + v_row[:, None] + dv[None, :], mask=in_context[:, None] & (dv < DV)[None, :], other=0.0
             )
             if FP8:
                 values = e4m3_decode(values, queries.dtype, NATIVE)
             if TOKEN_SCALES:
                 v_scales = tl.load(
-                    v_scale + block.to(tl.int64) * v_scale_block + slot * v_scale_slot, mask=there, other=0.0
+                    v_scale + block.to(tl.int64) * v_scale_block + slot * v_scale_slot,
+                    mask=in_context,
+                    other=0.0,
                 )
                 # Relative to the tile's largest scale, so that weights keep their precision in float16.
                 v_top = tl.max(v_scales, 0)
@@ -197,14 +203,14 @@ def flash_kernel(
             acc = acc * tl.load(v_scale)
 
         if SPLIT:
-            place = (part.to(tl.int64) * tokens + token) * heads + head
+            partial = (part.to(tl.int64) * tokens + token) * heads + head
             l_safe = tl.where(l_i > 0, l_i, 1.0)
             tl.store(
-                parts + place[:, None] * DV + dv[None, :],
+                parts + partial[:, None] * DV + dv[None, :],
                 acc / l_safe[:, None],
                 mask=live[:, None] & (dv < DV)[None, :],
             )
-            tl.store(parts_lse + place, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
+            tl.store(parts_lse + partial, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
         else:
             if SINKS:
                 sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
@@ -243,7 +249,7 @@ def merge_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """out[token, head] = the parts' results weighted by their log-sum-exp, and by the sink's."""
+    """out[token, head] = results of the parts weighted by their log-sum-exps; the sink adds to the denominator."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
@@ -251,9 +257,9 @@ def merge_kernel(
     l_i = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for part in range(count):
-        place = (part * tokens + token) * heads + head
-        lse_i = tl.load(parts_lse + place)
-        values = tl.load(parts + place * DV + dv, mask=dv < DV, other=0.0)
+        partial = (part * tokens + token) * heads + head
+        lse_i = tl.load(parts_lse + partial)
+        values = tl.load(parts + partial * DV + dv, mask=dv < DV, other=0.0)
         m_new = tl.maximum(m_i, lse_i)
         m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_base)

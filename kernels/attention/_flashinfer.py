@@ -1,8 +1,8 @@
 """FlashInfer's paged attention wrappers, planned once per step.
 
-Their `plan` reads lengths on the host, which waits for the device; so a plan is kept and used again by every layer of the step. It
-is used again only for the very same index tensors (held here, so that their memory cannot become another tensor's) that
-nothing has written since (torch counts writes to a tensor; tensors of inference mode are not counted and plan each call).
+`plan` reads lengths on the host, which waits for the device, so all layers of a step reuse one plan. A plan is reused only
+for the same index tensors (a reference is kept, so that their memory is not reused for others), and only if they have not been
+written since: torch counts writes to a tensor. Tensors of inference mode have no such count and are planned at each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORKSPACE_BYTES = 128 << 20
 
 
 class Planned:
-    """A wrapper on one device for one static problem, and the step it is planned for."""
+    """A wrapper on one device for one static problem, and the step for which it is planned."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -30,7 +30,7 @@ class Planned:
         self.bounds: tuple[int, ...] = ()
 
     def stale(self, tensors: tuple[torch.Tensor, ...], bounds: tuple[int, ...]) -> bool:
-        """Whether the step's index tensors are others than, or were written since, the last call; remembers them."""
+        """Whether the index tensors differ from those of the last call or were written since. Remembers them."""
         if any(tensor.is_inference() for tensor in tensors):
             self.tensors = ()
             return True
@@ -91,8 +91,8 @@ def launch_paged(
     v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. One new token everywhere runs the decode
-    wrapper, any other step the prefill wrapper."""
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. If every sequence has one new token, the decode
+    wrapper runs, else the prefill wrapper."""
     tokens, heads, dim = q.shape
     if tokens == 0:
         return
@@ -180,4 +180,4 @@ def _run(wrapper: Any, arguments: tuple[object, ...], out: Tensor, lse: Tensor |
         wrapper.run(*arguments, out=out)
     else:
         wrapper.run(*arguments, out=out, lse=lse, return_lse=True)
-        lse.mul_(math.log(2))  # FlashInfer states it in base 2
+        lse.mul_(math.log(2))  # FlashInfer returns base 2

@@ -1,4 +1,4 @@
-"""The meaning of causal attention for one sequence, in float32: what every attention reference is made of."""
+"""Causal attention of one sequence in float32, the basis of every attention reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def causal_attention(
 
     The n queries are the last of the c positions. softmax(scale · q·k + mask) · v, the query at position p seeing keys 0..p or,
     with window > 0, the last `window` of them; query head h reads KV head h // (heads / kv_heads). sinks [heads]: one
-    more logit per head in the denominator, without a value. lse is the natural logarithm of the denominator; a query that
+    additional logit per head in the denominator, without a value. lse is the natural logarithm of the denominator; a query that
     sees nothing gives 0 and lse -inf.
     """
     import torch
@@ -28,16 +28,16 @@ def causal_attention(
     values = values.float().repeat_interleave(heads // kv_heads, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
     position = torch.arange(context, device=q.device)
-    own = torch.arange(context - count, context, device=q.device)[:, None]
-    seen = position <= own
+    query_position = torch.arange(context - count, context, device=q.device)[:, None]
+    visible = position <= query_position
     if window > 0:
-        seen &= position > own - window
-    scores = scores.masked_fill(~seen, float("-inf"))
-    total = scores.logsumexp(-1, keepdim=True)
+        visible &= position > query_position - window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
     if sinks is not None:
-        total = torch.logaddexp(total, sinks[:, None, None].float())
-    weights = (scores - total).exp().nan_to_num(0.0)
-    return torch.einsum("hqk,khd->qhd", weights, values), total[..., 0].T
+        lse = torch.logaddexp(lse, sinks[:, None, None].float())
+    weights = (scores - lse).exp().nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, values), lse[..., 0].T
 
 
 def attend(
@@ -50,18 +50,18 @@ def attend(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`causal_attention` of every sequence with new tokens, its keys and values by ``context(index)``; returns `out`, zero where no
-    sequence has a token. lse is written in place."""
+    """`causal_attention` of every sequence with new tokens, with keys and values from ``context(index)``; returns `out`, zero for rows
+    of no sequence. lse is written in place."""
     if lse is not None:
         lse.fill_(float("-inf"))
     begin = query_start.tolist()
     for index in range(len(begin) - 1):
         rows = slice(begin[index], begin[index + 1])
         if rows.start < rows.stop:
-            attended, total = causal_attention(q[rows], *context(index), scale, window, sinks)
+            attended, sequence_lse = causal_attention(q[rows], *context(index), scale, window, sinks)
             out[rows] = attended.to(q.dtype)
             if lse is not None:
-                lse[rows] = total
+                lse[rows] = sequence_lse
     return out
 
 

@@ -41,7 +41,7 @@ PAGES: tuple[Argument, ...] = (
     TensorArgument("query_start", "seqs+1", dtype="int32"),
     TensorArgument("seq_lens", "seqs", dtype="int32"),
 )
-"""Where the sequences of a paged cache are, and their lengths."""
+"""The location and the lengths of the sequences in a paged cache."""
 
 BOUNDS: tuple[Argument, ...] = (
     Scalar("max_q", "int", minimum=1),
@@ -51,56 +51,56 @@ BOUNDS: tuple[Argument, ...] = (
 
 
 def misfit(problem: Problem) -> str | None:
-    """What keeps the ragged axes of `problem`, and its numbers of heads, from going together; None if nothing does."""
+    """Why the ragged axes of `problem` and its numbers of heads are inconsistent; None if they are not."""
     values = problem.as_dict()
     heads, kv_heads = values["heads"], values.get("kv_heads", 1)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         return f"{heads} query heads do not divide among {kv_heads} KV heads"
     if any(values[axis.name] is None for axis in RAGGED_AXES):
         return None
-    tokens, seqs, most = (
+    tokens, seqs, longest_query = (
         problem.integer("q_tokens"),
         problem.integer("seqs"),
         min(problem.integer("max_q"), problem.integer("max_ctx")),
     )
-    if tokens > seqs * most:
-        return f"{tokens} new tokens do not fit in {seqs} sequences of at most {most}"
+    if tokens > seqs * longest_query:
+        return f"{tokens} new tokens do not fit in {seqs} sequences of at most {longest_query}"
     return None
 
 
 def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
     """(new tokens, context) of each sequence, within the bounds of `problem`; the contexts include the new tokens.
 
-    One sequence has the most new tokens the bounds allow, one with new tokens the longest context; the rest is drawn by `seed`: decodes,
+    One sequence has as many new tokens as the bounds allow, and one with new tokens has the longest context. The others are random: decodes,
     prefills, cached prefixes, and sequences without new tokens where there are fewer tokens than sequences.
     ValueError for bounds that no lengths can meet.
     """
     tokens, seqs = problem.integer("q_tokens"), problem.integer("seqs")
     max_ctx = problem.integer("max_ctx")
-    most = min(problem.integer("max_q"), max_ctx)
+    longest_query = min(problem.integer("max_q"), max_ctx)
     wrong = misfit(problem)
     need(wrong is None, f"{problem.op}: {wrong}")
     draw = random.Random(seed)
     queries = [0] * seqs
-    queries[0] = min(most, tokens)
-    left = tokens - queries[0]
+    queries[0] = min(longest_query, tokens)
+    remaining = tokens - queries[0]
     for index in range(1, seqs):
-        queries[index] = 1 if left > 0 else 0
-        left -= queries[index]
-    while left > 0:
+        queries[index] = 1 if remaining > 0 else 0
+        remaining -= queries[index]
+    while remaining > 0:
         for index in range(seqs):
-            extra = min(left, draw.randint(0, most - queries[index]))
+            extra = min(remaining, draw.randint(0, longest_query - queries[index]))
             queries[index] += extra
-            left -= extra
+            remaining -= extra
     contexts = list(queries)
     spare = max(0, problem.integer("total_ctx") - tokens)
     order = list(range(seqs))
     draw.shuffle(order)
     longest = draw.choice([index for index in order if queries[index]] or order)
     order.sort(key=lambda index: index != longest)
-    for place, index in enumerate(order):
-        room = min(spare, max_ctx - contexts[index])
-        extra = room if place == 0 else draw.randint(0, min(room, 2 * spare // (seqs - place)))
+    for rank, index in enumerate(order):
+        capacity = min(spare, max_ctx - contexts[index])
+        extra = capacity if rank == 0 else draw.randint(0, min(capacity, 2 * spare // (seqs - rank)))
         contexts[index] += extra
         spare -= extra
     for index in order:
@@ -112,7 +112,7 @@ def lengths(problem: Problem, seed: int) -> tuple[list[int], list[int]]:
 
 
 def shrunk(problem: Problem) -> Problem:
-    """The problem that verifies a plan for `problem`: few tokens, contexts of several blocks, whatever the bounds were."""
+    """The problem that verifies a plan for `problem`: few tokens, contexts of several blocks, independent of its bounds."""
     tokens = max(1, min(problem.integer("q_tokens"), 67))
     seqs = min(problem.integer("seqs"), 5)
     max_q = min(problem.integer("max_q"), tokens)
@@ -144,7 +144,7 @@ def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int,
 
 
 def attention_cost(problem: Problem, elements: int, flops: int) -> Cost:
-    """`elements` of axis x's dtype moved, and the log-sum-exps, if the problem has them."""
+    """The cost of reading or writing `elements` of the dtype of axis x, and the log-sum-exps, if the problem has them."""
     lse_bytes = 4 * problem.integer("q_tokens") * problem.integer("heads") if problem["lse"] else 0
     x = problem.text("x")
     return Cost(bytes=elements * ITEM_BYTES[x] + lse_bytes, flops=flops, unit=x)
@@ -168,7 +168,7 @@ def table_fits(max_ctx: int, max_blocks: int, block_size: int) -> str | None:
     """A row of the block table has the blocks of the longest context."""
     if max_ctx <= max_blocks * block_size:
         return None
-    return f"max_ctx {max_ctx} is more than the {max_blocks} blocks of {block_size} hold that block_table has for a sequence"
+    return f"max_ctx {max_ctx} is more than the {max_blocks} blocks of {block_size} per sequence of block_table hold"
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -179,7 +179,7 @@ def tolerance(problem: Problem) -> Tolerance:
 def error(
     problem: Problem, arguments: Sequence[Any], outputs: Sequence[Tensor], references: Sequence[Tensor]
 ) -> float:
-    """max over elements of |Δ| / max(|ref|, RMS of its row); the log-sum-exp, if there is one, counts in proportion to its own limit."""
+    """max over elements of |Δ| / max(|ref|, RMS of its row); the error of the log-sum-exp, if any, is scaled by the ratio of the limits."""
     import math
 
     import torch

@@ -27,22 +27,22 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """a, b [T, H, D]; a_lse, b_lse float32 [T, H], natural logarithms -> out [T, H, D] in a's dtype, lse float32 [T, H].
 
-    A partial whose lse is −inf saw no key: it adds nothing, whatever its values are, NaN included. Both −inf: out is
-    zero, lse −inf. float32 inside, rounded once.
+    A partial result with lse −inf covers no key and adds nothing, even if its values are NaN. If both are −inf, out is
+    zero and lse −inf. float32 inside, rounded once.
     """
     import torch
 
-    most = torch.maximum(a_lse, b_lse)
-    most = torch.where(most == -math.inf, 0.0, most)
-    weights = [torch.exp(lse - most) for lse in (a_lse, b_lse)]
-    total = weights[0] + weights[1]
+    m_i = torch.maximum(a_lse, b_lse)
+    m_i = torch.where(m_i == -math.inf, 0.0, m_i)
+    weights = [torch.exp(lse - m_i) for lse in (a_lse, b_lse)]
+    l_i = weights[0] + weights[1]
     terms = [
         torch.where((lse == -math.inf)[..., None], 0.0, part.float() * weight[..., None])
         for part, lse, weight in zip((a, b), (a_lse, b_lse), weights, strict=True)
     ]
-    empty = total == 0
-    out = (terms[0] + terms[1]) / torch.where(empty, 1.0, total)[..., None]
-    return out.to(a.dtype), most + torch.log(total)
+    empty = l_i == 0
+    out = (terms[0] + terms[1]) / torch.where(empty, 1.0, l_i)[..., None]
+    return out.to(a.dtype), m_i + torch.log(l_i)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -63,7 +63,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 
 
 def cost(problem: Problem) -> Cost:
-    """Both partials read once, the output written once, and three log-sum-exps a row."""
+    """Both partials read once, the output written once, and three log-sum-exps per row."""
     t, h, d = problem.integers("t", "h", "d")
     return Cost(bytes=t * h * (3 * d * ITEM_BYTES[problem.text("x")] + 12), flops=4 * t * h * d, unit="fp32")
 

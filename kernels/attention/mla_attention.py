@@ -1,6 +1,6 @@
 """Multi-head latent attention over a paged latent cache, absorbed (DeepSeek-V2, 2024).
 
-The cache holds one row a token: the normalised latent and the rotated key that all heads share. With the key projection absorbed
+The cache holds one row per token: the normalised latent and the rotated key that all heads share. With the key projection absorbed
 into q and the value projection left to the caller, attention is multi-query: keys are whole rows, values their first
 `latent_dim` elements. Correct for any number of new tokens, so that prefill may run absorbed too; un-absorbed prefill is
 `varlen_attention`.

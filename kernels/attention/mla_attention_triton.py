@@ -47,7 +47,7 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """One tile whatever the batch is, contexts whole: the same row then always takes the same steps."""
+    """One tile size for every batch and undivided contexts, so that a row is always computed in the same steps."""
     tile = mla_config(
         problem.integer("latent_dim"), problem.integer("rope_dim"), problem.text("x"), 16, target
     )
@@ -72,7 +72,7 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
-    """Partial results of the parts, at the worst seqs and lengths that the problem's tokens can come in."""
+    """Partial results of the parts, for the worst-case sequences and lengths of the problem's tokens."""
     heads = problem.integer("heads")
     head_tiles, tile_q = packing(heads, int(config["m"]))
     rows = problem.integer("q_tokens") + int(config["programs"]) * 2 * tile_q // head_tiles
@@ -127,7 +127,7 @@ def mla_kernel(
         head = tl.program_id(1) * HEADS + rows % HEADS
         live = (query < TILE_Q) & (offset + query < count) & (head < heads)
         token = (begin + offset + query).to(tl.int64)
-        own = first + query
+        query_position = first + query
         latent = tl.arange(0, BLOCK_LATENT)
         rope = tl.arange(0, BLOCK_ROPE)
         q_row = q + token[:, None] * q_token + head[:, None] * q_head
@@ -147,23 +147,29 @@ def mla_kernel(
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_LATENT], tl.float32)
-        for at in range(low, end, BLOCK_N):
-            position = at + tl.arange(0, BLOCK_N)
-            there = position < end
+        for start in range(low, end, BLOCK_N):
+            position = start + tl.arange(0, BLOCK_N)
+            in_context = position < end
             block = tl.load(
-                table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=there, other=0
+                table + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE,
+                mask=in_context,
+                other=0,
             )
             row = cache + block.to(tl.int64) * c_block + (position % BLOCK_SIZE) * c_slot
             values = tl.load(
-                row[:, None] + latent[None, :], mask=there[:, None] & (latent < LATENT)[None, :], other=0.0
+                row[:, None] + latent[None, :],
+                mask=in_context[:, None] & (latent < LATENT)[None, :],
+                other=0.0,
             )
-            turned = tl.load(
-                row[:, None] + LATENT + rope[None, :], mask=there[:, None] & (rope < ROPE)[None, :], other=0.0
+            rotated = tl.load(
+                row[:, None] + LATENT + rope[None, :],
+                mask=in_context[:, None] & (rope < ROPE)[None, :],
+                other=0.0,
             )
             scores = tl.dot(q_latent, tl.trans(values), input_precision="ieee")
-            scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision="ieee") * (scale * LOG2E)
-            seen = there[None, :] & (position[None, :] <= own[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee") * (scale * LOG2E)
+            visible = in_context[None, :] & (position[None, :] <= query_position[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             m_base = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha = tl.exp2(m_i - m_base)
@@ -173,14 +179,16 @@ def mla_kernel(
             m_i = m_new
 
         l_safe = tl.where(l_i > 0, l_i, 1.0)
-        kept = live[:, None] & (latent < LATENT)[None, :]
+        valid_out = live[:, None] & (latent < LATENT)[None, :]
         if SPLIT:
-            place = (part.to(tl.int64) * tokens + token) * heads + head
-            tl.store(parts + place[:, None] * LATENT + latent[None, :], acc / l_safe[:, None], mask=kept)
-            tl.store(parts_lse + place, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
+            partial = (part.to(tl.int64) * tokens + token) * heads + head
+            tl.store(
+                parts + partial[:, None] * LATENT + latent[None, :], acc / l_safe[:, None], mask=valid_out
+            )
+            tl.store(parts_lse + partial, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
         else:
             out_at = out + token[:, None] * out_token + head[:, None] * out_head + latent[None, :]
-            tl.store(out_at, (acc / l_safe[:, None]).to(out.dtype.element_ty), mask=kept)
+            tl.store(out_at, (acc / l_safe[:, None]).to(out.dtype.element_ty), mask=valid_out)
             if LSE:
                 lse_i = tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
                 tl.store(lse + token * heads + head, lse_i, mask=live)
@@ -203,7 +211,7 @@ def launch(
 ) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]; programs > 0 in the config splits contexts.
 
-    How many parts there are follows from host-known bounds, so a captured graph replays what was captured.
+    The number of parts follows from host-known bounds, so that a captured graph replays the same launch.
     """
     tokens, heads, dim = q.shape
     if tokens == 0:

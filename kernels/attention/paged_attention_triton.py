@@ -43,12 +43,12 @@ def accepts(problem: Problem) -> str | None:
 
 
 def decoding(problem: Problem, target: Target) -> Config:
-    """Whether codes of the caches are decoded by the target's own instruction; nothing for caches without."""
+    """Whether e4m3 codes of the caches are decoded by an instruction of the target; {} for caches of q's dtype."""
     return {} if problem["kv"] == "x" else {"native": has_e4m3(target)}
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """One tile whatever the batch is: the same row then always takes the same steps."""
+    """One tile size for every batch, so that a row is always computed in the same steps."""
     dim, x = problem.integer("head_dim"), problem.text("x")
     tile = tile_config(dim, dim, x, 32 if x == "fp32" or dim > 128 else 64, target)
     return {**tile, **decoding(problem, target)}
@@ -91,9 +91,9 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
-    """Partial results of the parts, at the worst seqs and lengths that the problem's tokens can come in.
+    """Partial results of the parts, for the worst-case sequences and lengths of the problem's tokens.
 
-    A call of t tokens has at least t / tile_q sequences to split among, so tokens · splits is bounded by both terms.
+    A call of t tokens has at least t / tile_q sequences, which limits the number of splits, so both terms bound tokens · splits.
     """
     heads, kv_heads = problem.integer("heads"), problem.integer("kv_heads")
     head_tiles, tile_q = packing(heads // kv_heads, int(config["decode_m"]))
@@ -225,9 +225,9 @@ def launch_split(
     v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `launch`; decode batches run in small tiles with the context split when there are few of them.
+    """As `launch`; decode batches run in small tiles, and small ones split the context.
 
-    What is chosen follows from host-known bounds, so a captured graph replays what was captured.
+    The choice follows from host-known bounds, so that a captured graph replays the same launch.
     """
     kv_heads, seqs, keys = k_cache.shape[2], seq_lens.shape[0], reach(max_q, max_ctx, window)
     arguments = (q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale)

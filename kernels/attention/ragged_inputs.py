@@ -1,6 +1,6 @@
 """Random arguments of ragged attention: lengths within the bounds of a problem, and paged caches.
 
-Contexts lie in shuffled blocks, and everything that no sequence owns is NaN, so that reading a wrong slot shows.
+Contexts are in shuffled blocks, and every slot without a token is NaN, so that a read of a wrong slot is detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNUSED_BLOCK = 2**30
-"""What table entries past a sequence's blocks hold: no kernel may follow it."""
+"""The value of table entries past the blocks of a sequence. No kernel may use it."""
 
 
 class RaggedDraw(Draw):
@@ -79,7 +79,7 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 
 def block_tables(contexts: Sequence[int], block_size: int, seed: int) -> tuple[list[list[int]], int]:
-    """Shuffled blocks for each context, and how many blocks the cache has (a few belong to nobody)."""
+    """Shuffled blocks for each context, and the number of blocks of the cache (a few are unused)."""
     counts = [cdiv(context, block_size) for context in contexts]
     blocks = sum(counts) + 3
     order = list(range(blocks))

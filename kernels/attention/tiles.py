@@ -9,10 +9,10 @@ from gristmill.kernels.common import ITEM_BYTES
 
 DEFAULT_MULTIPROCESSORS = 108
 SMALLEST_SHARED = 64 * 1024
-"""Shared memory of a block where the target does not say: what every GPU in use has."""
+"""Shared memory per block for targets that do not state it: every GPU in use has at least this."""
 
 SPLIT_FLOOR = 256
-"""Keys of a part of a split context at least: shorter parts cost more to merge than they gain."""
+"""Minimum number of keys in a part of a split context: shorter parts cost more to merge than they gain."""
 
 
 def power_of_two(n: int) -> int:
@@ -35,7 +35,7 @@ def tile_config(dk: int, dv: int, dtype: str, rows: int, target: Target) -> Conf
 
 
 def _warps(accumulators: int, dtype: str, target: Target) -> int:
-    """Warps that hold `accumulators` floats beside everything else without spilling.
+    """Warps that hold `accumulators` floats and all other values without spilling.
 
     RDNA's 32 lanes have 256 registers each, and float32 products take twice the operands.
     """
@@ -45,23 +45,23 @@ def _warps(accumulators: int, dtype: str, target: Target) -> int:
 
 
 def packing(group: int, rows: int) -> tuple[int, int]:
-    """(parts the query heads of one KV head are cut in, query tokens of a tile) for tiles of `rows` rows."""
+    """(tiles per group of query heads of a KV head, query tokens per tile) for tiles of `rows` rows."""
     head_tiles = cdiv(group, rows)
     return head_tiles, rows // cdiv(group, head_tiles)
 
 
 def tile_bound(tokens: int, seqs: int, tile_q: int) -> int:
-    """How many tiles any lengths of `tokens` tokens in `seqs` sequences can need."""
+    """Upper bound on the number of tiles of `tokens` tokens in `seqs` sequences of any lengths."""
     return tokens // tile_q + seqs
 
 
 def reach(max_q: int, max_ctx: int, window: int) -> int:
-    """Keys that one tile can see at most."""
+    """Upper bound on the keys that one tile sees."""
     return min(max_ctx, window + max_q) if window > 0 else max_ctx
 
 
 def split_count(programs: int, most: int, max_ctx: int) -> int:
-    """Parts to cut contexts in so that `programs` programs per part make about `most`, never shorter than SPLIT_FLOOR."""
+    """Parts per context such that `programs` programs per part are about `most` in total; no part is shorter than SPLIT_FLOOR."""
     return max(1, min(most // max(programs, 1), max_ctx // SPLIT_FLOOR))
 
 

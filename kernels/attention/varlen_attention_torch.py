@@ -1,4 +1,4 @@
-"""Attention over dense sequences by torch (`_attention_torch.py`): regrouped matrix products, a sequence at a time."""
+"""Attention over dense sequences in torch (`_attention_torch.py`): regrouped matrix products, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ KERNEL = Kernel(
     language="python",
     target="gristmill.kernels.attention._attention_torch:launch_varlen",
     requires=Requirement(packages=(("torch", "2.11"),)),
-    summary="regrouped matrix products, a sequence at a time",
+    summary="regrouped matrix products, one sequence at a time",
 )

@@ -25,7 +25,7 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """One tile whatever the batch is: the same row then always takes the same steps."""
+    """One tile size for every batch, so that a row is always computed in the same steps."""
     return tile_config(
         problem.integer("qk_dim"),
         problem.integer("v_dim"),

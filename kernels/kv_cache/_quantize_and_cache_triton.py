@@ -42,13 +42,13 @@ def quantize_rows(
         scale_at += block * scale_block + place * scale_place
         # As integers magnitudes are in the same order, and NaN is the largest.
         amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
-        own = tl.div_rn(tl.where(amax < 1e-10, 1e-10, amax), tl.full(amax.shape, 448.0, tl.float32))
-        tl.store(scale_at, own, mask=head < heads)
+        row_scale = tl.div_rn(tl.where(amax < 1e-10, 1e-10, amax), tl.full(amax.shape, 448.0, tl.float32))
+        tl.store(scale_at, row_scale, mask=head < heads)
     else:
-        own = tl.load(scale_at, mask=head < heads, other=1.0)
+        row_scale = tl.load(scale_at, mask=head < heads, other=1.0)
     offset = tl.arange(0, BLOCK_D)
     to = cache + block * cache_block + place * cache_place + head.to(tl.int64)[:, None] * cache_head
-    codes = e4m3_encode(tl.div_rn(x, tl.broadcast_to(own[:, None], x.shape)))
+    codes = e4m3_encode(tl.div_rn(x, tl.broadcast_to(row_scale[:, None], x.shape)))
     tl.store(to + offset[None, :], codes, mask=inside)
 
 
@@ -237,9 +237,9 @@ def quantized_cases() -> list[AotCase]:
         **dict.fromkeys(("k_scale", "v_scale"), "*fp32"),
         "slot_mapping": "*i64",
     }
-    wide = ("key_block", "value_block")
+    int64_strides = ("key_block", "value_block")
     sizes = {
-        name: "i64" if name in wide else "i32"
+        name: "i64" if name in int64_strides else "i32"
         for name in function_of(kernel).arg_names
         if name.lower() == name
     }

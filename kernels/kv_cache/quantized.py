@@ -12,7 +12,7 @@ token     [blocks, block_size, kv_heads]  one scale per token and head; the oper
 ========  ==============================  ============================================================================
 
 Codes are value / scale, an IEEE float32 division, rounded to nearest with ties to even. What is beyond ±448, infinities
-too, saturates. NaN becomes 0x7F, e4m3's NaN without a sign: it is seen, not hidden. The scale of a token and head is
+too, saturates. NaN becomes 0x7F, e4m3's NaN without a sign, and so remains visible. The scale of a token and head is
 max(amax, 1e-10) / 448, the rule of ``fp8_token`` activations; it is NaN or infinite if the row holds a NaN or an infinity.
 """
 
@@ -85,7 +85,7 @@ def scales_fit(
 
 
 def misfit(problem: Problem) -> str | None:
-    """What keeps kv and kv_scale from going together; None if nothing does."""
+    """Why kv and kv_scale are inconsistent; None if they are not."""
     quantized, scaled = problem.text("kv") != "x", problem.text("kv_scale") != "none"
     if quantized == scaled:
         return None
@@ -111,12 +111,12 @@ def as_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 
 def by_token(scale: torch.Tensor) -> bool:
-    """Whether scales are of tokens and heads; else they are of heads, or of the tensor."""
+    """Whether there is one scale per token and head; else one per head, or per tensor."""
     return scale.shape[0] * scale.shape[1] > 1
 
 
 def scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Elements between scales of neighbouring blocks, places and heads: 0 where one scale serves all, and without scales."""
+    """Elements between scales of neighbouring blocks, places and heads: 0 for a shared scale, and without scales."""
     if scale is None:
         return (0, 0, 0)
     block, place, head = (
@@ -147,7 +147,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def stored(draw: Draw, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor | None]:
     """Random caches [blocks, block_size, heads, D] as a generated problem holds them: keys, values, k_scale, v_scale.
 
-    Scales are between 2^-8 and 2^-4: normal values stay in range, and no scale is like another. Where a row is NaN, the scale of
+    Scales are between 2^-8 and 2^-4, so that normal values stay in range, and all differ. Where a row is NaN, the scale of
     its token and head is NaN too.
     """
     kind = draw.problem.text("kv_scale")

@@ -55,7 +55,7 @@ def _store(config: Config, op: str, tokens: Tensor, cache: Tensor, slot_mapping:
         block_size,
     )
     if code:
-        check_slots(op, slot_mapping, blocks * block_size)  # says which slot, if that is what is wrong
+        check_slots(op, slot_mapping, blocks * block_size)  # raises with the slot, if a slot is the fault
         check(code, f"{op}_cpu")
 
 
@@ -124,7 +124,7 @@ KERNELS = tuple(
         language="cpp",
         target=f"{__name__}:{launcher}",
         requires=Requirement(vendors=("cpu",), code="cpp"),
-        summary="tokens over threads, one memcpy a head",
+        summary="tokens over threads, one memcpy per head",
         config=config,
         batch_invariant=True,
         priority=100,

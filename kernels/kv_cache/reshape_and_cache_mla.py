@@ -1,4 +1,4 @@
-"""Writing the latents of new tokens into MLA's paged cache: one row a token, key and value at once (DeepSeek-V2, 2024).
+"""Writing the latents of new tokens into MLA's paged cache: one row per token, key and value at once (DeepSeek-V2, 2024).
 
 A separate operation, not reshape_and_cache without values: a plan then knows what it writes, and no kernel branches.
 """

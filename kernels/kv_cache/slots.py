@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def check_slots(op: str, slot_mapping: Tensor, slots: int) -> None:
-    """On a CPU, ValueError for a slot past the cache; nothing on devices, where looking would synchronise."""
+    """On a CPU, ValueError for a slot past the cache; no check on devices, where it would synchronise."""
     if slot_mapping.device.type != "cpu" or not slot_mapping.numel():
         return
-    most = int(slot_mapping.max())
-    need(most < slots, f"{op}: slot {most} is past the cache of {slots} slots")
+    largest = int(slot_mapping.max())
+    need(largest < slots, f"{op}: slot {largest} is past the cache of {slots} slots")
 
 
 def store(tokens: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """cache[slot // block_size, slot % block_size] = tokens, in plain torch without synchronising.
 
-    A token that must not be written repeats another one's write: same slot, same values. If none is to be written, slot 0
-    is written with what it holds.
+    A token that must not be written repeats the write of another one: same slot, same values. If there is none, slot 0
+    is overwritten with its own content.
     """
     import torch
 
