@@ -1,7 +1,7 @@
 """Plans by their handles, and the resolver of each device and policy.
 
-A handle is a number made of what its plan is for, so that a compiled graph that holds it stays right in another process, and
-layers of one shape hold the same number: a traced model has one subgraph for all of them.
+A handle is a hash of the arguments of `bind`. A compiled graph that contains it is therefore valid in another process, and
+layers of one shape have the same handle: a traced model has one subgraph for all of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def bind(
     """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
 
     The same arguments give the same plan, and the same handle in every process. A plan over several layouts takes the tensors of
-    all of them, in the order of their names (`LinearWeight.tensors`), and reads those that its kernel for the call's size wants.
+    all of them, in the order of their names (`LinearWeight.tensors`), and reads those of the kernel for the call's size.
 
     problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
     device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
@@ -75,11 +75,11 @@ def bind(
     definition = default_registry().op(op)
     if not isinstance(problem, Problem):
         problem = definition.problem(problem)
-    static, found = definition.static(problem), resolver(device, policy)
-    handle = handle_of(definition, static, found, layouts)
+    static, device_resolver = definition.static(problem), resolver(device, policy)
+    handle = handle_of(definition, static, device_resolver, layouts)
     plan = PLANS.get(handle)
-    if plan is None or plan.resolver is not found:
-        plan = BoundPlan(definition, static, found, layouts)
+    if plan is None or plan.resolver is not device_resolver:
+        plan = BoundPlan(definition, static, device_resolver, layouts)
         plan.handle = handle
         PLANS[handle] = plan
     plan.binds += 1
@@ -119,27 +119,27 @@ def _bound_again(
     op: str, static: Problem, device: str, policy: Policy, layouts: frozenset[str] | None
 ) -> BoundPlan:
     """The plan of this process for a policy that is equal, not necessarily the same object."""
-    for known in _RESOLVERS.values():
-        if known.device == device and known.policy == policy:
-            return bind(op, static, device, known.policy, layouts)
+    for existing in _RESOLVERS.values():
+        if existing.device == device and existing.policy == policy:
+            return bind(op, static, device, existing.policy, layouts)
     return bind(op, static, device, policy, layouts)
 
 
 copyreg.pickle(BoundPlan, _as_bound)
 
 
-def handle_of(op: Op, static: Problem, place: Resolver, layouts: frozenset[str] | None) -> int:
+def handle_of(op: Op, static: Problem, resolver: Resolver, layouts: frozenset[str] | None) -> int:
     """The number of a plan, of 63 bits and never 0, from its operation, problem, device, policy and layouts."""
-    policy = asdict(place.policy) | {"origin": "", "store": str(place.policy.store_path)}
-    index = device_index(place.device)
-    device = place.device.partition(":")[0] + (f":{index}" if index >= 0 else "")
+    policy = asdict(resolver.policy) | {"origin": "", "store": str(resolver.policy.store_path)}
+    index = device_index(resolver.device)
+    device = resolver.device.partition(":")[0] + (f":{index}" if index >= 0 else "")
     parts = [op.name, str(static), device, policy, None if layouts is None else sorted(layouts)]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8]) >> 1 or 1
 
 
 def release(plan: BoundPlan) -> None:
-    """Give a plan back: when everybody who bound it has, calls with its handle fail from then on."""
+    """Release a plan. Once it was released as often as it was bound, calls with its handle fail."""
     plan.binds = max(0, plan.binds - 1)
     if plan.binds == 0 and plan.handle:
         if PLANS.get(plan.handle) is plan:
@@ -155,9 +155,9 @@ def prepare(sizes: Iterable[int] | None = None) -> None:
     Raises:
         NoKernelError: no kernel runs a size under the policy.
     """
-    wanted = None if sizes is None else sorted(set(sizes))
+    requested_sizes = None if sizes is None else sorted(set(sizes))
     for plan in list(PLANS.values()):
-        plan.prepare(wanted)
+        plan.prepare(requested_sizes)
 
 
 def seal(on: bool = True) -> None:

@@ -84,7 +84,7 @@ class BoundPlan:
         except (IndexError, AttributeError) as error:
             raise unfit(self.op, arguments, f"planned for {self.static}") from error
         if size:
-            # The bucket of `bucket_index`, written out: this line and the call are all that a planned call costs.
+            # The bucket of `bucket_index`, inlined: this line and the call are the whole cost of a planned call.
             runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
             if self._cuda and torch.accelerator.current_device_index() != self._index:
                 with torch.accelerator.device_index(self._index):
@@ -122,10 +122,10 @@ class BoundPlan:
         index = bucket_index(size)
         if self.entries[index] is None:
             self._bind(index)
-        found = self.entries[index]
-        if found is None:
+        plan_entry = self.entries[index]
+        if plan_entry is None:
             raise UnpreparedError(f"{self.op.name}: bucket of size {size} has no kernel")
-        return found
+        return plan_entry
 
     def _late(self, size: int) -> Runner:
         if _capturing():
@@ -168,50 +168,50 @@ class BoundPlan:
         counts = {name: len(self.resolver.registry.layout(name).slots) for name in sorted(self.layouts or ())}
         names = list(counts)
         begin = sum(counts[name] for name in names[: names.index(str(entry.layout))])
-        mine = slice(begin, begin + counts[str(entry.layout)])
+        own_tensors = slice(begin, begin + counts[str(entry.layout)])
         places = [place for place, p in enumerate(self.op.parameters) if p.type == "Tensor[]"]
         expected = f"the tensors of {' and '.join(names)}, {sum(counts.values())} in all"
 
         def run(*arguments: Any) -> None:
-            given = list(arguments)
+            call_arguments = list(arguments)
             for place in places:
-                weight = given[place]
+                weight = call_arguments[place]
                 if len(weight) != sum(counts.values()):
                     raise ValueError(
                         f"{self.op.name} planned for {self.static}: {self.op.parameters[place].name} must be {expected}, "
                         f"got {len(weight)}"
                     )
-                given[place] = weight[mine]
-            self._guard(*given)  # before, it has looked at the tensors of the first layout alone
-            runner(*given)
+                call_arguments[place] = weight[own_tensors]
+            self._guard(*call_arguments)  # the first check covered only the tensors of the first layout
+            runner(*call_arguments)
 
         return run
 
 
-def fitting(op: Op, question: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """The answer to a question about a call; ValueError where an argument has too few dimensions or tensors, or is none."""
+def fitting(op: Op, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """`function(*arguments)`; ValueError if an argument has too few dimensions or tensors, or is no tensor."""
     try:
-        return question(*arguments)
+        return function(*arguments)
     except (IndexError, AttributeError) as error:
         raise unfit(op, arguments, f"takes ({op.schema})") from error
 
 
 def unfit(op: Op, arguments: Sequence[Any], expected: str) -> ValueError:
-    """The error for arguments with too few dimensions, or that are no tensors: what was expected, and everything that came."""
+    """The error for arguments with too few dimensions, or that are no tensors, with the expected and the received arguments."""
 
-    def shown(argument: Any) -> str:
+    def text_of(argument: Any) -> str:
         if isinstance(argument, list | tuple):
-            return f"[{', '.join(map(shown, argument))}]"
+            return f"[{', '.join(map(text_of, argument))}]"
         return str([*argument.shape]) if hasattr(argument, "shape") else repr(argument)
 
-    given = ", ".join(f"{p.name} {shown(a)}" for p, a in zip(op.parameters, arguments, strict=False))
+    received = ", ".join(f"{p.name} {text_of(a)}" for p, a in zip(op.parameters, arguments, strict=False))
     return ValueError(
-        f"{op.name} {expected}: an argument has too few dimensions or tensors, or is none: {given}"
+        f"{op.name} {expected}: an argument has too few dimensions or tensors, or is none: {received}"
     )
 
 
 def _outside_capture(name: str, runner: Runner, *arguments: Any) -> None:
-    """Run a kernel that a CUDA graph cannot hold, or say so."""
+    """Run a kernel that cannot be captured; UnpreparedError during capture."""
     if _capturing():
         raise UnpreparedError(
             f"{name} reads device memory on the host and cannot be captured in a CUDA graph; pin another "

@@ -33,22 +33,22 @@ def device_target(device: str, policy: Policy) -> Target:
             f"device {device!r}: expected cpu, {', '.join(_VENDORS)}, or one of these with an index, cuda:1"
         )
     # torch counts the devices of one vendor: AMD's are called cuda too, where there is no NVIDIA one.
-    found = ([t for t in _devices() if t.vendor == vendor] for vendor in _VENDORS[kind])
-    targets = next((some for some in found if some), [])
-    place = int(index or 0)
-    if place >= len(targets):
+    by_vendor = ([t for t in _devices() if t.vendor == vendor] for vendor in _VENDORS[kind])
+    targets = next((group for group in by_vendor if group), [])
+    position = int(index or 0)
+    if position >= len(targets):
         raise ValueError(f"device {device}: this machine has {len(targets)} such accelerator(s)")
-    return targets[place]
+    return targets[position]
 
 
 def device_index(device: str) -> int:
-    """The index of ``cuda:1`` as tensors tell it (`Tensor.get_device`): −1 for the CPU; of ``cuda``, the current device's."""
+    """The index of ``cuda:1`` as `Tensor.get_device` returns it: −1 for the CPU; of ``cuda``, the current device's."""
     import torch
 
-    place = torch.device(device)
-    if place.type == "cpu":
+    torch_device = torch.device(device)
+    if torch_device.type == "cpu":
         return -1
-    return torch.accelerator.current_device_index() if place.index is None else place.index
+    return torch.accelerator.current_device_index() if torch_device.index is None else torch_device.index
 
 
 def on_device(device: str) -> AbstractContextManager[object]:
@@ -59,8 +59,8 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that can still be allocated on a device: on a GPU with what torch holds and does not use, on a CPU with what the kernel
-    would give up for it, within the memory that this process's group may have."""
+    """Bytes that can still be allocated on a device: on a GPU including memory that torch has reserved but does not use, on a CPU including memory
+    that the operating system can reclaim, within the limit of the control group of this process."""
     import torch
 
     if device != "cpu":
@@ -79,7 +79,7 @@ def _available() -> int:
 
 
 def _group() -> list[int]:
-    """What the control group leaves, [] where there is none with a limit."""
+    """[bytes left in the control group], [] without a limit."""
     place = Path("/sys/fs/cgroup")
     try:
         return [int((place / "memory.max").read_text()) - int((place / "memory.current").read_text())]

@@ -11,7 +11,7 @@ from pathlib import Path
 from gristmill.autotune.environment import gpu_state
 
 WORTH_SAYING = 0.01
-"""The share of the time from which on a disturbance is named."""
+"""The minimum share of the time for which a disturbance is reported."""
 
 GPU_REASONS = {
     0x4: "power limit",
@@ -20,14 +20,14 @@ GPU_REASONS = {
     0x40: "heat (hardware)",
     0x80: "power brake",
 }
-"""Bits of what holds an NVIDIA GPU's clocks down; idling and clocks set by the user are not disturbances."""
+"""Bits of the reasons for which an NVIDIA GPU reduces its clocks; idling and clocks set by the user are not disturbances."""
 
 _CGROUP, _STAT = Path("/sys/fs/cgroup/cpu.stat"), Path("/proc/stat")
 
 
 @contextmanager
 def cpu_disturbances() -> Iterator[list[str]]:
-    """Sentences on what held this process's CPU back meanwhile; complete when the context ends."""
+    """Descriptions of CPU disturbances of this process within the context; complete when it ends."""
     reasons: list[str] = []
     before, begin = _counters(), time.perf_counter()
     yield reasons
@@ -38,9 +38,9 @@ def cpu_disturbances() -> Iterator[list[str]]:
 def disturbances(
     before: dict[str, float], after: dict[str, float], seconds: float, cores: int, load: float
 ) -> list[str]:
-    """Sentences on what two readings of the counters show. Counters are in seconds, of all cores together."""
+    """Descriptions of the disturbances between two readings of the counters. Counters are in seconds, of all cores together."""
     reasons = []
-    for name, what in (
+    for name, description in (
         ("quota", "held by its quota (cgroup)"),
         ("steal", "taken by other guests of this host (steal)"),
     ):
@@ -50,14 +50,14 @@ def disturbances(
             / (cores if name == "steal" else 1)
         )
         if share >= WORTH_SAYING:
-            reasons.append(f"{share:.0%} of the time {what}")
+            reasons.append(f"{share:.0%} of the time {description}")
     if load > cores + 0.5:
         reasons.append(f"load {load:.1f} on {cores} core(s): others ran too")
     return reasons
 
 
 def gpu_disturbances(reasons: str | None) -> list[str]:
-    """What ``clocks_event_reasons.active`` of nvidia-smi says, in words; [] for None and for anything that is no number."""
+    """The reasons in ``clocks_event_reasons.active`` of nvidia-smi, in words; [] for None and for anything that is no number."""
     try:
         bits = int(reasons or "0", 16)
     except ValueError:
@@ -66,7 +66,7 @@ def gpu_disturbances(reasons: str | None) -> list[str]:
 
 
 def gpu_reasons_now() -> str | None:
-    """The bits of this moment; takes about a second, so ask while the device is busy."""
+    """The current bits. Takes about a second; call it while the device is busy."""
     state = gpu_state()
     return None if state is None else state.get("clocks_event_reasons.active")
 

@@ -30,13 +30,13 @@ from gristmill.kernel_registry.store import target_key
 
 SCHEMA = 1
 GPU_ROUNDS, CPU_ROUNDS = 5, 25
-"""Samples of which the least counts: on a CPU more, since others disturb more of them."""
+"""Samples, of which the minimum counts. More on a CPU, where other processes disturb more of them."""
 
 
 _ABSENT = re.compile(
     "not implemented|not supported|only supported|not_supported|could not run", re.IGNORECASE
 )
-"""torch's ways of saying that a device has no such product: NotImplementedError, or a RuntimeError that says so in words."""
+"""Messages by which torch reports that a device has no such product: NotImplementedError, or a RuntimeError with such a message."""
 
 
 class CeilingsError(ValueError):
@@ -46,8 +46,8 @@ class CeilingsError(ValueError):
 @dataclass(frozen=True)
 class Ceilings:
     """Measured limits. read_gbs, copy_gbs: 1e9 bytes per second, cold; a copy counts what it reads and what it writes.
-    tflops: (dtype, dense matrix rate; multiply-add = 2). launch_us: the least that a call takes on the device.
-    throttled: what held the device back while they were measured, in words; then they may be too low.
+    tflops: (dtype, dense matrix rate; multiply-add = 2). launch_us: the minimum time of a call on the device.
+    throttled: disturbances during the measurement, in words; the limits may then be too low.
     """
 
     read_gbs: float
@@ -57,21 +57,21 @@ class Ceilings:
     throttled: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON and result files say."""
+        """The JSON form."""
         return asdict(self) | {"tflops": dict(self.tflops), "throttled": [*self.throttled]}
 
     def floor(self, cost: Cost, read: Reading) -> Floor:
-        """The floor of `cost` whose bytes take what `read` says, or what the read bandwidth says where they were too many to be
-        read; a unit without a measured rate counts bytes only."""
+        """The floor of `cost`. The time of its bytes is that of `read`, or follows from the read bandwidth if they were too many to
+        read. For a unit without a measured rate only bytes count."""
         rate, stream = dict(self.tflops).get(cost.unit), cost.bytes / (self.read_gbs * 1e3)
-        known = read.us is not None
+        has_reading = read.us is not None
         source = (
             f"read kernel of {read.size} bytes, {read.copies} in turn ({read.how})"
-            if known
+            if has_reading
             else f"read bandwidth for {read.size} bytes: {read.how}"
         )
-        # A read kernel's time has the launch in it, and where bytes make less of it than that, they are not what bounds it.
-        bound = "launch" if known and stream < self.launch_us else "memory"
+        # The time of a read kernel includes the launch. If the bytes take less than the launch, the launch is the bound.
+        bound = "launch" if has_reading and stream < self.launch_us else "memory"
         return max(
             Floor(read.us if read.us is not None else stream, bound, source),
             Floor(cost.flops / (rate * 1e6) if rate else 0.0, "compute", "compute"),
@@ -82,15 +82,15 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Floor:
-    """us: microseconds below which no implementation of a problem can be. bound: what they consist of, ``memory``, ``compute`` or
-    ``launch``. source: where they come from: a read kernel of so many bytes, a bandwidth, ``compute`` or ``launch``."""
+    """us: microseconds that no implementation of a problem can undercut. bound: what determines them, ``memory``, ``compute`` or
+    ``launch``. source: how they were determined: a read kernel of so many bytes, a bandwidth, ``compute`` or ``launch``."""
 
     us: float
     bound: str
     source: str
 
     def fields(self, us: float) -> dict[str, Any]:
-        """What a row that took `us` says of its floor."""
+        """The floor fields of a row that took `us`."""
         return {
             "floor_us": self.us,
             "floor_source": self.source,
@@ -100,14 +100,14 @@ class Floor:
         }
 
     def _below(self, share: float) -> str:
-        """What to think of a time that is below this floor; "" for one that is not."""
+        """A note on a time below this floor; "" for other times."""
         if share <= 1.0:
             return ""
         head = f"{share:.1%} of the floor: nothing is faster than its floor, so "
         if self.source.startswith("read kernel"):
             return f"{head}the {self.source} was disturbed twice, or reads slower than this kernel does"
-        which = {"memory": "read bandwidth"}.get(self.bound, f"{self.bound} ceiling")
-        return f"{head}the measured {which} was stale, disturbed or not reached by what measured it; kernelbench doctor --measure"
+        limit_name = {"memory": "read bandwidth"}.get(self.bound, f"{self.bound} ceiling")
+        return f"{head}the measured {limit_name} was stale, disturbed or not reached by what measured it; kernelbench doctor --measure"
 
 
 def row_floor(cost: Cost, device: str, us: float, *, captured: bool, hot: bool) -> Floor:
@@ -121,7 +121,7 @@ def row_floor(cost: Cost, device: str, us: float, *, captured: bool, hot: bool) 
 
 @cache
 def ceilings(device: str) -> Ceilings:
-    """The ceilings of a device: those kept, else measured (a few seconds) and kept."""
+    """The ceilings of a device, from the file or measured (a few seconds) and saved."""
     return kept(device) or remeasure(device)
 
 
@@ -147,11 +147,11 @@ def kept(device: str) -> Ceilings | None:
 
 
 def remeasure(device: str) -> Ceilings:
-    """Measure the ceilings of a device and keep them; where nothing can be written, with a warning, for this process alone."""
+    """Measure the ceilings of a device and save them. If the file cannot be written, a warning is given and only this process uses them."""
     policy = Policy.current()
-    path, found = policy.cache_path / "ceilings.json", _measure(device)
+    path, measured = policy.cache_path / "ceilings.json", _measure(device)
     try:
-        _keep(path, _key(device, policy), found)
+        _keep(path, _key(device, policy), measured)
     except OSError as error:
         warnings.warn(
             f"cannot keep the ceilings in {path}: {error.strerror}; they are measured again each time",
@@ -159,7 +159,7 @@ def remeasure(device: str) -> Ceilings:
             stacklevel=2,
         )
     ceilings.cache_clear()
-    return found
+    return measured
 
 
 def _key(device: str, policy: Policy) -> str:
@@ -186,8 +186,8 @@ def _read(path: Path) -> dict[str, Any]:
         or not isinstance(data.get("devices"), dict)
     ):
         raise CeilingsError(f"{path}: expected ceilings of schema {SCHEMA}; delete it to measure again")
-    kept: dict[str, Any] = data["devices"]
-    return kept
+    devices: dict[str, Any] = data["devices"]
+    return devices
 
 
 def _keep(path: Path, key: str, ceilings: Ceilings) -> None:
@@ -212,7 +212,7 @@ def _measure(device: str) -> Ceilings:
 def _measure_gpu(device: str) -> Ceilings:
     ceilings = _measured(device, 1 << 30, GPU_ROUNDS, tuple(_PRODUCTS))
     product = _PRODUCTS["bf16"](8192, device)
-    with ThreadPoolExecutor(1) as thread:  # what holds clocks down shows while the device is busy only
+    with ThreadPoolExecutor(1) as thread:  # the driver reports throttling only while the device is busy
         reasons = thread.submit(gpu_reasons_now)
         while not reasons.done():
             for _ in range(20):
@@ -229,9 +229,9 @@ def _measured(device: str, size: int, rounds: int, products: Sequence[str]) -> C
 
     # Sums read everything once and write nothing: the read ceiling, like STREAM's without the writes, not the copy ceiling.
     read = min(least(data.sum), least(lambda: torch.dot(data, data)))
-    half, other = data[: size // 8], torch.empty(size // 8, device=device, dtype=torch.float32)
+    half, half_out = data[: size // 8], torch.empty(size // 8, device=device, dtype=torch.float32)
     # Not copy_: between equal types that is the driver's memory copy, which is slower than kernels are.
-    copy = least(lambda: torch.neg(half, out=other))
+    copy = least(lambda: torch.neg(half, out=half_out))
     small = torch.ones(1, device=device, dtype=torch.float32)
     launch = measure_call(lambda: small.neg_(), device, rounds=5)
     rates = []
@@ -244,7 +244,7 @@ def _measured(device: str, size: int, rounds: int, products: Sequence[str]) -> C
 
 def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: int) -> float | None:
     """1e12 operations per second of a square matrix product; None where torch has no such product for the device."""
-    # On few cores a small product, that ends before it is disturbed; many need a large one to be busy.
+    # On few cores a small product, which ends before it is disturbed; many cores need a large one.
     size = 8192 if device.startswith("cuda") else 512 if torch.get_num_threads() <= 4 else 2048
     try:
         call = make(size, device)
@@ -253,7 +253,7 @@ def _rate(make: Callable[[int, str], Callable[[], Any]], device: str, rounds: in
         if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or not _ABSENT.search(
             str(error)
         ):
-            raise  # the product is there, and something is wrong
+            raise  # the product exists, and another error occurred
         return None
     return 2 * size**3 / min(measure_call(call, device, rounds=rounds).samples) / 1e6
 

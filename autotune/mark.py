@@ -20,14 +20,14 @@ from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import Verification
 
 POLL = 0.05
-"""Seconds between two looks at a lock that another process holds."""
+"""Seconds between attempts to take a lock that another process holds."""
 
 
 @contextmanager
 def mark(path: Path, record: Verification, patience: float) -> Iterator[Verification | None]:
     """Hold the mark at `path` for a trial; yields the mark of a process that died, None where there was none.
 
-    record: what the store is to hold should this process die. patience: seconds to wait for other processes' trials.
+    record: the record that the store gets if this process dies. patience: seconds to wait for other processes' trials.
 
     Raises:
         OSError: the file cannot be made. TimeoutError: another process holds it for longer than `patience`.
@@ -35,12 +35,12 @@ def mark(path: Path, record: Verification, patience: float) -> Iterator[Verifica
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         _lock(file.fileno(), path, patience)
-        left = _parse(_read(file.fileno()))
+        left_record = _parse(_read(file.fileno()))
         _write(file.fileno(), json.dumps(asdict(record)))
         try:
-            yield left
+            yield left_record
         finally:
-            # An exception is no crash: what it says of the kernel, its caller knows.
+            # An exception is no crash; the caller handles it.
             _write(file.fileno(), "")
 
 
@@ -62,7 +62,7 @@ def _read(descriptor: int) -> str:
 
 
 def _parse(text: str) -> Verification | None:
-    """The record in a mark; None for an empty one, and for one that was cut off as it was written: nothing ran then."""
+    """The record in a mark; None for an empty one, or one truncated while it was written: then nothing ran."""
     try:
         return Verification(**migrated(json.loads(text))) if text else None
     except (ValueError, TypeError):

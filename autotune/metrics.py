@@ -34,21 +34,21 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
     """Largest |Δ| / max(|ref|, 1e-3 · RMS(ref)): relative where values have size, absolute near zero."""
     if out.numel() == 0:
         return 0.0
-    wide_out, wide_ref = out.double(), ref.double()
-    same = wide_out == wide_ref
-    delta = torch.where(same, torch.zeros_like(wide_ref), (wide_out - wide_ref).abs())
-    finite = wide_ref[wide_ref.isfinite()]
+    out64, ref64 = out.double(), ref.double()
+    same = out64 == ref64
+    delta = torch.where(same, torch.zeros_like(ref64), (out64 - ref64).abs())
+    finite = ref64[ref64.isfinite()]
     floor = 1e-3 * float(finite.square().mean().sqrt()) if finite.numel() else 0.0
-    return _worst(delta / wide_ref.abs().clamp_min(max(floor, 1e-30)))
+    return _worst(delta / ref64.abs().clamp_min(max(floor, 1e-30)))
 
 
 def scaled(out: torch.Tensor, ref: torch.Tensor) -> float:
     """Largest |Δ| / RMS of the reference's row: for sums whose terms cancel (matrix products, attention)."""
     if out.numel() == 0:
         return 0.0
-    wide_out, wide_ref = out.double(), ref.double()
-    rms = wide_ref.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-    return _worst(torch.where(wide_out == wide_ref, 0.0, (wide_out - wide_ref).abs() / rms))
+    out64, ref64 = out.double(), ref.double()
+    rms = ref64.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+    return _worst(torch.where(out64 == ref64, 0.0, (out64 - ref64).abs() / rms))
 
 
 def exact(out: torch.Tensor, ref: torch.Tensor) -> float:

@@ -39,7 +39,7 @@ def _define(op: Op) -> Callable[..., Any]:
     returned = _returned(["Tensor"] * len(written))
 
     def fake(*given: Any) -> None:
-        # A meta tensor among real ones comes here too, and would be answered by an empty tensor.
+        # Also called for a meta tensor among real ones, which would get an empty tensor as its result.
         devices = sorted({str(t.device) for a in given for t in tensors(a)})
         if len(devices) > 1:
             raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
@@ -59,8 +59,8 @@ def _define(op: Op) -> Callable[..., Any]:
             fake(*given)
             return _one_or_tuple(_allocate(op, code["arguments"](*given)))
 
-        taken = f"{_typed(op, left_out, '=' in plan)}, int {plan}"
-        register(overload, f"({taken}) -> {returned}", code["new"], fake_new)
+        parameters = f"{_typed(op, left_out, '=' in plan)}, int {plan}"
+        register(overload, f"({parameters}) -> {returned}", code["new"], fake_new)
 
     code = _implementations(op, ())
     if not op.outputs:
@@ -77,12 +77,12 @@ def _define(op: Op) -> Callable[..., Any]:
     register("out", f"({_typed(op, (), False)}, int plan, {outputs}) -> ()", code["run"], fake)
     if _inductor_allocates(op):
 
-        def fake_planned_out(*given: Any, **made: torch.Tensor) -> Any:
+        def fake_planned_out(*given: Any, **out_tensors: torch.Tensor) -> Any:
             fake(*given)
-            return _one_or_tuple([made[name] for name in op.outputs])
+            return _one_or_tuple([out_tensors[name] for name in op.outputs])
 
-        # Its last argument is called otherwise than that of the default overload: torch takes two overloads that differ in defaults
-        # alone for one when it forgets them, and ends the process.
+        # Its last argument has another name than that of the default overload: torch treats overloads that differ only in defaults
+        # as one when it deregisters them, and aborts the process.
         register_new("planned", absent, "handle")
         schema = f"({_typed(op, absent, False)}, int handle, *, {outputs}) -> {_returned(written)}"
         into = _implementations(op, absent)["planned_out"]
@@ -96,25 +96,25 @@ def _absent(op: Op) -> list[str]:
 
 
 def _choices(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every choice of some of `names`."""
+    """All non-empty combinations of `names`."""
     return [chosen for count in range(1, len(names) + 1) for chosen in combinations(names, count)]
 
 
-def _overload(how: str, names: Sequence[str]) -> str:
-    return "_".join([how, *names])
+def _overload(prefix: str, names: Sequence[str]) -> str:
+    return "_".join([prefix, *names])
 
 
 def _typed(op: Op, left_out: Sequence[str], defaults: bool) -> str:
-    """The arguments in torch schema syntax, without some, and without defaults if so asked."""
-    kept = [p for p in op.parameters if p.name not in left_out]
-    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in kept)
+    """The arguments in torch schema syntax, except those left out, with or without defaults."""
+    parameters = [p for p in op.parameters if p.name not in left_out]
+    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in parameters)
 
 
 def _inductor_allocates(op: Op) -> bool:
-    """Whether torch 2.13's Inductor calls the overload with `torch.Tag.out` right.
+    """Whether Inductor of torch 2.13 calls the overload with `torch.Tag.out` correctly.
 
-    Of one output, it passes the tensors first, then everything else, a list as its items, and the output as ``out``
-    (torch/_inductor/ir.py, `FallbackKernel.create`). It takes no operator that writes into other arguments.
+    With one output, it passes the tensors first, then everything else, a list as its items, and the output as ``out``
+    (torch/_inductor/ir.py, `FallbackKernel.create`). It supports no operator that writes into other arguments.
     """
     absent = _absent(op)
     inputs = [p for p in op.parameters if p.name not in absent]
@@ -131,8 +131,8 @@ def _returned(types: Sequence[str]) -> str:
     return types[0] if len(types) == 1 else f"({', '.join(types)})"
 
 
-def _one_or_tuple(made: Sequence[torch.Tensor]) -> Any:
-    return made[0] if len(made) == 1 else tuple(made)
+def _one_or_tuple(outputs: Sequence[torch.Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _allocate(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
@@ -144,10 +144,10 @@ def _allocate(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _implementations(op: Op, left_out: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """The functions behind overloads without some of the arguments.
+    """The functions of overloads that leave out some of the arguments.
 
-    Written out with the names of the arguments: slicing ``*arguments`` would cost a tenth of the whole call. The dispatcher leaves
-    out trailing arguments that are at their defaults.
+    Generated with the names of the arguments: slicing ``*arguments`` would cost a tenth of the call. The dispatcher omits
+    trailing arguments that equal their defaults.
     """
     inputs = [p for p in op.parameters if p.name not in left_out]
     every = ", ".join(f"p_{p.name}" for p in op.parameters)
@@ -319,13 +319,13 @@ def meaning(op: Op) -> str:
 
 def functions(registry: Registry) -> dict[str, Callable[..., Any]]:
     """The function of each operation of a registry; its torch operators are defined. An operation of a plugin for which that
-    fails is left out of the registry, and the plugin is among its failures."""
-    made: dict[str, Callable[..., Any]] = {}
+    fails is removed from the registry, and the plugin is added to its failures."""
+    by_name: dict[str, Callable[..., Any]] = {}
     for op in [*registry.ops.values()]:
         try:
-            made[op.name] = _define(op)
+            by_name[op.name] = _define(op)
         except Exception as error:  # torch refuses, or a function of the plugin raises
             if op.name not in registry.plugins:
                 raise
             registry.leave_out(op.name, error)
-    return made
+    return by_name

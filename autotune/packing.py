@@ -1,4 +1,4 @@
-"""In which layouts the weights of a layer are packed, and packing them."""
+"""The choice of layouts for the weights of a layer, and packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gristmill.quant.packed import LayoutError
 from gristmill.quant.tensor import QuantTensor
 
 LAYOUT_SIZES = (1, 16, 256)
-"""Batch sizes that decide in which layouts a weight is packed; other sizes then choose among kernels of those layouts."""
+"""Batch sizes that determine the layouts of a weight; other sizes choose among kernels of those layouts."""
 
 
 def plan_layouts(
@@ -36,7 +36,7 @@ def plan_layouts(
 def pack_linear(weight: QuantTensor, problem: Problem, resolver: Resolver) -> LinearWeight:
     """The weight in the layouts of the plan of its problem.
 
-    A layout that takes the scheme may not take this weight of it: then, with a warning, the plan is made without it.
+    A layout that supports the scheme may not support this weight. The plan is then made without it, with a warning.
     """
     refused: frozenset[str] = frozenset()
     while True:

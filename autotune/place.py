@@ -48,8 +48,8 @@ def place(target: str | Target | torch.device | None, policy: Policy | None = No
         if name == "cpu":
             return _cpu(policy, policy.cpu_level)
         if name.partition(":")[0] == "cuda":
-            target_here = device_target(name, policy)
-            return Place(target_here, name, _build(target_here, policy), policy)
+            local_target = device_target(name, policy)
+            return Place(local_target, name, _build(local_target, policy), policy)
         target = Target.parse(str(target))
     for index, device in enumerate(devices):
         if device.name == target.name and (not target.device or target.device == device.device):
@@ -59,7 +59,7 @@ def place(target: str | Target | torch.device | None, policy: Policy | None = No
     return Place(target, None, _foreign_build(target), policy)
 
 
-def imported(here: Place, kernels: Iterable[Kernel]) -> Place:
+def imported(place: Place, kernels: Iterable[Kernel]) -> Place:
     """`here`, with modules imported that `kernels` need and whose source does not tell what they offer.
 
     Selection and lists take "only an import can tell" for an answer; whoever measures a kernel means it.
@@ -67,20 +67,20 @@ def imported(here: Place, kernels: Iterable[Kernel]) -> Place:
     fit = [
         k
         for k in kernels
-        if here.device is not None and not k.requires.check_hardware(here.target, here.build)
+        if place.device is not None and not k.requires.check_hardware(place.target, place.build)
     ]
-    if not any(here.build.why_not_offer(offer) for kernel in fit for offer in kernel.requires.offers):
-        return here
+    if not any(place.build.why_not_offer(offer) for kernel in fit for offer in kernel.requires.offers):
+        return place
     from gristmill.autotune import clock
 
     before = clock.originals()
-    build = imported_build(here.build, fit)
+    build = imported_build(place.build, fit)
     if changed := clock.tampered(before):
         raise RuntimeError(
             f"a module that {', '.join(k.name for k in fit)} need replaced {changed} when it was imported; "
             "no time could be trusted: leave its kernel out with --kernels"
         )
-    return replace(here, build=build)
+    return replace(place, build=build)
 
 
 def _cpu(policy: Policy, level: str | None) -> Place:

@@ -24,16 +24,16 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
 CONTENTS = 2
-"""Different contents among the argument lists: enough to tell a stale answer from a right one."""
+"""Number of different contents among the argument lists: enough to distinguish a stale result from a correct one."""
 
 PATIENCE = 0.25
-"""Seconds that making new contents may take; where it takes longer, those of the beginning are dealt out anew, and only
-answers kept by address are told apart, not those kept by a fingerprint of the content too."""
+"""Seconds that generating new contents may take. If it takes longer, the initial contents are reassigned, and only results
+cached by address are detected, not those cached by a fingerprint of the content."""
 
 
 @dataclass
 class _Set:
-    """One argument list. content: which seed it holds. guards: of everything that a call may write."""
+    """One argument list. content: index of its content. guards: of all tensors that a call may write."""
 
     arguments: list[Any]
     outputs: list[torch.Tensor]
@@ -62,9 +62,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Contents:
-    """What argument lists hold, before any kernel's packing: CONTENTS lists of arguments, and what the reference makes of each.
+    """Contents of argument lists, before packing for a kernel: CONTENTS lists of arguments, and the outputs of the reference for each.
 
-    base: the arguments of seed 0. seconds: how long all of it took. Nothing writes to it, so rotations may share one.
+    base: the arguments of seed 0. seconds: the time to generate them. It is never written, so rotations may share one.
     """
 
     base: Sequence[Any]
@@ -74,18 +74,20 @@ class Contents:
 
     @staticmethod
     def first(op: Op, problem: Problem, device: str) -> Contents:
-        """Those that a rotation begins with."""
+        """The initial contents of a rotation."""
         begin = _now()
         base = op.inputs(problem, 0, device)
         return Contents._of(op, problem, device, base, 0, begin)
 
     def later(self, op: Op, problem: Problem, device: str, seed: int) -> Contents:
-        """Others, of `seed` and those that follow it."""
+        """New contents, from `seed` and the seeds after it."""
         return Contents._of(op, problem, device, self.base, seed, _now())
 
     @staticmethod
     def _of(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: int, begin: float) -> Contents:
-        neutral = [_content(op, problem, device, base, one) for one in range(seed, seed + CONTENTS)]
+        neutral = [
+            _content(op, problem, device, base, content_seed) for content_seed in range(seed, seed + CONTENTS)
+        ]
         references = [run_reference(op, arguments) for arguments in neutral]
         return Contents(base, neutral, references, _now() - begin)
 
@@ -95,7 +97,7 @@ class Rotation:
 
     hot: one list only, so that calls find their arguments in the cache. Otherwise lists amount to several times the
     last cache, and calls that go around them find their arguments in memory.
-    contents: what they begin with, where other kernels get the same; made here otherwise.
+    contents: initial contents, to share them among kernels; None = generated here.
     """
 
     def __init__(
@@ -123,28 +125,28 @@ class Rotation:
 
     def next(self) -> list[Any]:
         """The next argument list, outputs after arguments."""
-        here = self.sets[self.turn]
+        argument_set = self.sets[self.turn]
         self.turn = (self.turn + 1) % len(self.sets)
-        return [*here.arguments, *here.outputs]
+        return [*argument_set.arguments, *argument_set.outputs]
 
     @property
     def in_place(self) -> bool:
-        """Whether a call changes its own arguments, so that a second one starts from something else."""
+        """Whether a call changes its own arguments, so that a second call has other inputs."""
         return any(p.mutable and p.name != "workspace" for p in self.op.parameters)
 
     def refresh(self) -> None:
-        """Other content at the same addresses, everything that is to be written poisoned, and the turn at its start."""
+        """Write other content at the same addresses, poison all outputs, and restart the rotation."""
         if self._quick:
             self._take(self._contents.later(self.op, self.problem, self.device, self._seed))
-        for here in self.sets:
-            here.content = (here.content + 1) % CONTENTS
+        for argument_set in self.sets:
+            argument_set.content = (argument_set.content + 1) % CONTENTS
         self.restore()
 
     def restore(self) -> None:
-        """The content that every list has, once more, and everything that is to be written poisoned. On a GPU this is queued on
-        the current stream and waits for nothing."""
-        for here in self.sets:
-            for guard in here.guards:
+        """Write the content of every list again and poison all outputs. On a GPU this is queued on
+        the current stream and does not synchronise."""
+        for argument_set in self.sets:
+            for guard in argument_set.guards:
                 guard.renew()
         self.touch()
 
@@ -159,12 +161,12 @@ class Rotation:
         )
 
     def tied(self) -> str:
-        """Get ready for `tie`: "", or why no input of this operation can be made to depend on a result."""
+        """Prepare for `tie`: "", or why no input of this operation can be made to depend on a result."""
         if self._dependencies:
-            return ""  # once only: graphs hold them
+            return ""  # only once: graphs refer to them
         dependencies = []
-        for here in self.sets:
-            results, element = self._results(here), _element(self.op, here.arguments)
+        for argument_set in self.sets:
+            results, element = self._results(argument_set), _element(self.op, argument_set.arguments)
             if element is None:
                 return f"{self.op.name} reads nothing that it does not write too"
             if not results or not results[0].numel():
@@ -175,11 +177,13 @@ class Rotation:
         return ""
 
     def touch(self) -> None:
-        """The content that every list has, written once more, and the turn at its start: a refresh that changes nothing."""
-        for here in self.sets:
-            for mine, master in zip(here.arguments, self._masters[here.content], strict=True):
-                for to, source in zip(tensors(mine), tensors(master), strict=True):
-                    to.copy_(source)
+        """Write the content of every list again and restart the rotation: a refresh without new content."""
+        for argument_set in self.sets:
+            for argument, master in zip(
+                argument_set.arguments, self._masters[argument_set.content], strict=True
+            ):
+                for target, source in zip(tensors(argument), tensors(master), strict=True):
+                    target.copy_(source)
         for dependency in self._dependencies:
             dependency.kept.copy_(dependency.element)
         self.turn = 0
@@ -187,38 +191,41 @@ class Rotation:
     def snapshot(
         self, count: int, into: Sequence[Sequence[torch.Tensor]] | None = None
     ) -> Sequence[Sequence[torch.Tensor]]:
-        """Copies of what the first `count` lists hold now, the last one first: it had least time to be finished late.
+        """Copies of what the first `count` lists hold now, the last one first: it had the least time to finish after its call returned.
 
         into: an earlier snapshot to write to, so that nothing is allocated, which might wait for the whole device.
         """
         if into is None:
-            into = [[torch.empty_like(t) for t in self._results(here)] for here in self.sets[:count]]
-        for here, copies in reversed([*zip(self.sets[:count], into, strict=True)]):
-            for copy, result in zip(copies, self._results(here), strict=True):
+            into = [
+                [torch.empty_like(t) for t in self._results(argument_set)]
+                for argument_set in self.sets[:count]
+            ]
+        for argument_set, copies in reversed([*zip(self.sets[:count], into, strict=True)]):
+            for copy, result in zip(copies, self._results(argument_set), strict=True):
                 copy.copy_(result)
         return into
 
     def check(self, results: Sequence[Sequence[torch.Tensor]]) -> Finding:
-        """Compare snapshots of the first lists with the reference, and look after bands and inputs."""
+        """Compare snapshots of the first lists with the reference, and check guard bands and inputs."""
         error, repeatable = 0.0, True
-        seen: dict[int, Sequence[torch.Tensor]] = {}
+        first_results: dict[int, Sequence[torch.Tensor]] = {}
         limit = self.op.tolerance(self.problem).limit
-        for here, result in zip(self.sets, results, strict=False):
-            if wrong := self._trespass(here):
+        for argument_set, result in zip(self.sets, results, strict=False):
+            if wrong := self._trespass(argument_set):
                 return Finding(wrong, None, repeatable)
-            if not all(map(same_bits, self._results(here), result)):
+            if not all(map(same_bits, self._results(argument_set), result)):
                 return Finding("its results changed after the call had returned", None, repeatable)
-            first = seen.setdefault(here.content, result)
-            if first is not result and all(map(same_bits, first, result)):
+            earlier = first_results.setdefault(argument_set.content, result)
+            if earlier is not result and all(map(same_bits, earlier, result)):
                 continue  # compared already
-            repeatable = repeatable and first is result
+            repeatable = repeatable and earlier is result
             contents = self._contents
             figure = error_of(
                 self.op,
                 self.problem,
-                contents.neutral[here.content],
+                contents.neutral[argument_set.content],
                 result,
-                contents.references[here.content],
+                contents.references[argument_set.content],
             )
             error = max(error, figure)
             if not figure <= limit:
@@ -227,26 +234,26 @@ class Rotation:
 
     @property
     def references(self) -> Sequence[Sequence[torch.Tensor]]:
-        """What the reference makes of each content."""
+        """The outputs of the reference for each content."""
         return self._contents.references
 
     def _take(self, contents: Contents) -> None:
-        """Go on with other contents: packed, and not yet in the lists."""
+        """Use other contents from now on: packs them, but does not write them to the lists."""
         self._contents = contents
         self._seed += CONTENTS
         self._masters = [kernel_arguments(self.op, self._kernel, arguments) for arguments in contents.neutral]
 
-    def _results(self, here: _Set) -> list[torch.Tensor]:
-        return [*here.outputs, *written(self.op, here.arguments)]
+    def _results(self, argument_set: _Set) -> list[torch.Tensor]:
+        return [*argument_set.outputs, *written(self.op, argument_set.arguments)]
 
-    def _trespass(self, here: _Set) -> str:
-        for guard in here.guards:
+    def _trespass(self, argument_set: _Set) -> str:
+        for guard in argument_set.guards:
             if not guard.intact():
                 return f"wrote outside {guard.name}"
-        for parameter, mine, master in zip(
-            self.op.parameters, here.arguments, self._masters[here.content], strict=True
+        for parameter, argument, master in zip(
+            self.op.parameters, argument_set.arguments, self._masters[argument_set.content], strict=True
         ):
-            if not parameter.mutable and not all(map(same_bits, tensors(mine), tensors(master))):
+            if not parameter.mutable and not all(map(same_bits, tensors(argument), tensors(master))):
                 return f"changed its input {parameter.name}"
         return ""
 
@@ -277,8 +284,8 @@ def _element(op: Op, arguments: Sequence[Any]) -> torch.Tensor | None:
         for t in tensors(a)
         if t.numel() and t.dim()
     ]
-    found = next((t for t in read if t.dtype.is_floating_point), next(iter(read), None))
-    return None if found is None else found[(0,) * (found.dim() - 1)][:1]
+    source = next((t for t in read if t.dtype.is_floating_point), next(iter(read), None))
+    return None if source is None else source[(0,) * (source.dim() - 1)][:1]
 
 
 def _content(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: int) -> Sequence[Any]:
@@ -286,14 +293,16 @@ def _content(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: i
     `base` with their numbers moved along the rows."""
     if seed == 0:
         return base
-    other = op.inputs(problem, seed, device)
-    if all(_same_work(mine, theirs) for mine, theirs in zip(base, other, strict=True)):
-        return other
+    candidate = op.inputs(problem, seed, device)
+    if all(
+        _same_work(argument, new_argument) for argument, new_argument in zip(base, candidate, strict=True)
+    ):
+        return candidate
     return [_rolled(argument, seed) for argument in base]
 
 
 def _same_work(a: Any, b: Any) -> bool:
-    """Whether two arguments differ in numbers alone. Anything but a tensor of integers is up to its operation."""
+    """Whether two arguments differ only in floating point numbers. Anything but a tensor of integers is up to its operation."""
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same_work, a, b))
     if isinstance(a, torch.Tensor):

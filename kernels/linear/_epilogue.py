@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 GATING = {"block": 1024, "warps": 4}
-"""Of `silu_and_mul_triton`: what it takes for rows of 1024 and more."""
+"""The configuration of `silu_and_mul_triton` for rows of 1024 and more elements."""
 
 
 def finish(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor) -> None:
@@ -22,7 +22,7 @@ def finish(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bo
 def finish_in_torch(
     z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor
 ) -> None:
-    """The same by nothing but torch."""
+    """The same in torch alone."""
     if z.dtype != torch.float32 and (bias is not None or residual is not None or silu_mul):
         z = z.float()
     if bias is not None:

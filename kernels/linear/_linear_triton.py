@@ -1,7 +1,7 @@
 """The tile product of the linear kernels in Triton, on every vendor: codes decoded by integer arithmetic.
 
-Codes go into the product exactly (bf16 and float16 hold every code of 8 bits or fewer), each step's sum is scaled in
-float32, so float32 scales are never rounded. e4m3 and e2m1 are decoded through float16's subnormals: no hardware fp8.
+Codes enter the product exactly (bf16 and float16 represent every code of 8 bits or fewer), and the sum of each step is scaled
+in float32, so float32 scales are never rounded. e4m3 and e2m1 are decoded through float16's subnormals: no hardware fp8.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ def load_codes(
     ZERO: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Values of codes [BN, BK] from column k0 on, in `dtype`; whatever lies past the end meets x = 0 there.
+    """Values of codes [BN, BK] from column k0 on, in `dtype`; codes past the end are multiplied by x = 0.
 
-    From float16 by way of float32: Triton's direct step to bf16 needs an instruction that is not there before sm_80.
+    Converted from float16 through float32: Triton's direct conversion to bf16 needs an instruction of sm_80.
     """
     if FORMAT == 1 or FORMAT == 2:
-        at = k0 // 2 + tl.arange(0, BK // 2)
+        column = k0 // 2 + tl.arange(0, BK // 2)
         byte = tl.load(
-            weight + row_offsets[:, None] + at[None, :],
-            mask=row_mask[:, None] & (at < row_bytes)[None, :],
+            weight + row_offsets[:, None] + column[None, :],
+            mask=row_mask[:, None] & (column < row_bytes)[None, :],
             other=0,
         )
         code = tl.interleave(byte & 15, byte >> 4)
         if FORMAT == 1:
             return (code.to(tl.int32) - ZERO).to(dtype)
         return e2m1_to_half(code).to(tl.float32).to(dtype)
-    at = k0 + tl.arange(0, BK)
-    inside = row_mask[:, None] & (at < columns)[None, :]
-    value = tl.load(weight + row_offsets[:, None] + at[None, :], mask=inside, other=0)
+    column = k0 + tl.arange(0, BK)
+    inside = row_mask[:, None] & (column < columns)[None, :]
+    value = tl.load(weight + row_offsets[:, None] + column[None, :], mask=inside, other=0)
     if FORMAT == 3:
         return (value.to(tl.int32) - ZERO).to(dtype)
     if FORMAT == 4:
@@ -179,7 +179,7 @@ def product(
 def weight_arguments(
     config: Config, x: Tensor, weight: list[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-    """What a kernel is given of a weight: its six tensors; (columns, stride of x, bytes of a row, groups); constants."""
+    """Kernel arguments for a weight: its six tensors; (columns, stride of x, bytes of a row, groups); constants."""
     import torch
 
     scheme = QuantScheme.parse(str(config["scheme"]))
@@ -226,7 +226,7 @@ def scheme_constants(scheme: QuantScheme, **given: bool) -> dict[str, Any]:
 
 
 def weight_case(problem: Problem, tile: Config, **given: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """What the compile matrix compiles for the weight of `problem` and a tile: types of its tensors, and constants.
+    """Arguments of a compilation for the weight of `problem` and a tile: types of its tensors, and constants.
 
     given: as for `scheme_constants`.
     """

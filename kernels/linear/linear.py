@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EPILOGUE = ("bias", "residual", "silu_mul")
 LONGEST_N, LONGEST_K = 1536, 16384
-"""Weights larger than this are verified on a cut-out: every column is an independent sum."""
+"""Larger weights are verified on a part: every column is an independent sum."""
 
 
 def reference(
@@ -92,7 +92,7 @@ def as_quant(weight: WeightLike) -> QuantTensor:
 
 
 def check(problem: Problem) -> str | None:
-    """What keeps the axes of `problem` from going together."""
+    """Why the axes of `problem` are inconsistent; None if they are not."""
     n = problem.integer("n")
     if "silu_mul" in problem.flags("epilogue") and n % 2:
         return f"silu_mul needs an even number of rows (gate, then up), got n={n}"
@@ -102,7 +102,7 @@ def check(problem: Problem) -> str | None:
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments; the weight is a QuantTensor whose rows and columns have very different sizes.
 
-    So a wrong row, group or scale shows: the error is relative to each column of the output.
+    The error is relative to each column of the output, so a wrong row, group or scale is detected.
     """
     draw, (m, n, k) = Draw(problem, seed, device), problem.integers(*"mnk")
     (x,), flags = draw.stored(draw.rows(m, k, spread=0.5)), problem.flags("epilogue")
@@ -116,20 +116,20 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
 def pack(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
     """The arguments of an operation with its weights packed in the first layout of `kernel` that holds their scheme.
 
-    A wrapped library whose packing is its own business declares no layout: its spec module has ``pack_weight``.
+    The spec module of a wrapped library that packs weights itself declares no layout, but has ``pack_weight``.
     """
     from gristmill.kernel_registry.registry import default_registry
     from gristmill.quant.packed import pack as packed
 
-    given = list(arguments)
-    for place, argument in enumerate(default_registry().op(kernel.op).arguments):
+    packed_arguments = list(arguments)
+    for index, argument in enumerate(default_registry().op(kernel.op).arguments):
         if isinstance(argument, Weight):
-            weight = as_quant(given[place])
+            weight = as_quant(packed_arguments[index])
             if kernel.layouts:
-                given[place] = packed(weight, layout_for(kernel, weight.scheme)).tensors
+                packed_arguments[index] = packed(weight, layout_for(kernel, weight.scheme)).tensors
             else:
-                given[place] = import_module(kernel.module).pack_weight(weight)
-    return given
+                packed_arguments[index] = import_module(kernel.module).pack_weight(weight)
+    return packed_arguments
 
 
 def layout_for(kernel: Kernel, scheme: QuantScheme) -> Layout:
@@ -153,9 +153,9 @@ def error(
 ) -> float:
     """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x, of the worst column.
 
-    The divisor is what a sum of K such products is on average, so one wrong scale, group or row of W shows in its
-    column however small that is. |bias| and |residual| are added to it, being rounded with the sum; behind silu_mul
-    it goes through the derivative of silu(gate)·up.
+    The divisor is the average size of a sum of K such products, so one wrong scale, group or row of W shows in its
+    column, however small the column is. |bias| and |residual| are added to it because they are rounded with the sum. With
+    silu_mul it is propagated through the derivative of silu(gate)·up.
     """
 
     x, weight, bias, residual, silu_mul = arguments[:5]
@@ -182,7 +182,7 @@ def worst_column(out: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor) -> f
 
 
 def cost(problem: Problem) -> Cost:
-    """x and the weight read once, the output written once, and what the epilogue reads."""
+    """x and the weight read once, the output written once, and the inputs of the epilogue."""
     m, n, k = problem.integers(*"mnk")
     item, flags = ITEM_BYTES[problem.text("x")], problem.flags("epilogue")
     scheme = QuantScheme.parse(problem.text("w"))
@@ -197,9 +197,9 @@ def cost(problem: Problem) -> Cost:
 def tolerance(problem: Problem) -> Tolerance:
     """Rounding of the output and, in half precision, of the weight to the dtype of x.
 
-    The base is for many rows: 6e-3 over 257 in bf16, which a kernel that rounds dequantized weights to bf16 keeps (humming
-    reads 5.8e-3 in int4_g128, ours 3e-3). Over few rows the worst column of an RMS is further out, and over one it is the
-    rounding of a single output that may be several times as large as the sum is on average.
+    The base is for many rows: 6e-3 for 257 rows in bf16, which admits kernels that round dequantized weights to bf16 (humming
+    has 5.8e-3 with int4_g128, ours 3e-3). With few rows the RMS of the worst column is larger; with one row it is the
+    rounding of a single output, which may be several times the average sum.
     """
     base = {"fp32": 4e-6, "fp16": 4e-4, "bf16": 4.74e-3}[problem.text("x")]
     rows = max(1, problem.integer("m"))
@@ -207,7 +207,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
 
 def shrink(problem: Problem) -> Problem:
-    """At most 257 rows, and a cut-out of large weights with the same remainders of N and K."""
+    """At most 257 rows, and a part of large weights with the same remainders of N and K."""
     m, n, k = problem.integers(*"mnk")
     n = n if n <= LONGEST_N else 1024 + n % 512
     k = k if k <= LONGEST_K else LONGEST_K - 512 + k % 512

@@ -1,7 +1,7 @@
-"""fp8 weights per row with fp8 activations per token by AITER (AMD, MIT), probed by what the module offers.
+"""fp8 weights per row with fp8 activations per token by AITER (AMD, MIT); the module is probed for the function.
 
 No extra of gristmill installs it: `aiter` on PyPI is an unrelated project, so only a module with ``gemm_a8w8`` is used. CDNA3 multiplies e4m3fnuz:
-the same bits mean half there, so bytes are reinterpreted, -0 (NaN in fnuz) becomes 0, and both scales are doubled.
+the same bits have half the value there, so bytes are reinterpreted, -0 (NaN in fnuz) becomes 0, and both scales are doubled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMES = ("fp8_ch.fp8_token", "fp8.fp8_token")
 
 
 def as_fnuz(values: Tensor) -> Tensor:
-    """e4m3fn values [...] -> e4m3fnuz of half the value, bit for bit but for -0."""
+    """e4m3fn values [...] -> e4m3fnuz of half the value, with the same bits except for -0."""
     import torch
 
     from gristmill.quant.numeric import e4m3fn_to_fnuz
@@ -48,10 +48,10 @@ def launch(
 
     codes, scales = weight[0].view(torch.float8_e4m3fn), weight[1]
     act = quantize_activation(x.reshape(-1, x.shape[-1]), "fp8_token")
-    values, of_x, of_w = act.values, act.scales, scales.float().view(1, -1)
+    values, x_scales, w_scales = act.values, act.scales, scales.float().view(1, -1)
     if config["fnuz"]:
-        values, codes, of_x, of_w = as_fnuz(values), as_fnuz(codes), 2 * of_x, 2 * of_w
-    z = aiter.gemm_a8w8(values, codes, of_x, of_w, dtype=x.dtype)
+        values, codes, x_scales, w_scales = as_fnuz(values), as_fnuz(codes), 2 * x_scales, 2 * w_scales
+    z = aiter.gemm_a8w8(values, codes, x_scales, w_scales, dtype=x.dtype)
     finish(z.view(*x.shape[:-1], codes.shape[0]), bias, residual, silu_mul, out)
 
 

@@ -88,7 +88,7 @@ def launch(
 
 
 def need_slots(op: str, weight: list[Tensor], blocks: int) -> None:
-    """ValueError unless the five tensors of cpu_rows16_v1 for this many blocks of rows are such as C++ reads without asking."""
+    """ValueError unless the five tensors of cpu_rows16_v1 have the dtypes, sizes and strides that the C++ code assumes."""
     codes, scales, zeros, row_scale, perm = weight
     if dtype_name(codes.dtype) != "uint8" or codes.shape[-1] != 64:
         raise ValueError(
@@ -105,7 +105,7 @@ def need_slots(op: str, weight: list[Tensor], blocks: int) -> None:
 
 
 def accepts(problem: Problem) -> str | None:
-    """Weight-only and dense schemes that have a name of their own."""
+    """Weight-only and dense schemes of ALL_WEIGHT_SCHEMES."""
     scheme = QuantScheme.parse(problem.text("w"))
     if not scheme.is_named:
         return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"

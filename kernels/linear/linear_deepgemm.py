@@ -1,4 +1,4 @@
-"""fp8_block weights with fp8 activations by DeepGEMM (DeepSeek, MIT), probed by what the module offers.
+"""fp8_block weights with fp8 activations by DeepGEMM (DeepSeek, MIT); the module is probed for the function.
 
 No extra of gristmill installs it: `deep-gemm` on PyPI has no ``fp8_gemm_nt``. Only a module with that function is used.
 """
@@ -29,7 +29,7 @@ def launch(
 ) -> None:
     """x [..., K] bf16, the six tensors of plain_v1 in fp8_block -> out [..., N or N / 2].
 
-    x is quantized here, per token and 128 columns; DeepGEMM brings the scales into its own order.
+    x is quantized here, per token and 128 columns; DeepGEMM rearranges the scales.
     """
     import deep_gemm
     import torch

@@ -1,7 +1,7 @@
-"""Any number of rows over frag16 tiles: a Triton kernel dequantizes some rows of the weight at a time, torch multiplies.
+"""Linear over frag16 tiles for any number of rows: a Triton kernel dequantizes a chunk of the weight, torch multiplies.
 
-What serves the buckets of a plan that the decode kernels leave: with many rows of x the product costs more than the bytes.
-bf16 and fp16 activations meet the weight rounded once to their dtype. A program dequantizes a tile of 16 rows x 128 columns.
+Serves the buckets of a plan that the decode kernels do not: with many rows of x the product is compute-bound.
+The weight is rounded once to the dtype of the activations, bf16 or fp16. A program dequantizes a tile of 16 rows x 128 columns.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def _scale(
         byte = tl.load(octets + words * 4 + 1024 + 2 * P * g + 4 * (j // 2) + 2 * half + j % 2).to(tl.uint32)
         if NVFP4:
             value = ((byte >> 3) + 106 << 23 | (byte & 7) << 20).to(tl.float32, bitcast=True)
-            value = tl.where(byte == 0, 0.0, value) * 0.5  # codes come as twice their value
+            value = tl.where(byte == 0, 0.0, value) * 0.5  # codes are decoded to twice their value
         else:
             value = (tl.maximum(byte, 128) - 128 << 23).to(
                 tl.float32, bitcast=True
-            )  # 2^(byte - 255): half, again
+            )  # 2^(byte - 255), halved for the same reason
     elif ORDER == 3:
         value = tl.load(scales + words + 512 + 2 * g + half)
     else:
@@ -194,8 +194,8 @@ def launch(
     scales = tiles if order == FP4 else tiles.view(second.dtype)
     dtype = getattr(tl, str(x.dtype).removeprefix("torch."))
     for first in range(0, count, step):
-        here = min(step, count - first)
-        dequantize[(groups, here)](
+        tile_rows = min(step, count - first)
+        dequantize[(groups, tile_rows)](
             tiles.view(torch.int32).view(torch.uint32),
             scales,
             tiles,
@@ -214,7 +214,7 @@ def launch(
             TYPE=dtype,
             num_warps=4,
         )
-        stop = min(rows, (first + here) * 16)
+        stop = min(rows, (first + tile_rows) * 16)
         z[:, first * 16 : stop] = flat @ dense[: stop - first * 16, :k].T
     if not plain:
         width = out.shape[-1]

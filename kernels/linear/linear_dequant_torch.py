@@ -1,4 +1,4 @@
-"""Quantized linear in torch alone: rows of the weight are dequantized a few at a time and multiplied. Runs anywhere."""
+"""Quantized linear in torch alone: chunks of weight rows are dequantized and multiplied. Runs anywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def launch(
 ) -> None:
     """x [..., K], a weight packed as plain_v1 or cpu_rows16_v1 -> out [..., N or N / 2].
 
-    bf16 activations meet the weight rounded to bf16; float16 and float32 ones meet it in float32.
+    For bf16 activations the weight is rounded to bf16; float16 and float32 activations are multiplied in float32.
     """
     import torch
 

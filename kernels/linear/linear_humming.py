@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOCKS = Workspace(8192, zeroed=True)
-"""What CTAs that share a tile wait by; humming leaves it zero."""
+"""Locks of the CTAs that share a tile; humming leaves them zero."""
 SCHEMES = (
     *(f"int4_g{group}{zero}" for zero in ("", "_zp") for group in (32, 64, 128)),
     "mxfp4",
@@ -22,7 +22,7 @@ SCHEMES = (
     "fp8",
     "fp8_block",
 )
-"""Those of humming_v1."""
+"""The schemes of humming_v1."""
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +72,7 @@ def launch(
 
 
 def accepts(problem: Problem) -> str | None:
-    """bf16 activations, weight-only schemes that humming holds exactly, tiles it can cut."""
+    """bf16 activations, weight-only schemes that humming holds exactly, and N and K that its tiles divide."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.name not in SCHEMES:
         return f"holds {', '.join(SCHEMES)}, not {scheme}"

@@ -42,7 +42,7 @@ def launch(
 
 
 def accepts(problem: Problem) -> str | None:
-    """bf16 activations, symmetric int4 in groups, and tiles that N and K fill."""
+    """bf16 activations, symmetric int4 in groups, and N and K that fill whole tiles."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.name not in [f"int4_g{group}" for group in GROUPS]:
         return f"multiplies int4 in groups of {', '.join(map(str, GROUPS))} without zero points, not {scheme}"
@@ -55,7 +55,7 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The group size, which follows from packed tensors only together with K."""
+    """The group size, which packed tensors determine only together with K."""
     return {"group": QuantScheme.parse(problem.text("w")).group_size or 0}
 
 

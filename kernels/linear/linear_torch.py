@@ -54,5 +54,5 @@ KERNEL = Kernel(
     summary="torch.nn.functional.linear",
     accepts=accepts,
     layouts=("dense_v1",),
-    priority=60,  # before the portable Triton product: until one was measured, a vendor's library is the better guess
+    priority=60,  # above the portable Triton kernel: before any measurement, a vendor library is the better guess
 )

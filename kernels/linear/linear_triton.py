@@ -26,7 +26,7 @@ def accepts_dense(problem: Problem) -> str | None:
 
 
 def accepts_quantized(problem: Problem) -> str | None:
-    """Weight-only schemes that have a name of their own."""
+    """Weight-only schemes of ALL_WEIGHT_SCHEMES."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.is_dense:
         return "multiplies quantized weights, not dense ones"
@@ -40,15 +40,15 @@ def accepts_quantized(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Tiles as high as M asks for; a step along K stays inside one group, or covers whole ones."""
+    """Tiles with as many rows as M needs; a step along K stays within one group or covers whole groups."""
     scheme = QuantScheme.parse(problem.text("w"))
     m, is_fp32 = problem.integer("m"), problem.text("x") == "fp32"
     rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 or is_fp32 else 128
     return {"scheme": scheme.name, **tile(scheme, rows, 32 if is_fp32 else 64 if m > 16 else 128, target)}
 
 
-def tile(scheme: QuantScheme, rows: int, widest: int, target: Target) -> dict[str, int]:
-    """Rows, columns and step of a tile, and its warps, such that the default tile of no target spills registers.
+def tile(scheme: QuantScheme, rows: int, max_step: int, target: Target) -> dict[str, int]:
+    """Rows, columns and step of a tile, and its warps, such that default tiles spill registers on no target.
 
     Without matrix instructions (before sm_80 Triton uses none) each thread multiplies its own part of a tile, which has
     to be small. RDNA and consumer Blackwell hold a tile of 64 rows in the registers of 8 warps.
@@ -56,14 +56,14 @@ def tile(scheme: QuantScheme, rows: int, widest: int, target: Target) -> dict[st
     if not target.features & {"mma.bf16", "mfma", "wmma"}:
         return {"bm": min(rows, 32), "bn": 32, "bk": step_along_k(scheme, 32), "warps": 4, "stages": 2}
     warps = 8 if rows >= 64 and target.features & {"wmma", "mma.sync.block_scale"} else 4
-    return {"bm": rows, "bn": 64, "bk": step_along_k(scheme, widest), "warps": warps, "stages": 3}
+    return {"bm": rows, "bn": 64, "bk": step_along_k(scheme, max_step), "warps": warps, "stages": 3}
 
 
-def step_along_k(scheme: QuantScheme, widest: int) -> int:
-    """Columns of the weight a step multiplies: whole groups of 16, which are scaled before the product, or a part of one
-    group of another size, whose sum is scaled after it.
+def step_along_k(scheme: QuantScheme, max_step: int) -> int:
+    """Columns of the weight per step: whole groups of 16, which are scaled before the product, or a part of one group of
+    another size, whose sum is scaled after the product.
     """
-    return widest if scheme.group_size == 16 else min(scheme.group_size or 128, widest)
+    return max_step if scheme.group_size == 16 else min(scheme.group_size or 128, max_step)
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
@@ -212,22 +212,22 @@ def aot_quantized(target: Target) -> list[AotCase]:
 
 
 def aot(target: Target) -> list[AotCase]:
-    """Dense, and one scheme of every code and scale format, with the tiles that the default configuration has for them."""
+    """Dense, and one scheme of every code and scale format, with the tiles of the default configuration."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
     epilogue = dict.fromkeys(("BIAS", "RESIDUAL", "SILU"), False)
     op, cases = default_registry().op("linear"), []
 
-    def case(name: str, text: str, **given: bool) -> None:
+    def case(name: str, text: str, **flags: bool) -> None:
         problem = op.problem(f"n=4096,k=4096,{text}")
         tile, x = config(problem, target), f"*{problem.text('x')}"
-        after = {flag: given.pop(flag, False) for flag in epilogue}
-        types, constants = weight_case(problem, tile, **given)
+        epilogue_flags = {flag: flags.pop(flag, False) for flag in epilogue}
+        types, constants = weight_case(problem, tile, **flags)
         cases.append(
             AotCase(
                 name,
                 linear_kernel,
                 types | dict.fromkeys(("x", "bias", "residual", "out"), x) | ints,
-                constants | after,
+                constants | epilogue_flags,
                 {"num_warps": int(tile["warps"]), "num_stages": int(tile["stages"])},
                 ("k", "columns", "x_stride", "row_bytes"),
                 () if constants["FP32"] else matrix_product(target, int(tile["bm"])),

@@ -1,7 +1,8 @@
-"""Linear in Triton with K split over programs whose sums meet by atomic additions.
+"""Linear in Triton with split-K and atomic reduction.
 
-A program adds its part of a tile to float32 memory, then counts itself; the last one of a tile writes y, and leaves zeros behind for the
-next call. Nobody waits for anybody; the order of the additions is that of arrival, so the last bits of y differ from call to call.
+A program adds its part of a tile to float32 memory, then increments the counter of the tile. The last program of a tile writes y
+and restores the zeros for the next call. No program waits for another; the order of the additions varies, so the last bits of y
+differ from call to call.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS = 64
-"""Of x, at most: sums are written and read once per program, in float32."""
+"""Maximum number of rows of x: each program writes and reads float32 sums."""
 PROGRAMS = 4
-"""A multiprocessor, of which there are enough for that many."""
+"""Programs per multiprocessor."""
 
 
 def accepts(problem: Problem) -> str | None:
-    """Weight-only schemes that have a name of their own, few rows of x."""
+    """Weight-only schemes of ALL_WEIGHT_SCHEMES, few rows of x."""
     if reason := accepts_quantized(problem):
         return reason
     return None if problem.integer("m") <= ROWS else f"made for M <= {ROWS}, not {problem.integer('m')}"
@@ -46,7 +47,7 @@ def config(problem: Problem, target: Target) -> Config:
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Its other tiles, with as many parts, half and twice as many."""
+    """Other tiles of linear_w_triton, with the default number of parts, half and twice as many."""
     configs = []
     for base in whole_space(problem, target):
         split = int(_split(problem, target, base)["split"])
@@ -113,7 +114,7 @@ def atomic_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """n: columns of the output; with SILU the weight has 2 n rows, gate first. part: columns of the weight a program. flags: one int32 a
+    """n: columns of the output; with SILU the weight has 2 n rows, gate first. part: columns of the weight per program. flags: one int32 per
     tile; sums: float32 [m, rows of the weight]; both zero before and after."""
     dtype: tl.constexpr = tl.float32 if FP32 else x.dtype.element_ty
     ns = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -161,10 +162,10 @@ def atomic_kernel(
             first,
         )
         tl.atomic_add(sums + at + half * n, y, mask=inside, sem="relaxed")
-    tl.debug_barrier()  # every thread has added before the program counts itself
+    tl.debug_barrier()  # all threads have added before the program increments the counter
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     if tl.atomic_add(flags + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1:
-        # Volatile: additions are made in L2, which a plain load may not ask.
+        # Volatile: atomics are performed in L2, and a plain load may hit a stale L1 line.
         y = tl.load(sums + at, mask=inside, other=0.0, volatile=True)
         tl.store(sums + at, tl.zeros([BM, BN], dtype=tl.float32), mask=inside)
         if BIAS:
@@ -233,7 +234,7 @@ def launch(
 
 
 def aot(target: Target) -> list[AotCase]:
-    """What the compile matrix builds: a scheme in groups, and one whose scales come last, with gate and up."""
+    """What the compile matrix builds: a scheme with groups, and one with scales per row, with gate and up."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups", "part"), "i32")
     tensors = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | {"flags": "*i32", "sums": "*fp32"}
     op, cases = default_registry().op("linear"), []
@@ -263,7 +264,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
-    summary="few rows: K split over programs, sums by atomic additions",
+    summary="few rows: split-K with atomic reduction",
     accepts=accepts,
     config=config,
     space=space,

@@ -1,4 +1,4 @@
-"""A weight as a layer keeps it: packed in the layouts of its plan, with what the `linear` operation has to be told."""
+"""A weight as a layer keeps it: packed in the layouts of its plan, with the arguments that the `linear` operation needs."""
 
 from __future__ import annotations
 

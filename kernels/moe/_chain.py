@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Parts:
-    """The launchers of the four steps, each with its configuration. Expert parallelism puts its own in the middle."""
+    """The launchers of the four steps, each with its configuration. Expert parallelism replaces the middle ones."""
 
     permute: Callable[..., None]
     first: Callable[..., None]
@@ -33,7 +33,7 @@ def pieces(entries: int, experts: int, hidden: int, inner: int, item: int) -> tu
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
-    """Bytes of everything between x and the output."""
+    """Bytes of all intermediate tensors."""
     entries = problem.integer("m") * problem.integer("top_k")
     sizes = pieces(
         entries,
@@ -68,13 +68,13 @@ def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tens
 
 
 def sizes_of(w13: list[Tensor], inter: int) -> tuple[int, int]:
-    """Inner size and experts of packed weights: every layout keeps the experts in front, dense and plain ones the rows next.
+    """Inner size and experts of packed weights: every layout has the experts first; dense and plain ones have the rows second.
 
     ValueError for tiled weights without `inter`.
     """
     if not inter and w13[0].dim() != 3:
         raise ValueError(
-            f"moe: weights in tiles {tuple(w13[0].shape)} do not tell their inner size; pass inter="
+            f"moe: weights in tiles {tuple(w13[0].shape)} do not determine their inner size; pass inter="
         )
     return inter or w13[0].shape[1] // 2, w13[0].shape[0]
 

@@ -1,4 +1,4 @@
-"""Combine: each token's weighted sum of what its experts made, in a fixed order."""
+"""Combine: the weighted sum of the expert outputs of each token, in a fixed order."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def reference(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor) -> 
         return out.to(y.dtype)
     places = inverse.reshape(tokens, top_k).long()
     for k in range(top_k):
-        here = places[:, k] >= 0
+        is_local = places[:, k] >= 0
         term = weights[:, k, None] * y[places[:, k].clamp(min=0)].float()
-        out = torch.where(here[:, None], out + term, out)
+        out = torch.where(is_local[:, None], out + term, out)
     return out.to(y.dtype)
 
 

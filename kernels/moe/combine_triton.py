@@ -35,9 +35,9 @@ def combine_kernel(y, inverse, weights, out, top_k, width, BLOCK: tl.constexpr):
     for k in range(top_k):
         place = tl.load(inverse + token * top_k + k).to(tl.int64)
         weight = tl.load(weights + token * top_k + k)
-        here = inside & (columns * 0 + place >= 0)
-        row = tl.load(y + place * width + columns, mask=here, other=0.0).to(tl.float32)
-        total += tl.where(here, weight * row, 0.0)
+        valid = inside & (columns * 0 + place >= 0)
+        row = tl.load(y + place * width + columns, mask=valid, other=0.0).to(tl.float32)
+        total += tl.where(valid, weight * row, 0.0)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 

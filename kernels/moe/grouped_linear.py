@@ -43,8 +43,8 @@ def reference(
 
     Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
     x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
-    float32 inside, rounded once to x's dtype. Rows past the last expert's are 0, and their places in permutation are not
-    looked at. Reads the offsets on the host.
+    float32 inside, rounded once to x's dtype. Rows past those of the last expert are 0, and their entries in permutation are not
+    read. Reads the offsets on the host.
     """
     import torch
 
@@ -76,7 +76,7 @@ def error(
     outputs: Sequence[torch.Tensor],
     references: Sequence[torch.Tensor],
 ) -> float:
-    """As linear's, with each row measured by its own expert: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K), RMS over rows, the worst column."""
+    """As for linear, with the weight of the expert of each row: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K), RMS over rows, the worst column."""
     import torch
 
     x, weight, offsets, permutation, top_k, silu_mul = arguments[:6]
@@ -99,7 +99,7 @@ def error(
 
 
 def cost(problem: Problem) -> Cost:
-    """x and the output once, and the weights of as many experts as the rows can reach."""
+    """x and the output once, and the weights of at most as many experts as there are rows."""
     m, e, n, k = problem.integers(*"menk")
     item, scheme = ITEM_BYTES[problem.text("x")], QuantScheme.parse(problem.text("w"))
     columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
@@ -117,7 +117,7 @@ def tolerance(problem: Problem) -> Tolerance:
 
 
 def shrink(problem: Problem) -> Problem:
-    """At most 257 rows, 16 experts and a cut-out of large weights with the same remainders."""
+    """At most 257 rows, 16 experts and a part of large weights with the same remainders."""
     n, k, e = problem.integers("n", "k", "e")
     n = n if n <= 768 else 512 + n % 256
     k = k if k <= 2048 else 1536 + k % 512

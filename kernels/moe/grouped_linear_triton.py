@@ -1,7 +1,7 @@
 """Grouped linear in Triton: linear's tile product, on tiles of rows that never cross an expert.
 
-The number of tiles depends on the offsets, which are on the device: the grid has as many as there can be, each program
-counts the tiles of the experts before it and leaves when it is past the last.
+The number of tiles depends on the offsets, which are on the device: the grid has the maximum number; each program
+counts the tiles of the experts before its own, and exits if it is past the last tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Tiles as high as an expert's share of the rows asks for; a step along K stays inside one group, or covers whole ones."""
+    """Tiles with as many rows as an expert has on average; a step along K stays within one group or covers whole groups."""
     scheme = QuantScheme.parse(problem.text("w"))
     share, is_fp32 = problem.integer("m") // problem.integer("e"), problem.text("x") == "fp32"
     rows = 16 if share <= 16 else 32 if share <= 64 else 64
@@ -96,10 +96,10 @@ def grouped_linear_kernel(
     n_mask = ns < n
     last = tl.load(offsets + experts)
     if expert < BE:
-        mine = e == expert
-        start = tl.sum(tl.where(mine, starts, 0), 0)
-        end = tl.sum(tl.where(mine, ends, 0), 0)
-        first = tl.sum(tl.where(mine, through - tiles, 0), 0)
+        is_expert = e == expert
+        start = tl.sum(tl.where(is_expert, starts, 0), 0)
+        end = tl.sum(tl.where(is_expert, ends, 0), 0)
+        first = tl.sum(tl.where(is_expert, through - tiles, 0), 0)
         rows = start + (tile - first) * BM + tl.arange(0, BM)
         row_mask = rows < end
         source = rows.to(tl.int64)
@@ -149,7 +149,7 @@ def grouped_linear_kernel(
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
         tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
     else:
-        # Programs past the last tile clear the rows that belong to no expert: there are at least as many as such tiles.
+        # Programs past the last tile clear the rows that belong to no expert: there are enough such programs.
         rows = last + (tile - tl.sum(tiles, 0)) * BM + tl.arange(0, BM)
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
         zero = tl.zeros([BM, BN], dtype=tl.float32).to(out.dtype.element_ty)
@@ -212,18 +212,18 @@ def aot_quantized(target: Target) -> list[AotCase]:
 
 
 def aot(target: Target) -> list[AotCase]:
-    """Dense, and schemes of every code format, with the tiles that the default configuration has for them."""
+    """Dense, and schemes of every code format, with the tiles of the default configuration."""
     ints = dict.fromkeys(
         ("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
         "i32",
     )
     op, cases = default_registry().op("grouped_linear"), []
 
-    def case(name: str, text: str, **given: bool) -> None:
+    def case(name: str, text: str, **flags: bool) -> None:
         problem = op.problem(f"e=128,n=2048,k=4096,{text}")
         tile = config(problem, target)
-        switches = {flag: given.pop(flag, False) for flag in ("GATHER", "SILU")}
-        types, constants = weight_case(problem, tile, **given)
+        switches = {flag: flags.pop(flag, False) for flag in ("GATHER", "SILU")}
+        types, constants = weight_case(problem, tile, **flags)
         types |= {"x": "*bf16", "offsets": "*i32", "permutation": "*i32", "out": "*bf16"}
         cases.append(
             AotCase(

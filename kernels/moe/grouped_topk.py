@@ -1,4 +1,4 @@
-"""Grouped top-k: which experts a token goes to, and with what weight (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+"""Grouped top-k: the experts of each token and their weights (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 
 Plain softmax top-k (Mixtral, Qwen3-MoE) is the same with one group.
 """
@@ -62,8 +62,8 @@ def choose(
     if topk_group < n_group:
         grouped = _nan_last(choice).unflatten(-1, (n_group, -1))
         best = grouped.topk(1 if bias is None else min(2, grouped.shape[-1]), -1).values.sum(-1)
-        kept = _keys(best).topk(topk_group, -1).indices
-        inside = keys.new_zeros(best.shape).scatter_(-1, kept, 1).bool()
+        kept_groups = _keys(best).topk(topk_group, -1).indices
+        inside = keys.new_zeros(best.shape).scatter_(-1, kept_groups, 1).bool()
         keys = keys.unflatten(-1, (n_group, -1)).masked_fill(~inside[..., None], -1).flatten(-2)
     ids = keys.topk(top_k, -1).indices
     return scores.gather(-1, ids), ids
@@ -86,26 +86,28 @@ def _keys(values: torch.Tensor) -> torch.Tensor:
 
 
 def misfit(experts: int, top_k: int, n_group: int, topk_group: int) -> str | None:
-    """What keeps these numbers from going together; None if nothing does."""
+    """Why these numbers are inconsistent; None if they are not."""
     if not 1 <= experts <= MOST_EXPERTS:
         return f"1 to {MOST_EXPERTS} experts, got {experts}"
     if n_group < 1 or experts % n_group:
         return f"n_group {n_group} does not divide {experts} experts"
     if not 1 <= topk_group <= n_group:
         return f"topk_group must be 1 to {n_group} (n_group), got {topk_group}"
-    kept = experts // n_group * topk_group
+    candidates = experts // n_group * topk_group
     return (
-        None if 1 <= top_k <= kept else f"top_k must be 1 to {kept} (experts of the kept groups), got {top_k}"
+        None
+        if 1 <= top_k <= candidates
+        else f"top_k must be 1 to {candidates} (experts of the kept groups), got {top_k}"
     )
 
 
 def check(problem: Problem) -> str | None:
-    """What keeps the axes of `problem` from going together."""
+    """Why the axes of `problem` are inconsistent; None if they are not."""
     return misfit(*problem.integers("e", "top_k", "n_group", "topk_group"))
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
-    """Random logits, with ties; a bias large enough to change what is chosen."""
+    """Random logits, with ties; a bias large enough to change the choice."""
     import torch
 
     draw, (m, e) = Draw(problem, seed, device), problem.integers("m", "e")
@@ -128,8 +130,8 @@ def error(
 ) -> float:
     """Largest relative error of a weight, infinite when the ids of a row differ from the reference's.
 
-    A row whose decision hangs on two choices that differ by less than `NEAR_TIE` in float64, but are not equal, is excused
-    from equal ids: float32 sigmoids differ in the last place. One row, and one in 100, may need it.
+    Ids of a row may differ if its decision depends on two choices that differ by less than `NEAR_TIE` in float64 but are not
+    equal: float32 sigmoids differ in the last place. At most one row plus one percent of the rows may differ.
     """
     import torch
 
@@ -151,7 +153,7 @@ def error(
 def near_ties(
     logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, n_group: int, topk_group: int, scoring: str
 ) -> torch.Tensor:
-    """Whether each row's decision hangs on a difference below `NEAR_TIE`, which float32 cannot tell: bool [...]."""
+    """Whether the decision of each row depends on a difference below `NEAR_TIE`, which float32 does not resolve: bool [...]."""
     import torch
 
     scores = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
@@ -169,8 +171,8 @@ def near_ties(
         top = grouped.topk(1 if bias is None else min(2, grouped.shape[-1]), -1)
         sizes = size.unflatten(-1, (n_group, -1)).gather(-1, top.indices).sum(-1)
         close |= mark(top.values.sum(-1), sizes, slice(topk_group - 1, topk_group))
-        kept = top.values.sum(-1).topk(topk_group, -1).indices
-        inside = torch.zeros_like(top.values[..., 0]).scatter_(-1, kept, 1).bool()
+        kept_groups = top.values.sum(-1).topk(topk_group, -1).indices
+        inside = torch.zeros_like(top.values[..., 0]).scatter_(-1, kept_groups, 1).bool()
         choice = grouped.masked_fill(~inside[..., None], -math.inf).flatten(-2)
     return close | mark(choice, size, slice(0, top_k))
 

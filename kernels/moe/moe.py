@@ -53,7 +53,7 @@ def reference(
 
 
 def check(problem: Problem) -> str | None:
-    """What keeps the axes of `problem` from going together."""
+    """Why the axes of `problem` are inconsistent; None if they are not."""
     return misfit(problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"]))
 
 
@@ -73,11 +73,11 @@ def error(
     outputs: Sequence[torch.Tensor],
     references: Sequence[torch.Tensor],
 ) -> float:
-    """|Δ| over the size of one product's error behind everything that follows it: RMS of the worst column or worst token.
+    """|Δ| over the expected size of an error, propagated to the output: RMS of the worst column or worst token.
 
-    A fault in w2 shows in its column, one in w13 in every column of the tokens that meet it.
-    For token t and column h that size is the root of Σₖ w²·(‖a‖·‖w2‖/√I)² + w²·Σᵢ (w2·δᵢ)², a the activations of (t, k)
-    and δ what an error of ‖x‖·‖w13‖/√H in gate and up makes of them.
+    A fault in w2 shows in its column, one in w13 in every column of the tokens of its expert.
+    For token t and column h the expected size is the square root of Σₖ w²·(‖a‖·‖w2‖/√I)² + w²·Σᵢ (w2·δᵢ)², a the activations of (t, k)
+    and δ the effect of an error of ‖x‖·‖w13‖/√H in gate and up on them.
     """
     import torch
 
@@ -95,9 +95,9 @@ def error(
         rows = x[token].double()
         z = rows @ up_proj.T
         spread = gated_error(z, rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5)
-        own = gated(z).square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
+        down_error = gated(z).square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
         square.index_add_(
-            0, token, weights[token, k].double()[:, None] ** 2 * (own + spread**2 @ down_proj.T**2)
+            0, token, weights[token, k].double()[:, None] ** 2 * (down_error + spread**2 @ down_proj.T**2)
         )
     delta = torch.where(out == ref, 0.0, (out - ref).abs() / (square.sqrt() + ref.abs()).clamp_min(1e-30))
     square = delta.square()
@@ -105,7 +105,7 @@ def error(
 
 
 def cost(problem: Problem) -> Cost:
-    """x and the output once, and both weights of as many experts as the tokens can reach."""
+    """x and the output once, and both weights of at most as many experts as there are entries of ids."""
     m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     scheme, item = QuantScheme.parse(problem.text("w")), ITEM_BYTES[problem.text("x")]
     read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i))
@@ -113,13 +113,13 @@ def cost(problem: Problem) -> Cost:
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Rounding of what the parts hand on (activations, expert rows) and of weights to the dtype of x."""
+    """Rounding of intermediate results (activations, expert rows) and of weights to the dtype of x."""
     base = {"fp32": 3e-6, "fp16": 3.5e-4, "bf16": 2.5e-3}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
 def shrink(problem: Problem) -> Problem:
-    """At most 65 tokens, 16 experts and a cut-out of large weights with the same remainders."""
+    """At most 65 tokens, 16 experts and a part of large weights with the same remainders."""
     h, i = problem.integers("h", "i")
     return problem.with_values(
         m=min(problem.integer("m"), 65),

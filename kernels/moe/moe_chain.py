@@ -1,4 +1,4 @@
-"""MoE as its decomposed chain of parts: by torch anywhere, by Triton's parts on devices that Triton reaches."""
+"""MoE as a chain of operations: in torch on any device, in Triton on devices that Triton supports."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def accepts(problem: Problem) -> str | None:
 
 
 def accepts_named(problem: Problem) -> str | None:
-    """Of those, the schemes that have a name of their own: what compiled kernels decode."""
+    """Weight-only and dense schemes of ALL_WEIGHT_SCHEMES, which compiled kernels decode."""
     scheme = QuantScheme.parse(problem.text("w"))
     return accepts(problem) if scheme.is_named else f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
 
@@ -76,7 +76,7 @@ def config(problem: Problem, target: Target) -> Config:
 
 
 def config_triton(problem: Problem, target: Target) -> Config:
-    """The same, with tiles for both products: as high as an expert's share of the rows asks for."""
+    """The same, with tiles for both products: as many rows as an expert has on average."""
     scheme, is_fp32 = QuantScheme.parse(problem.text("w")), problem.text("x") == "fp32"
     share = problem.integer("m") * problem.integer("top_k") // problem.integer("e")
     return {

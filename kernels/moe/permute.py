@@ -18,7 +18,7 @@ def reference(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tens
 
     Sorted place p holds flat entry permutation[p] = token * K + k; places of expert e are expert_offsets[e] up to
     expert_offsets[e + 1], in ascending entry. inverse[entry] is the place, or -1 for an id outside 0...experts - 1 (an
-    expert of another rank): such entries lie behind the last expert's, and belong to nobody.
+    expert of another rank): such entries follow those of the last expert.
     """
     import torch
 

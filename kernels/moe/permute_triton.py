@@ -49,12 +49,12 @@ def place_kernel(ids, offsets, permutation, inverse, entries, experts, BLOCK: tl
         inside = at < entries
         owner = tl.load(ids + at, mask=inside, other=-1)
         owner = tl.where((owner < 0) | (owner > experts), experts, owner)
-        mine = inside & (owner == expert)
-        running = tl.cumsum(mine.to(tl.int32), 0)
-        to = place + running - 1
-        tl.store(permutation + to, at, mask=mine)
-        tl.store(inverse + at, tl.where(expert == experts, -1, to), mask=mine)
-        place += tl.sum(mine.to(tl.int32), 0)
+        is_expert = inside & (owner == expert)
+        running = tl.cumsum(is_expert.to(tl.int32), 0)
+        target = place + running - 1
+        tl.store(permutation + target, at, mask=is_expert)
+        tl.store(inverse + at, tl.where(expert == experts, -1, target), mask=is_expert)
+        place += tl.sum(is_expert.to(tl.int32), 0)
 
 
 def launch(

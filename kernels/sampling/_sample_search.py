@@ -6,7 +6,7 @@ from gristmill.kernels.lazy_triton import constexpr, jit, tl
 
 BINS = constexpr(256)
 DEEPEST = constexpr(24.0)
-"""Distances below the largest scaled logit that a first histogram tells apart: e^-24 of its probability."""
+"""The range of the first histogram: distances from the largest scaled logit up to 24, e^-24 of its probability."""
 LEAST = constexpr(-2139095040)
 """The key just above that of -inf."""
 
@@ -49,7 +49,7 @@ def filters_of(top_ks, top_ps, request, v):
 
 @jit
 def frame_of(brackets, request, top):
-    """(least key, largest key, z where the histogram starts, the width of its ranges) of what is still undecided."""
+    """(least key, largest key, z where the histogram starts, the width of its ranges) of the bracket that contains the threshold."""
     least = tl.load(brackets + 3 * request)
     most = tl.load(brackets + 3 * request + 1)
     anchor = tl.minimum(top, tl.where(most == 2147483647, float("inf"), values_of(most)))
@@ -73,7 +73,7 @@ def count_kernel(
     few,
     listed,
     unit,
-    AGAIN: tl.constexpr,
+    SECOND_PASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """histograms [requests, splits, 256]: tokens of each range of the bracket.
@@ -85,7 +85,7 @@ def count_kernel(
     row = logits + request * stride
     top = tl.load(tops + request)
     k, by_k, _, by_p = filters_of(top_ks, top_ps, request, v)
-    if AGAIN:
+    if SECOND_PASS:
         needed = (by_k == 0) & by_p & (tl.load(brackets + 3 * request + 2) > listed)
     else:
         needed = (by_k & (k > few)) | ((by_k == 0) & by_p)
@@ -97,23 +97,23 @@ def count_kernel(
         above = request * 0
         for start in range(split * chunk, tl.minimum(split * chunk + chunk, v), BLOCK):
             place = start + tl.arange(0, BLOCK)
-            if AGAIN:
+            if SECOND_PASS:
                 z = scaled(row, place, place < v, divisor)
                 key = keys_of(z)
                 inside = (key >= least) & (key <= most)
             else:
-                # Near enough: brackets have a margin.
+                # An approximate product suffices: brackets have a margin.
                 z = tl.load(row + place, mask=place < v, other=float("-inf")).to(tl.float32) * (1.0 / divisor)
                 inside = z > float("-inf")
             bin_index = tl.minimum((anchor - z) * (1.0 / width), BINS - 1.0).to(tl.int32)
             counts += tl.histogram(tl.maximum(bin_index, 0), BINS, mask=inside)
-            if AGAIN:
+            if SECOND_PASS:
                 weight = weights_of(z, top, unit)
                 total += tl.sum(weight, 0)
                 above += tl.sum(tl.where(key > most, weight, 0), 0)
         slot = request * splits + split
         tl.store(histograms + slot * BINS + tl.arange(0, BINS), counts)
-        if AGAIN:
+        if SECOND_PASS:
             tl.store(masses + slot * 2, total)
             tl.store(masses + slot * 2 + 1, above)
 
@@ -131,7 +131,7 @@ def bracket_kernel(
     few,
     listed,
     unit,
-    AGAIN: tl.constexpr,
+    SECOND_PASS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """brackets [requests, 3]: the keys between which candidates lie, and how many there are.
@@ -143,7 +143,7 @@ def bracket_kernel(
     request = tl.program_id(0).to(tl.int64)
     top = tl.load(tops + request)
     k, by_k, p, by_p = filters_of(top_ks, top_ps, request, v)
-    if AGAIN:
+    if SECOND_PASS:
         needed = (by_k == 0) & by_p & (tl.load(brackets + 3 * request + 2) > listed)
     else:
         needed = (by_k & (k > few)) | ((by_k == 0) & by_p)
@@ -159,7 +159,7 @@ def bracket_kernel(
         start_z = anchor.to(tl.float64)
         # A thousandth of a range: far above the float32 rounding of distances. The first time also that of the product.
         margin = width.to(tl.float64) * 1e-3
-        if not AGAIN:
+        if not SECOND_PASS:
             margin += 1e-6 * (tl.abs(start_z) + DEEPEST)
         near = bins.to(tl.float64) * width.to(tl.float64) - margin
         far = (bins.to(tl.float64) + 1.0) * width.to(tl.float64) + margin
@@ -171,7 +171,7 @@ def bracket_kernel(
             heavy = tokens * tl.exp(start_z - near - top.to(tl.float64))
             light = tl.where(bins < BINS - 1, tokens * tl.exp(start_z - far - top.to(tl.float64)), 0.0)
             largest, smallest = tl.cumsum(heavy, 0), tl.cumsum(light, 0)
-            if AGAIN:
+            if SECOND_PASS:
                 slot = masses + (request * splits + tl.arange(0, SPLITS)) * 2
                 inside = tl.arange(0, SPLITS) < splits
                 target = p * tl.sum(tl.load(slot, mask=inside, other=0), 0).to(tl.float64)
@@ -185,7 +185,7 @@ def bracket_kernel(
                 certain = smallest * (1.0 - p) >= p * (tl.sum(heavy, 0) - largest)
             first = tl.minimum(tl.sum((possible == 0).to(tl.int64), 0), BINS - 1)
             last = tl.minimum(tl.sum((certain == 0).to(tl.int64), 0), BINS - 1)
-        if not AGAIN:
+        if not SECOND_PASS:
             # If all survivors fit in the list, the search can draw.
             first = tl.where(tl.sum(tl.where(bins <= last, counts, 0), 0) <= listed, 0, first)
         if first > 0:
@@ -237,7 +237,7 @@ def gather_kernel(
         most = tl.load(brackets + 3 * request + 1)
         fits = tl.load(brackets + 3 * request + 2) <= listed
         bounded = by_k & (k <= few)
-        whole = by_k == 0
+        all_groups = by_k == 0
         end = groups
         if bounded:
             end = tl.load(hot + request)
@@ -250,27 +250,32 @@ def gather_kernel(
             if bounded:
                 group = tl.load(hot_groups + request * groups + at, mask=at < end, other=0)
             peak = tl.load(maxima + request * groups + group, mask=at < end, other=float("-inf"))
-            may_hold = (at < end) & (keys_of(tl.div_rn(peak, divisor)) >= tl.where(whole, -2147483648, least))
-            if whole | (fits & (tl.max(may_hold.to(tl.int32), 0) > 0)):
+            may_hold = (at < end) & (
+                keys_of(tl.div_rn(peak, divisor)) >= tl.where(all_groups, -2147483648, least)
+            )
+            if all_groups | (fits & (tl.max(may_hold.to(tl.int32), 0) > 0)):
                 place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
                 z = scaled(row, place, (place < v) & may_hold[:, None], divisor)
                 key = keys_of(z)
-                if whole:
+                if all_groups:
                     weight = weights_of(z, top, unit)
                     total += tl.sum(tl.sum(weight, 1), 0)
                     if most < 2147483647:
                         above += tl.sum(tl.sum(tl.where(key > most, weight, 0), 1), 0)
                 candidate = (key >= least) & (key <= most)
-                here = tl.sum(candidate.to(tl.int32), 1)
-                count = tl.sum(here, 0)
+                in_group = tl.sum(candidate.to(tl.int32), 1)
+                count = tl.sum(in_group, 0)
                 if fits & (count > 0):
-                    free = tl.atomic_add(candidate_counts + request, count)
+                    first_slot = tl.atomic_add(candidate_counts + request, count)
                     slot = (
-                        free + (tl.cumsum(here, 0) - here)[:, None] + tl.cumsum(candidate.to(tl.int32), 1) - 1
+                        first_slot
+                        + (tl.cumsum(in_group, 0) - in_group)[:, None]
+                        + tl.cumsum(candidate.to(tl.int32), 1)
+                        - 1
                     )
-                    room = candidate & (slot < listed)
-                    tl.store(keys + request * listed + slot, key, mask=room)
-                    tl.store(tokens + request * listed + slot, place, mask=room)
+                    has_slot = candidate & (slot < listed)
+                    tl.store(keys + request * listed + slot, key, mask=has_slot)
+                    tl.store(tokens + request * listed + slot, place, mask=has_slot)
         tl.store(masses + (request * splits + split) * 2, total)
         tl.store(masses + (request * splits + split) * 2 + 1, above)
 
@@ -288,27 +293,27 @@ def all_listed(brackets, candidate_counts, request, listed):
 def measure(row, v, divisor, top, unit, least, most, pivot, at, MODE: tl.constexpr, BLOCK: tl.constexpr):
     """Over the candidates of a row: 0, how many have key >= at; 1, their mass; 2, how many of key `pivot` have an id <= -at;
     3, the smallest key; 4, the largest."""
-    best = at * 0
+    result = at * 0
     if MODE == 3:
-        best += 2147483647
+        result += 2147483647
     if MODE == 4:
-        best += -2147483648
+        result += -2147483648
     for start in range(0, v, BLOCK):
         place = start + tl.arange(0, BLOCK)
         z = scaled(row, place, place < v, divisor)
         key = keys_of(z)
         inside = (place < v) & (key >= least) & (key <= most)
         if MODE == 0:
-            best += tl.sum((inside & (key >= at)).to(tl.int32), 0)
+            result += tl.sum((inside & (key >= at)).to(tl.int32), 0)
         if MODE == 1:
-            best += tl.sum(tl.where(inside & (key >= at), weights_of(z, top, unit), 0), 0)
+            result += tl.sum(tl.where(inside & (key >= at), weights_of(z, top, unit), 0), 0)
         if MODE == 2:
-            best += tl.sum((inside & (key == pivot) & (place <= -at)).to(tl.int32), 0)
+            result += tl.sum((inside & (key == pivot) & (place <= -at)).to(tl.int32), 0)
         if MODE == 3:
-            best = tl.minimum(best, tl.min(tl.where(inside, key, 2147483647), 0).to(tl.int64))
+            result = tl.minimum(result, tl.min(tl.where(inside, key, 2147483647), 0).to(tl.int64))
         if MODE == 4:
-            best = tl.maximum(best, tl.max(tl.where(inside, key, -2147483648), 0).to(tl.int64))
-    return best
+            result = tl.maximum(result, tl.max(tl.where(inside, key, -2147483648), 0).to(tl.int64))
+    return result
 
 
 @jit
@@ -368,7 +373,7 @@ def search_row(row, v, divisor, top, unit, least, most, k, by_k, p, by_p, total,
 
 @jit
 def narrow(key, inside, middle, low, high, enough):
-    """One half of [low, high], shrunk to keys that occur: as many steps as there are different keys need, not as bits."""
+    """One half of [low, high], narrowed to keys that occur: the number of steps depends on the different keys, not on their bits."""
     if enough:
         low = tl.min(tl.where(inside & (key >= middle), key, 2147483647), 0).to(tl.int64)
     else:
@@ -378,7 +383,7 @@ def narrow(key, inside, middle, low, high, enough):
 
 @jit
 def search_list(key, token, inside, v, top, unit, k, by_k, p, by_p, total, above):
-    """The same of a list, which one program holds: a pass is a sum over registers."""
+    """`search_row` for a list of candidates, which one program holds in registers."""
     zero = total * 0
     last = zero + 2147483647
     low = tl.min(tl.where(inside, key, 2147483647), 0).to(tl.int64)
@@ -400,16 +405,16 @@ def search_list(key, token, inside, v, top, unit, k, by_k, p, by_p, total, above
             middle = high - ((high - low) >> 1)
             mass = above + tl.sum(tl.where(key >= middle, weight, 0), 0)
             low, high = narrow(key, inside, middle, low, high, mass.to(tl.float64) >= target)
-        same = inside & (key == low)
+        equal = inside & (key == low)
         greater = above + tl.sum(tl.where(key > low, weight, 0), 0)
         share = weights_of(values_of(low.to(tl.int32)), top, unit).to(tl.float64)
         room = tl.maximum(tl.ceil((target - greater.to(tl.float64)) / tl.maximum(share, 1.0)), 1.0)
-        if room < tl.sum(same.to(tl.int32), 0).to(tl.float64):
+        if room < tl.sum(equal.to(tl.int32), 0).to(tl.float64):
             start = zero
             last = zero + v - 1
             while start < last:
                 middle = start + ((last - start) >> 1)
-                enough = tl.sum((same & (token <= middle)).to(tl.int32), 0).to(tl.float64) >= room
+                enough = tl.sum((equal & (token <= middle)).to(tl.int32), 0).to(tl.float64) >= room
                 last = tl.where(enough, middle, last)
                 start = tl.where(enough, start, middle + 1)
     return low, last

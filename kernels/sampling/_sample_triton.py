@@ -1,4 +1,4 @@
-"""The kernels of sampling in Triton that bound a row and draw from it; `sample_triton` says in which order they run."""
+"""The sampling kernels in Triton that bound a row and draw from it; `sample_triton` documents their order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bound_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """tops [requests]: the largest scaled logit, NaN for rows that need no more: greedy ones, and those without an answer.
+    """tops [requests]: the largest scaled logit, NaN for rows that are finished: greedy ones and invalid ones.
 
     With k groups whose peaks reach a value, at least k tokens do: the k-th largest is no smaller. That bounds the threshold
     of top_k, tightly as long as the largest tokens are in different groups. hot_groups [requests, groups]: those groups.
@@ -82,14 +82,14 @@ def bound_kernel(
     if valid & (greedy == 0) & by_k & (k <= few):
         key = tl.where(group < groups, keys_of(tl.div_rn(peak, divisor)), -2147483648)
         high = keys_of(top).to(tl.int64)
-        held = tl.sum((key >= least).to(tl.int32), 0)
-        # Near enough is enough: the list is searched exactly.
-        while (least < high) & (held > k + k // 2 + 8):
+        count = tl.sum((key >= least).to(tl.int32), 0)
+        # An approximate bound suffices: the list is searched exactly.
+        while (least < high) & (count > k + k // 2 + 8):
             middle = high - ((high - least) >> 1)
             reached = tl.sum((key >= middle).to(tl.int32), 0)
             enough = reached >= k
             least = tl.where(enough, middle, least)
-            held = tl.where(enough, reached, held)
+            count = tl.where(enough, reached, count)
             high = tl.where(enough, high, middle - 1)
         reaches = key >= least
         slot = tl.cumsum(reaches.to(tl.int32), 0) - 1

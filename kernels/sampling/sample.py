@@ -39,8 +39,8 @@ def reference(
     z = logit / temperature (a float32 division), filtered by `kept`, and the id is that of the largest
     z - log(-log(u)), in float64, u being the request's uniform of the token.
 
-    A row with a NaN or +inf among its z (or logits, when greedy), or with nothing above -inf, gives -1: such logits are a
-    fault upstream, and no token is a fair answer.
+    A row with a NaN or +inf among its z (or logits, when greedy), or with nothing above -inf, gives -1: such logits are an
+    upstream fault.
     """
     import torch
 

@@ -183,12 +183,12 @@ def launch(
     groups = cdiv(v, group)
     few = groups // 2
     unit = float(2 ** min(52, 62 - v.bit_length()))
-    long = next_power_of_2(listed)
-    grid, each = (rows, splits), (rows,)
+    list_size = next_power_of_2(listed)
+    grid, row_grid = (rows, splits), (rows,)
     tiles: dict[str, int] = {"BLOCK": block, "num_warps": warps}
     thresholds = (top_k, top_p)
     peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
-    bound_kernel[each](
+    bound_kernel[row_grid](
         logits,
         temperature,
         *thresholds,
@@ -207,7 +207,7 @@ def launch(
         GROUPS=next_power_of_2(groups),
         num_warps=4,
     )
-    for again in (False, True):
+    for second_pass in (False, True):
         count_kernel[grid](
             logits,
             temperature,
@@ -222,10 +222,10 @@ def launch(
             few,
             listed,
             unit,
-            AGAIN=again,
+            SECOND_PASS=second_pass,
             **tiles,
         )
-        bracket_kernel[each](
+        bracket_kernel[row_grid](
             *thresholds,
             tops,
             brackets,
@@ -236,7 +236,7 @@ def launch(
             few,
             listed,
             unit,
-            AGAIN=again,
+            SECOND_PASS=second_pass,
             SPLITS=padded,
             num_warps=4,
         )
@@ -262,7 +262,7 @@ def launch(
         GROUP=group,
         **tiles,
     )
-    search_kernel[each](
+    search_kernel[row_grid](
         logits,
         temperature,
         *thresholds,
@@ -284,8 +284,8 @@ def launch(
         listed,
         unit,
         SPLITS=padded,
-        SHORT=min(long, 1024),
-        LIST=long,
+        SHORT=min(list_size, 1024),
+        LIST=list_size,
         BLOCK=config["search"],
         num_warps=config["search_warps"],
     )
@@ -310,7 +310,7 @@ def launch(
         GROUP=group,
         **tiles,
     )
-    pick_kernel[each](
+    pick_kernel[row_grid](
         tops, brackets, candidate_counts, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1
     )
 
@@ -363,14 +363,20 @@ def aot(target: Target) -> list[AotCase]:
         (pick_kernel, 1),
     ):
         names = function_of(function).arg_names
-        for again in (False, True) if "AGAIN" in names else (False,):
-            name = function_of(function).__name__.removesuffix("_kernel") + ("-again" if again else "")
-            constants = {key: value for key, value in (_CONSTANTS | {"AGAIN": again}).items() if key in names}
+        for second_pass in (False, True) if "SECOND_PASS" in names else (False,):
+            name = function_of(function).__name__.removesuffix("_kernel") + ("-again" if second_pass else "")
+            constants = {
+                key: value
+                for key, value in (_CONSTANTS | {"SECOND_PASS": second_pass}).items()
+                if key in names
+            }
             types = {key: _POINTERS[key] for key in names if key not in constants}
             for x in ("bf16", "fp32") if "logits" in types else ("",):
-                chosen = types | ({"logits": f"*{x}"} if x else {})
+                case_types = types | ({"logits": f"*{x}"} if x else {})
                 cases.append(
-                    AotCase(f"{name}-{x}" if x else name, function, chosen, constants, {"num_warps": warps})
+                    AotCase(
+                        f"{name}-{x}" if x else name, function, case_types, constants, {"num_warps": warps}
+                    )
                 )
     return cases
 

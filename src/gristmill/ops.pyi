@@ -20,7 +20,7 @@ def bind(
     """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
 
     The same arguments give the same plan, and the same handle in every process. A plan over several layouts takes the tensors of
-    all of them, in the order of their names (`LinearWeight.tensors`), and reads those that its kernel for the call's size wants.
+    all of them, in the order of their names (`LinearWeight.tensors`), and reads those of the kernel for the call's size.
 
     problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
     device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
@@ -65,7 +65,7 @@ def prepare(
 def release(
     plan: BoundPlan,
 ) -> None:
-    """Give a plan back: when everybody who bound it has, calls with its handle fail from then on."""
+    """Release a plan. Once it was released as often as it was bound, calls with its handle fail."""
 
 def resolver(
     device: str | torch.device,
@@ -161,8 +161,8 @@ def grouped_linear(
 
     Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
     x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
-    float32 inside, rounded once to x's dtype. Rows past the last expert's are 0, and their places in permutation are not
-    looked at. Reads the offsets on the host.
+    float32 inside, rounded once to x's dtype. Rows past those of the last expert are 0, and their entries in permutation are not
+    read. Reads the offsets on the host.
 
     weight: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
@@ -287,8 +287,8 @@ def merge_attention_states(
 
     a, b [T, H, D]; a_lse, b_lse float32 [T, H], natural logarithms -> out [T, H, D] in a's dtype, lse float32 [T, H].
 
-    A partial whose lse is −inf saw no key: it adds nothing, whatever its values are, NaN included. Both −inf: out is
-    zero, lse −inf. float32 inside, rounded once.
+    A partial result with lse −inf covers no key and adds nothing, even if its values are NaN. If both are −inf, out is
+    zero and lse −inf. float32 inside, rounded once.
 
     Axes of its problems:
         t: tokens; an integer of at least 0
@@ -470,7 +470,7 @@ def permute(
 
     Sorted place p holds flat entry permutation[p] = token * K + k; places of expert e are expert_offsets[e] up to
     expert_offsets[e + 1], in ascending entry. inverse[entry] is the place, or -1 for an id outside 0...experts - 1 (an
-    expert of another rank): such entries lie behind the last expert's, and belong to nobody.
+    expert of another rank): such entries follow those of the last expert.
 
     Axes of its problems:
         m: tokens; an integer of at least 0
@@ -642,8 +642,8 @@ def sample(
     z = logit / temperature (a float32 division), filtered by `kept`, and the id is that of the largest
     z - log(-log(u)), in float64, u being the request's uniform of the token.
 
-    A row with a NaN or +inf among its z (or logits, when greedy), or with nothing above -inf, gives -1: such logits are a
-    fault upstream, and no token is a fair answer.
+    A row with a NaN or +inf among its z (or logits, when greedy), or with nothing above -inf, gives -1: such logits are an
+    upstream fault.
 
     Axes of its problems:
         m: requests; an integer of at least 0

@@ -1,4 +1,4 @@
-"""What the kernels over frag16 tiles say of themselves, from the table of instances: one kernel per schedule and width of a code."""
+"""Specs of the kernels over frag16 tiles, from the table of instances: one kernel per schedule and bits per code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Ranked = Callable[[Format, int, int, int, int], tuple[tuple[float, dict[str, int
 class Family(NamedTuple):
     """The kernels of one schedule.
 
-    ranked: configurations by the cost model, best first, for (format, m, n, k, multiprocessors); tried: how many of them a tuning
-    tries. rows: the most rows of x. summary: with a place for the weights.
+    ranked: configurations by the cost model, best first, for (format, m, n, k, multiprocessors); tried: how many of them tuning
+    tries. rows: maximum rows of x. summary: a format string with a placeholder for the weights.
     """
 
     schedule: Schedule
@@ -38,7 +38,7 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         scheme = QuantScheme.parse(problem.text("w"))
         form = family.schedule.format_of(scheme)
         if form is None or form.bits != bits:
-            known = ", ".join(one for form in _formats(family, bits) for one in form.schemes)
+            known = ", ".join(name for form in _formats(family, bits) for name in form.schemes)
             return f"multiplies weight-only formats of {bits} bits, not {scheme}; it is compiled for {known}"
         if problem.text("x") not in ("fp16", "bf16"):
             return f"takes fp16 or bf16 activations, not {problem.text('x')}"
@@ -57,21 +57,21 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         return family.ranked(form(problem), max(m, 1), n, k, target.multiprocessors or 132)
 
     def first(problem: Problem, target: Target, count: int) -> list[Config]:
-        of = form(problem)
+        weight_format = form(problem)
         return [
-            {"format": of.name, "tile_bytes": of.tile_bytes, **one}
-            for _, one in ranked(problem, target)[:count]
+            {"format": weight_format.name, "tile_bytes": weight_format.tile_bytes, **candidate}
+            for _, candidate in ranked(problem, target)[:count]
         ]
 
     def sources(problem: Problem) -> tuple[str, ...]:
-        of = form(problem)
-        return (f"linear_{of.name}_{family.schedule.name}_sm90",) if of.rare else ()
+        weight_format = form(problem)
+        return (f"linear_{weight_format.name}_{family.schedule.name}_sm90",) if weight_format.rare else ()
 
     def space(problem: Problem, target: Target) -> Iterable[Config]:
         return first(problem, target, family.tried)
 
     def config(problem: Problem, target: Target) -> Config:
-        # Asked of every candidate of a selection: one, not the space.
+        # Called for every candidate of a selection: only one configuration is computed.
         return first(problem, target, 1)[0]
 
     def estimate(problem: Problem, target: Target) -> float | None:

@@ -1,4 +1,4 @@
-"""What the launchers of linear over frag16 tiles share: the argument struct (`args.h`), checked arguments, the call."""
+"""Shared by the launchers of linear over frag16 tiles: the argument struct (`args.h`), argument checks and the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void
 
 
 class Args(ctypes.Structure):
-    """`gm_linear_frag16_args` of args.h, which says what the fields are. The library refuses one of another size."""
+    """`gm_linear_frag16_args` of args.h, which documents the fields. The library rejects a struct of another size."""
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (
@@ -60,13 +60,13 @@ class Args(ctypes.Structure):
 SIZE = ctypes.sizeof(Args)
 
 ARGUMENTS = (POINTER(Args),)
-"""Of every entry: Args -> 0, or an error code; where device is -1, the bytes of shared memory."""
+"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
 DESCRIPTIVE = ("format", "tile_bytes")
-"""What a configuration says besides the fields of `Args` that it chooses."""
+"""Entries of a configuration that are not fields of `Args`."""
 
 
 class Call(NamedTuple):
-    """What a launch needs of its arguments, checked. x: its columns in the order of the packed ones, its rows `stride` apart."""
+    """The checked arguments of a launch. x: its columns in the order of the packed ones, its rows `stride` apart."""
 
     m: int
     rows: int
@@ -119,12 +119,12 @@ def run(
     if silu_mul:
         from gristmill.kernels.linear._epilogue import finish
 
-        # bias is in the sums already
+        # the kernel has added the bias
         finish(call.target.view(*out.shape[:-1], call.rows), None, residual, True, out)
 
 
 def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out: Tensor) -> Call | None:
-    """The call, or None where there are no rows. ValueError for tensors that are not such a weight."""
+    """The call, or None without rows. ValueError for tensors that do not match the configuration."""
     tiles, second, perm = weight
     form, rows = str(config["format"]), out.shape[-1] * (2 if silu_mul else 1)
     k = perm.numel() or x.shape[-1]
@@ -144,7 +144,7 @@ def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out
     stride = row_stride(x)
     if perm.numel():
         x, stride = _gathered(x, stride, perm, m, device, stream), k
-    # The gate and its partner are rows of different CTAs, so silu_mul follows in torch.
+    # Gate and up are computed by different CTAs, so silu_mul follows in torch.
     target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
     scale_type = (
         DTYPE_CODES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
@@ -155,7 +155,7 @@ def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out
 
 
 def copyable(call: Call) -> Call:
-    """The call with x copied if need be: the tensor copy engine wants rows of 16 bytes."""
+    """The call with x copied if need be: TMA needs rows that are multiples of 16 bytes."""
     if not (call.stride % 8 or call.stride < call.k or call.x.data_ptr() % 16):
         return call
     stride = cdiv(call.k, 8) * 8
@@ -166,8 +166,8 @@ def copyable(call: Call) -> Call:
 
 def _gathered(x: Tensor, stride: int, perm: Tensor, m: int, device: int, stream: int) -> Tensor:
     """x's columns in the order of the packed ones, [M, K']."""
-    made = torch.empty(m, perm.numel(), dtype=x.dtype, device=x.device)
+    gathered = torch.empty(m, perm.numel(), dtype=x.dtype, device=x.device)
     gather = cuda_function("gm_gather_columns_sm90", "sm_90a", GATHER_ARGUMENTS)
-    code = gather(made.data_ptr(), x.data_ptr(), stride, perm.data_ptr(), m, perm.numel(), device, stream)
+    code = gather(gathered.data_ptr(), x.data_ptr(), stride, perm.data_ptr(), m, perm.numel(), device, stream)
     check(code, "gather_columns")
-    return made
+    return gathered

@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 DEPTHS = (2, 3, 1, 4)
-"""Slots of a warp's ring, what is usually best first: where the cost model sees no difference, the first one counts."""
+"""Slots of a warp's ring, what is usually best first: at equal modelled cost the first one is used."""
 
 
 @cache
@@ -113,7 +113,7 @@ _INSTANCES = {
     (2, 2, 8): 0.946,
     (2, 2, 16): 1.007,
 }
-"""What an instance (nt, rt, wk) takes next to what the model says."""
+"""Measured over modelled time of an instance (nt, rt, wk)."""
 
 
 def microseconds(

@@ -20,8 +20,8 @@ L2_BYTES, RESIDENT = 50 << 20, 20 << 20
 
 
 class Shape(NamedTuple):
-    """A CTA: rows of x, blocks of 64 rows of W, warpgroups that take turns along K for each of those, CTAs per SM, slots of x
-    (64 k), slots of 4-bit and of 8-bit weights (128 k), sums that products take turns at, products at work."""
+    """A CTA: rows of x, blocks of 64 rows of W, warpgroups that alternate along K for each of those, CTAs per SM, slots of x
+    (64 k), slots of 4-bit and of 8-bit weights (128 k), independent accumulators, products in flight."""
 
     mt: int
     c: int
@@ -41,13 +41,13 @@ def shapes_of(form: Format) -> tuple[Shape, ...]:
 
 
 def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
-    """Groups by which half of a CTA's warpgroups may stay behind the other: fewer than there are slots of weights."""
+    """Possible lags in groups between the halves of a CTA's warpgroups: fewer than the slots of weights."""
     slots = shape.ws8 if form.bits == 8 else shape.ws4
     return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots)
 
 
 def scratch_bytes(config: Config) -> int:
-    """Bytes of flags, which must be zero and are left so, and of the partial sums behind them."""
+    """Bytes of the flags, which are zero before and after a launch, and of the partial sums after them."""
     return (
         FLAG_BYTES + int(config["grid"]) * int(config["mt"]) * int(config["c"]) * 256 if config["even"] else 0
     )
@@ -63,18 +63,18 @@ _COSTS = {
     (256, 2, 1, 1): (1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
 }
 """Microseconds on an H200 by shape, fitted to 694 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
-sharing a tile in a cluster, and for each doubling; dealing tiles out, and for each CTA that a tile is dealt to; a wave; then the part by
+split-K in a cluster, and for each doubling; dividing tiles, and for each CTA of a divided tile; a wave; then the fraction by
 which long products are slower (power)."""
 
 _LAGS = {(128, 4, 1, 1): (2, 1)}
-"""Groups by which half of a CTA's warpgroups may stay behind the other where it walks over several tiles, by shape."""
+"""Lags in groups between the halves of the warpgroups of a CTA that processes several tiles, by shape."""
 _STORE = 0.8
-"""Microseconds of a tile's end that hide behind the other half's products then."""
+"""Microseconds of a tile's epilogue that overlap with products of the other half."""
 
 
-class Way(NamedTuple):
-    """How a problem is spread: CTAs that share a tile along K; what is dealt out along K: nothing, the last one or two tiles a CTA, or (2)
-    only those beyond whole tiles; CTAs; groups between the halves of their warpgroups."""
+class Partition(NamedTuple):
+    """The partition of a problem: CTAs that share a tile along K (split-K); tiles divided along K (stream-K): 0 none, 1 the last one or
+    two tiles per CTA, 2 only those beyond whole waves of tiles; CTAs; lag in groups between the halves of their warpgroups."""
 
     split: int
     even: int
@@ -83,8 +83,8 @@ class Way(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Groups of the busiest multiprocessor, groups of a CTA one after the other, waves of CTAs, CTAs that a tile is dealt to, share of the
-    tiles whose CTAs are each elsewhere along K."""
+    """Groups of the busiest multiprocessor, consecutive groups of a CTA, waves of CTAs, CTAs per divided tile, share of the tiles whose
+    CTAs are at different positions along K."""
 
     busiest: float
     chain: int
@@ -93,14 +93,16 @@ class Work(NamedTuple):
     apart: float = 0.0
 
 
-def _waves(shape: Shape, way: Way, tiles: int, groups: int, processors: int) -> Work:
-    """How the groups of `tiles` tiles fall to multiprocessors and CTAs."""
-    split, grid = way.split, way.grid
-    if way.even and tiles % grid:
-        dealt = tiles % grid if way.even == 2 else tiles if tiles < 2 * grid else tiles % grid + grid
+def _waves(shape: Shape, partition: Partition, tiles: int, groups: int, processors: int) -> Work:
+    """The distribution of the groups of `tiles` tiles over multiprocessors and CTAs."""
+    split, grid = partition.split, partition.grid
+    if partition.even and tiles % grid:
+        dealt = tiles % grid if partition.even == 2 else tiles if tiles < 2 * grid else tiles % grid + grid
         chain = cdiv(dealt * groups, grid) + (tiles - dealt) // grid * groups
         sharers = max(1.0, min(grid / dealt, groups))
-        return Work(chain * grid / processors, chain, 1, sharers, 0.0 if way.even == 2 else dealt / tiles)
+        return Work(
+            chain * grid / processors, chain, 1, sharers, 0.0 if partition.even == 2 else dealt / tiles
+        )
     if split == 1 and shape.slices == 1:
         chain = cdiv(tiles, grid) * groups
         return Work(chain * cdiv(min(tiles, grid), processors), chain, 1, 0)
@@ -110,70 +112,72 @@ def _waves(shape: Shape, way: Way, tiles: int, groups: int, processors: int) -> 
     return Work(busiest * cdiv(groups, split), waves * cdiv(groups, split), waves, 0)
 
 
-def microseconds(form: Format, shape: Shape, way: Way, m: int, n: int, k: int, processors: int) -> float:
-    """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, and what launch and sums cost."""
+def microseconds(
+    form: Format, shape: Shape, partition: Partition, m: int, n: int, k: int, processors: int
+) -> float:
+    """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, plus the cost of launch and reduction."""
     group, late, start, cluster, doubling, deal, part, wave, hot = _COSTS[shape[:4]]
     if shape.mt <= 64:  # where decoding counts
         decoding = form.cost["gemm_ws"][0]
         group, late = group * decoding**0.5, late * decoding**0.5
     across, down = cdiv(n, shape.c * 64), cdiv(m, shape.mt)
-    work = _waves(shape, way, across * down, cdiv(k, 128), processors)
+    work = _waves(shape, partition, across * down, cdiv(k, 128), processors)
     weight = cdiv(n, 16) * cdiv(k, 128) * form.tile_bytes
     memory = (weight + 2 * m * (n + k)) / 4.3e6
     cache = 0.0
     for size, times in ((2 * m * k, across), (weight, down)):
-        # What fits stays in L2. Of the rest, CTAs that are elsewhere along K find nothing there that another has read.
+        # Operands that fit stay in L2. CTAs at different positions along K share no other reads.
         lost = work.apart if size > L2_BYTES / 2 else 0.0
         cache += size * times * (lost / 4.3e6 + (1 - lost) / (7.5e6 if shape.slices == 1 else 10.5e6))
     time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
     time *= 1 + hot * min(1.0, time / 300)
     sums = (
-        cluster + doubling * log2(way.split)
-        if way.split > 1
+        cluster + doubling * log2(partition.split)
+        if partition.split > 1
         else deal + part * work.dealt
         if work.dealt
         else 0.0
     )
-    hidden = _STORE * max(0, work.chain // cdiv(k, 128) - 1) if way.lag else 0.0
+    hidden = _STORE * max(0, work.chain // cdiv(k, 128) - 1) if partition.lag else 0.0
     return float(time + start + sums + wave * (work.waves - 1) - hidden)
 
 
-def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Way]]:
-    """Shapes and ways that leave no CTA without work."""
+def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Partition]]:
+    """Shapes and partitions that give every CTA work."""
     groups = cdiv(k, 128)
     for shape in shapes_of(form):
         if shape.mt > 32 and shape.mt // 2 >= m:
-            continue  # half of it would do
+            continue  # half the rows suffice
         if shape.mt < 128 and shape.mt * 4 < m:
             continue  # weights would be decoded too often
         tiles, full = cdiv(n, shape.c * 64) * cdiv(m, shape.mt), processors * shape.ctas
-        if shape.slices > 1:  # a tile a CTA
+        if shape.slices > 1:  # one tile per CTA
             for split in (1, 2, 4, 8):
                 if (
                     tiles * split <= 2 * processors
                     and groups // split >= shape.slices
                     and split <= shape.mt // 8 // shape.slices
                 ):
-                    yield shape, Way(split, 0, full)
+                    yield shape, Partition(split, 0, full)
             continue
         lags = (0, *lags_of(form, shape)) if tiles > full else (0,)
         for lag in lags:
-            yield shape, Way(1, 0, full, lag)
+            yield shape, Partition(1, 0, full, lag)
         for grid in sorted({processors, full}):
             if tiles % grid and tiles * groups >= grid:
                 beyond = (2,) if tiles > grid and tiles % grid * groups >= grid else ()
                 for even in (1, *beyond):
                     for lag in lags:
-                        yield shape, Way(1, even, grid, lag)
+                        yield shape, Partition(1, even, grid, lag)
         for split in (2, 4, 8):
             if m <= shape.mt * 2 and groups >= split and split <= shape.mt // 8:
-                yield shape, Way(split, 0, full)
+                yield shape, Partition(split, 0, full)
 
 
-def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> dict[str, int]:
+def config_of(form: Format, shape: Shape, partition: Partition, m: int, n: int, k: int) -> dict[str, int]:
     high = cdiv(m, shape.mt)
     if high <= 2 and cdiv(n, 16) * cdiv(k, 128) * form.tile_bytes <= RESIDENT:
-        high = 1  # as many CTAs as there are read the same rows of x at the same time
+        high = 1  # all CTAs read the same rows of x at the same time
     raster = max(1, min(high, BAND, BAND_BYTES // (k * 2 * shape.mt)))
     return {
         "mt": shape.mt,
@@ -181,7 +185,7 @@ def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> d
         "slices": shape.slices,
         "ctas": shape.ctas,
         "raster": raster,
-        **way._asdict(),
+        **partition._asdict(),
     }
 
 
@@ -189,7 +193,10 @@ def config_of(form: Format, shape: Shape, way: Way, m: int, n: int, k: int) -> d
 def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
     costs = [
-        (microseconds(form, shape, way, m, n, k, processors), config_of(form, shape, way, m, n, k))
-        for shape, way in candidates(form, m, n, k, processors)
+        (
+            microseconds(form, shape, partition, m, n, k, processors),
+            config_of(form, shape, partition, m, n, k),
+        )
+        for shape, partition in candidates(form, m, n, k, processors)
     ]
     return tuple(sorted(costs, key=lambda pair: pair[0]))

@@ -1,7 +1,7 @@
 """The table of compiled instances, `instances.json`: weight formats, and the shapes of a CTA under each schedule.
 
-CMake writes one source per format and schedule from it (cmake/frag16_sm90.cmake); here it says which formats and shapes there
-are to choose from. The three schedules:
+CMake writes one source per format and schedule from it (cmake/frag16_sm90.cmake); this module reads the formats and shapes.
+The three schedules:
 
 - ``decode``: M <= 16, warps copy for themselves into rings of their own;
 - ``decode_ws``: M <= 16, warp-specialised: one warpgroup copies, the others multiply;
@@ -22,8 +22,8 @@ from gristmill.kernel_registry.scheme import QuantScheme
 TABLE = Path(__file__).parent / "instances.json"
 DECODE_ROWS = 16
 """Rows of x that a launch of the decode schedules takes."""
-ASKED = ("m", "split", "depth", "slots", "tile_bytes")
-"""What the expressions of shared memory speak of besides a shape's fields. slots: of a ring, where it is asked to have `depth`."""
+LAUNCH_PARAMETERS = ("m", "split", "depth", "slots", "tile_bytes")
+"""Parameters of the shared memory expressions besides the fields of a shape. slots: of a ring with requested `depth`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Schedule:
 
     fields: what the numbers of a shape mean; key: those that name an instance in a configuration. formats: those that it is
     compiled for. shared_bytes: dynamic shared memory of a CTA of the decode schedules, a function of a shape's
-    fields and `ASKED`.
+    fields and `LAUNCH_PARAMETERS`.
     """
 
     name: str
@@ -121,7 +121,7 @@ def schedule(name: str) -> Schedule:
 
 
 def _expression(text: str, fields: tuple[str, ...]) -> Callable[..., int]:
-    """The sum that the library takes from the same text, as a function of a shape's fields and `ASKED`."""
-    parameters = ", ".join((*fields, *ASKED))
+    """The sum that the library takes from the same text, as a function of a shape's fields and `LAUNCH_PARAMETERS`."""
+    parameters = ", ".join((*fields, *LAUNCH_PARAMETERS))
     function: Callable[..., int] = eval(f"lambda {parameters}: {text}", {"__builtins__": {}, "max": max})
     return function
