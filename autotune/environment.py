@@ -28,7 +28,7 @@ _GPU_FIELDS = (
 
 
 def environment(target: Target, command: str) -> dict[str, Any]:
-    """The table; clocks are those of this moment, so take it while the device is busy or just after."""
+    """The environment as a dict. Clocks are the current ones: call it while the device is busy, or just after."""
     build = Build.probe()
     return {
         "gristmill": __version__,
@@ -48,7 +48,7 @@ def environment(target: Target, command: str) -> dict[str, Any]:
 def cpu_state() -> dict[str, Any]:
     """Cores, how many this process may use and which it is pinned to (None: all), the quota of its group in cores, NUMA
     nodes, torch's threads if torch is loaded, the frequency governor, the load."""
-    held = (
+    usable_cores = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     )
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -56,8 +56,8 @@ def cpu_state() -> dict[str, Any]:
     nodes = [*Path("/sys/devices/system/node").glob("node[0-9]*")]
     return {
         "cores": os.cpu_count(),
-        "usable": len(held),
-        "pinned": _ranges(held) if len(held) < (os.cpu_count() or 1) else None,
+        "usable": len(usable_cores),
+        "pinned": _ranges(usable_cores) if len(usable_cores) < (os.cpu_count() or 1) else None,
         "quota": _quota(),
         "numa_nodes": len(nodes) or None,
         "threads": torch.get_num_threads() if torch else None,
@@ -85,16 +85,16 @@ def _quota() -> float | None:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Name, driver, clocks (MHz), power (W), temperature (C) and the bits of what holds the clocks down (0x4 power, 0x8
+    """Name, driver, clocks (MHz), power (W), temperature (C) and the bits of the reasons for reduced clocks (0x4 power, 0x8
     hardware, 0x20 and 0x40 heat) of the first GPU; None without nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    done = subprocess.run(
+    query = subprocess.run(
         [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         check=False,
     )
-    values = done.stdout.strip().splitlines()[:1]
+    values = query.stdout.strip().splitlines()[:1]
     return dict(zip(_GPU_FIELDS, (v.strip() for v in values[0].split(",")), strict=False)) if values else None

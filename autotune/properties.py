@@ -16,7 +16,7 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
 ROWS = 37
-"""Rows of the batch that is cut: past every small tile, and no other size of the example problems."""
+"""Rows of the full batch: larger than every small tile, and different from all other sizes of the example problems."""
 
 CUTS = ((0, 1), (36, 37), (4, 9), (7, 24))
 """Parts of the batch that are run alone."""
@@ -26,7 +26,7 @@ RUNS = 4
 
 @dataclass(frozen=True)
 class Properties:
-    """What was seen; None = cannot be tried for this operation. broken: sentences, for what was declared and not seen."""
+    """Observed properties; None = cannot be tested for this operation. broken: messages on declared properties that do not hold."""
 
     deterministic: bool | None
     batch_invariant: bool | None
@@ -53,43 +53,45 @@ def _batch_invariant(
     op: Op, kernel: Kernel, configure: Callable[[Problem], Config], problem: Problem, device: str
 ) -> bool | None:
     if op.bucket is None or op.bucket not in ("m", "t"):
-        return None  # ragged batches have no rows to cut
-    whole = problem.with_values(**{op.bucket: ROWS})
-    if kernel.accepts(whole) is not None:
+        return None  # ragged batches cannot be divided by rows
+    full_problem = problem.with_values(**{op.bucket: ROWS})
+    if kernel.accepts(full_problem) is not None:
         return None
-    arguments = op.inputs(whole, 0, device)
-    full, reference = _run(op, kernel, configure(whole), arguments), run_reference(op, arguments)
+    arguments = op.inputs(full_problem, 0, device)
+    full, reference = _run(op, kernel, configure(full_problem), arguments), run_reference(op, arguments)
     if any(len(result) != ROWS for result in (*full, *reference)):
         return None
     same = True
     for start, end in CUTS:
-        small = whole.with_values(**{op.bucket: end - start})
+        small = full_problem.with_values(**{op.bucket: end - start})
         if kernel.accepts(small) is not None:
             continue
-        cut = [_rows(argument, start, end) for argument in arguments]
-        if not _fits(op, cut):
+        part = [_rows(argument, start, end) for argument in arguments]
+        if not _fits(op, part):
             return None
         rows = [result[start:end] for result in reference]
-        # Only where the operation itself works row by row does a cut mean anything.
-        if not error_of(op, small, cut, run_reference(op, cut), rows) <= op.tolerance(small).limit:
+        # The test is meaningful only if the operation itself works row by row.
+        if not error_of(op, small, part, run_reference(op, part), rows) <= op.tolerance(small).limit:
             return None
-        same = same and _same(_run(op, kernel, configure(small), cut), [result[start:end] for result in full])
+        same = same and _same(
+            _run(op, kernel, configure(small), part), [result[start:end] for result in full]
+        )
     return same
 
 
-def _fits(op: Op, cut: Sequence[Any]) -> bool:
-    """Whether cut arguments still are a call: they describe one, and no table of indices speaks of rows that are gone."""
+def _fits(op: Op, part: Sequence[Any]) -> bool:
+    """Whether the arguments of a part form a valid call: they describe one, and no index tensor refers to removed rows."""
     if any(
         isinstance(a, torch.Tensor)
         and a.dim()
         and not a.is_floating_point()
         and len(a) not in {end - start for start, end in CUTS}
-        for a in cut
+        for a in part
     ):
         return False
     try:
-        op.describe(*cut)
-    except (ValueError, TypeError):  # what `describe` raises for arguments that do not fit each other
+        op.describe(*part)
+    except (ValueError, TypeError):  # what `describe` raises for inconsistent arguments
         return False
     return True
 
@@ -104,5 +106,5 @@ def _run(op: Op, kernel: Kernel, config: Config, arguments: Sequence[Any]) -> li
     return run_guarded(op, kernel, config, kernel_arguments(op, kernel, arguments))[0]
 
 
-def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return all(map(same_bits, first, second))
+def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(map(same_bits, left, right))

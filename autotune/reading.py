@@ -22,10 +22,10 @@ from gristmill.autotune.timing import GPU_CALLS, Timed, cold_bytes
 from gristmill.kernel_registry.scheme import cdiv
 
 ROUNDS, LEAST, SECONDS = 7, 3, 0.05
-"""Samples of each kernel; fewer, down to the least number, where they take longer than that together."""
+"""Samples of each kernel; fewer, down to the minimum, if together they take longer than SECONDS."""
 
 SHARE = 0.5
-"""The part of the free memory that copies may take."""
+"""The fraction of the free memory that copies may use."""
 
 LINE, STEP = 16, 64
 """Elements of 4 bytes: whole lines of the cache are read, and copies begin at multiples of 256 bytes."""
@@ -36,13 +36,13 @@ to the same lane of a vector, whose sum would not be exact for ever."""
 
 
 class ReadError(RuntimeError):
-    """A read kernel did not read what it was to read."""
+    """A read kernel did not read all of its input."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """us: the least microseconds of reading `size` bytes, one of `copies` in turn; None where they do not fit into memory.
-    how: the fastest kernel, or why there is no time. again: measured a second time already."""
+    """us: the least microseconds of reading `size` bytes, one of `copies` in turn; None if they do not fit in memory.
+    how: the fastest kernel, or why there is no time. again: whether it was measured twice."""
 
     size: int
     copies: int
@@ -53,54 +53,54 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """A way of reading. call: reads one copy. total: the sum of all that the last call read; asked once per call."""
+    """A read kernel. call: reads one copy. total: the sum of the elements that the last call read; called once per call."""
 
     name: str
     call: Callable[[torch.Tensor], object]
     total: Callable[[], float]
 
 
-_kept: dict[tuple[Any, ...], Reading] = {}
+_readings: dict[tuple[Any, ...], Reading] = {}
 _memory: dict[str, torch.Tensor] = {}
 
 
 def reading(device: str, size: int, *, copies: int, captured: bool, beaten: float = math.inf) -> Reading:
-    """The time of reading `size` bytes (the whole lines of 64 among them, one at least), measured once per process.
+    """The time to read `size` bytes (the whole lines of 64 among them, one at least), measured once per process.
 
-    copies: how many lie beside each other and are read in turn; 1 = they stay in the cache. captured: on a GPU, as a graph.
-    beaten: microseconds that something took which cannot be faster than this: where it was, the read is measured once more, since
-    it may have been disturbed, and the faster of the two is kept. ReadError if a kernel skips something.
+    copies: the number of adjacent copies that are read in turn; 1 = they stay in the cache. captured: on a GPU, as a graph.
+    beaten: the time of a kernel that reads these bytes. If it is less than the reading, the reading may have been disturbed: it is
+    measured once more, and the faster of the two is kept. ReadError if a kernel skips elements.
     """
     key = (device, torch.get_num_threads() if device == "cpu" else 0, size, copies, captured)
-    best = _kept.get(key)
+    best = _readings.get(key)
     if best is None:
-        best = _kept[key] = _measured(device, size, copies, captured)
+        best = _readings[key] = _measured(device, size, copies, captured)
     if best.us is not None and beaten < best.us and not best.again:
-        second = _measured(device, size, copies, captured)
-        faster = second if second.us is not None and second.us < best.us else best
-        best = _kept[key] = replace(faster, again=True)
+        repeated = _measured(device, size, copies, captured)
+        faster = repeated if repeated.us is not None and repeated.us < best.us else best
+        best = _readings[key] = replace(faster, again=True)
     return best
 
 
 def forget() -> None:
-    """Drop everything that was measured, and the memory it was measured in."""
-    _kept.clear()
+    """Drop all readings and free their memory."""
+    _readings.clear()
     _memory.clear()
 
 
 def _measured(device: str, size: int, copies: int, captured: bool) -> Reading:
     count = LINE * max(1, size // (4 * LINE))
     step = cdiv(count, STEP) * STEP
-    need, free = 4 * step * copies, free_bytes(device)
-    held = _memory[device].nbytes if device in _memory else 0
+    required_bytes, available_bytes = 4 * step * copies, free_bytes(device)
+    allocated_bytes = _memory[device].nbytes if device in _memory else 0
     absent = Reading(
         size, copies, None, f"{copies} x {size} bytes are more than half of the memory that is free"
     )
-    if need > held and need > SHARE * (free + held):
+    if required_bytes > allocated_bytes and required_bytes > SHARE * (available_bytes + allocated_bytes):
         return absent
     try:
         with on_device(device):
-            data = _room(device, need // 4)
+            data = _room(device, required_bytes // 4)
             views = [data[index * step : index * step + count] for index in range(copies)]
             us, how = min(
                 (_least(reader, views, device, captured), reader.name) for reader in _readers(data, count)
@@ -114,19 +114,18 @@ def _measured(device: str, size: int, copies: int, captured: bool) -> Reading:
 
 
 def _room(device: str, count: int) -> torch.Tensor:
-    """Memory for `count` elements: what is held, or more instead of it."""
-    held = _memory.get(device)
-    if held is None or held.numel() < count:
-        held = None
+    """Memory for `count` elements: the present allocation, or a larger one in its place."""
+    memory = _memory.get(device)
+    if memory is None or memory.numel() < count:
+        memory = None
         _memory.pop(device, None)
-        _memory[device] = held = _filled(device, count)
-    return held
+        _memory[device] = memory = _filled(device, count)
+    return memory
 
 
 def _filled(device: str, count: int) -> torch.Tensor:
-    """On a GPU numbers of which every other one is the negative of the one before it. On a CPU, which multiplies and adds floating
-    point numbers, zeros with a one here and there: sums of them are exact, and every page is written, without which it would not be
-    memory of its own."""
+    """On a GPU integers, every second of which is the negative of the previous one. On a CPU, where sums are of floating point
+    numbers, zeros with a few ones: their sums are exact, and every page is written, so that it is backed by memory of its own."""
     if device == "cpu":
         data = torch.zeros(count, dtype=torch.float32)
         data[::APART] = 1.0
@@ -139,14 +138,14 @@ def _filled(device: str, count: int) -> torch.Tensor:
 
 
 def _readers(data: torch.Tensor, count: int) -> Iterator[Reader]:
-    """Ways of reading `count` elements of memory that is filled like `data`."""
+    """Read kernels for `count` elements of memory that is filled like `data`."""
     if data.is_floating_point():
         total = torch.zeros((), dtype=torch.float32)
         yield Reader("sum", lambda view: torch.sum(view, 0, out=total), lambda: float(total))
         yield Reader("dot", lambda view: torch.dot(view, view, out=total), lambda: float(total))
         return
-    whole = torch.zeros((), dtype=torch.int64, device=data.device)
-    yield Reader("sum", lambda view: torch.sum(view, 0, out=whole), lambda: float(whole))
+    int_total = torch.zeros((), dtype=torch.int64, device=data.device)
+    yield Reader("sum", lambda view: torch.sum(view, 0, out=int_total), lambda: float(int_total))
     if importlib.util.find_spec("triton") is not None:
         yield from _triton(data, count)
 
@@ -177,7 +176,7 @@ def _triton(data: torch.Tensor, count: int) -> Iterator[Reader]:
 
 
 def _least(reader: Reader, views: Sequence[torch.Tensor], device: str, captured: bool) -> float:
-    """Microseconds of one read, the least of some samples."""
+    """Microseconds of one read, the minimum of several samples."""
     _check(reader, views[-1])
     turn = 0
 
@@ -194,8 +193,8 @@ def _least(reader: Reader, views: Sequence[torch.Tensor], device: str, captured:
     calls = None if device == "cpu" else max(len(views), GPU_CALLS)
     timed = Timed(step, device, calls=calls, graph=captured, start=start)
     best, begin = math.inf, now()
-    for taken in range(ROUNDS):
-        if taken >= LEAST and now() - begin > SECONDS:
+    for sample_index in range(ROUNDS):
+        if sample_index >= LEAST and now() - begin > SECONDS:
             break
         best = min(best, timed.sample())
     return best
@@ -211,6 +210,6 @@ def _check(reader: Reader, view: torch.Tensor) -> None:
     odd.neg_()
     if total != expected:
         raise ReadError(
-            f"the read kernel {reader.name} adds up {view.nbytes} bytes to {total:.9g}, and they make {expected:.9g}: "
+            f"the read kernel {reader.name} sums {view.nbytes} bytes to {total:.9g} instead of {expected:.9g}: "
             "it does not read all of them"
         )

@@ -104,7 +104,7 @@ class Resolver:
         return replace(selection, best=best)
 
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
-        """Verify one candidate, in a child process, and write the record; UnverifiableError where that says nothing of it.
+        """Verify one candidate in a child process and write the record; UnverifiableError if the fault is not the kernel's.
 
         On an accelerator a mark stands meanwhile: if the machine dies with it, the kernel is quarantined.
         """
@@ -126,19 +126,19 @@ class Resolver:
             )
 
         trying = record(False, None, "trying: the process ended before the verification did")
-        with self._marked(trying) as left:
-            if left is not None:
-                self._record(left)
-                if left.key == trying.key:
-                    return left
+        with self._marked(trying) as left_record:
+            if left_record is not None:
+                self._record(left_record)
+                if left_record.key == trying.key:
+                    return left_record
             outcome = self.worker.verify(op, kernel, config, small, self.device)
             if not outcome["judged"]:
                 raise UnverifiableError(
                     f"{kernel.name} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
                 )
-        done = record(outcome["ok"], outcome["error"], outcome["reason"])
-        self._record(done)
-        return done
+        result = record(outcome["ok"], outcome["error"], outcome["reason"])
+        self._record(result)
+        return result
 
     def plan(
         self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
@@ -174,7 +174,7 @@ class Resolver:
             return Store()
 
     def _marked(self, trying: Verification) -> AbstractContextManager[Verification | None]:
-        """The mark of a trial, where a fault can take the machine along; what a dead process left there."""
+        """The mark of a trial, on devices where a fault can crash the machine; yields the record of a process that died."""
         path = self.policy.store_path
         if self.target.vendor == "cpu" or not _can_write(path.parent):
             return nullcontext()
@@ -187,10 +187,10 @@ class Resolver:
 
 
 class _Writer:
-    """Records on their way to the store's file. Writing rewrites the file: it gets a twentieth of the time at most.
+    """A buffer of records for the store's file. Each write rewrites the file, so writes are limited to a twentieth of the time.
 
-    A failure is written at once. What waits is written with the next record, or when the process ends; a process that
-    is killed loses nothing but a verification to do again.
+    A failure is written immediately. Buffered records are written with the next one, or when the process ends; a process that
+    is killed loses only verifications, which can be repeated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -228,9 +228,9 @@ def _can_write(folder: Path) -> bool:
 
 
 def confirmed_build(registry: Registry, target: Target, policy: Policy | None = None) -> Build:
-    """This installation, asked what the modules that wrapped kernels need really offer.
+    """This installation, with the offers of the modules that wrapped kernels need.
 
-    Sources are read, not run; a module whose source does not tell is imported if `policy` pins a kernel that needs it.
+    Sources are read, not run; a module whose source is inconclusive is imported if `policy` pins a kernel that needs it.
     """
     vendor = target.vendor
     kernels = [k for k in registry.all_kernels() if not k.requires.vendors or vendor in k.requires.vendors]
@@ -241,8 +241,8 @@ def confirmed_build(registry: Registry, target: Target, policy: Policy | None = 
 
 
 def imported_build(build: Build, kernels: Sequence[Kernel]) -> Build:
-    """`build` once the modules that `kernels` need were imported, of installed packages, where their source does not tell
-    what they offer."""
+    """`build` once the modules that `kernels` need were imported, of installed packages, if their source is
+    inconclusive."""
     ready = [
         k for k in kernels if not any(build.why_not_package(*package) for package in k.requires.packages)
     ]

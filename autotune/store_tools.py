@@ -22,31 +22,31 @@ def records(store: Store) -> list[Record]:
     return [*store.verifications.values(), *store.timings]
 
 
-def better(one: Record, other: Record) -> Record:
+def better(record: Record, other: Record) -> Record:
     """Which of two records of the same key a merge keeps: the failed verification, the time with more samples."""
-    if isinstance(one, Verification) and isinstance(other, Verification):
-        return other if one.ok and not other.ok else one
-    if isinstance(one, Timing) and isinstance(other, Timing):
-        return other if len(other.samples) > len(one.samples) else one
+    if isinstance(record, Verification) and isinstance(other, Verification):
+        return other if record.ok and not other.ok else record
+    if isinstance(record, Timing) and isinstance(other, Timing):
+        return other if len(other.samples) > len(record.samples) else record
     raise TypeError("a verification and a time have no key in common")
 
 
 def merge(stores: Iterable[Store]) -> Store:
     """One store with every record of all; where two have the same key, the `better` one."""
-    found: dict[tuple[str, ...], Record] = {}
+    by_key: dict[tuple[str, ...], Record] = {}
     for store in stores:
         for record in records(store):
             key = (type(record).__name__, *record.key)
-            found[key] = better(found[key], record) if key in found else record
+            by_key[key] = better(by_key[key], record) if key in by_key else record
     merged = Store()
-    for record in found.values():
+    for record in by_key.values():
         merged.add(record)
     return merged
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What two stores say of one key; None = nothing."""
+    """The records of two stores for one key; None = absent."""
 
     before: Record | None
     after: Record | None
@@ -61,9 +61,9 @@ class Difference:
         """What changed, in words."""
         if isinstance(self.before, Timing) and isinstance(self.after, Timing):
             return f"{self.before.us:.3g} us, then {self.after.us:.3g} us ({self.after.us / self.before.us - 1:+.1%})"
-        one = self.after or self.before
-        if isinstance(one, Timing):
-            return f"{one.us:.3g} us"
+        present = self.after or self.before
+        if isinstance(present, Timing):
+            return f"{present.us:.3g} us"
         texts = [_outcome(v) for v in (self.before, self.after) if isinstance(v, Verification)]
         return ", then ".join(texts)
 
@@ -80,7 +80,7 @@ def diff(before: Store, after: Store) -> list[Difference]:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about one record. kind: ``never`` (nothing can look it up), ``stale`` (code or toolchain of another day),
+    """A finding about one record. kind: ``never`` (it cannot be looked up), ``stale`` (other code or toolchain),
     ``slower`` (a tuned configuration that is slower than the default one), ``failed`` (it keeps a kernel out)."""
 
     kind: str
@@ -89,7 +89,7 @@ class Finding:
 
 
 def lint(store: Store, registry: Registry, target: Target, own: str, build: Build) -> list[Finding]:
-    """Records that do not earn their place. own: the `target_key` of this device: only its records can be called stale."""
+    """Records without effect or with a problem. own: the `target_key` of this device: only its records can be called stale."""
     findings = []
     for record in records(store):
         if reason := _never(record, registry):
@@ -154,16 +154,16 @@ def _slower(record: Timing, store: Store, registry: Registry, target: Target) ->
     default = config_key(kernel.config(op.problem(record.problem), target))
     if config_key(record.config) == default:
         return ""
-    for other in store.times(record.op, record.target):
+    for candidate in store.times(record.op, record.target):
         if (
-            other.kernel == record.kernel
-            and other.problem == record.problem
-            and other.toolchain == record.toolchain
-            and other.timing == record.timing
-            and config_key(other.config) == default
-            and other.us < record.us
+            candidate.kernel == record.kernel
+            and candidate.problem == record.problem
+            and candidate.toolchain == record.toolchain
+            and candidate.timing == record.timing
+            and config_key(candidate.config) == default
+            and candidate.us < record.us
         ):
-            return f"{record.us:.3g} us; the default configuration takes {other.us:.3g} us"
+            return f"{record.us:.3g} us; the default configuration takes {candidate.us:.3g} us"
     return ""
 
 

@@ -20,7 +20,7 @@ from gristmill.kernel_registry.scheme import cdiv
 
 CPU_COLD = 128 << 20
 GPU_COLD = 256 << 20
-"""Bytes over which arguments rotate: several times the last cache of the devices in use."""
+"""Bytes over which arguments rotate: several times the last-level cache of the devices in use."""
 
 MAX_SETS = 64
 
@@ -31,18 +31,18 @@ def cold_bytes(device: str) -> int:
 
 
 def list_count(size: int, device: str, *, hot: bool = False) -> int:
-    """How many argument lists of `size` bytes calls go around: enough to find them in memory, as far as MAX_SETS allows; one if hot.
+    """The number of argument lists of `size` bytes that calls rotate over: enough that they are not cached, up to MAX_SETS; one if hot.
 
-    Small ones stay in the cache all the same: 64 of them are less than it.
+    Small lists stay in the cache nevertheless: 64 of them fit.
     """
     return 1 if hot else max(2, min(MAX_SETS, cdiv(cold_bytes(device), max(size, 1))))
 
 
 GPU_CALLS = 20
-"""Calls of one sample on a GPU at least."""
+"""Minimum number of calls per sample on a GPU."""
 
 SAMPLE_US = 1000.0
-"""What one sample should take at least on a CPU: several thousand steps of the clock."""
+"""Minimum duration of a sample on a CPU: several thousand ticks of the clock."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Measured:
 
 
 class CaptureError(RuntimeError):
-    """Calls that no graph can hold: work on another stream, most likely, which nobody would wait for."""
+    """Calls that cannot be captured, most likely because of work on another stream that is not synchronised."""
 
 
 class Timed:
@@ -106,7 +106,7 @@ class Timed:
     def _prepare(self, graph: bool, calls: int, start: Callable[[], None]) -> None:
         stream = self.stream = torch.cuda.Stream()
         # The arguments were written on the current stream. A call that overtook those writes would take what the memory held
-        # before for indices, and read wherever they point.
+        # before as indices, and read out of bounds.
         stream.wait_stream(torch.cuda.current_stream())
         self.calls = calls
         with torch.cuda.stream(stream):
@@ -117,14 +117,14 @@ class Timed:
             start()
             if not graph:
                 return
-            held = torch.cuda.CUDAGraph()
+            captured_graph = torch.cuda.CUDAGraph()
             try:
-                with capturing(held, stream=stream):
+                with capturing(captured_graph, stream=stream):
                     for _ in range(calls):
                         self._step()
             except RuntimeError as error:
                 raise CaptureError(str(error)) from error
-            self._graph = held
+            self._graph = captured_graph
 
     def _on_gpu(self, stream: torch.cuda.Stream, calls: int) -> float:
         torch.cuda.synchronize()

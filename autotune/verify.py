@@ -21,7 +21,7 @@ from gristmill.kernels.load import load
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a verification found. error: the operation's figure (None when nothing could be compared)."""
+    """The result of a verification. error: the operation's figure (None when nothing could be compared)."""
 
     ok: bool
     error: float | None
@@ -78,8 +78,8 @@ def verify(
     arguments, reference = trial.arguments, trial.reference
     try:
         with on_device(device):
-            taken = with_workspace(op, kernel, config, problem, trial.for_kernel(op, kernel, problem))
-            outputs, trespass = run_guarded(op, kernel, config, taken)
+            kernel_inputs = with_workspace(op, kernel, config, problem, trial.for_kernel(op, kernel, problem))
+            outputs, trespass = run_guarded(op, kernel, config, kernel_inputs)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UnverifiableError(
             f"{kernel.name} got no memory for {op.name} {problem} on {device}: {error}"
@@ -129,8 +129,8 @@ class Verifier:
 
 
 def packing(op: Op, kernel: Kernel, problem: Problem) -> str:
-    """What tells the arguments of kernels apart: the layout that `kernel` gets this problem's weights in, or the kernel with one
-    of its own; "" where an operation packs nothing."""
+    """A key of the packing of arguments: the layout of this problem's weights for `kernel`, or the name of a kernel with its own
+    packing; "" for operations that pack nothing."""
     if op.pack is None:
         return ""
     registry, scheme = default_registry(), dict(problem.values).get("w")
@@ -149,11 +149,11 @@ def with_workspace(
     op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]
 ) -> list[Any]:
     """`arguments` with the scratch memory that `kernel` asks for."""
-    given = list(arguments)
-    found = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
-    if found is not None:
-        given[found[0]] = found[1]
-    return given
+    call_arguments = list(arguments)
+    workspace = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
+    if workspace is not None:
+        call_arguments[workspace[0]] = workspace[1]
+    return call_arguments
 
 
 def scratch(

@@ -30,12 +30,12 @@ class Worker:
     def __init__(self, timeout: float = TIMEOUT) -> None:
         self.timeout = timeout
         self._process: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str | None] = queue.Queue()
+        self._outcomes: queue.Queue[str | None] = queue.Queue()
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
         """The outcome as a table (ok, error, tolerance, reason, judged); a dead or silent child is an outcome too.
 
-        judged: false where nothing can be said of the kernel, for a reason that is not its own.
+        judged: False if the fault is not the kernel's, so that there is no verdict on it.
         """
         process = self._alive()
         task = {
@@ -49,24 +49,24 @@ class Worker:
         try:
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
-            line = self._answers.get(timeout=self.timeout)
+            line = self._outcomes.get(timeout=self.timeout)
         except (BrokenPipeError, queue.Empty) as error:
             self.close()
-            what = (
+            cause = (
                 f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
             )
-            return _failure(f"verification: {what}")
+            return _failure(f"verification: {cause}")
         except BaseException:
-            self.close()  # a late answer must not be taken for the next task's
+            self.close()  # a late outcome must not be attributed to the next task
             raise
         if line is None:
             code = process.wait()
             self._process = None
             return _failure(f"killed its process (exit status {code})")
-        answer: dict[str, Any] = json.loads(line)
-        if not answer["ok"] and answer["error"] is None and device != "cpu":
-            self.close()  # a fault stays in a device's context: what ran next there would be blamed for it
-        return answer
+        outcome: dict[str, Any] = json.loads(line)
+        if not outcome["ok"] and outcome["error"] is None and device != "cpu":
+            self.close()  # a fault persists in the device context and would be attributed to the next kernel
+        return outcome
 
     def close(self) -> None:
         """End the child."""
@@ -77,7 +77,7 @@ class Worker:
 
     def _alive(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            self._answers = queue.Queue()
+            self._outcomes = queue.Queue()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gristmill.autotune.worker"],
                 stdin=subprocess.PIPE,
@@ -86,7 +86,7 @@ class Worker:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 process_group=0,  # an interrupt from the keyboard is for the parent, which ends its children
             )
-            threading.Thread(target=_pump, args=(self._process.stdout, self._answers), daemon=True).start()
+            threading.Thread(target=_pump, args=(self._process.stdout, self._outcomes), daemon=True).start()
         return self._process
 
 
@@ -100,18 +100,18 @@ def _failure(reason: str, judged: bool = True) -> dict[str, Any]:
     return {"ok": False, "error": None, "tolerance": None, "reason": reason, "judged": judged}
 
 
-def _pump(stream: IO[str], answers: queue.Queue[str | None]) -> None:
+def _pump(stream: IO[str], outcomes: queue.Queue[str | None]) -> None:
     for line in stream:
-        answers.put(line)
-    answers.put(None)
+        outcomes.put(line)
+    outcomes.put(None)
 
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
     from gristmill.autotune.verify import Verifier
 
-    # Kernels and libraries may print; only answers belong on the parent's pipe.
-    answers = os.fdopen(os.dup(1), "w")
+    # Kernels and libraries may print; the pipe to the parent carries outcomes only.
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     registry, verifier = default_registry(), Verifier()
     for line in sys.stdin:
@@ -121,7 +121,7 @@ def main() -> None:
         try:
             outcome = verifier.verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
             error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
-            answer = {
+            message = {
                 "ok": outcome.ok,
                 "error": error,
                 "tolerance": outcome.tolerance,
@@ -129,9 +129,9 @@ def main() -> None:
                 "judged": True,
             }
         except UnverifiableError as fault:
-            answer = _failure(str(fault), judged=False)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            message = _failure(str(fault), judged=False)
+        output.write(json.dumps(message) + "\n")
+        output.flush()
 
 
 if __name__ == "__main__":

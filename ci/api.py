@@ -1,7 +1,7 @@
 """Write the reference of the public interface, docs/api.md, and the stub of gristmill.ops, src/gristmill/ops.pyi.
 
 python ci/api.py            write both
-python ci/api.py --check    write nothing; exit 1 if one of them is not what the code says
+python ci/api.py --check    write nothing; exit 1 if one of them is out of date
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "api.md"
 STUB = ROOT / "src" / "gristmill" / "ops.pyi"
 WIDTH = 110
 PROSE_WIDTH = 140
-"""Of docstrings in the stub: lines that fit are left as they are written."""
+"""Line length of docstrings in the stub; shorter lines are not rewrapped."""
 
 SECTIONS = {
     "Kernels": (
@@ -75,7 +75,7 @@ SECTIONS = {
 """Every public name, in the order of the page."""
 
 MADE_BY_USERS = ("SamplingParams", "Policy")
-"""Dataclasses shown by the arguments that make them; of the others, which functions return, the fields are shown."""
+"""Dataclasses that users construct: their constructor is shown. Of other dataclasses, which functions return, the fields are shown."""
 
 OPS_HELPERS = ("bind", "layouts", "prepare", "release", "resolver", "seal")
 
@@ -103,7 +103,7 @@ class _Text:
 
 
 def signature_text(name: str, signature: inspect.Signature) -> str:
-    """``name(...) -> ...``, one parameter per line where a line does not hold it."""
+    """``name(...) -> ...``, with one parameter per line if it exceeds a line."""
 
     def bare(annotation: Any) -> Any:
         return _Text(annotation) if isinstance(annotation, str) else annotation
@@ -123,7 +123,7 @@ def signature_text(name: str, signature: inspect.Signature) -> str:
 
 
 def _short(text: str) -> str:
-    """Without the modules of the types that are everywhere."""
+    """`text` without the modules of common types."""
     return re.sub(r"\b(torch|collections\.abc|gristmill(\.\w+)*)\.(?=[A-Z])", "", text).replace(
         "<factory>", "..."
     )
@@ -180,7 +180,7 @@ def fenced(text: str) -> str:
 
 
 def class_section(name: str, cls: type) -> list[str]:
-    """A class: how it is made, what it is, its members."""
+    """A class: its constructor, its docstring, its members."""
     lines = [f"### {name}", ""]
     if issubclass(cls, enum.Enum):
         lines += [markdown(cls.__doc__), "", ", ".join(f"`{m.name}` (`{m.value}`)" for m in cls), ""]
@@ -190,8 +190,8 @@ def class_section(name: str, cls: type) -> list[str]:
         return [*lines, f"A kind of {bases}. {markdown(cls.__doc__)}", ""]
     shown = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) and name not in MADE_BY_USERS else None
     if "__init__" in vars(cls) and shown is None:
-        made = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-        lines += [fenced(signature_text(name, made)), ""]
+        constructor = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+        lines += [fenced(signature_text(name, constructor)), ""]
     lines += [markdown(cls.__doc__), ""]
     if shown is not None:
         fields = "\n".join(f"{f.name}: {_short(str(f.type))}" for f in shown if f.name[0] != "_")
@@ -214,7 +214,7 @@ def function_section(name: str, function: Callable[..., Any], level: str = "###"
 
 
 def ops_section() -> list[str]:
-    """gristmill.ops: what it is, its helpers, its operations."""
+    """gristmill.ops: its docstring, its helpers, its operations."""
     lines = ["### ops", "", markdown(gristmill.ops.__doc__), ""]
     for name in OPS_HELPERS:
         lines += function_section(f"ops.{name}", getattr(gristmill.ops, name), "####")
@@ -239,8 +239,8 @@ def page() -> str:
         raise ValueError(f"SECTIONS of ci/api.py and gristmill.__all__ differ in {set(listed) ^ set(public)}")
     lines = [HEAD, "| stored and printed | also |", "|---|---|"]
     for dtype in DTYPES:
-        others = [name for name, short in ALIASES.items() if short == dtype and name != dtype]
-        lines.append(f"| `{dtype}` | {', '.join(f'`{name}`' for name in others)} |")
+        aliases = [name for name, short in ALIASES.items() if short == dtype and name != dtype]
+        lines.append(f"| `{dtype}` | {', '.join(f'`{name}`' for name in aliases)} |")
     for title, names in SECTIONS.items():
         lines += ["", f"## {title}", ""]
         for name in names:
@@ -259,7 +259,7 @@ def page() -> str:
 
 
 def stub_function(name: str, signature: inspect.Signature, doc: str | None) -> str:
-    """One function of the stub, laid out as the formatter does: a parameter per line."""
+    """One function of the stub in the layout of the formatter: one parameter per line."""
     lines = [f"def {name}("]
     keyword = False
     for p in signature.parameters.values():

@@ -57,7 +57,7 @@ def build_seconds(log: str) -> float:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that have ended."""
+    """CPU seconds of this process and its terminated children."""
     return sum(os.times()[:4])
 
 
@@ -78,7 +78,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended: what it counted is added here."""
+    """Add the seconds that a worker of pytest-xdist counted."""
     for suite, seconds in getattr(node, "workeroutput", {}).get("cpu_seconds", {}).items():
         _spent[suite] += seconds
 

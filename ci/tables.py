@@ -1,7 +1,7 @@
 """Write docs/kernels.md and the table of operations in README.md from the registry.
 
 python ci/tables.py            write both
-python ci/tables.py --check    write nothing; exit 1 if one of them is not what the registry says
+python ci/tables.py --check    write nothing; exit 1 if one of them is out of date
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LETTERS = {
     "aiter": ("A", "AITER"),
     "onnxruntime": ("O", "ONNX Runtime"),
 }
-"""What stands for a language of our own kernels, and for the provider of others, and its name in the legend."""
+"""Language of our own kernels, or provider of others -> its letter in the table and its name in the legend."""
 
 CHAINS = {
     "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
@@ -65,7 +65,7 @@ CHAINS = {
 
 
 def letter(kernel: Kernel) -> str:
-    """What stands for a kernel in the table."""
+    """The letter of a kernel in the table."""
     if kernel.provider == "gristmill":
         mark, _ = LETTERS[kernel.language]
     else:
@@ -98,7 +98,7 @@ EVERYTHING = Build.of(
     ),
     cuda_archs=("sm_90a",),
 )
-"""All that this repository's build can make, for every processor at once."""
+"""Everything that the build of this repository can produce, for all processors."""
 
 
 @cache
@@ -126,9 +126,9 @@ def reported() -> dict[str, frozenset[str]]:
 
 
 def runs(kernel: Kernel) -> list[str]:
-    """Where the kernel has run and matched the reference, each as "target: what says so".
+    """Where the kernel has run and matched the reference, each as "target: evidence".
 
-    Reports under bench/results; `Kernel.proven` (device tests) where there is none; for C++ and torch kernels the tests, which
+    Reports under bench/results; without a report, `Kernel.proven` (device tests); for C++ and torch kernels the tests, which
     run all of them on an x86-64 CPU (tests/kernels/test_registry_kernels.py).
     """
     places = sorted(reported().get(kernel.name, ())) or ([kernel.proven] if kernel.proven else [])
@@ -187,7 +187,7 @@ def legend(rows: Iterable[str]) -> str:
 
 
 def needs(requires: Requirement) -> str:
-    """What a kernel needs, in words."""
+    """The requirements of a kernel, in words."""
     parts = []
     if requires.vendors:
         parts.append(" or ".join(requires.vendors))
@@ -198,7 +198,7 @@ def needs(requires: Requirement) -> str:
     parts += [f"{name} {minimum}".strip() for name, minimum in requires.packages]
     parts += [f"`{offer}`" for offer in requires.offers]
     kind, _, arch = requires.code.partition(":")
-    made = {
+    code = {
         "triton": "Triton for the device",
         "cpp": "C++ compiled for the CPU",
         "cuda": "CUDA code",
@@ -206,13 +206,13 @@ def needs(requires: Requirement) -> str:
         "cute": "CuTe DSL",
         "torch": "torch",
     }.get(kind)
-    if made:
-        parts.append(made + (f" ({arch})" if arch else ""))
+    if code:
+        parts.append(code + (f" ({arch})" if arch else ""))
     return "; ".join(parts)
 
 
 def promises(kernel: Kernel) -> str:
-    """What a kernel promises, in words."""
+    """The guarantees of a kernel, in words."""
     notes = [
         name
         for name, on in (("deterministic", kernel.deterministic), ("batch invariant", kernel.batch_invariant))
@@ -222,7 +222,7 @@ def promises(kernel: Kernel) -> str:
 
 
 def op_section(registry: Registry, op: Op) -> str:
-    """One operation: what it is, and its kernels."""
+    """One operation: its description and its kernels."""
     axes = ", ".join(f"`{a.name}`" + (" (changes per call)" if a.dynamic else "") for a in op.axes)
     lines = [f"## {op.name}", "", f"{op.summary[0].upper()}{op.summary[1:]}.", ""]
     lines += [f"`{op.name}({op.schema}) -> {', '.join(op.outputs) or 'in place'}`", ""]
@@ -263,11 +263,11 @@ def page(registry: Registry) -> str:
 
 
 def readme(registry: Registry, text: str) -> str:
-    """README.md with a new table between its marks; the marks are put at its end when it has none."""
+    """README.md with a new table between its marks; if it has no marks, they are added at its end."""
     if BEGIN not in text:
         text = text.rstrip("\n") + f"\n\n## Operations and targets\n\n{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
+    before, _, remainder = text.partition(BEGIN)
+    _, mark, after = remainder.partition(END)
     if not mark:
         raise ValueError(f"README.md has {BEGIN} but no {END} after it")
     return f"{before}{BEGIN}\n{ops_table(registry)}{END}{after}"

@@ -1,11 +1,11 @@
-# Compile a CUDA source to a cubin, unless a cubin of the same text, flags and compiler is kept from an earlier build.
+# Compile a CUDA source to a cubin, unless the cache has a cubin of the same text, flags and compiler.
 #
 #   cmake -DGM_NVCC=<nvcc> -DGM_NVCC_BUILD=<its version> "-DGM_FLAGS=<flags>" -DGM_SOURCE=<.cu> -DGM_OUTPUT=<.cubin>
-#         "-DGM_ROOTS=<folders that may lie elsewhere in the next build>" -DGM_CACHE=<folder, or off> -P cached.cmake
+#         "-DGM_ROOTS=<folders whose location may change between builds>" -DGM_CACHE=<folder, or off> -P cached.cmake
 #
-# The text is every file that nvcc reads, by its own list (-M), which becomes the depfile too. Kept cubins that no
-# build asked for in 60 days are removed. Compiling is all but the whole of a build's time: a clean build of a tree
-# that was built before takes seconds.
+# The text is that of every file that nvcc lists with -M, which also becomes the depfile. Cubins that no build has
+# used for 60 days are removed. Almost all of the build time is compilation: a clean build of a tree that was
+# built before takes seconds.
 cmake_minimum_required(VERSION 3.20)
 
 function(gm_run)
@@ -37,11 +37,11 @@ foreach(root IN LISTS GM_ROOTS)
   string(REPLACE "${root}/" "" text "${text}")
 endforeach()
 string(SHA256 key "${text}")
-set(kept "${GM_CACHE}/${key}.cubin")
+set(cached "${GM_CACHE}/${key}.cubin")
 
-if(EXISTS "${kept}")
-  gm_run("${CMAKE_COMMAND}" -E copy "${kept}" "${GM_OUTPUT}")
-  file(TOUCH "${kept}")
+if(EXISTS "${cached}")
+  gm_run("${CMAKE_COMMAND}" -E copy "${cached}" "${GM_OUTPUT}")
+  file(TOUCH "${cached}")
   return()
 endif()
 
@@ -57,12 +57,12 @@ foreach(other IN LISTS others)
     endif()
   endif()
 endforeach()
-# Written beside and renamed, so that another build never reads half a file. A cache that cannot be written costs time only.
+# Written to a temporary file and renamed, so that another build never reads a partial file. A read-only cache costs time only.
 string(RANDOM LENGTH 12 part)
 execute_process(COMMAND "${CMAKE_COMMAND}" -E make_directory "${GM_CACHE}" OUTPUT_QUIET ERROR_QUIET)
-execute_process(COMMAND "${CMAKE_COMMAND}" -E copy "${GM_OUTPUT}" "${kept}.${part}" RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
+execute_process(COMMAND "${CMAKE_COMMAND}" -E copy "${GM_OUTPUT}" "${cached}.${part}" RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
 if(status EQUAL 0)
-  execute_process(COMMAND "${CMAKE_COMMAND}" -E rename "${kept}.${part}" "${kept}" OUTPUT_QUIET ERROR_QUIET)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E rename "${cached}.${part}" "${cached}" OUTPUT_QUIET ERROR_QUIET)
 else()
-  message(STATUS "${GM_CACHE} cannot be written: ${GM_SOURCE} is compiled anew by the next build")
+  message(STATUS "${GM_CACHE} cannot be written: ${GM_SOURCE} will be compiled again by the next build")
 endif()

@@ -43,7 +43,7 @@ endif()
 
 file(GLOB_RECURSE GM_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" "${CMAKE_SOURCE_DIR}/kernels/*_cpu.cpp")
 list(FILTER GM_CPU_SOURCES INCLUDE REGEX "/_[^/]*_cpu\\.cpp$")
-if(GRISTMILL_CPU_SOURCES)  # for tests of the build itself: these alone
+if(GRISTMILL_CPU_SOURCES)  # for tests of the build itself: only these
   set(GM_CPU_SOURCES ${GRISTMILL_CPU_SOURCES})
 endif()
 

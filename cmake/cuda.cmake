@@ -15,7 +15,7 @@ if(NOT _mode MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "GRISTMILL_CUDA=${GRISTMILL_CUDA}: expected auto, on or off")
 endif()
 
-# One line that says which way it went, on the screen and for ci/setup.sh to repeat.
+# Prints the result of the configuration, and writes it to a file for ci/setup.sh.
 function(gm_cuda_status text)
   message(STATUS "gristmill CUDA: ${text}")
   file(WRITE "${CMAKE_BINARY_DIR}/gristmill-cuda.txt" "gristmill CUDA: ${text}\n")
@@ -46,11 +46,11 @@ if(_rare STREQUAL "off")
 endif()
 gm_frag16_sources(_generated ${_rare} GM_LEFT_OUT)
 list(APPEND GM_SM90_SOURCES ${_generated})
-if(GRISTMILL_SM90_SOURCES)  # for tests of the build itself: these alone
+if(GRISTMILL_SM90_SOURCES)  # for tests of the build itself: only these
   set(GM_SM90_SOURCES ${GRISTMILL_SM90_SOURCES})
 endif()
 
-# NVCC names the compiler; NVCC_PREPEND_FLAGS is nvcc's own variable for, say, -ccbin.
+# NVCC is the path of the compiler; NVCC_PREPEND_FLAGS is nvcc's own variable, for example for -ccbin.
 find_program(GRISTMILL_NVCC NAMES nvcc HINTS ENV NVCC ENV CUDACXX ENV CUDA_HOME PATH_SUFFIXES bin)
 set(_why "")
 if(_mode STREQUAL "off")
@@ -59,7 +59,7 @@ elseif(NOT GRISTMILL_NVCC)
   if(_mode STREQUAL "on")
     message(FATAL_ERROR "GRISTMILL_CUDA=on, but no nvcc was found: put it on PATH, set CUDA_HOME, or use GRISTMILL_CUDA=auto")
   endif()
-  set(_why "not built, no nvcc found (GRISTMILL_CUDA=on would insist)")
+  set(_why "not built, no nvcc found (GRISTMILL_CUDA=on makes this an error)")
 elseif(NOT GM_SM90_SOURCES)
   set(_why "nvcc found, but there are no CUDA sources")
 else()
@@ -94,8 +94,8 @@ endif()
 set(GRISTMILL_CUBIN_CACHE "${_kept}" CACHE STRING "where cubins are kept between builds, or off (cached.cmake)")
 set(_dir "${CMAKE_BINARY_DIR}/cuda_sm90a")
 file(MAKE_DIRECTORY "${_dir}")
-# Cubins are embedded compressed, a tenth of their size. The driver decompresses them; any driver that loads code of CUDA 13
-# can (r580), older ones cannot all, so what nvcc 12 compiles is embedded as it is.
+# Cubins are embedded compressed, a tenth of their size. The driver decompresses them; every driver for CUDA 13 (r580)
+# can, but not every older one, so output of nvcc 12 is embedded uncompressed.
 set(_image cubin)
 if(NOT GM_NVCC_VERSION VERSION_LESS 13.0)
   get_filename_component(_bin "${GRISTMILL_NVCC}" DIRECTORY)
@@ -109,7 +109,7 @@ set(GM_SM90_OBJECTS "")
 foreach(source IN LISTS GM_SM90_SOURCES)
   get_filename_component(stem "${source}" NAME_WE)
   string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
-  set(_beside "")  # a generated source includes what lies beside its template
+  set(_beside "")  # a generated source includes files beside its template
   get_source_file_property(_origin "${source}" GM_ORIGIN)
   if(_origin)
     list(GET _origin 0 _origin)

@@ -14,7 +14,7 @@ nvfp4        uint8 [..., K/2], low nibble = even k                      float8_e
 
 Every rounding is to nearest with ties to even, after an IEEE float32 division by the scale, saturating. The amax of
 fp8, fp8_token and int8_token is at least 1e-10, so that rows of zeros have a scale. fp8_g128 is DeepSeek-V3's rule.
-NaN in a row makes its scale NaN: it is seen, not hidden.
+A NaN in a row makes its scale NaN, and so remains visible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QuantAct:
     Attributes:
         format: one of ACTIVATION_FORMATS.
         values, scales: as in the table above.
-        k: K, which packed 4-bit values do not tell.
+        k: K, which packed 4-bit values do not determine.
         layout: order of the scales; "row" is row-major [..., groups].
         global_scale: nvfp4's float32 [1] multiplier, else None.
     """
@@ -84,7 +84,7 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
             input_scale). None: taken from the tensor, as amax / 448 and amax / (6 * 448).
 
     Raises:
-        ValueError: unknown format; K not a multiple of the group of mxfp8, mxfp4, nvfp4; a scale where none is taken.
+        ValueError: unknown format; K not a multiple of the group of mxfp8, mxfp4, nvfp4; a scale for another format.
         TypeError: x is not floating point.
     """
     if format not in ACTIVATION_FORMATS:
@@ -99,15 +99,15 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
     if scale is not None:
         if format not in ("fp8", "nvfp4"):
             raise ValueError(
-                f"{format} takes its scales from the activations; a given scale is for fp8 and nvfp4"
+                f"{format} computes its scales from the activations; only fp8 and nvfp4 take a scale"
             )
         if scale.numel() != 1:
             raise ValueError(f"the given scale is one number, got shape {list(scale.shape)}")
         scale = scale.to(device=x.device, dtype=torch.float32).reshape(1)
     w = x.to(torch.float32)
     if format == "fp8":
-        top = _tensor_amax(w).clamp(min=MIN_AMAX) / numeric.E4M3_MAX if scale is None else scale
-        return QuantAct(format, _e4m3(w / top), top, k)
+        tensor_scale = _tensor_amax(w).clamp(min=MIN_AMAX) / numeric.E4M3_MAX if scale is None else scale
+        return QuantAct(format, _e4m3(w / tensor_scale), tensor_scale, k)
     if format == "nvfp4":
         return _nvfp4(w, scale)
     if group is None:
@@ -131,14 +131,14 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
 
 
 def _nvfp4(w: Tensor, scale: Tensor | None) -> QuantAct:
-    top = scale
-    if top is None:
-        top = _tensor_amax(w).clamp(min=MIN_AMAX) / (numeric.E2M1_MAX * numeric.E4M3_MAX)
+    multiplier = scale
+    if multiplier is None:
+        multiplier = _tensor_amax(w).clamp(min=MIN_AMAX) / (numeric.E2M1_MAX * numeric.E4M3_MAX)
     grouped = w.unflatten(-1, (-1, 16))
-    wanted = grouped.abs().amax(-1) / (numeric.E2M1_MAX * top)
-    scales = wanted.clamp(2.0**-9, numeric.E4M3_MAX).to(torch.float8_e4m3fn)
-    scaled = grouped / (scales.to(torch.float32) * top)[..., None]
-    return QuantAct("nvfp4", _e2m1(scaled.flatten(-2)), scales, w.shape[-1], global_scale=top)
+    unrounded_scales = grouped.abs().amax(-1) / (numeric.E2M1_MAX * multiplier)
+    scales = unrounded_scales.clamp(2.0**-9, numeric.E4M3_MAX).to(torch.float8_e4m3fn)
+    scaled = grouped / (scales.to(torch.float32) * multiplier)[..., None]
+    return QuantAct("nvfp4", _e2m1(scaled.flatten(-2)), scales, w.shape[-1], global_scale=multiplier)
 
 
 def _tensor_amax(w: Tensor) -> Tensor:
@@ -150,5 +150,5 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _e2m1(x: Tensor) -> Tensor:
-    """Packed codes; the scale carries a NaN, so its code may be anything."""
+    """Packed codes; a NaN is in the scale, so its code is arbitrary."""
     return numeric.pack_bits(numeric.e2m1_encode(x), 4)

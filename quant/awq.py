@@ -1,11 +1,11 @@
-"""AWQ: input channels scaled before rounding, so that those with large inputs lose least (Lin, Tang, Tang, Yang, Chen, Wang, Xiao,
+"""AWQ: input channels scaled before rounding, so that those with large inputs lose the least precision (Lin, Tang, Tang, Yang, Chen, Wang, Xiao,
 Dang, Gan and Han, 2023, arXiv:2306.00978).
 
-    x Wᵀ = (x / s) (W s)ᵀ          s = energy^(alpha / 2), one number an input channel
+    x Wᵀ = (x / s) (W s)ᵀ          s = energy^(alpha / 2), one number per input channel
 
-Rounding W s instead of W makes the error of a channel smaller by its s, next to that of the others in its group. alpha = 0 is round
-to nearest; the best of a grid is taken, by the squared error of the outputs on inputs of the second moments H:
-tr((Ŵ - W) H (Ŵ - W)ᵀ). The paper takes mean |x| for the size of a channel; here it is the root of the mean square, which H holds.
+Rounding W s instead of W divides the error of a channel by its s, relative to the others in its group. alpha = 0 is round
+to nearest. The best alpha of a grid is used, by the squared error of the outputs on inputs of the second moments H:
+tr((Ŵ - W) H (Ŵ - W)ᵀ). The paper measures the size of a channel by mean |x|; here it is the root mean square, which H contains.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RANGE: Final = 1e4
 
 
 def channel_scales(energy: Tensor, alpha: float) -> Tensor:
-    """energy^(alpha / 2), its largest and smallest each other's inverse; 1 where there is no energy. float32 [C]."""
-    seen = energy > 0
-    if alpha == 0 or not bool(seen.any()):
+    """energy^(alpha / 2), scaled such that the product of the largest and the smallest is 1; 1 for channels without energy. float32 [C]."""
+    has_energy = energy > 0
+    if alpha == 0 or not bool(has_energy.any()):
         return torch.ones_like(energy, dtype=torch.float32)
-    log = torch.where(seen, energy.double(), energy.new_ones(()).double()).log() * (alpha / 2)
-    inside = log[seen]
-    log = torch.where(seen, log - (inside.max() + inside.min()) / 2, torch.zeros_like(log))
+    log = torch.where(has_energy, energy.double(), energy.new_ones(()).double()).log() * (alpha / 2)
+    logs = log[has_energy]
+    log = torch.where(has_energy, log - (logs.max() + logs.min()) / 2, torch.zeros_like(log))
     return log.exp().clamp(1 / RANGE, RANGE).float()
 
 
@@ -50,11 +50,11 @@ def search_channel_scales(
 
     Args:
         weights: (W, H) of each matrix: float [N, K], and the second moments [K, K] of its inputs, by any common factor.
-        quantize: rounds a float32 matrix as it will be rounded in the end.
-        columns: int64 [K], the channel of each input column, where several columns share a scale; None = their own.
+        quantize: the final rounding of a float32 matrix.
+        columns: int64 [K], the channel of each input column, if several columns share a scale; None = one scale per column.
 
     Returns:
-        float32 [C], what columns of W are to be multiplied by and their inputs divided by.
+        float32 [C]: the factors by which columns of W are multiplied and their inputs divided.
 
     Raises:
         ValueError: no weights, or shapes that do not fit.
@@ -62,9 +62,9 @@ def search_channel_scales(
     if not weights or any(
         h.shape != (w.shape[-1],) * 2 or w.shape[-1] != weights[0][0].shape[-1] for w, h in weights
     ):
-        given = ", ".join(f"{list(w.shape)} with {list(h.shape)}" for w, h in weights) or "none"
+        shapes = ", ".join(f"{list(w.shape)} with {list(h.shape)}" for w, h in weights) or "none"
         raise ValueError(
-            f"channel scales are searched for weights [N, K] of one K, each with moments [K, K]: got {given}"
+            f"channel scales are searched for weights [N, K] of one K, each with moments [K, K]: got {shapes}"
         )
     energy = torch.stack([h.diagonal().float() for _, h in {id(h): (w, h) for w, h in weights}.values()]).sum(
         0

@@ -21,14 +21,14 @@ from gristmill.quant import numeric
 from gristmill.quant.tensor import QuantTensor, scales_to_float32
 
 SHRINKS: Final = tuple(1 - 0.025 * i for i in range(17))
-"""What a scale is multiplied by in the search: 1 down to 0.6."""
+"""Factors of a scale in the search: from 1 down to 0.6."""
 BLOCK: Final = 128
-"""Columns whose errors are gathered before they are put on all later columns: one matrix product a block."""
+"""Columns whose errors are collected before they are applied to all later columns: one matrix product per block."""
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """What `gptq` needs of a Hessian: `upper`, the Cholesky factor of its damped inverse, float32 [K, K], and the `order` of columns."""
+    """The factorization of a Hessian for `gptq`: `upper`, the Cholesky factor of its damped inverse, float32 [K, K], and the `order` of columns."""
 
     upper: Tensor
     order: Tensor
@@ -42,7 +42,9 @@ class Factor:
         energy = h.diagonal().clone()
         if float(energy.sum()) <= 0:
             raise ValueError("gptq: the Hessian is 0: no input was seen")
-        h.diagonal()[energy <= 0] = float(energy.mean())  # an input that is always 0 is free to round
+        h.diagonal()[energy <= 0] = float(
+            energy.mean()
+        )  # weights of an input that is always 0 may be rounded arbitrarily
         h.diagonal().add_(damping * energy.mean())
         order = (
             torch.argsort(energy, descending=True, stable=True)
@@ -67,7 +69,7 @@ def gptq(
     Args:
         weight: float [N, K]. hessian: [K, K], symmetric, positive semidefinite; any factor. Or its `Factor`, for several weights.
         start: the weight rounded to nearest; its codes are replaced, all else is kept.
-        act_order: take the columns of largest energy first. damping: part of the mean energy added to each column's.
+        act_order: process columns by descending energy. damping: fraction of the mean energy that is added to the diagonal.
 
     Raises:
         ValueError: shapes that do not fit, a Hessian that is not finite, a dense scheme or one with minimums, experts.
@@ -75,14 +77,14 @@ def gptq(
     n, k = start.n, start.k
     if start.scheme.is_dense or start.scheme.minimums or start.lead:
         raise ValueError(f"gptq rounds one matrix of a quantized scheme without minimums, not {start}")
-    given = hessian.upper.shape if isinstance(hessian, Factor) else hessian.shape
-    if tuple(weight.shape) != (n, k) or tuple(given) != (k, k):
+    moments_shape = hessian.upper.shape if isinstance(hessian, Factor) else hessian.shape
+    if tuple(weight.shape) != (n, k) or tuple(moments_shape) != (k, k):
         raise ValueError(
             f"gptq: {start} needs a weight [{n}, {k}] and a Hessian [{k}, {k}], got {list(weight.shape)} and "
-            f"{list(given)}"
+            f"{list(moments_shape)}"
         )
-    made = hessian if isinstance(hessian, Factor) else Factor.of(hessian, act_order, damping)
-    factor, order = made.upper, made.order
+    factored = hessian if isinstance(hessian, Factor) else Factor.of(hessian, act_order, damping)
+    factor, order = factored.upper, factored.order
     w = weight.to(torch.float32)[:, order]
     scale, zero = _spread(start, order)
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
@@ -97,19 +99,19 @@ def gptq(
             errors[:, i - first] = error
             w[:, i:last] -= error[:, None] * factor[i, i:last]
         w[:, last:] -= errors @ factor[first:last, last:]
-    back = torch.empty_like(codes)
-    back[:, order] = codes
-    return replace(start, codes=numeric.pack_bits(back, start.scheme.bits))
+    restored = torch.empty_like(codes)
+    restored[:, order] = codes
+    return replace(start, codes=numeric.pack_bits(restored, start.scheme.bits))
 
 
 def search_scales(weight: Tensor, hessian: Tensor, start: QuantTensor) -> QuantTensor:
-    """`start` with the scale of each group shrunk to what rounds best, by the squared error that inputs of these energies see.
+    """`start` with the scales of groups shrunk to minimize the squared error, weighted by the energy of the inputs.
 
-    A group's largest weight decides its scale in round to nearest; clipping it a little often serves all others better
-    (the ``mse`` option of GPTQ's authors). Symmetric integer schemes only: others come back as they are.
+    In round to nearest the largest weight of a group determines its scale; clipping it slightly often reduces the total error
+    (the ``mse`` option of GPTQ's authors). Only symmetric integer schemes are changed.
 
     Args:
-        weight, hessian, start: as for `gptq`; of the Hessian the diagonal alone is used.
+        weight, hessian, start: as for `gptq`; only the diagonal of the Hessian is used.
     """
     scheme = start.scheme
     if not scheme.is_integer or not scheme.symmetric or scheme.bits < 2 or start.scales is None:
@@ -147,7 +149,7 @@ def _spread(start: QuantTensor, order: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _round(column: Tensor, scale: Tensor, zero: Tensor | None, start: QuantTensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes, uint8 [N], and the values they stand for."""
+    """Nearest codes, uint8 [N], and their values."""
     scaled, scheme = column / scale, start.scheme
     if scheme.is_integer:
         offset = zero if zero is not None else float(scheme.implicit_zero)

@@ -1,4 +1,4 @@
-"""Round to nearest: the plain way from a float weight to a QuantTensor, one rule per format, ties to even everywhere.
+"""Round to nearest: quantization of a float weight to a QuantTensor, one rule per format, ties to even everywhere.
 
 ==============  =====================================================================================================
 int, symmetric  scale = bf16(amax / (2**(b-1) - 1)); code = clamp(round(w / scale), -2**(b-1), 2**(b-1) - 1) + 2**(b-1)
@@ -29,10 +29,10 @@ from gristmill.quant import numeric, sharding
 from gristmill.quant.tensor import DENSE_DTYPES, QuantTensor, scales_to_float32
 
 _CHUNK: Final = 1 << 18
-"""Weights rounded at a time: temporaries stay near 6 MB whatever the matrix."""
+"""Weights rounded at a time, which limits temporaries to about 6 MB for any matrix."""
 _E4M3_MIN: Final = 2.0**-9
 _NVFP4_MIN_GLOBAL: Final = 2.0**-117
-"""Keeps scale * global a normal number; only weights below 2e-32 notice."""
+"""Keeps scale * global a normal number; affects only weights below 2e-32."""
 _WEIGHT_DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EMAX: Final = {"mxfp8": 8, "mxfp4": 2}
 
@@ -94,13 +94,13 @@ def quantize(
 
 
 def _quantize_matrix(
-    weight: Tensor, scheme: QuantScheme, g_idx: Tensor | None, given: Tensor | None
+    weight: Tensor, scheme: QuantScheme, g_idx: Tensor | None, global_scale: Tensor | None
 ) -> dict[str, Tensor]:
     """Tensors of one [N, K] matrix, by field; E4M3 scales as bytes."""
     n, k = weight.shape
     shared: dict[str, Tensor] = {}
     if scheme.has_global:
-        shared["global_scale"] = _global_scale(weight, scheme) if given is None else given
+        shared["global_scale"] = _global_scale(weight, scheme) if global_scale is None else global_scale
     step = max(1, _CHUNK // k)
     if scheme.granularity == "block":
         step = cdiv(step, BLOCK) * BLOCK
@@ -150,10 +150,10 @@ def _integer_rows(w: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[
         else g_idx.to(torch.int64)
     )
 
-    def reduce(values: Tensor, how: str) -> Tensor:
+    def reduce(values: Tensor, reduction: str) -> Tensor:
         """[N, groups] amax or amin, together with 0."""
         start = torch.zeros(n, groups, device=w.device, dtype=torch.float32)
-        return start.scatter_reduce(1, column.expand(n, k), values, how, include_self=True)
+        return start.scatter_reduce(1, column.expand(n, k), values, reduction, include_self=True)
 
     top = (1 << scheme.bits) - 1
     if scheme.zero_points:
@@ -186,7 +186,7 @@ def _block_rows(w: Tensor) -> dict[str, Tensor]:
 
 
 def _fp8_scale(amax: Tensor) -> Tensor:
-    """amax / 448 in float32, 1 where that is 0."""
+    """amax / 448 in float32, 1 if that is 0."""
     scale = amax / numeric.E4M3_MAX
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 

@@ -1,7 +1,7 @@
-"""Cutting and joining QuantTensors before packing, exactly: what comes out dequantizes to the same bits, or it raises.
+"""Slicing and concatenation of QuantTensors before packing, exactly: the result dequantizes to the same bits, or an error is raised.
 
-Groups and blocks that are cut keep their scales: the part carries an index (g_idx along K, n_idx along N) from its
-columns or rows to the scales it kept. An index that says no more than "consecutive runs of the group size" is dropped.
+Parts of groups and blocks keep their scales: the slice has an index (g_idx along K, n_idx along N) from its columns or
+rows to its scales. An index that equals consecutive runs of the group size is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gristmill.quant import memory, numeric
 
 
 class Quantized(Protocol):
-    """What is cut and joined: a `QuantTensor`, whose methods call these functions."""
+    """The interface of a `QuantTensor` that these functions use; its methods call them."""
 
     @property
     def codes(self) -> Tensor: ...
@@ -56,7 +56,7 @@ class Quantized(Protocol):
 Q = TypeVar("Q", bound=Quantized)
 
 _SHARED = ("g_idx", "n_idx")
-"""Fields that experts have in common."""
+"""Fields that all experts share."""
 
 
 def shard(q: Q, dim: int, rank: int, world: int) -> Q:
@@ -77,7 +77,7 @@ def shard(q: Q, dim: int, rank: int, world: int) -> Q:
 
 
 def narrow(q: Q, dim: int, start: int, length: int) -> Q:
-    """Entries [start, start + length) along ``dim`` of the logical shape, copied out.
+    """Entries [start, start + length) along ``dim`` of the logical shape, as a copy.
 
     Raises:
         ValueError: dim or the range is outside the shape.
@@ -89,12 +89,12 @@ def narrow(q: Q, dim: int, start: int, length: int) -> Q:
         return _narrow_k(q, start, length)
     if dim == len(q.shape) - 2:
         return _narrow_n(q, start, length)
-    cut = {name: _copy(t, dim, start, length) for name, t in q.tensors().items() if name not in _SHARED}
-    return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), cut)
+    parts = {name: _copy(t, dim, start, length) for name, t in q.tensors().items() if name not in _SHARED}
+    return _rebuild(q, (*q.shape[:dim], length, *q.shape[dim + 1 :]), parts)
 
 
 def take_rows(q: Q, index: Tensor) -> Q:
-    """The rows named by ``index``, integer [N'], in that order, as an own copy.
+    """The rows named by ``index``, integer [N'], in that order, as a copy.
 
     Raises:
         ValueError: an index outside 0..N-1, none at all, or rows of several global multipliers.
@@ -116,7 +116,7 @@ def concat(tensors: Sequence[Q], dim: int, codes: Tensor | None = None) -> Q:
     """Joins QuantTensors of one scheme along ``dim`` of the logical shape.
 
     Along N (fused q/k/v, gate/up) each part keeps its own global multiplier as a segment and its own partial blocks. codes:
-    the joined codes where they are at hand, so that large ones are not copied again.
+    the concatenated codes, if available, so that large ones are not copied again.
 
     Raises:
         ValueError: nothing to join; schemes, scale dtypes, devices or other dimensions differ; or the result cannot be
@@ -149,33 +149,33 @@ def concat(tensors: Sequence[Q], dim: int, codes: Tensor | None = None) -> Q:
 def stack(tensors: Iterable[Q], count: int | None = None) -> Q:
     """[N, K] matrices of one scheme and shape -> one tensor [their number, N, K]; same conditions as concat.
 
-    Given their `count`, matrices may be made one by one: each is copied to its place and need not outlive that.
+    With `count`, matrices may be generated one by one: each is copied into the result and can be freed afterwards.
     """
     if count is None:
         tensors = list(tensors)
         count = len(tensors)
-    first, out, done = None, {}, 0
+    first, out, count_copied = None, {}, 0
     for tensor in tensors:
-        held = {name: t for name, t in tensor.tensors().items() if name not in _SHARED}
+        parts = {name: t for name, t in tensor.tensors().items() if name not in _SHARED}
         if first is None:
             first = tensor
-            out = {name: memory.empty((count, *t.shape), t.dtype, t.device) for name, t in held.items()}
+            out = {name: memory.empty((count, *t.shape), t.dtype, t.device) for name, t in parts.items()}
         _check_joinable(first, tensor, 0, whole=True)
         _check_experts(first, tensor, 0)
         _need(
-            all(t.shape == out[name].shape[1:] for name, t in held.items()),
+            all(t.shape == out[name].shape[1:] for name, t in parts.items()),
             first,
             tensor,
             0,
             "numbers of scales differ",
         )
-        if done == count:
-            raise ValueError(f"stack was told of {count} QuantTensors and got more")
+        if count_copied == count:
+            raise ValueError(f"stack expected {count} QuantTensors and got more")
         for name, place in out.items():
-            place[done].copy_(held[name])
-        done += 1
-    if first is None or done != count:
-        raise ValueError(f"stack needs at least one QuantTensor, and all {count} it was told of, got {done}")
+            place[count_copied].copy_(parts[name])
+        count_copied += 1
+    if first is None or count_copied != count:
+        raise ValueError(f"stack needs at least one QuantTensor and expected {count}, got {count_copied}")
     return _rebuild(first, (count, *first.shape), out)
 
 
@@ -188,18 +188,18 @@ def _narrow_k(q: Q, start: int, length: int) -> Q:
     new: dict[str, Tensor | None] = {"codes": codes}
     if q.scheme.granularity in ("group", "block"):
         size = q.scheme.group_size or length
-        kept, new["g_idx"] = _renumber(q.column_groups()[start : start + length], size)
-        new["scales"] = select(q.scales, -1, kept)
-        new["zero"] = select(q.zero, -1, kept)
+        scale_columns, new["g_idx"] = _renumber(q.column_groups()[start : start + length], size)
+        new["scales"] = select(q.scales, -1, scale_columns)
+        new["zero"] = select(q.zero, -1, scale_columns)
     return _rebuild(q, (*q.shape[:-1], length), new)
 
 
 def _narrow_n(q: Q, start: int, length: int) -> Q:
     new: dict[str, Tensor | None] = {"codes": _copy(q.codes, -2, start, length)}
     if q.scheme.granularity == "block":
-        kept, new["n_idx"] = _renumber(q.row_blocks()[start : start + length], BLOCK)
-        new["scales"] = select(q.scales, -2, kept)
-        new["zero"] = select(q.zero, -2, kept)
+        scale_rows, new["n_idx"] = _renumber(q.row_blocks()[start : start + length], BLOCK)
+        new["scales"] = select(q.scales, -2, scale_rows)
+        new["zero"] = select(q.zero, -2, scale_rows)
     elif q.scales is not None:
         new["scales"] = _copy(q.scales, -2, start, length)
         new["zero"] = None if q.zero is None else _copy(q.zero, -2, start, length)
@@ -248,8 +248,8 @@ def _concat_k(tensors: Sequence[Q], shape: tuple[int, ...]) -> Q:
         codes = numeric.pack_bits(torch.cat([t.unpacked() for t in tensors], -1), bits)
     new: dict[str, Tensor | None] = {"codes": codes}
     for other in tensors[1:]:
-        mine, theirs = first.row_scale(), other.row_scale()
-        same = mine is None or theirs is None or torch.equal(mine, theirs)
+        row_scale, other_row_scale = first.row_scale(), other.row_scale()
+        same = row_scale is None or other_row_scale is None or torch.equal(row_scale, other_row_scale)
         _need(same, first, other, -1, "global scales differ; rescaling the block scales would round")
         if first.scheme.granularity == "channel":
             same = _equal(first.scales, other.scales) and _equal(first.zero, other.zero)

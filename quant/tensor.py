@@ -1,4 +1,4 @@
-"""QuantTensor: one quantized weight in the neutral layout that no kernel and no checkpoint owns.
+"""QuantTensor: one quantized weight in a neutral layout, independent of kernels and checkpoint formats.
 
     W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] * global_scale[segment of n]      in float32, in that order
 
@@ -26,7 +26,7 @@ from gristmill.quant import numeric, sharding
 DENSE_DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLOAT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK: Final = 1 << 18
-"""Weights decoded at a time: temporaries stay near 6 MB whatever the matrix."""
+"""Weights decoded at a time, which limits temporaries to about 6 MB for any matrix."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,12 +127,12 @@ class QuantTensor:
 
     def identical(self, other: QuantTensor) -> bool:
         """Whether every field is the same, bit for bit (float8 compared as bytes)."""
-        mine, theirs = self.tensors(), other.tensors()
+        tensors, other_tensors = self.tensors(), other.tensors()
         same = (self.shape, self.scheme, self.segments) == (other.shape, other.scheme, other.segments)
         return (
             same
-            and mine.keys() == theirs.keys()
-            and all(same_bits(mine[name], theirs[name]) for name in mine)
+            and tensors.keys() == other_tensors.keys()
+            and all(same_bits(tensors[name], other_tensors[name]) for name in tensors)
         )
 
     def dense(self) -> Tensor:
@@ -202,13 +202,13 @@ class QuantTensor:
             return
         count = torch.Size(self.lead).numel()
         shared = {name: t for name, t in self.tensors().items() if name in ("g_idx", "n_idx")}
-        own = {
+        per_expert = {
             n: t.reshape(count, *t.shape[len(self.lead) :])
             for n, t in self.tensors().items()
             if n not in shared
         }
         for i in range(count):
-            part = {**shared, **{name: t[i] for name, t in own.items()}}
+            part = {**shared, **{name: t[i] for name, t in per_expert.items()}}
             yield self.with_tensors(part, self.shape[-2:])
 
     def narrow(self, dim: int, start: int, length: int) -> QuantTensor:
@@ -235,7 +235,7 @@ class QuantTensor:
     def with_tensors(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], segments: tuple[int, ...] | None = None
     ) -> Self:
-        """A QuantTensor of this scheme with other tensors, by field name, and the segments of this one unless given."""
+        """A QuantTensor of this scheme with other tensors, by field name, and the same segments unless given."""
         return type(self)(
             tensors["codes"],
             tensors.get("scales"),
@@ -249,21 +249,21 @@ class QuantTensor:
         )
 
     def decode_rows(self, index: Tensor) -> Tensor:
-        """float32 [N', K]: the rows of an [N, K] matrix that an integer tensor [N'] names, as `dequantize` gives them."""
+        """float32 [N', K]: the rows `index`, an integer tensor [N'], of an [N, K] matrix, equal to those of `dequantize`."""
         if self.scheme.is_dense:
             return self.dense()[index].to(torch.float32)
         return self._decode(index)
 
-    def _decode(self, taken: slice | Tensor) -> Tensor:
+    def _decode(self, index: slice | Tensor) -> Tensor:
         """Some rows of an [N, K] matrix in float32."""
         scheme = self.scheme
-        codes = numeric.unpack_bits(self.codes[taken], scheme.bits, self.k)
+        codes = numeric.unpack_bits(self.codes[index], scheme.bits, self.k)
         if scheme.is_integer:
             value = codes.to(torch.float32)
         else:
             value = numeric.e2m1_decode(codes) if scheme.bits == 4 else numeric.e4m3_decode(codes)
         columns = self.column_groups().to(torch.int64)
-        rows = self.row_blocks()[taken].to(torch.int64)
+        rows = self.row_blocks()[index].to(torch.int64)
         offset = None if self.zero is None else self.zero[rows].to(torch.float32)[:, columns]
         if offset is not None and not scheme.minimums:
             value -= offset
@@ -275,12 +275,16 @@ class QuantTensor:
         if offset is not None and scheme.minimums:
             value -= offset
         row_scale = self.row_scale()
-        return value if row_scale is None else value * row_scale[taken, None]
+        return value if row_scale is None else value * row_scale[index, None]
 
     # Validation.
 
-    def _fail(self, field: str, expected: str, came: object, kind: type[Exception] = ValueError) -> NoReturn:
-        raise kind(f"QuantTensor({self.scheme} {list(self.shape)}).{field}: expected {expected}, got {came}")
+    def _fail(
+        self, field: str, expected: str, actual: object, kind: type[Exception] = ValueError
+    ) -> NoReturn:
+        raise kind(
+            f"QuantTensor({self.scheme} {list(self.shape)}).{field}: expected {expected}, got {actual}"
+        )
 
     def _check_codes(self) -> None:
         if len(self.shape) < 2 or min(self.shape) < 1:
@@ -315,7 +319,7 @@ class QuantTensor:
             self._fail(field, f"values 0..{limit - 1}, the scales it indexes", f"{low}..{high}")
 
     def _drop_regular(self, field: str, scale_dim: int) -> None:
-        """An index that only says i // size is no index: GPTQ files without act-order have one."""
+        """Remove an index that equals i // size: GPTQ files without act-order have one."""
         index: Tensor | None = getattr(self, field)
         size = BLOCK if field == "n_idx" else self.scheme.group_size
         if index is None or index.is_meta or self.scales is None or not size:
@@ -336,11 +340,11 @@ class QuantTensor:
         )
         if self.scales.dtype not in allowed:
             self._fail("scales", " or ".join(str(d) for d in allowed), self.scales.dtype, TypeError)
-        came = list(self.scales.shape)
-        rows = shape[0] if self.n_idx is None or len(came) < 2 else came[-2]
-        columns = shape[1] if self.g_idx is None or not came else came[-1]
-        if came != [*self.lead, rows, columns]:
-            self._fail("scales", f"shape {[*self.lead, rows, columns]}", came)
+        actual_shape = list(self.scales.shape)
+        rows = shape[0] if self.n_idx is None or len(actual_shape) < 2 else actual_shape[-2]
+        columns = shape[1] if self.g_idx is None or not actual_shape else actual_shape[-1]
+        if actual_shape != [*self.lead, rows, columns]:
+            self._fail("scales", f"shape {[*self.lead, rows, columns]}", actual_shape)
         self._check_device("scales", self.scales)
         if not self.scales.is_meta and not math.isfinite(largest_scale(self.scales)):
             self._fail("scales", "finite values", "NaN or infinity")
@@ -354,8 +358,8 @@ class QuantTensor:
             self._fail("zero", "none, the scheme is symmetric", "a tensor")
         allowed = _FLOAT_DTYPES if self.scheme.minimums else (torch.uint8, *_FLOAT_DTYPES)
         if self.zero.dtype not in allowed:
-            what = "float offsets" if self.scheme.minimums else "uint8 codes or float offsets"
-            self._fail("zero", what, self.zero.dtype, TypeError)
+            expected = "float offsets" if self.scheme.minimums else "uint8 codes or float offsets"
+            self._fail("zero", expected, self.zero.dtype, TypeError)
         if self.zero.shape != self.scales.shape:
             self._fail("zero", f"shape {list(self.scales.shape)} of the scales", list(self.zero.shape))
         self._check_device("zero", self.zero)
@@ -393,7 +397,7 @@ def scales_to_float32(scales: Tensor) -> Tensor:
 
 
 def largest_scale(scales: Tensor) -> float:
-    """The largest magnitude among scales of any storage dtype; NaN or infinity if there is one."""
+    """The largest magnitude among scales of any storage dtype; NaN or infinity if one of them is."""
     if scales.dtype == torch.uint8:
         return float(numeric.e8m0_decode(scales.max().view(1)))
     if scales.dtype == torch.float8_e4m3fn:

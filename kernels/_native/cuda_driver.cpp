@@ -1,5 +1,5 @@
-// The CUDA driver at arm's length: found by dlopen at the first call, so that the library loads where there
-// is none.
+// The CUDA driver, loaded by dlopen at the first call, so that this library also loads on machines without
+// one.
 #include "gm_cuda.h"
 
 namespace gm {
@@ -35,18 +35,20 @@ void open_driver() {
 
 int failed(CUresult result) { return GM_E_CUDA - int(result); }
 
-// Makes the device's primary context current (torch's own) and gives back what was there before. torch binds
-// a thread lazily, so a fresh thread may have none, and a caller may hold another device.
+// Makes the device's primary context current (torch's own) and restores the previous one. torch binds
+// a thread lazily, so a fresh thread may have none, and a caller may use another device.
 class Current {
  public:
   Current(const CudaDriver* driver, int device) : driver_(driver) {
     CUcontext context = nullptr;
-    CUdevice have = -1;
+    CUdevice current_device = -1;
     driver->ctx_get_current(&context);
-    if (context != nullptr && driver->ctx_get_device(&have) == CUDA_SUCCESS && have == device) return;
-    CUdevice want;
-    if ((status_ = driver->device_get(&want, device)) != CUDA_SUCCESS) return;
-    if ((status_ = driver->primary_retain(&context, want)) != CUDA_SUCCESS) return;
+    if (context != nullptr && driver->ctx_get_device(&current_device) == CUDA_SUCCESS &&
+        current_device == device)
+      return;
+    CUdevice handle;
+    if ((status_ = driver->device_get(&handle, device)) != CUDA_SUCCESS) return;
+    if ((status_ = driver->primary_retain(&context, handle)) != CUDA_SUCCESS) return;
     status_ = driver->ctx_push(context);
     pushed_ = status_ == CUDA_SUCCESS;
   }
@@ -118,7 +120,7 @@ int CudaKernel::prepare(int device, unsigned smem) {
     if (result == CUDA_SUCCESS) result = driver->library_kernel(&kernel, library, name_);
   }
   if (result == CUDA_SUCCESS &&
-      smem > 16 * 1024) {  // 48 KB, the kernel's static part included, need no permission
+      smem > 16 * 1024) {  // 48 KB, the kernel's static part included, need no attribute
     CUdevice handle;
     result = driver->device_get(&handle, device);
     if (result == CUDA_SUCCESS)
@@ -165,5 +167,5 @@ int CudaKernel::launch(int device, void* stream, const Launch& shape, void** arg
 
 }  // namespace gm
 
-// 0 if the driver was found, GM_E_DRIVER if not: lets Python ask before it plans.
+// 0 if the driver was found, else GM_E_DRIVER; for checks in Python before planning.
 GM_CUDA_ENTRY(gm_cuda_probe)() { return gm::cuda_driver() != nullptr ? GM_OK : GM_E_DRIVER; }

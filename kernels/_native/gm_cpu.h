@@ -22,11 +22,11 @@
 // only what would make it write out of bounds. No std:: containers or algorithms here: an inline STL template
 // instantiated with AVX-512 could be the copy that the linker keeps for base code. <cstdint>, <cstring>,
 // <cmath> scalars and malloc/free are fine. -ffp-contract=off: write fma() where it is meant, so that results
-// of a level do not depend on the compiler's mood.
+// of a level do not depend on the compiler.
 //
 // Level macros for intrinsics: GM_X86_AVX2, GM_X86_AVX512, GM_X86_VNNI, GM_X86_BF16, GM_X86_AMX, GM_ARM_NEON,
-// GM_ARM_DOTPROD, GM_ARM_I8MM, GM_ARM_SVE are 0 or 1. A core that has nothing to gain from a level says which
-// to build, in one line of its source:
+// GM_ARM_DOTPROD, GM_ARM_I8MM, GM_ARM_SVE are 0 or 1. A core that gains nothing from some levels names those
+// to build in one line of its source:
 //   // gm-levels: base avx2 avx512 neon
 // (default: every level that the compiler can build, except amx, which must be named). Asking Python for a
 // level that was not built raises; native.best_level(name, level) finds the highest one built at or below it.
@@ -221,7 +221,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t vb __attribute__((vector_size(kLanes)));
 
-inline vf splat(float v) { return v - vf{}; }  // v - 0 is v whatever v is; 0 + v is not
+inline vf splat(float v) { return v - vf{}; }  // v - 0 is v for every v; 0 + v is not for -0
 inline vf zero() { return vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
@@ -428,9 +428,9 @@ inline float silu(float x) { return silu(splat(x))[0]; }
 
 // ---- threads
 // -----------------------------------------------------------------------------------------------------------
-// body(begin, end) over [0, n) on torch's own pool, at least `grain` items a call; serial inside another
+// body(begin, end) over [0, n) on torch's own pool, at least `grain` items per call; serial inside another
 // parallel region. Returns GM_OK or GM_E_THREADS. The split depends on the number of threads: a body must
-// give each item the same result whatever range it arrives in.
+// compute the same result for an item in any range.
 template <class Body>
 inline int parallel_for(int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return GM_OK;

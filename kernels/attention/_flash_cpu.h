@@ -20,7 +20,7 @@ namespace gm {
 namespace {
 
 constexpr int64_t kChunk = 512, kRows = 32;
-constexpr int64_t kFewRows = 8;             // at most so many rows read keys and values where they lie
+constexpr int64_t kFewRows = 8;             // with at most this many rows keys and values are read in place
 constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
 
 struct Attention {
@@ -198,9 +198,9 @@ struct Core {
       const Code* nothing = reinterpret_cast<const Code*>(buffer);
       std::memset(buffer, 0, sizeof(Code) * size_t(most(dk, dv)));
       for (int64_t i = 0; i < whole; ++i) {
-        const bool there = i >= skip && i < tokens;
-        keys.rows[i] = there ? k + here.k[i] : nothing;
-        values.rows[i] = there ? v + here.v[i] : nothing;
+        const bool in_tile = i >= skip && i < tokens;
+        keys.rows[i] = in_tile ? k + here.k[i] : nothing;
+        values.rows[i] = in_tile ? v + here.v[i] : nothing;
         // Each KV head fetches its share of the following tile, in the order of the addresses.
         const int64_t piece = n * kTile + i, token = piece / all.kv_heads, head = piece % all.kv_heads;
         const bool follows = at + kTile + token < reach;
@@ -265,21 +265,22 @@ struct Core {
     accumulate_rows<R, Ahead>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
   }
 
-  // Scores of one row for a tile of keys become weights; keys that the row does not see weigh exactly 0, and
-  // a tile without any changes nothing. Scales, of keys and of values, are not part of the softmax's sum.
+  // Scores of one row for a tile of keys become weights; keys that the row does not see have weight
+  // exactly 0, and a tile without visible keys changes nothing. Scales, of keys and of values, are not part
+  // of the softmax's sum.
   void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, const float* scales, State s,
                    float* p, float* alpha) const {
-    const int64_t own = t.first + r / t.heads;
-    const int32_t high = int32_t(most(-1, least(own - at, kTile)));
-    const int32_t low = a.window > 0 ? int32_t(most(0, least(own - a.window + 1 - at, kTile))) : 0;
+    const int64_t position = t.first + r / t.heads;
+    const int32_t high = int32_t(most(-1, least(position - at, kTile)));
+    const int32_t low = a.window > 0 ? int32_t(most(0, least(position - a.window + 1 - at, kTile))) : 0;
     vf score[kTile / kLanes], best = splat(minus_infinity());
     vi lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     for (int64_t i = 0; i < whole; i += kLanes) {
       const vi place = lane + int32_t(i);
-      const vi seen = (place <= high) & (place >= low);
+      const vi visible = (place <= high) & (place >= low);
       const vf product = scales ? load(p + i) * load(scales + i) : load(p + i);
-      score[i / kLanes] = seen ? product : splat(minus_infinity());
+      score[i / kLanes] = visible ? product : splat(minus_infinity());
       best = max(best, score[i / kLanes]);
     }
     const float m_i = s.m_i[r], m_tile = gm::max(best), m_new = m_i > m_tile ? m_i : m_tile;
@@ -301,7 +302,7 @@ struct Core {
     s.l_i[r] = s.l_i[r] * *alpha + sum(l_tile);
   }
 
-  // `into` followed by `part`: the two softmaxes as one.
+  // Combine two partial softmaxes into one.
   void merge(const Tile& t, float* whole, float* added) const {
     for (int64_t n = 0; n < t.kv_heads; ++n)
       merge(state(whole + n * head_floats()), state(added + n * head_floats()), t.rows());
@@ -416,7 +417,7 @@ struct Core {
     return failed ? GM_E_NOMEM : code;
   }
 
-  // Chunks run in any order, and are merged in theirs.
+  // Chunks run in any order and are merged in sequence.
   int run_split(const int64_t* start, const int64_t* split) const {
     const int64_t each = state_floats(), parts = split[a.seqs];
     float* states = allocate(parts * each);
@@ -466,7 +467,7 @@ inline bool inside(const Attention& a) {
     if (context > a.table_width * a.block_size) return false;
     for (int64_t b = 0; b * a.block_size < context; ++b) {
       const int64_t block = a.table[i * a.table_stride + b];
-      // Blocks that a window has left behind may be gone.
+      // Blocks that precede the window may be freed.
       const bool read = a.window <= 0 || (b + 1) * a.block_size > context - (end - begin) - a.window + 1;
       if (read && end > begin && (block < 0 || block >= a.blocks)) return false;
     }

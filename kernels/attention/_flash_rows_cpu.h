@@ -57,7 +57,7 @@ inline vf dot_rows(const float* q, const Keys& keys, int64_t first, int64_t dk) 
   return sums(acc);
 }
 
-// Rows of a tile: widened in a buffer, padded to whole vectors by zeros, or where they lie in the cache.
+// Rows of a tile: widened in a buffer, padded to whole vectors by zeros, or in place in the cache.
 struct Widened {
   const float* rows;
   int64_t width;
@@ -68,8 +68,8 @@ template <class T>
 struct InPlace {
   const T *rows[kTile], *next[kTile];  // and those of the tile that follows
   vf at(int64_t i, int64_t d) const { return load(rows[i] + d); }
-  // Elements [d, d + n) of the following tile's row i. Asked for bit by bit: a core waits when too many lines
-  // are on their way.
+  // Elements [d, d + n) of the following tile's row i. Prefetched in small parts: a core stalls if too many
+  // lines are in flight.
   void fetch(int64_t i, int64_t d, int64_t n) const {
     for (int64_t end = d + n; d < end; d += int64_t(64 / sizeof(T))) __builtin_prefetch(next[i] + d);
   }

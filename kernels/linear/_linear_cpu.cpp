@@ -4,8 +4,8 @@
 //
 // Few rows of x: lines of several row blocks are decoded in registers and used at once ("direct"). Many rows:
 // a block's columns are decoded into a small buffer that stays in cache, and multiplied by tiles of x. Both
-// add in the same order, one chain for each output, so a row's result does not depend on the other rows, on
-// threads, or on the path taken.
+// add in the same order, one chain for each output, so a row's result does not depend on other rows,
+// threads, or the path.
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include "_linear_decode.h"
 
@@ -40,8 +40,8 @@ struct Job {
 };
 
 // totals[row] += scale * (sum[row] - zero * sum of x[row]) for MR rows of one group of a block; `stride`
-// floats a row. Inlined with constant indices, so that sums stay in registers. S: the scale type where small
-// groups make it matter (and then there are no zeros), or kAny.
+// floats per row. Inlined with constant indices, so that sums stay in registers. S: the scale type where
+// small groups make it matter (and then there are no zeros), or kAny.
 template <int MR, int S>
 __attribute__((always_inline)) inline void close_group(const Job& j, int64_t block, int64_t g, int64_t row0,
                                                        V* sum, int64_t sum_stride, float* totals,
@@ -245,8 +245,8 @@ int run_buffered(const Job& j, const Output<T>& o) {
   return failed ? int(GM_E_NOMEM) : code;
 }
 
-// x in the packed order of columns, as M wants them, a tile of rows after another with its rows side by side;
-// and the sums of each group.
+// x in the packed order of columns, in the format of M, tile by tile with interleaved rows; and the sums of
+// each group.
 template <Format F, class M, class T>
 void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, typename M::Act* acts,
              float* sums) {

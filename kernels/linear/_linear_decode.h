@@ -1,5 +1,5 @@
 // Decoding of cpu_rows16_v1 lines: 64 bytes, one 32-bit word of 16 output rows, into one vector of 16 floats
-// a column (F32) or one vector of 16 bf16 pairs a pair of columns (Bf16, AVX-512 BF16). Values are exact:
+// per column (F32) or one vector of 16 bf16 pairs per pair of columns (Bf16, AVX-512 BF16). Values are exact:
 // scales come later.
 #pragma once
 #include "gm_cpu.h"
@@ -8,7 +8,7 @@ namespace {
 namespace lin {
 
 constexpr int kRows = 16;                   // output rows of a block
-constexpr int kParts = kRows / gm::kLanes;  // registers a block's row vector takes
+constexpr int kParts = kRows / gm::kLanes;  // registers of a block's row vector
 
 struct V {
   gm::vf p[kParts];
@@ -84,7 +84,7 @@ inline gm::vf lookup(gm::vu code, const Table& t, float bias) {
 #endif
 }
 
-// ---- float32 arithmetic: one column a step
+// ---- float32 arithmetic: one column per step
 // -----------------------------------------------------------------------------
 
 struct F32 {
@@ -129,7 +129,7 @@ struct F32 {
   }
 };
 
-// ---- bf16 pairs: two columns a step, products exact, sums in float32
+// ---- bf16 pairs: two columns per step, products exact, sums in float32
 // -----------------------------------------------------
 
 #if GM_X86_BF16

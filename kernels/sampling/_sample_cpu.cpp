@@ -1,5 +1,5 @@
-// Sampling: temperature, top-k, top-p, min-p, then Gumbel-max with Philox4x32-10 noise. The meaning is in
-// sample.py.
+// Sampling: temperature, top-k, top-p, min-p, then Gumbel-max with Philox4x32-10 noise. See sample.py
+// for the definition.
 // gm-levels: base avx2 avx512 neon
 #include <cmath>
 #include <cstdlib>
@@ -49,18 +49,18 @@ inline double gumbel(uint32_t w0, uint32_t w1) {
   return -std::log(-std::log(u));
 }
 
-// Sets what is below the k-th largest to -inf: bisection over the order, one counting pass a bit.
+// Sets what is below the k-th largest to -inf: bisection over the order, one counting pass per bit.
 void filter_top_k(float* z, int64_t padded, int64_t k) {
-  uint32_t found = 0;
+  uint32_t kth_order = 0;
   for (uint32_t bit = 0x80000000u; bit; bit >>= 1) {
-    const gm::vf limit = gm::splat(value_of(found | bit));
+    const gm::vf limit = gm::splat(value_of(kth_order | bit));
     gm::vi count = gm::vi{};
     for (int64_t i = 0; i < padded; i += gm::kLanes) count -= (gm::load(z + i) >= limit);
     int64_t total = 0;
     for (int l = 0; l < gm::kLanes; ++l) total += count[l];
-    if (total >= k) found |= bit;
+    if (total >= k) kth_order |= bit;
   }
-  const gm::vf limit = gm::splat(value_of(found));
+  const gm::vf limit = gm::splat(value_of(kth_order));
   for (int64_t i = 0; i < padded; i += gm::kLanes) {
     const gm::vf v = gm::load(z + i);
     gm::store(z + i, v < limit ? gm::splat(-kInf) : v);

@@ -37,18 +37,24 @@ def packed(
     names = [f"{module}.weight_packed", f"{module}.weight_scale"]
     width = source.spec(names[0])[1][-1:]
     dense, padded = cdiv(k * bits, 32), cdiv(k, 32 // bits)
-    held = source.read(
+    weight_words = source.read(
         names[0],
         (*shape[:-1], *(width if width in ((dense,), (padded,)) else (dense,))),
         dtypes=(torch.int32,),
     )
     is_dense = width == (dense,)
-    codes = words.stream(held, bits, k) if is_dense else _pack(words.padded_codes(held, bits, k), bits)
+    codes = (
+        words.stream(weight_words, bits, k)
+        if is_dense
+        else _pack(words.padded_codes(weight_words, bits, k), bits)
+    )
     if f"{module}.weight_shape" in source:
         names.append(f"{module}.weight_shape")
-        said = source.read(names[-1], (len(shape),), dtypes=(torch.int64, torch.int32)).tolist()
-        if said != list(shape):
-            raise FormatError(f"tensor {names[-1]} says {said}, and the model's weight is {list(shape)}")
+        stored_shape = source.read(names[-1], (len(shape),), dtypes=(torch.int64, torch.int32)).tolist()
+        if stored_shape != list(shape):
+            raise FormatError(
+                f"tensor {names[-1]} says {stored_shape}, and the model's weight is {list(shape)}"
+            )
     g_idx = None
     if f"{module}.weight_g_idx" in source:
         names.append(f"{module}.weight_g_idx")
@@ -78,7 +84,7 @@ def plain(
     static: bool,
     place: Place,
 ) -> StoredWeight:
-    """int8 or float8 as they are."""
+    """int8 or float8, one byte per weight."""
     need(source, module, (".weight", ".weight_scale"), f"{scheme.weight} weights")
     names = [f"{module}.weight", f"{module}.weight_scale"]
     if scheme.weight == "fp8":
@@ -99,8 +105,8 @@ def plain(
     if scheme.zero_points:
         need(source, module, (".weight_zero_point",), "asymmetric integers")
         names.append(f"{module}.weight_zero_point")
-        held = source.read(names[-1], dtypes=(torch.int8,))
-        zero = _spread(held.contiguous().view(torch.uint8) ^ 0x80, names[-1], shape, scheme)
+        zero_points = source.read(names[-1], dtypes=(torch.int8,))
+        zero = _spread(zero_points.contiguous().view(torch.uint8) ^ 0x80, names[-1], shape, scheme)
     weight = make(module, codes, scales, shape, scheme, zero)
     return _with_input(source, module, StoredWeight(weight, tuple(names), activation), False, static)
 
@@ -171,26 +177,29 @@ def _floats4(
 
 
 def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
-    """[..., N, groups] or [..., block rows, block columns]; one scale per tensor is spread over the rows."""
-    held = source.read(f"{module}.weight_scale", dtypes=FLOATS)
+    """[..., N, groups] or [..., block rows, block columns]; one scale per tensor is repeated for all rows."""
+    stored_scales = source.read(f"{module}.weight_scale", dtypes=FLOATS)
     return _spread(
-        as_float32(held) if scheme.weight == "fp8" else held, f"{module}.weight_scale", shape, scheme
+        as_float32(stored_scales) if scheme.weight == "fp8" else stored_scales,
+        f"{module}.weight_scale",
+        shape,
+        scheme,
     )
 
 
-def _spread(held: Tensor, name: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
+def _spread(stored: Tensor, name: str, shape: tuple[int, ...], scheme: QuantScheme) -> Tensor:
     expected = (*shape[:-2], *(scheme.scale_shape(*shape[-2:]) or ()))
-    if tuple(held.shape) == expected:
-        return held
-    if scheme.granularity == "channel" and tuple(held.shape) == expected[:-1] and len(expected) > 1:
-        return held[..., None]
-    if scheme.granularity == "channel" and held.numel() == 1:
-        return held.reshape(1).expand(expected).clone()
-    raise FormatError(f"tensor {name} must have shape {list(expected)}, got {list(held.shape)}")
+    if tuple(stored.shape) == expected:
+        return stored
+    if scheme.granularity == "channel" and tuple(stored.shape) == expected[:-1] and len(expected) > 1:
+        return stored[..., None]
+    if scheme.granularity == "channel" and stored.numel() == 1:
+        return stored.reshape(1).expand(expected).clone()
+    raise FormatError(f"tensor {name} must have shape {list(expected)}, got {list(stored.shape)}")
 
 
 def _g_idx(source: Source, name: str, scheme: QuantScheme, k: int) -> Tensor | None:
-    """Group of each column; -1 everywhere is how older files say that there is no order."""
+    """Group of each column; older files store -1 for all columns if there is no order."""
     g_idx = source.read(name, (k,), dtypes=(torch.int32, torch.int64))
     groups = scheme.groups(k)
     if bool((g_idx == -1).all()):
@@ -204,7 +213,7 @@ def _g_idx(source: Source, name: str, scheme: QuantScheme, k: int) -> Tensor | N
 def _with_input(
     source: Source, module: str, stored: StoredWeight, divisor: bool, static: bool
 ) -> StoredWeight:
-    """With the static activation scale, a divisor in NVFP4; FormatError where the configuration promises one."""
+    """`stored` with the static activation scale, a divisor in NVFP4; FormatError if the configuration declares one that is missing."""
     name = f"{module}.{'input_global_scale' if divisor else 'input_scale'}"
     if name not in source:
         if static:

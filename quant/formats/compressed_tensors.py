@@ -12,12 +12,12 @@ mxfp4-pack-quantized        ``weight_packed`` uint8 [N, K/2], ``weight_scale`` u
 mxfp8-quantized             ``weight`` float8_e4m3fn [N, K], ``weight_scale`` uint8 E8M0 [N, K/32]
 ==========================  ================================================================================================
 
-``naive-quantized`` is int- or float-quantized by its type. Before 2026 widths that do not divide 32 were packed with
-padding, 32 // b codes per word: the number of columns of ``weight_packed`` tells which. Experts may be [E, N, ...].
+``naive-quantized`` is int- or float-quantized, depending on its type. Before 2026 bit widths that do not divide 32 were packed
+with padding, 32 // b codes per word; the number of columns of ``weight_packed`` determines the packing. Experts may be [E, N, ...].
 
 A rule is a config group: its ``targets`` are module names, regular expressions after ``re:`` matched from the start, or
-the class ``Linear``, which every weight is here; a name goes before an expression, and that before the class. What
-``ignore`` matches is not quantized. Sources: the package's ``quant_config`` and ``match``, and its compressors.
+the class ``Linear``, which all weights have here. Names take precedence over expressions, and those over the class. Modules that
+``ignore`` matches are not quantized. Sources: the package's ``quant_config`` and ``match``, and its compressors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ READERS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One config group: what it matches, how that is stored, and the activations it declares. ordered: columns have a g_idx."""
+    """One config group: its targets, their storage, and the declared activations. ordered: columns have a g_idx."""
 
     name: str
     targets: tuple[str, ...]
@@ -79,8 +79,8 @@ class CompressedTensors(Format):
 
     def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
         fields = Fields(config, where)
-        for part, what in (("sparsity_config", "format"), ("transform_config", "config_groups")):
-            value = fields.get(part, Mapping, {}).get(what)
+        for part, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+            value = fields.get(part, Mapping, {}).get(key)
             if value and value != "dense":
                 raise FormatError(f"{where}.{part}: {value!r} is not read")
         self.form = fields.get("format", str, "dense")
@@ -108,8 +108,8 @@ class CompressedTensors(Format):
             weight_scheme(weights, form),
             weights.data.get("actorder") in ("group", "dynamic", True),
         )
-        given = fields.data.get("input_activations")
-        if given is None:
+        inputs_entry = fields.data.get("input_activations")
+        if inputs_entry is None:
             return Group(name, targets, form, scheme, ordered=ordered)
         inputs = fields.section("input_activations")
         static = inputs.data.get("dynamic") is False
@@ -123,13 +123,13 @@ class CompressedTensors(Format):
             matching = [g for g in self.groups if any(kind(t) and _matches(t, module) for t in g.targets)]
             if len({(g.form, g.scheme) for g in matching}) > 1:
                 names = ", ".join(g.name for g in matching)
-                raise FormatError(f"{module}: config groups {names} match it, and say different things")
+                raise FormatError(f"{module}: config groups {names} match it and contradict each other")
             if matching:
                 return matching[0]
         return None
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """That of the module's config group."""
+        """The scheme of the module's config group."""
         group = self.rule(module)
         return None if group is None else group.scheme
 
@@ -148,21 +148,21 @@ class CompressedTensors(Format):
 
 
 def _cache_format(fields: Fields) -> str:
-    """The number format of ``kv_cache_scheme``: ``fp8``, or what else it is."""
+    """The number format of ``kv_cache_scheme``: ``fp8`` or another one."""
     bits, kind = fields.get("num_bits", int, 8), fields.one_of("type", ("int", "float"), "int")
     form = "fp8" if (bits, kind) == (8, "float") else f"{kind}{bits}"
     return form if fields.get("symmetric", bool, True) else f"asymmetric {form}"
 
 
 def weight_scheme(fields: Fields, form: str) -> QuantScheme:
-    """The scheme of a group's ``weights``; FormatError for one that has none here, or that its format does not store."""
+    """The scheme of a group's ``weights``; FormatError if there is no such scheme, or its format does not store it."""
     bits, kind = fields.get("num_bits", int, 8), fields.one_of("type", ("int", "float"), "int")
     size = fields.get("group_size", int, None)
     strategy = fields.get("strategy", str, None) or (
         "tensor" if size is None else "channel" if size == -1 else "group"
     )
     symmetric = fields.get("symmetric", bool, True)
-    what = f"{bits}-bit {kind} weights, strategy {strategy}, group size {size}, format {form}"
+    description = f"{bits}-bit {kind} weights, strategy {strategy}, group size {size}, format {form}"
     name = None
     if kind == "int" and form in ("pack-quantized", "int-quantized", "naive-quantized") and 1 <= bits <= 8:
         if strategy in ("channel", "tensor"):
@@ -182,13 +182,13 @@ def weight_scheme(fields: Fields, form: str) -> QuantScheme:
             name = form[:5]
     if name is None:
         raise FormatError(
-            f"{fields.where}: {what}{'' if symmetric else ', asymmetric'}: no scheme holds these"
+            f"{fields.where}: {description}{'' if symmetric else ', asymmetric'}: no scheme holds these"
         )
     return QuantScheme.parse(name)
 
 
 def _activation(fields: Fields, weights: QuantScheme) -> str | None:
-    """The declared activation format by our name, or in words when we have none for it."""
+    """The declared activation format by its name in gristmill, or a description if it has none."""
     bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")
     strategy, size = fields.get("strategy", str, "tensor"), fields.get("group_size", int, None)
     if kind == "float" and bits == 8:
@@ -249,7 +249,7 @@ class CompressedTensorsWriter(SchemeWriter):
         return "mxfp8-quantized" if self.scheme.weight == "mxfp8" else f"{self.scheme.weight}-pack-quantized"
 
     def quantize(self, weight: Tensor) -> QuantTensor:
-        """NVFP4's global scale is stored as its reciprocal: it is moved by a last bit to where that is exact."""
+        """NVFP4's global scale is stored as its reciprocal: it is changed by at most one bit so that the reciprocal is exact."""
         q = quantize(weight, self.scheme)
         if self.scheme.weight != "nvfp4" or q.global_scale is None or _divisor(q.global_scale) is not None:
             return q

@@ -38,7 +38,7 @@ class FormatError(ValueError):
 
 
 class Source(Protocol):
-    """Tensors by name. `read` raises, naming file and tensor, when there is none of that name or it is another."""
+    """Tensors by name. `read` raises, with file and tensor, if there is no such tensor or it is not as expected."""
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -55,7 +55,7 @@ class Source(Protocol):
         *,
         dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
-        """The tensor as stored, which must have this shape and one of these dtypes. Its memory may be a mapped file's."""
+        """The tensor as stored, which must have this shape and one of these dtypes. Its memory may belong to a mapped file."""
         ...
 
 
@@ -72,7 +72,7 @@ class Tensors:
         return iter(self.tensors)
 
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape; FormatError when there is none of that name."""
+        """Dtype and shape; FormatError if there is no such tensor."""
         if name not in self.tensors:
             raise FormatError(f"there is no tensor {name}")
         return self.tensors[name].dtype, tuple(self.tensors[name].shape)
@@ -97,13 +97,13 @@ class Tensors:
 class StoredWeight:
     """One module's weight as a checkpoint stores it.
 
-    Tensors that need no rearranging are those that the source gave, so that nothing is copied before somebody wants a copy:
-    `owned` makes one of what lies in a mapped file.
+    Tensors that need no rearranging are those of the source, so that nothing is copied unnecessarily; `owned` copies those in a
+    mapped file.
 
     weight: [..., N, K], its scheme without activations. names: the tensors it is made of. activation: the activation format
     that the checkpoint declares, for information: None = in their own dtype. input_scale: float32 [1], a static scale of
-    those activations as a multiplier (value = code * input_scale), or None. pre_scale: float32 [K] that x is to be
-    multiplied by before the product (AWQ-style scaling that was not folded into a layer before), or None.
+    those activations as a multiplier (value = code * input_scale), or None. pre_scale: float32 [K] by which x is
+    multiplied before the product (AWQ-style scaling that was not folded into a previous layer), or None.
     """
 
     weight: QuantTensor
@@ -118,15 +118,15 @@ Place = Callable[[tuple[int, ...]], Tensor]
 
 
 def new_codes(shape: tuple[int, ...]) -> Tensor:
-    """Memory of their own."""
+    """Newly allocated memory."""
     return memory.empty(shape, torch.uint8)
 
 
 class Format(ABC):
-    """A checkpoint format with its configuration read.
+    """A checkpoint format with a parsed configuration.
 
-    name: its ``quant_method``. ordered: columns may belong to groups in any order (act-order). kv_cache: the number format that its
-    scales of a KV cache are for, such as ``fp8``; None: the configuration does not say.
+    name: its ``quant_method``. ordered: columns may belong to groups in any order (act-order). kv_cache: the number format of its
+    KV cache scales, such as ``fp8``; None: not in the configuration.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Format(ABC):
     ) -> StoredWeight | None:
         """The weight of a module, of logical shape (..., N, K); None when it is not quantized.
 
-        place: gives the memory for codes that the reader has to rearrange; other codes are the source's own.
+        place: allocates memory for codes that the reader has to rearrange; other codes are those of the source.
 
         Raises:
             FormatError: the module's tensors are missing, of the wrong shape or dtype, or a variant that is not read.
@@ -149,17 +149,17 @@ class Format(ABC):
         """The scheme of a module by the configuration alone, None when it is not quantized.
 
         Raises:
-            FormatError: the configuration does not say; the tensors do.
+            FormatError: the tensors determine it, not the configuration.
         """
         raise FormatError(f"quantization_config: {self.name} does not say how every layer is stored")
 
     def beside(self, source: Source, read: Collection[str]) -> set[str]:
-        """Tensors that belong to no parameter and mean nothing, once `read` are read; FormatError where one means something."""
+        """Unread tensors, apart from those in `read`, that belong to no parameter and have no effect; FormatError if one has an effect."""
         return set()
 
 
 class Writer(Protocol):
-    """A format to write in one scheme. What it cannot hold exactly is a FormatError before anything is written.
+    """A format to write in one scheme. If it cannot hold a weight exactly, FormatError is raised before anything is written.
 
     stacked: it holds experts [E, N, K] in one tensor, and no other weights; the others hold matrices alone.
     """
@@ -181,7 +181,7 @@ class Writer(Protocol):
 
 
 def by_name(config: Mapping[str, Any]) -> bool:
-    """No configuration but those whose ``quant_method`` is the format's name."""
+    """Claims no configuration except those whose ``quant_method`` is the format's name."""
     return False
 
 
@@ -189,7 +189,7 @@ def by_name(config: Mapping[str, Any]) -> bool:
 class FormatSpec:
     """A checkpoint format as its module declares it, under the attribute `FORMAT`.
 
-    name: the ``quant_method`` of config.json. read: the format of a configuration and what that is called in messages. write: the
+    name: the ``quant_method`` of config.json. read: creates the format from a configuration and its name in messages. write: the
     writer of a scheme, None when the format is only read. claims: whether a configuration of another ``quant_method``, or of none,
     is of this format. entry: another entry of config.json than ``quantization_config`` that holds one. sidecar: a file beside
     config.json that holds one.
@@ -204,7 +204,7 @@ class FormatSpec:
 
 
 class Fields:
-    """A JSON object read with types; every mistake says where it is, what was expected and what came."""
+    """A JSON object with typed access; errors state the place, the expected and the actual value."""
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, Mapping):
@@ -252,8 +252,8 @@ def listed(module: str, names: Collection[str]) -> bool:
     ``lm_head``, ``model.layers.0`` and ``mlp.gate`` list ``lm_head``, ``model.layers.0.mlp.up_proj`` and
     ``model.layers.3.mlp.gate``, and not ``model.layers.3.mlp.gate_proj``.
     """
-    whole = f".{module}."
-    return any(whole.startswith(f".{name}.") or whole.endswith(f".{name}.") for name in names)
+    dotted = f".{module}."
+    return any(dotted.startswith(f".{name}.") or dotted.endswith(f".{name}.") for name in names)
 
 
 def one_number(source: Source, name: str) -> Tensor:
@@ -286,18 +286,18 @@ def need(source: Source, module: str, suffixes: Collection[str], form: str) -> N
     """FormatError unless the module has all these tensors."""
     missing = [f"{module}{suffix}" for suffix in suffixes if f"{module}{suffix}" not in source]
     if missing:
-        others = sorted(
+        present = sorted(
             n
             for n in source
             if n.startswith((f"{module}.", f"{module}_")) and n.count(".") <= module.count(".") + 1
         )
         raise FormatError(
-            f"{module} is stored as {form}, which needs tensor {missing[0]}; found {', '.join(others) or 'none of it'}"
+            f"{module} is stored as {form}, which needs tensor {missing[0]}; found {', '.join(present) or 'none of it'}"
         )
 
 
 def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
-    """A QuantTensor; what it says of bad fields becomes a FormatError with the module's name.
+    """A QuantTensor; errors of its fields become a FormatError with the module's name.
 
     Codes of float formats must be finite, and scales such that every value is finite in float32.
     """
@@ -325,14 +325,14 @@ def as_bytes(weight: Tensor) -> Tensor:
 
 
 def owned(weight: QuantTensor) -> QuantTensor:
-    """The weight with a copy in place of each tensor whose memory is not torch's own: a mapped file's."""
-    held = weight.tensors()
-    mapped = {name: memory.copy_of(t) for name, t in held.items() if not t.untyped_storage().resizable()}
-    return weight.with_tensors({**held, **mapped}, weight.shape) if mapped else weight
+    """The weight with a copy of each tensor whose memory torch does not own, that is, of mapped files."""
+    tensors = weight.tensors()
+    mapped = {name: memory.copy_of(t) for name, t in tensors.items() if not t.untyped_storage().resizable()}
+    return weight.with_tensors({**tensors, **mapped}, weight.shape) if mapped else weight
 
 
 def as_float32(scales: Tensor) -> Tensor:
-    """Scales of a float or E8M0 dtype as an own float32 copy, exactly."""
+    """Scales of a float or E8M0 dtype as an exact float32 copy."""
     if scales.dtype == torch.float8_e8m0fnu:
         return numeric.e8m0_decode(scales.contiguous().view(torch.uint8))
     return scales.to(torch.float32, copy=True).contiguous()

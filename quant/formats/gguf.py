@@ -1,8 +1,8 @@
 """GGUF files (ggml) through the `gguf` package: tensors by the names that Hugging Face gives them, types by `gguf_blocks`.
 
-A file holds its configuration in key-value pairs and its tensors under names of its own; the package's tables say which is
-which. Converters of the architecture "llama" reorder the rows of q and k for a rotation of neighbouring pairs; here they
-get their order back. Experts of a layer are one tensor in the file, ``blk.0.ffn_gate_exps``, and as many here, each a part of its
+A file holds its configuration in key-value pairs and its tensors under names of its own; the tables of the package map
+them. Converters of the architecture "llama" reorder the rows of q and k for a rotation of neighbouring pairs; the original
+order is restored here. Experts of a layer are one tensor in the file, ``blk.0.ffn_gate_exps``, and as many here, each a part of its
 memory. ``rope_freqs`` belongs to the configuration, and is no tensor here: `GgufFile.rope_factors`. Big-endian files, split files
 (``-00001-of-00003.gguf``) and importance-matrix types (IQ*) are refused.
 """
@@ -35,7 +35,7 @@ MAGIC = b"GGUF"
 
 
 def no_entries(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """No entries beside those that all architectures share."""
+    """No entries besides those that all architectures share."""
     return {}
 
 
@@ -153,10 +153,10 @@ class GgufFile:
             raise FormatError(
                 f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(stored_shape)}"
             )
-        held = torch.from_numpy(self._data[name])
+        tensor = torch.from_numpy(self._data[name])
         if dtype == torch.bfloat16:
-            held = held.view(torch.uint8).view(torch.bfloat16)
-        return self._in_order(name, held.view(stored_shape))
+            tensor = tensor.view(torch.uint8).view(torch.bfloat16)
+        return self._in_order(name, tensor.view(stored_shape))
 
     def tokenizer_fields(self) -> Mapping[str, Any]:
         """The key-value pairs ``tokenizer.*``, arrays as lists; FormatError for text that is none."""
@@ -176,7 +176,7 @@ class GgufFile:
         self._data[name] = data
 
     def _factors(self, tensor: Any) -> tuple[float, ...]:
-        """What the frequencies of the rotary embedding are divided by."""
+        """The divisors of the frequencies of the rotary embedding."""
         values = tensor.data.tolist() if tensor.tensor_type.name == "F32" else []
         if not values or len(tensor.shape) != 1 or not all(math.isfinite(v) and v > 0 for v in values):
             raise FormatError(f"{self.path}: rope_freqs.weight must be positive float32 numbers in a row")
@@ -212,7 +212,7 @@ class Gguf(Format):
     name = "gguf"
 
     def __init__(self, config: Mapping[str, Any] | None = None, where: str = "") -> None:
-        """There is no configuration: a file says of each tensor what it is."""
+        """There is no configuration: a file contains the type of each tensor."""
 
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
@@ -259,12 +259,12 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
     try:
         reader = gguf.GGUFReader(
             path, "c"
-        )  # mapped; what somebody writes stays in memory, and torch does not warn of it
+        )  # mapped copy-on-write, so that torch does not warn of read-only memory
         return reader, _metadata(reader)
     except FormatError:
         raise
     except Exception as error:
-        # The package raises whatever its arithmetic on damaged bytes runs into, from IndexError to UnicodeDecodeError.
+        # On damaged files the package raises various exceptions, from IndexError to UnicodeDecodeError.
         raise FormatError(f"{path} is truncated or corrupt: {type(error).__name__}: {error}") from error
 
 
@@ -289,12 +289,12 @@ def _translation(architecture: GgufArchitecture, layers: int) -> dict[str, str]:
     table = gguf.get_tensor_name_map(kinds[architecture.name], layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
     modules += [f"model.layers.{i}.{module}" for i in range(layers) for module in architecture.modules]
-    found = {}
+    translation = {}
     for module in modules:
-        own = table.get_name(module.replace(".{expert}", ""))
-        if own is not None:
-            found[own] = module
-    return found
+        file_name = table.get_name(module.replace(".{expert}", ""))
+        if file_name is not None:
+            translation[file_name] = module
+    return translation
 
 
 MOST_EXPERTS = 4096

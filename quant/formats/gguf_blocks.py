@@ -38,12 +38,12 @@ Fields = tuple[Tensor, Tensor, Tensor | None]
 
 
 _CHUNK = 1 << 18
-"""Bytes of blocks taken apart at a time: what becomes of them stays in a core's cache."""
+"""Bytes of blocks decoded at a time, such that the result stays in the cache of a core."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """One type: values and bytes of a block, the scheme it becomes, and how a block [..., size] is taken apart."""
+    """One type: values and bytes of a block, the resulting scheme, and the function that splits a block [..., size] into fields."""
 
     values: int
     size: int

@@ -9,7 +9,7 @@ Of a module NAME with K inputs, N outputs, b bits and groups of G:
 - ``NAME.g_idx`` int32 [K], the group of each input: k // G, or anything with ``desc_act``. Rows are not reordered on disk.
 
 W[n, k] = (q[k, n] - z[g, n]) * s[g, n], g = g_idx[k]. Zero points that are all 2^(b-1) are left implicit when the
-configuration says ``sym``. Which modules are quantized is said by their tensors: lists are often absent. ``dynamic``
+configuration says ``sym``. Their tensors determine which modules are quantized: lists are often absent. ``dynamic``
 overrides bits and group size by regular expressions, ``-:`` ones name modules that are not quantized.
 """
 
@@ -76,7 +76,7 @@ class Gptq(Format):
             self.dynamic.append((compiled, rule))
 
     def rule(self, module: str) -> tuple[int, int, bool] | None:
-        """(bits, group size, symmetric) of a module, None when a rule says that it is not quantized."""
+        """(bits, group size, symmetric) of a module, None when a rule excludes it from quantization."""
         for pattern, rule in self.dynamic:
             if pattern.match(module):
                 return rule
@@ -87,7 +87,7 @@ class Gptq(Format):
         return bits, override.get("group_size", int, self.group), override.get("sym", bool, self.symmetric)
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """By the rules; zero points may turn out to be implicit."""
+        """The scheme by the rules; its zero points may turn out to be implicit."""
         rule = self.rule(module)
         if rule is None:
             return None
@@ -145,7 +145,7 @@ class Gptq(Format):
             )
         if groups == 1:
             g_idx = None
-        # A group that is the whole row keeps its name: experts' matrices of other K have the same scheme.
+        # A group size equal to K stays in the scheme: matrices of experts with another K have the same scheme.
         scheme = QuantScheme.integer(
             bits, None if group == -1 or size > k else size, zero_points=not implicit
         )

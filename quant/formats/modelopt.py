@@ -10,7 +10,7 @@ FP8_PER_CHANNEL_PER_TOKEN ``weight`` e4m3, ``weight_scale`` float32 [N]
 FP8_PB_WO                 ``weight`` e4m3, ``weight_scale`` float32 [N/128, 1, K/128, 1]
 ========================  ==================================================================================================
 
-``pre_quant_scale`` [K], where it was not folded into a layer before, multiplies x. MIXED_PRECISION lists its modules,
+``pre_quant_scale`` [K], if it was not folded into a previous layer, multiplies x. MIXED_PRECISION lists its modules,
 each with an algorithm; modules it does not list, and those that ``exclude_modules`` or ``ignore`` match (names, parents,
 shell patterns), are stored in floats. Source: ModelOpt's export of unified Hugging Face checkpoints.
 """
@@ -77,9 +77,9 @@ class ModelOpt(Format):
             layers = fields.section("quantized_layers")
             for module in layers.data:
                 layer = layers.section(module)
-                self.layers[module] = _known(layer, layer.get("quant_algo", str).upper())
+                self.layers[module] = _checked_algorithm(layer, layer.get("quant_algo", str).upper())
         else:
-            _known(fields, self.algorithm)
+            _checked_algorithm(fields, self.algorithm)
 
     def rule(self, module: str) -> str | None:
         """The algorithm of a module, None when it is not quantized."""
@@ -97,7 +97,7 @@ class ModelOpt(Format):
         return algorithms.pop() if algorithms else None
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """That of the module's algorithm."""
+        """The scheme of the module's algorithm."""
         algorithm = self.rule(module)
         return None if algorithm is None else QuantScheme.parse(ALGORITHMS[algorithm][0])
 
@@ -127,17 +127,17 @@ class ModelOpt(Format):
             names.append(f"{module}.weight_scale_2")
             multiplier = one_number(source, names[2])
         weight = make(module, codes, scales, shape, scheme, global_scale=multiplier)
-        given, before = None, None
+        input_scale, pre_scale = None, None
         if f"{module}.input_scale" in source:
             names.append(f"{module}.input_scale")
-            given = one_number(source, names[-1])
+            input_scale = one_number(source, names[-1])
         if f"{module}.pre_quant_scale" in source:
             names.append(f"{module}.pre_quant_scale")
-            before = as_float32(source.read(names[-1], (shape[-1],), dtypes=FLOATS))
-        return StoredWeight(weight, tuple(names), ALGORITHMS[algorithm][1], given, before)
+            pre_scale = as_float32(source.read(names[-1], (shape[-1],), dtypes=FLOATS))
+        return StoredWeight(weight, tuple(names), ALGORITHMS[algorithm][1], input_scale, pre_scale)
 
 
-def _known(fields: Fields, algorithm: str) -> str:
+def _checked_algorithm(fields: Fields, algorithm: str) -> str:
     if algorithm not in ALGORITHMS:
         raise FormatError(
             f"{fields.where}: quant_algo {algorithm} is not read; known: {', '.join(ALGORITHMS)}, MIXED_PRECISION"
@@ -153,14 +153,14 @@ def _scales(source: Source, module: str, shape: tuple[int, ...], scheme: QuantSc
         if n % BLOCK or k % BLOCK:
             raise FormatError(f"{module}: FP8_PB_WO needs N and K multiples of {BLOCK}, got [{n}, {k}]")
         stored = (*expected[:-1], 1, expected[-1], 1)
-        came = source.spec(name)[1]
-        return as_float32(source.read(name, expected if came == expected else stored, dtypes=FLOATS)).reshape(
-            expected
-        )
-    if scheme.granularity == "channel":
-        came = source.spec(name)[1]
+        stored_shape = source.spec(name)[1]
         return as_float32(
-            source.read(name, expected if came == expected else expected[:-1], dtypes=FLOATS)
+            source.read(name, expected if stored_shape == expected else stored, dtypes=FLOATS)
+        ).reshape(expected)
+    if scheme.granularity == "channel":
+        stored_shape = source.spec(name)[1]
+        return as_float32(
+            source.read(name, expected if stored_shape == expected else expected[:-1], dtypes=FLOATS)
         ).reshape(expected)
     size = scheme.group_size or k
     if k % size:
@@ -175,7 +175,7 @@ def _lists(pattern: str, module: str) -> bool:
 
 
 class ModelOptWriter(SchemeWriter):
-    """NVIDIA ModelOpt, weight-only where it has a name for that."""
+    """NVIDIA ModelOpt, weight-only if it has such an algorithm."""
 
     name = "modelopt"
     ALGORITHMS: Mapping[str, str] = {

@@ -27,12 +27,12 @@ class Columns:
 
 
 def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What fills an unused slot."""
+    """The tensor of an unused slot."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 def no_perm(device: torch.device) -> Tensor:
-    """The perm of columns in order."""
+    """The perm of unsorted columns."""
     return empty(torch.int32, device)
 
 
@@ -105,7 +105,7 @@ def zero_codes(q: QuantTensor, zero: Tensor | None) -> Tensor | int:
     return zero.to(torch.float32).round().clamp(0, (1 << q.scheme.bits) - 1).to(torch.uint8)
 
 
-def collapse(per_row: Tensor, rows: Tensor, count: int, what: str, packed: Packed) -> Tensor:
+def collapse(per_row: Tensor, rows: Tensor, count: int, description: str, packed: Packed) -> Tensor:
     """[..., N, C] values that rows share -> [..., count, C], rows[n] being the shared row of n.
 
     Raises:
@@ -117,7 +117,7 @@ def collapse(per_row: Tensor, rows: Tensor, count: int, what: str, packed: Packe
     shared = per_row.index_select(-2, first)
     if not same_bits(shared.index_select(-2, rows.to(torch.int64)), per_row):
         raise ValueError(
-            f"packed weight {packed.layout} {list(packed.shape)}: rows that share {what} differ in it"
+            f"packed weight {packed.layout} {list(packed.shape)}: rows that share {description} differ in it"
         )
     return shared
 

@@ -24,11 +24,11 @@ from gristmill.quant.sharding import select
 from gristmill.quant.tensor import QuantTensor
 
 NAME = "cpu_rows16_v1"
-_ONE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
+_UNIT_SCALE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
 
 
 _CHUNK = 1 << 20
-"""Weights brought in order at a time, so that the scratch memory stays small beside the weight."""
+"""Weights reordered at a time, so that scratch memory is small compared to the weight."""
 
 
 def pack(weight: QuantTensor) -> Packed:
@@ -37,7 +37,7 @@ def pack(weight: QuantTensor) -> Packed:
     if scheme.is_dense:
         dense = weight.dense()
         missing = padded_k(scheme, weight.k) - weight.k
-        padded = pad(dense, (0, missing)) if missing else dense  # pad copies even where it adds nothing
+        padded = pad(dense, (0, missing)) if missing else dense  # pad copies even if it adds nothing
         slots = {
             "codes": _interleave(padded.view(torch.uint8), scheme.bits, 0),
             "scales": empty(torch.float32, device),
@@ -73,7 +73,7 @@ def pack(weight: QuantTensor) -> Packed:
 
 
 def _pack_rows(weight: QuantTensor) -> tuple[dict[str, Tensor], Columns]:
-    """The slots of a matrix but for perm, by blocks of rows, and its columns in order."""
+    """The slots of a matrix except perm, by blocks of rows, and its sorted columns."""
     device, scheme, columns, row_scale = (
         weight.device,
         weight.scheme,
@@ -89,7 +89,7 @@ def _pack_rows(weight: QuantTensor) -> tuple[dict[str, Tensor], Columns]:
         raise ValueError(f"{NAME} needs scales of {scheme}")
     slots = {
         "codes": _interleave(_pad_columns(weight, columns), scheme.bits, scheme.implicit_zero),
-        "scales": _by_block(scales, _ONE.get(scales.dtype, 1.0)),
+        "scales": _by_block(scales, _UNIT_SCALE.get(scales.dtype, 1.0)),
         "zeros": empty(torch.uint8, device) if zero is None else _by_block(zero, 0),
         "row_scale": empty(torch.float32, device)
         if row_scale is None
@@ -109,25 +109,25 @@ def unpack(packed: Packed) -> QuantTensor:
     zero = _by_row(slots["zeros"], n) if slots["zeros"].numel() else None
     columns = unsort_columns(stored, scales, zero, packed, slots["perm"])
     codes = numeric.pack_bits(columns.codes.contiguous(), scheme.bits)
-    kept, n_idx, global_scale = columns.scales, None, None
+    scales_out, n_idx, global_scale = columns.scales, None, None
     if scheme.granularity == "tensor":
-        kept, global_scale = None, collapse_segments(scales[..., 0], packed)
+        scales_out, global_scale = None, collapse_segments(scales[..., 0], packed)
     elif scheme.has_global:
         global_scale = collapse_segments(_by_row(slots["row_scale"][..., None, :], n)[..., 0], packed)
-    elif scheme.granularity == "block" and kept is not None:
+    elif scheme.granularity == "block" and scales_out is not None:
         rows = torch.arange(n, device=codes.device) // 128
         if packed.row_blocks is not None:
             rows = torch.tensor(packed.row_blocks, device=codes.device)
             n_idx = rows.to(torch.int32)
-        kept = collapse(kept, rows, int(rows.max()) + 1, "a block scale", packed)
+        scales_out = collapse(scales_out, rows, int(rows.max()) + 1, "a block scale", packed)
     g_idx = columns.perm if packed.run_groups is not None else None
     return QuantTensor(
-        codes, kept, packed.shape, scheme, columns.zero, global_scale, packed.segments, g_idx, n_idx
+        codes, scales_out, packed.shape, scheme, columns.zero, global_scale, packed.segments, g_idx, n_idx
     )
 
 
 def _pad_columns(weight: QuantTensor, columns: Columns) -> Tensor:
-    """Codes [..., N, K'] with padded columns that decode to 0 where a code does."""
+    """Codes [..., N, K'] with padding columns that decode to 0, if a code does."""
     missing = padded_k(weight.scheme, columns.codes.shape[-1]) - columns.codes.shape[-1]
     if not missing:
         return columns.codes
@@ -180,5 +180,5 @@ def _by_row(blocks: Tensor, n: int) -> Tensor:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """Last dimension as bytes: float8 has no cat, and nothing here may round."""
+    """Last dimension as bytes: torch.cat does not support float8, and nothing here may round."""
     return t.contiguous().view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Packing of the frag16 layouts: tiles of 16 rows x 128 columns, codes in operand order, then what scales them.
+"""Packing of the frag16 layouts: tiles of 16 rows x 128 columns, codes in operand order, then scales.
 
-w4_frag16_v1, f4_frag16_v1 and w8_frag16_v1 say what a tile holds; they share all but the order of the codes' bits and the scales.
+w4_frag16_v1, f4_frag16_v1 and w8_frag16_v1 document the content of a tile; they differ in the bit order of the codes and in the scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gristmill.quant.sharding import select
 from gristmill.quant.tensor import QuantTensor
 
 _BATCH = 1 << 26
-"""Weights ordered at a time in torch, so that the scratch memory stays small beside the weight."""
+"""Weights reordered at a time in torch, so that scratch memory is small compared to the weight."""
 
 
 def pack_w4(weight: QuantTensor) -> Packed:
@@ -78,19 +78,19 @@ def _pack(weight: QuantTensor, name: str) -> Packed:
     ):
         assert code is not None and scale is not None
         _put_codes(code, k, weight, out, size)
-        made, factor = tail.scale_bytes(scheme, scale, offset, row, code, k, count, groups)
+        scale_parts, factor = tail.scale_bytes(scheme, scale, offset, row, code, k, count, groups)
         for part, view in block_views(out, count, groups, size):
-            view[..., CODE_BYTES[code_order(scheme)] :] = made[part].view(*view.shape[:3], -1)
+            view[..., CODE_BYTES[code_order(scheme)] :] = scale_parts[part].view(*view.shape[:3], -1)
         rows.append(factor)
-    second = (
+    second_slot = (
         {"row_scale": torch.stack([r for r in rows if r is not None]).view(*lead, weight.n)}
         if name == "f4_frag16_v1"
         else {"scale_type": empty(scales.dtype, device)}
     )
-    slots = {"tiles": tiles.view(*lead, -1) if lead else tiles[0], **second, "perm": perm}
+    slots = {"tiles": tiles.view(*lead, -1) if lead else tiles[0], **second_slot, "perm": perm}
     if (
         device.type == "cuda"
-    ):  # kernels may start to read an immutable weight before the work queued ahead of them has ended
+    ):  # with PDL kernels may read an immutable weight before earlier work on the stream has ended
         torch.cuda.current_stream(device).synchronize()
     n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
     run_groups = None if columns is None else columns.run_groups
@@ -98,7 +98,7 @@ def _pack(weight: QuantTensor, name: str) -> Packed:
 
 
 def _put_codes(codes: Tensor, k: int, weight: QuantTensor, out: Tensor, size: int) -> None:
-    """One matrix's codes [N, bytes] into its tiles: by a kernel on a GPU where Triton is, else in torch."""
+    """One matrix's codes [N, bytes] into its tiles: by a Triton kernel on a GPU if Triton is installed, else in torch."""
     order, padding = code_order(weight.scheme), weight.scheme.implicit_zero
     if codes.is_cuda and find_spec("triton") is not None:
         from gristmill.quant.layouts._frag16_triton import pack_codes

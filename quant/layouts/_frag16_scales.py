@@ -1,4 +1,4 @@
-"""What follows the codes of a frag16 tile: scales and zero points of its 16 rows, in the order in which lanes read them."""
+"""Scales and zero points of the 16 rows of a frag16 tile, which follow its codes, in the order in which lanes read them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gristmill.quant.layouts.w4_frag16_v1 import TILE_ROWS, groups_per_tile
 from gristmill.quant.tensor import QuantTensor
 
 NVFP4_UNIT = 256.0
-"""Products of nvfp4 codes and block scales are made 2^-8 of what they are; the row's multiplier makes up for it."""
-_WIDEST = 126
-"""Powers of two between the largest and the smallest scale of a row of MXFP4: further down bf16 products would round."""
+"""Products of nvfp4 codes and block scales are scaled by 2^-8; the row multiplier compensates."""
+_MAX_SPREAD = 126
+"""Largest ratio, in powers of two, of the scales of a row of MXFP4: beyond it bf16 products would be rounded."""
 
 
 def code_order(scheme: QuantScheme) -> str:
@@ -25,7 +25,7 @@ def code_order(scheme: QuantScheme) -> str:
 
 
 def check(weight: QuantTensor, name: str) -> None:
-    """ValueError for what the layout `name` cannot hold."""
+    """ValueError for a weight that the layout `name` cannot hold."""
     scheme, scales, zero = weight.scheme, weight.scales, weight.zero
     if scheme.is_integer and (scales is None or scales.dtype not in (torch.bfloat16, torch.float16)):
         raise ValueError(
@@ -53,11 +53,13 @@ def scale_bytes(
 ) -> tuple[Tensor, Tensor | None]:
     """One matrix's scales [N, S] (and zeros) -> uint8 [T, G, bytes], and the float32 multiplier of each row where there is one."""
     if scheme.scale_dtype == "e4m3":
-        made = _nvfp4_bytes(scales.view(torch.uint8), codes, k)
-        return _pairs_of_groups(made, count, groups, 8), None if row_scale is None else row_scale * NVFP4_UNIT
+        row_bytes = _nvfp4_bytes(scales.view(torch.uint8), codes, k)
+        return _pairs_of_groups(
+            row_bytes, count, groups, 8
+        ), None if row_scale is None else row_scale * NVFP4_UNIT
     if scheme.scale_dtype == "e8m0":
-        made, top = _mxfp4_bytes(scales, codes, k)
-        return _pairs_of_groups(made, count, groups, 4), _power_of_two(top)
+        row_bytes, top = _mxfp4_bytes(scales, codes, k)
+        return _pairs_of_groups(row_bytes, count, groups, 4), _power_of_two(top)
     per_tile = groups_per_tile(scheme)
     parts = [_by_lane(scales, count, groups, per_tile)]
     if zero is not None:
@@ -66,8 +68,8 @@ def scale_bytes(
 
 
 def _power_of_two(top: Tensor) -> Tensor:
-    """float32 2^(top - 128) of int32 0..254, from its bits. Not torch.ldexp: on a GPU that is not the current one it starts its kernel
-    on the one that is (pytorch issue 189567, seen with torch 2.11)."""
+    """float32 2^(top - 128) of int32 0..254, from its bits. Not torch.ldexp: for a tensor on another GPU it launches its kernel
+    on the current one (pytorch issue 189567, seen with torch 2.11)."""
     return torch.where(top >= 2, (top - 1) << 23, 1 << (21 + top.clamp(max=1))).view(torch.float32)
 
 
@@ -93,12 +95,14 @@ def scales_of(
 
 
 def _by_lane(per_group: Tensor, count: int, groups: int, per_tile: int) -> Tensor:
-    """[N, S] -> bytes [T, G, ...]: for g = 0..7, for each group of the tile, row g and row g + 8. One column serves every group."""
-    wanted, size = groups * per_tile, per_group.element_size()
+    """[N, S] -> bytes [T, G, ...]: for g = 0..7, for each group of the tile, row g and row g + 8. A single column applies to every group."""
+    columns, size = groups * per_tile, per_group.element_size()
     if per_group.shape[1] == 1:
-        per_group = per_group.expand(-1, wanted)
+        per_group = per_group.expand(-1, columns)
     octets = per_group.contiguous().view(torch.uint8).view(per_group.shape[0], -1)
-    octets = pad(octets, (0, (wanted - per_group.shape[1]) * size, 0, count * TILE_ROWS - per_group.shape[0]))
+    octets = pad(
+        octets, (0, (columns - per_group.shape[1]) * size, 0, count * TILE_ROWS - per_group.shape[0])
+    )
     return (
         octets.view(count, 2, 8, groups, per_tile, size).permute(0, 3, 2, 4, 1, 5).reshape(count, groups, -1)
     )
@@ -129,12 +133,12 @@ def _e5m3(device: torch.device) -> Tensor:
     """Of each E4M3 byte 0..126 its value as five bits of exponent (bias 21) and three of mantissa, always normal; 0 is 0."""
     value = torch.arange(127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
     mantissa, exponent = torch.frexp(value)
-    made = (exponent - 1 + 21) * 8 + (mantissa * 16 - 8).int()
-    return torch.where(value > 0, made, 0).to(torch.uint8)
+    bits = (exponent - 1 + 21) * 8 + (mantissa * 16 - 8).int()
+    return torch.where(value > 0, bits, 0).to(torch.uint8)
 
 
 def _nvfp4_bytes(scales: Tensor, codes: Tensor, k: int) -> Tensor:
-    """E4M3 bytes [N, S] -> the bytes of `_e5m3`. ValueError for what they cannot say."""
+    """E4M3 bytes [N, S] -> the bytes of `_e5m3`. ValueError for scales that they cannot represent."""
     if bool((scales > 126).any()):
         raise ValueError("f4_frag16_v1 holds block scales of 0 and above; the weight has negative ones")
     if bool((scales == 0).any()) and bool((_used(codes, k, 16) & (scales == 0)).any()):
@@ -148,9 +152,9 @@ def _mxfp4_bytes(scales: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]
     """E8M0 bytes [N, S] -> bytes relative to the row's largest, which is 254, and that largest byte [N]."""
     top = scales.amax(1).int()
     below = top[:, None] - scales.int()
-    if bool((below > _WIDEST).any()) and bool((_used(codes, k, 32) & (below > _WIDEST)).any()):
+    if bool((below > _MAX_SPREAD).any()) and bool((_used(codes, k, 32) & (below > _MAX_SPREAD)).any()):
         raise ValueError(
-            f"f4_frag16_v1: a row's scales of used groups lie more than 2**{_WIDEST} apart; use another layout"
+            f"f4_frag16_v1: a row's scales of used groups lie more than 2**{_MAX_SPREAD} apart; use another layout"
         )
     return (254 - below).to(torch.uint8), top
 

@@ -22,25 +22,25 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "fp8": {"dtype": "float8e4m3", "scale_type": "tensor"},
     "fp8_block": {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128},
 }
-"""Weight configurations of humming, by scheme. fp8_ch is not here: humming keeps its scales in bf16."""
+"""Weight configurations of humming, by scheme. Without fp8_ch: humming stores its scales in bf16."""
 NAMES = {
     "weight": "weight",
     "scales": "weight_scale",
     "zeros": "zero_point",
     "global_scale": "weight_scale_2",
 }
-"""Our slots, and humming's names."""
+"""Slot of the layout -> humming's name."""
 
 
 def pack(weight: QuantTensor) -> Packed:
-    """A weight on a CUDA device, for bf16 activations. ValueError for what humming cannot hold."""
+    """A weight on a CUDA device, for bf16 activations. ValueError for a weight that humming cannot hold."""
     if weight.device.type != "cuda":
         raise ValueError(f"humming_v1 is made on a CUDA device, the weight is on {weight.device}")
     return by_library(weight)
 
 
 def by_library(weight: QuantTensor) -> Packed:
-    """What humming makes of a weight."""
+    """A weight packed by humming."""
     name = weight.scheme.weights
     if weight.g_idx is not None or weight.n_idx is not None or len(weight.segments) != 1 or weight.lead:
         raise ValueError(
@@ -60,9 +60,9 @@ def by_library(weight: QuantTensor) -> Packed:
         layer.load_from_tensors(_sources(weight))
         layer.transform()
     slots = {}
-    for slot, theirs in NAMES.items():
-        made = getattr(layer, theirs, None)
-        slots[slot] = empty(torch.uint8, weight.device) if made is None else made.detach()
+    for slot, humming_name in NAMES.items():
+        humming_tensor = getattr(layer, humming_name, None)
+        slots[slot] = empty(torch.uint8, weight.device) if humming_tensor is None else humming_tensor.detach()
     slots["config"] = torch.frombuffer(bytearray(layer.humming_config.to_str().encode()), dtype=torch.uint8)
     return Packed("humming_v1", weight.scheme, weight.shape, slots, weight.segments)
 
@@ -77,26 +77,28 @@ def unpack(packed: Packed) -> QuantTensor:
     config = LayerConfig(**_layer(slots["config"]))
     plain = {name: _zeros(shape, dtype, device) for name, (shape, dtype) in _shapes(packed).items()}
 
-    def moved(slot: str) -> Tensor:
-        theirs = NAMES[slot]
+    def restored(slot: str) -> Tensor:
+        humming_name = NAMES[slot]
 
-        def ask(source: Tensor) -> Tensor:
+        def transform(source: Tensor) -> Tensor:
             with torch.cuda.device_of(source):
-                found: Tensor = transform_humming_tensors(config, {**plain, theirs: source})[theirs]
-            return found
+                transformed: Tensor = transform_humming_tensors(config, {**plain, humming_name: source})[
+                    humming_name
+                ]
+            return transformed
 
-        return _moved_back(slots[slot], plain[theirs], ask)
+        return _moved_back(slots[slot], plain[humming_name], transform)
 
-    codes = moved("weight").view(torch.uint8).view(n, -1)
+    codes = restored("weight").view(torch.uint8).view(n, -1)
     if scheme.is_integer and "float" in str(_layer(slots["config"])["b_dtype"]):
         signed = numeric.unpack_bits(codes, 4, k).to(torch.int16)  # sign and magnitude
         codes = numeric.pack_bits((8 + torch.where(signed > 7, 8 - signed, signed)).to(torch.uint8), 4)
-    scales = moved("scales")
+    scales = restored("scales")
     if scheme.granularity == "tensor":
         return QuantTensor(codes, None, packed.shape, scheme, None, scales, packed.segments)
     zero = None
     if slots["zeros"].numel():
-        words = moved("zeros")
+        words = restored("zeros")
         zero = torch.stack([words >> 4 * i & 15 for i in range(8)], 1).flatten(0, 1).to(torch.uint8)
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     global_scale = slots["global_scale"] if scheme.has_global else None
@@ -104,9 +106,9 @@ def unpack(packed: Packed) -> QuantTensor:
 
 
 def _layer(config: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(config.cpu().numpy().tobytes())
-    found.pop("sublayer_name", None)
-    return found
+    layer: dict[str, Any] = json.loads(config.cpu().numpy().tobytes())
+    layer.pop("sublayer_name", None)
+    return layer
 
 
 def _sources(weight: QuantTensor) -> dict[str, Tensor]:

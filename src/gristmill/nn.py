@@ -182,9 +182,9 @@ class Linear(_Quantized):
             if name not in made:
                 del self._buffers[name]
         for name, tensor in made.items():
-            mine = self._buffers.get(name)
-            if mine is not None and _alike(mine, tensor):
-                mine.copy_(tensor)
+            buffer = self._buffers.get(name)
+            if buffer is not None and _alike(buffer, tensor):
+                buffer.copy_(tensor)
             else:
                 self.register_buffer(name, tensor, persistent=False)
         self._buffer_names = list(made)

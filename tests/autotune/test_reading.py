@@ -89,7 +89,7 @@ def test_a_kernel_that_reads_part_of_the_bytes_is_noticed(
     part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Recorded(part).alone(monkeypatch)
-    with pytest.raises(ReadError, match=f"recorded adds up {SIZE} bytes .*does not read all of them"):
+    with pytest.raises(ReadError, match=f"recorded sums {SIZE} bytes .*does not read all of them"):
         read()
 
 
