@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.tracing import RequestSpan
 
 LONG_TEXT = 4096
-"""Characters from which a prompt is encoded in another thread than the event loop's."""
+"""Prompts of at least this many characters are encoded outside the event loop's thread."""
 
 
 class AsyncEngine:
@@ -97,7 +97,7 @@ class AsyncEngine:
         priority: int = 0,
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """The completion of one prompt in chunks, of its n completions as they come; leaving the iterator aborts the request.
+        """Stream one prompt in chunks, those of its n completions as they come; leaving the iterator aborts the request.
 
         prompt: text, or token ids that are used unchanged. params: None = greedy, 128 tokens. priority: lower values first, in an
         engine made with queue_order="priority". request_id: a name for `abort` and traces; None = one is made.
@@ -166,7 +166,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._thread.call(end))
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """`Engine.pause`; returns when the mode's end is reached, or the engine was resumed meanwhile."""
+        """`Engine.pause`; returns when the mode's condition holds, or the engine was resumed meanwhile."""
         await asyncio.wrap_future(self._thread.call(lambda engine: engine.pause(mode)))
         await asyncio.wrap_future(
             self._thread.wait_for(lambda engine: engine.paused or engine.scheduler.paused is None)
@@ -186,9 +186,9 @@ class AsyncEngine:
         timeout: float | None = None,
         signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
-        """Drain when the process gets one of the signals: `timeout` seconds for what is unfinished; a second signal ends it at once.
+        """Drain when the process gets one of the signals: unfinished requests have `timeout` seconds; a second signal ends them at once.
 
-        To be called in the main thread's event loop.
+        Call it in the event loop of the main thread.
         """
         loop = asyncio.get_running_loop()
         limits = itertools.chain([timeout], itertools.repeat(0.0))
@@ -202,7 +202,7 @@ class AsyncEngine:
             loop.add_signal_handler(number, on_signal)
 
     async def drained(self) -> None:
-        """Returns when `drain` was called, by anybody or a signal, and no request is unfinished."""
+        """Returns when `drain` was called, by a caller or a signal, and no request is unfinished."""
         await asyncio.wrap_future(
             self._thread.wait_for(lambda engine: engine.draining and not engine.has_unfinished())
         )

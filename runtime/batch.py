@@ -1,4 +1,4 @@
-"""One step as tensors, as the layers receive it."""
+"""One step as tensors for the layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Batch:
     tokens, positions: int64 [T]. slots: int64 [T], block · block_size + offset of each token's place in the cache.
     query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
     tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
-    logits are wanted. fresh: no sequence has anything in the cache before this step.
+    logits are computed. fresh: no sequence has cached tokens before this step.
     """
 
     tokens: Tensor
@@ -77,7 +77,7 @@ def make_batch(
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list of numbers as a tensor on the device, without waiting for it."""
+    """A list of numbers as a tensor on the device, copied without synchronization."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

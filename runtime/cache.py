@@ -1,4 +1,4 @@
-"""The tensors of the paged KV cache: one allocation for all layers, and one for the scales of their tokens where there are any."""
+"""The tensors of the paged KV cache: one allocation for all layers, and one for scales per token if the format has them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in pages that the system makes when they are first written, so that unused blocks cost nothing."""
+    """Zeros; on a CPU in pages that the system allocates on the first write, so that unused blocks cost nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype, form: CacheFormat = AUTO) -> int:
-    """Bytes that one token takes in the caches of all layers. dtype: of activations."""
+    """Bytes per token in the caches of all layers. dtype: of activations."""
     shape = _shape(config, 1, 1)
     scales = math.prod(shape[:-1]) * 4 if form.token_scales else 0
     return math.prod(shape) * form.dtype(dtype).itemsize + scales

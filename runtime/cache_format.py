@@ -14,7 +14,7 @@ from gristmill.runtime.errors import UsageError
 class CacheFormat:
     """A format of the KV cache.
 
-    name: as the argument kv_dtype gives it. kv, kv_scale: the axes of the operations that write and read the cache
+    name: a value of the argument kv_dtype. kv, kv_scale: the axes of the operations that write and read the cache
     (`gristmill.kernels.kv_cache.quantized`).
     """
 
@@ -24,16 +24,16 @@ class CacheFormat:
 
     @property
     def quantized(self) -> bool:
-        """Whether it holds codes and scales, not keys and values in the activations' dtype."""
+        """Whether the cache holds codes and scales instead of keys and values in the activations' dtype."""
         return self.kv != "x"
 
     @property
     def token_scales(self) -> bool:
-        """Whether every token and head has a scale, which is part of the cache."""
+        """Whether the cache holds a scale per token and head."""
         return self.kv_scale == "token"
 
     def dtype(self, activations: torch.dtype) -> torch.dtype:
-        """The dtype of the cache's tensors."""
+        """The dtype of the cache tensors."""
         return torch.float8_e4m3fn if self.quantized else activations
 
 

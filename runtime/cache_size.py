@@ -12,21 +12,21 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.models import Model
 
 CPU_CACHE_BYTES = 1 << 30
-"""Cache on a CPU at most, unless num_blocks or memory say otherwise."""
+"""The largest default cache on a CPU, in bytes."""
 CUDA_MEMORY = 0.85
-"""Part of a GPU's free memory, after the weights are loaded, that the cache takes unless told otherwise."""
+"""The default cache on a GPU, as a fraction of the memory that is free after the weights are loaded."""
 
 
 def cache_blocks(
     model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_model_len: int
 ) -> int:
-    """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a part of the free memory (a float up to 1).
+    """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a fraction of the free memory (a float up to 1).
 
-    None: `CUDA_MEMORY` of a GPU's free memory; on a CPU what max_seqs sequences of max_model_len tokens need, but
-    `CPU_CACHE_BYTES` at most, and one sequence at least.
+    None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the need of max_seqs sequences of max_model_len tokens, but
+    at most `CPU_CACHE_BYTES`, and at least one sequence.
 
     Raises:
-        UsageError: memory is neither, or holds no block.
+        UsageError: memory is neither, or too small for one block.
     """
     plans = model.plans
     device, block_bytes = (
@@ -53,7 +53,7 @@ def cache_blocks(
 
 
 def make_cache(model: Model, num_blocks: int, block_size: int) -> PagedCache:
-    """The cache of a model; UsageError says how large it would have been."""
+    """The cache of a model; UsageError with its size if the allocation fails."""
     plans = model.plans
     try:
         return PagedCache(model.config, num_blocks, block_size, plans.dtype, plans.device, plans.cache_format)

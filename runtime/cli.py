@@ -101,7 +101,7 @@ def model_options(function: F) -> F:
     default=0.0,
     show_default=True,
     metavar="S",
-    help="How long generation goes on after SIGTERM; then it ends, and what there is counts as the answer.",
+    help="Seconds that generation continues after SIGTERM; then it ends with the text so far.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout, at the end.")
 def generate(
@@ -183,7 +183,7 @@ def generate(
 
 @contextmanager
 def _draining(llm: LLM, seconds: float) -> Iterator[None]:
-    """SIGTERM drains the engine meanwhile."""
+    """Drain the engine on SIGTERM while the block runs."""
     before = signal.signal(signal.SIGTERM, lambda *_: llm.drain(seconds))
     try:
         yield
@@ -432,7 +432,7 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr: what it yields is called with (done, total)."""
+    """A progress bar on stderr; yields a function to call with (done, total)."""
     from rich.progress import Progress
 
     with Progress(console=console.err(), transient=True, disable=quiet) as bar:

@@ -63,7 +63,7 @@ class Chunk:
 def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
     """The parameters of one completion as the engine takes them: without n, stop strings and grammar, bad words as token ids.
 
-    tokenizer: called where text has to be encoded. Choices after the first have seeds of their own and no logprobs of the prompt.
+    tokenizer: called if text must be encoded. Choices after the first have separate seeds and no logprobs of the prompt.
     """
     text_words = any(isinstance(word, str) for word in params.bad_words)
     if params.n == 1 and not params.stop and not text_words and params.structured_output is None:
@@ -85,7 +85,7 @@ def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], T
 
 
 def completion(prompt_ids: Sequence[int], chunks: Sequence[Chunk]) -> Completion:
-    """All chunks of one completion as one."""
+    """Join all chunks of one completion."""
     whole = merged(chunks)
     return Completion(
         tuple(prompt_ids),
@@ -126,9 +126,9 @@ def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> T
 
 
 class TextOutput:
-    """One completion as it grows.
+    """The text of one completion while it grows.
 
-    index, choice: of its chunks. stream: decodes its ids; None where there is no tokenizer.
+    index, choice: of its chunks. stream: decodes its ids; None without a tokenizer.
     """
 
     def __init__(self, index: int, choice: int, params: SamplingParams, stream: TextStream | None) -> None:
@@ -139,7 +139,7 @@ class TextOutput:
         self._count = 0  # output tokens so far
 
     def push(self, output: RequestOutput) -> Chunk:
-        """The chunk of an output of the engine. One that ends with a stop string ends here: the engine has to be told to abort."""
+        """The chunk of an output of the engine. If a stop string ends it, the caller must abort the request in the engine."""
         ids = tuple(output.new_ids)
         reason = output.finish_reason
         stop_reason: int | str | None = None
@@ -172,7 +172,7 @@ class TextOutput:
     def _decode_until_stop(
         self, stop: StopStrings, stream: TextStream, ids: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[str, int]:
-        """(the text that is certain, how many of the ids it took to complete a stop string, else all)."""
+        """(the text that is final, the number of ids up to the end of a stop string, or of all ids)."""
         text = ""
         for kept, token in enumerate(ids, 1):
             self._count += 1

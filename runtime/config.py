@@ -1,4 +1,4 @@
-"""ModelConfig: the configuration of a model as frozen data, and how the entries of config.json are read."""
+"""ModelConfig: the configuration of a model as frozen data, and typed access to the entries of config.json."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class MlaConfig:
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query head: the part without position and the rotated part."""
+        """Size of a query head: the part without position and the rotated part."""
         return self.nope_dim + self.rope_dim
 
     @property
     def latent_dim(self) -> int:
-        """What the cache holds of a token: the latent and the rotated key, 576 numbers in DeepSeek-V3."""
+        """Elements per token in the cache: the latent and the rotated key, 576 in DeepSeek-V3."""
         return self.kv_lora_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts: routed experts in groups, shared experts, and how scores become weights.
+    """Mixture of experts: routed experts in groups, shared experts, and the weights of routed experts.
 
     scoring: ``sigmoid`` or ``softmax`` of the router's logits. choice_bias: the checkpoint has a bias that is added to
-    scores for choosing only. first_dense: layers before it have no experts, nor have dense_layers.
+    scores for choosing only. Layers before first_dense and those in dense_layers have no experts.
     """
 
     num_experts: int
@@ -90,11 +90,11 @@ class ModelConfig:
     `eos_ids` come from generation_config.json, else config.json; nothing else of generation_config.json is used: what
     it recommends for sampling (temperature, top_k, top_p) does not change the defaults of `SamplingParams`.
 
-    attention_bias: q, k, v and the output have biases; qkv_bias: q, k and v have. qk_norm: heads of q and k are normalised.
-    windows: keys that a query of each layer sees, 0 = all; empty where no layer has a window.
+    attention_bias: q, k, v and the output have biases; qkv_bias: only q, k and v. qk_norm: heads of q and k are normalized.
+    windows: per layer, the number of keys that a query sees, 0 = all; empty if no layer has a window.
 
-    extra: what a family's own layers read and no other's, by name.
-    quantization: how the checkpoint's weights are quantized, for `gristmill.quant.formats`; None = not.
+    extra: entries that only the family's own layers read, by name.
+    quantization: the checkpoint's quantization_config, for `gristmill.quant.formats`; None = not quantized.
     """
 
     architecture: str
@@ -130,7 +130,7 @@ class ModelConfig:
 
 
 class Fields:
-    """A JSON object read with types: every mistake names the file, the entry, what was expected and what came."""
+    """Typed access to a JSON object. Errors name the file, the entry, the expected value and the given one."""
 
     def __init__(self, data: Mapping[str, Any], origin: str) -> None:
         self.data = data
@@ -139,7 +139,7 @@ class Fields:
     def get(
         self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None
     ) -> Any:
-        """The entry; `default` when it is absent or null, ConfigError when there is none or it is of another kind."""
+        """The entry; `default` if it is absent or null. ConfigError if there is no default, or the entry has another type."""
         value = self.data.get(name)
         if value is None:
             if default is ...:
@@ -169,7 +169,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ConfigError names the file and what is wrong with it."""
+    """The JSON object in a file; ConfigError if it cannot be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,12 +1,12 @@
 """Decode steps as CUDA graphs: one new token per sequence; one launch runs everything from the embedding to the sampled ids.
 
-Two such steps differ only in their numbers. The numbers are copied, in one copy, into buffers at fixed addresses, and a graph that
-was captured over these buffers is replayed. There is one graph per power of two of sequences and per power of two of the context
-bound, since launches are sized by bounds that the host knows (for example, into how many parts attention splits a context). A step
+Two such steps differ only in their inputs. One copy writes these into buffers at fixed addresses, and a graph that was captured
+over the buffers is replayed. There is one graph per power of two of sequences and per power of two of the context
+bound, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention). A step
 uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing. A step whose logits are processed
 before they are sampled (penalties, bans) uses a graph that ends with the logits.
 
-A graph is captured when a step first needs it: the step runs once, which resolves and loads its kernels and sizes their scratch
+A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their scratch
 memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture.
 """
 
@@ -31,9 +31,9 @@ from gristmill.runtime.sampler import Sampler, SamplingRow, SamplingTensors
 from gristmill.runtime.scheduler import ScheduledRequest
 
 LARGEST = 256
-"""Sequences of the largest graph: beyond, kernels are so long that launching them one by one costs nothing."""
+"""Sequences of the largest graph. In larger steps kernels are so long that their launches are hidden."""
 SHORTEST = 512
-"""Least bound of the context that graphs are made for."""
+"""The smallest context bound of a graph."""
 
 
 class Buffers:
@@ -49,7 +49,7 @@ class Buffers:
             **dict.fromkeys(("temperature", "top_p", "min_p"), (torch.float32, (seqs,))),
             "table": (torch.int32, (seqs, width)),
         }
-        # The wide ones come first, so that each part is aligned to its elements.
+        # Tensors of 8-byte elements first, so that each part is aligned.
         sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in shapes.items()}
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
@@ -72,7 +72,7 @@ class Buffers:
         )
 
     def batch(self, bound: int) -> Batch:
-        """The step as layers see it; no context is longer than `bound`."""
+        """The step for the layers; no context is longer than `bound`."""
         parts = self.parts
         return Batch(
             parts["tokens"],
@@ -94,7 +94,7 @@ class Buffers:
         block_size: int,
         top_k: Callable[[SamplingRow], int],
     ) -> None:
-        """Numbers of a step, sent to the device. The step before has ended: its ids were read."""
+        """Send the inputs of a step to the device. The previous step has ended, because its ids were read."""
         host, count = self.host, len(entries)
         host["tokens"][:count] = [entry.tokens[0] for entry in entries]
         host["positions"][:count] = [entry.start for entry in entries]
@@ -113,7 +113,7 @@ class Buffers:
             self._device.copy_(self._host, non_blocking=True)
 
     def _idle(self, count: int) -> None:
-        """Places from `count` on: a query that reads one key, writes none, and takes the likeliest token."""
+        """Pad the slots from `count` on: a query that reads one key, writes none, and takes the most likely token."""
         host = self.host
         for name in ("tokens", "positions", "temperature", "min_p", "seed", "index", "top_k"):
             host[name][count:] = 0
@@ -126,8 +126,8 @@ class Buffers:
 @dataclass
 class DecodeGraph:
     """Steps of `seqs` sequences and contexts up to `bound`. samples: the graph ends with sampled ids, in its buffers; else with
-    logits. reason: why they cannot be captured; "" where they can, or where nothing is captured, on a CPU. holds: what the graph
-    uses besides its own memory."""
+    logits. reason: why steps cannot be captured; "" if they can, and on a CPU. holds: objects that the graph uses and that must
+    live as long."""
 
     seqs: int
     bound: int
@@ -158,7 +158,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
 
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int] | None:
-        """The sampled ids of a decode step; None for a step that no graph holds, with the reason counted in `refused`."""
+        """The sampled ids of a decode step; None if no graph fits the step, with the reason counted in `refused`."""
         graph = self._run(entries, rows, samples=True)
         return None if graph is None else graph.buffers.ids[: len(entries)].tolist()
 
@@ -186,7 +186,7 @@ class DecodeGraphs:
         return graph
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
-        """Why a step is none for a graph; "" if it is one."""
+        """Why a step cannot run as a graph; "" if it can."""
         if any(entry.count != 1 for entry in entries):
             return "a sequence has several new tokens"
         if not all(entry.samples for entry in entries):
@@ -194,7 +194,7 @@ class DecodeGraphs:
         return f"over {LARGEST} sequences" if len(entries) > LARGEST else ""
 
     def graph(self, seqs: int, context: int, samples: bool = True) -> DecodeGraph:
-        """The graph for steps of that many sequences and contexts up to `context`; made if there is none."""
+        """The graph for steps of `seqs` sequences and contexts up to `context`; made if there is none."""
         bound = min(max(SHORTEST, 1 << (context - 1).bit_length()), max(self._limit, context))
         key = (1 << (seqs - 1).bit_length(), bound, samples)
         if key not in self.graphs:
@@ -202,9 +202,9 @@ class DecodeGraphs:
         return self.graphs[key]
 
     def explain(self) -> list[dict[str, Any]]:
-        """A row for each graph, {"seqs", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each kind of step that
-        none took, its seqs, max_ctx and samples None. samples: the graph samples too; otherwise it ends with the logits, for steps
-        whose logits are processed."""
+        """A row for each graph, {"seqs", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each kind of step
+        without a graph, whose seqs, max_ctx and samples are None. samples: the graph includes sampling; otherwise it ends with the
+        logits, for steps whose logits are processed."""
         rows = [
             {
                 "seqs": g.seqs,
@@ -242,7 +242,7 @@ class DecodeGraphs:
             made.holds = self.model.plans.arenas.held()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may go on using the device meanwhile.
+            # Other threads may use the device during the capture.
             with capturing(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 self.compute(made)
         except UnpreparedError as error:
@@ -257,7 +257,7 @@ class DecodeGraphs:
         return made
 
     def compute(self, made: DecodeGraph) -> None:
-        """The step of a graph, kernel by kernel."""
+        """Run the step of a graph kernel by kernel."""
         with torch.cuda.device(self.device) if self._cuda else nullcontext():
             hidden = self.model.forward(made.buffers.batch(made.bound), self.cache)
             logits = self.model.logits(hidden)

@@ -43,12 +43,12 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class EngineDraining(RuntimeError):
-    """The engine finishes what it has and takes no more requests."""
+    """The engine is draining and takes no new requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Active:
-    """A request with what the scheduler need not know of it."""
+    """A request with its state outside the scheduler."""
 
     request: Request
     params: SamplingParams
@@ -85,8 +85,8 @@ class Engine:
             no request starves; None = any number.
         max_queued, max_queued_tokens: waiting requests, and their prompt tokens, beyond which a request is refused (QueueFull);
             None = no limit.
-        max_bypass: younger requests that may be admitted past one that waits for cache blocks.
-        inter_prefill_budget: prompt tokens that a step may compute of other requests beside its first prompt; None = no limit.
+        max_bypass: number of younger requests that may be admitted before one that waits for cache blocks.
+        inter_prefill_budget: prompt tokens that a step may compute in addition to those of its first prompt; None = no limit.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -171,12 +171,16 @@ class Engine:
         self.runner = runner
         self.scheduler = Scheduler(config)
         self._active: dict[str, _Active] = {}
-        self._followers: dict[str, list[str]] = {}  # id -> requests held until its prompt is computed
+        self._followers: dict[
+            str, list[str]
+        ] = {}  # id -> requests held until the prompt of that id is computed
         self._draining = False
-        self._abort_at: float | None = None  # when the next step ends what is unfinished, by the clock
+        self._abort_at: float | None = (
+            None  # time (time.monotonic) from which a step ends all unfinished requests
+        )
         self._clock = time.monotonic
         self.last_plan: StepPlan | None = None
-        """The plan of the last step, for whoever counts; None before the first."""
+        """The plan of the last step, for metrics; None before the first."""
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
@@ -193,7 +197,7 @@ class Engine:
         """Queue a prompt of token ids.
 
         params: without what needs text (stop strings, bad words as texts) and with n = 1. after: an unfinished request with the
-        same prompt, such as another choice: this one is held until that one has computed the prompt, and shares its blocks.
+        same prompt, such as another choice: the new request is held until that one has computed the prompt, and shares its blocks.
         grammar: of its output, made for it alone by a `GrammarCompiler`.
 
         Raises:
@@ -269,7 +273,7 @@ class Engine:
         except BaseException:
             self.scheduler.discard(plan)
             raise
-        # A row of NaN, or of nothing finite, ends its own request and no other.
+        # A row of NaN, or without a finite value, ends only its own request.
         failed = [entry.id for entry, token in zip(plan.sampling(), sampled, strict=True) if token < 0]
         outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, sampled)
         if self._with_logprobs:
@@ -292,8 +296,8 @@ class Engine:
         """Stop, until `resume`; requests may be added meanwhile, and wait. May be called in a signal handler.
 
         mode: ``wait``: requests that have begun run to their end, no other is admitted. ``keep``: nothing runs; requests and their
-        blocks stay as they are. ``abort``: the next step ends all unfinished requests and returns them. `paused` says when the
-        mode's end is reached: keep stepping until then.
+        blocks stay as they are. ``abort``: the next step ends all unfinished requests and returns them. Call `step` until `paused`
+        is true.
         """
         if mode not in get_args(PauseMode):
             raise UsageError(f"unknown mode {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
@@ -314,7 +318,7 @@ class Engine:
         return pause is Pause.ALL or (pause is Pause.NEW and not self.scheduler.has_started())
 
     def drain(self, timeout: float | None = None) -> None:
-        """Take no more requests; those unfinished run to their end. May be called in a signal handler; there is no way back.
+        """Take no more requests; unfinished ones run to their end. May be called in a signal handler; it cannot be undone.
 
         timeout: seconds after which the next step ends those still unfinished, and returns them; None = no limit. A second call
         changes the limit: 0 ends them at once.
@@ -322,7 +326,7 @@ class Engine:
         if timeout is not None and (isinstance(timeout, bool) or not timeout >= 0):
             raise UsageError(f"timeout must be seconds, at least 0, or None, got {timeout!r}")
         self._draining = True
-        if self._abort_at != -math.inf:  # else all end with the next step anyway
+        if self._abort_at != -math.inf:  # otherwise the next step ends all requests anyway
             self._abort_at = None if timeout is None else self._clock() + timeout
         self.scheduler.pause(None)
 
@@ -347,10 +351,10 @@ class Engine:
                 output.logprobs = (logprobs[output.id],)
             if output.new_ids and output.id in self._prompts:
                 output.prompt_logprobs = tuple(self._prompts.pop(output.id).logprobs)
-                self._active[output.id].request.reads_cache = True  # after a preemption, say
+                self._active[output.id].request.reads_cache = True  # for example after a preemption
 
     def _computes_prompt(self, request_id: str | None) -> bool:
-        """Whether it is worth waiting for a request: its blocks will be shared, and are not there yet."""
+        """Whether to wait for a request: its blocks can be shared, but are not computed yet."""
         active = None if request_id is None else self._active.get(request_id)
         return (
             active is not None
@@ -361,7 +365,7 @@ class Engine:
     def _release_followers(self, request_id: str) -> None:
         for follower in self._followers.pop(request_id, ()):
             if follower in self.scheduler.held:
-                self.scheduler.requests[follower].started = True  # with its leader: a pause lets both end
+                self.scheduler.requests[follower].started = True  # like its leader: a pause lets both end
                 self.scheduler.resume(follower)
 
     def _forget(self, request_id: str) -> None:
@@ -385,7 +389,7 @@ def _integers(**values: object) -> None:
 
 
 def _check_params(request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int) -> None:
-    """UsageError unless the parameters need no text and the tokens that they name are ids of the vocabulary."""
+    """UsageError if the parameters need text, or name ids outside the vocabulary."""
     if params.n != 1 or params.stop or params.structured_output is not None:
         raise UsageError(
             f"request {request_id!r}: the engine makes one completion of token ids; n and stop strings need LLM or AsyncEngine, "

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own: calls from any thread run between its steps; a watchdog sees a step that does not end."""
+"""An engine in a separate thread: calls from any thread run between its steps; a watchdog detects a step that does not end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineDeadError(RuntimeError):
 class EngineThread:
     """Steps an engine while it has work, and sleeps while it has none.
 
-    engine: nobody else may use it. on_step: called in the thread with the outputs of each step and when it
+    engine: must not be used by other threads. on_step: called in the thread with the outputs of each step and when it
     began, by time.monotonic. on_death: called once, in the
     thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a step; None = any.
     """
@@ -65,7 +65,7 @@ class EngineThread:
         return future
 
     def wait_for(self, condition: Callable[[Engine], bool]) -> Future[None]:
-        """Done when condition(engine) is true; it is asked between steps."""
+        """Done when condition(engine) is true; it is evaluated between steps."""
         future: Future[None] = Future()
         with self._lock:
             self._raise_if_dead()

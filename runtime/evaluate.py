@@ -16,14 +16,14 @@ from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.scheduler import ScheduledRequest
 
 STEP_TOKENS = 4096
-"""Tokens of a step on a GPU at most, where many windows are one after another too little work."""
+"""The largest step on a GPU, in tokens: single windows would not fill it."""
 ROWS = 512
-"""Rows of logits whose log-softmax is computed at a time."""
+"""Rows of logits per log-softmax."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The answer of `evaluate`.
+    """The result of `evaluate`.
 
     Attributes:
         loss: mean negative log-likelihood, nats per token.
@@ -68,7 +68,7 @@ def evaluate(
     config, vocab = engine.scheduler.config, engine.runner.model.config.vocab_size
     if window < 2 or windows < 1:
         raise UsageError(
-            f"evaluation wants a window of at least 2 tokens and at least one window, got {window} and {windows}"
+            f"evaluation needs a window of at least 2 tokens and at least one window, got {window} and {windows}"
         )
     if len(tokens) < window * windows:
         raise UsageError(
@@ -76,13 +76,13 @@ def evaluate(
         )
     if window > config.capacity:
         raise UsageError(
-            f"a window of {window} tokens is longer than one request can be here: {config.capacity}"
+            f"a window of {window} tokens is longer than the longest possible request: {config.capacity}"
         )
     if engine.has_unfinished():
-        raise UsageError("evaluation wants an idle engine: requests are unfinished")
+        raise UsageError("evaluation needs an idle engine: requests are unfinished")
     if max(tokens[: window * windows]) >= vocab:
         raise UsageError(
-            f"token ids must be below the vocabulary's size {vocab}: these tokens are another model's"
+            f"token ids must be below the vocabulary's size {vocab}: these tokens are of another model"
         )
     begin = time.perf_counter()
     losses: list[float] = []
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def windows_at_once(device: torch.device, window: int, windows: int, most: int) -> int:
-    """How many windows make a step: one on a CPU; on a GPU as many as fill it, divide `windows` and are no more than `most`."""
+    """Windows per step: one on a CPU; on a GPU as many as fill it, at most `most` and a divisor of `windows`."""
     limit = min(most, STEP_TOKENS // window) if device.type == "cuda" else 1
     return max((n for n in range(1, limit + 1) if windows % n == 0), default=1)
 

@@ -9,7 +9,7 @@ from gristmill.runtime.layers.plans import Plans
 
 
 def explain_plans(plans: Plans) -> list[dict[str, Any]]:
-    """One row for each operation, static problem and bucket met so far.
+    """One row per operation, static problem and bucket used so far.
 
     {"op", "problem", "m_max" (None = any larger size), "kernel", "layout", "source", "expected_us", "reason"}
     """
@@ -32,7 +32,7 @@ def explain_plans(plans: Plans) -> list[dict[str, Any]]:
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of `explain_plans` by operation, kernel and reason: {"op", "kernel", "formats", "reason", "plans"}.
 
-    formats: of the weights that the operation multiplies, [] where it has none. plans: how many problems and sizes.
+    formats: of the operation's weights, [] if it has none. plans: the number of problems and sizes.
     """
     entries: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:

@@ -151,7 +151,7 @@ class LLM:
         self.engine.resume()
 
     def drain(self, timeout: float | None = None) -> None:
-        """As `Engine.drain`: after `timeout` seconds a running `generate` returns what there is, with finish_reason ``abort``."""
+        """As `Engine.drain`: after `timeout` seconds a running `generate` returns the completions so far, with finish_reason ``abort``."""
         self.engine.drain(timeout)
 
     def compile_grammars(self, params: SamplingParams) -> list[Grammar | None]:
@@ -209,9 +209,7 @@ class LLM:
                     chunk = text_output.push(output)
                     if chunk.finish_reason is not None:
                         del outputs[output.id]
-                        engine.abort(
-                            [output.id]
-                        )  # where a stop string ended it, the engine does not know yet
+                        engine.abort([output.id])  # the engine does not know about stop strings
                     yield chunk
         finally:
             engine.abort(outputs)

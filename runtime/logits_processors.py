@@ -20,20 +20,20 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.structured_output import Grammar, bar, next_tokens
 
 ROWS = 64
-"""Rows that are processed at a time: bounds the memory of intermediate float32 results."""
+"""Rows per pass; bounds the memory of intermediate float32 results."""
 FIRST_SLOTS = 8
 
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A request. tokens: its known tokens, a list that grows. counted: how many of them are in its slot; slot: None before its
-    first step."""
+    """The state of a request. tokens: its known tokens, a list that grows. counted: the number of tokens that its slot contains.
+    slot: None before its first step."""
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
     stop_ids: tuple[int, ...]
-    bad_words: tuple[tuple[list[int], int], ...]  # of several tokens: those before the last, the last
+    bad_words: tuple[tuple[list[int], int], ...]  # bad words of several tokens: (all but the last, the last)
     grammar: Grammar | None = None
     slot: int | None = None
     counted: int = 0
@@ -45,7 +45,7 @@ class _State:
         return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
 
     def bans(self) -> list[int]:
-        """Tokens that must not come next, beyond those that never may."""
+        """Tokens that are barred as the next one, in addition to those that are always barred."""
         banned: list[int] = []
         if len(self.tokens) - self.prompt_len < self.params.min_tokens:
             banned += self.stop_ids
@@ -101,8 +101,8 @@ class LogitsProcessors:
             self._free.append(state.slot)
 
     def apply(self, logits: Tensor, request_ids: Sequence[str]) -> Tensor:
-        """logits [rows, vocab] of these requests -> what they sample from: `logits` itself where no row is processed, else a new
-        tensor, float32 [rows, vocab]. Nothing is waited for."""
+        """logits [rows, vocab] of these requests -> processed logits: `logits` itself if no row is processed, else a new
+        tensor, float32 [rows, vocab]. Does not synchronize."""
         rows = [row for row, name in enumerate(request_ids) if name in self._states]
         if not rows:
             return logits
@@ -154,7 +154,7 @@ class LogitsProcessors:
             bar(x, row_index, mask.to(self.device, non_blocking=True))
 
     def _assign_slots(self, states: Sequence[_State]) -> None:
-        """Give slots to the requests that have none, and write what does not change into them."""
+        """Give slots to the requests that have none, and initialize them."""
         new = [state for state in states if state.slot is None]
         if not new:
             return
@@ -173,7 +173,7 @@ class LogitsProcessors:
         if self._bias is not None:
             params = [(slot, state.params) for slot, state in zip(slots, new, strict=True)]
             _write_bias(self._bias, [(slot, p) for slot, p in params if _biased(p)])
-        # Last, so that a request whose slot could not be written, for lack of memory, has none.
+        # Last, so that a request has no slot if writing it fails for lack of memory.
         for slot, state in zip(slots, new, strict=True):
             state.slot = slot
         del self._free[-len(new) :]
@@ -201,7 +201,7 @@ class LogitsProcessors:
         return torch.zeros(self._slots, self.vocab_size, dtype=dtype, device=self.device)
 
     def _grow(self) -> None:
-        """Twice the slots; what is in them stays."""
+        """Double the slots; their content is kept."""
         added = max(self._slots, FIRST_SLOTS)
         self._free += range(self._slots, self._slots + added)
         self._slots += added
@@ -229,7 +229,7 @@ def _biased(params: SamplingParams) -> bool:
 
 
 def _write_bias(bias: Tensor, slots: Sequence[tuple[int, SamplingParams]]) -> None:
-    """Write what the parameters say of every token into slots of zeros."""
+    """Write the biases and bans of the parameters to zeroed slots."""
     limited = [(slot, p.allowed_token_ids) for slot, p in slots if p.allowed_token_ids is not None]
     if limited:
         bias.index_fill_(0, send([slot for slot, _ in limited], torch.int64, bias.device), -torch.inf)
@@ -244,7 +244,7 @@ def _write_bias(bias: Tensor, slots: Sequence[tuple[int, SamplingParams]]) -> No
 
 
 def _places(tensor: Tensor, entries: Sequence[tuple[int, int]]) -> Tensor:
-    """Flat int64 places of (row, token) pairs in a contiguous tensor [rows, vocab]."""
+    """Flat int64 indices of (row, token) pairs in a contiguous tensor [rows, vocab]."""
     width = tensor.shape[1]
     return send([row * width + token for row, token in entries], torch.int64, tensor.device)
 

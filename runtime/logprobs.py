@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: the log-softmax of the model's logits as they are, before processors, temperature and filters."""
+"""Log-probabilities of tokens: the log-softmax of the model's logits before processors, temperature and filters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gristmill.runtime.batch import send
 from gristmill.runtime.scheduler import TokenLogprobs
 
 ROWS = 64
-"""Rows of logits whose log-softmax is computed at a time: bounds the memory of float32 results."""
+"""Rows of logits per log-softmax; bounds the memory of float32 results."""
 
 
 def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -27,7 +27,7 @@ def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> l
         norm = x.logsumexp(1, keepdim=True)
         rank = 1 + (x > chosen).sum(1, keepdim=True)
         values, places = x.topk(most, 1)
-        # One tensor, one copy to the host: float64 holds ranks and ids exactly.
+        # One tensor, one copy to the host: float64 represents ranks and ids exactly.
         parts.append(torch.cat([part.double() for part in (chosen - norm, rank, values - norm, places)], 1))
     rows: list[list[float]] = torch.cat(parts).tolist() if parts else []
     logprobs = []

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine, under vLLM's names, so that dashboards made for it show this one. Needs `prometheus_client`."""
+"""Prometheus metrics of an engine, under vLLM's names, so that dashboards for vLLM work. Needs `prometheus_client`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 GAUGES = {
     "num_requests_running": "Requests that have cache blocks",
     "num_requests_waiting": "Requests in the queue",
-    "kv_cache_usage_perc": "Part of the cache blocks that requests hold, 0 to 1",
+    "kv_cache_usage_perc": "Fraction of the cache blocks in use by requests, 0 to 1",
 }
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
@@ -62,7 +62,7 @@ HISTOGRAMS = {
 
 @dataclass(slots=True)
 class Timing:
-    """When what happened to one completion, by time.monotonic; None = not yet. tokens: generated so far."""
+    """Times of the events of one completion, by time.monotonic; None = not yet. tokens: generated so far."""
 
     prompt_tokens: int
     arrived: float = field(default_factory=time.monotonic)

@@ -31,7 +31,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """ids: as of `Runner.run`. logprobs: by request id, of the ids of requests that asked for them."""
+    """ids: as in `Runner.run`. logprobs: by request id, of the ids of requests with logprobs."""
 
     ids: list[int]
     logprobs: dict[str, TokenLogprobs]
@@ -60,9 +60,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
-        """Compute the entries of a plan; one id for each that samples (`rows`, in their order).
+        """Compute the entries of a plan; returns one id per entry that samples (`rows`, in order).
 
-        Logits are computed for those alone, and the ids are all that comes back from the device.
+        Logits are computed only for those, and only ids are copied from the device.
         """
         if self.processors:
             return self.run_detailed(entries, rows, {}).ids
@@ -83,8 +83,8 @@ class Runner:
     ) -> StepResult:
         """`run` with the logits between model and sampler: processed, and read for log-probabilities.
 
-        prompts: by request id, those that want log-probabilities of their prompts; they are written there. A decode graph ends
-        with the logits then, and the sampler is launched after it.
+        prompts: by request id, the log-probabilities of prompts, which are updated in place. A decode graph ends with the logits
+        in this case, and the sampler is launched after it.
         """
         logits = None if self.decode is None else self.decode.logits(entries, rows)
         if logits is None:

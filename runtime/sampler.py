@@ -16,7 +16,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row of logits is sampled. seed: the request's. index: which output token of the request this is, from 0."""
+    """How one row of logits is sampled. seed: of the request. index: of the output token in the request, from 0."""
 
     params: SamplingParams
     seed: int
@@ -36,7 +36,7 @@ class SamplingTensors:
 
 
 class Sampler:
-    """One call of `sample` for all rows: greedy and drawn requests side by side."""
+    """One call of `sample` for all rows, greedy and random ones."""
 
     def __init__(self, plans: Plans, vocab_size: int) -> None:
         self.plans = plans
@@ -45,7 +45,7 @@ class Sampler:
         self.plan = self._bind(torch.bfloat16 if plans.dtype is torch.bfloat16 else torch.float32)
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """logits [rows, vocab] -> an id for each row; -1 for a row that holds no fair answer (NaN, or nothing finite)."""
+        """logits [rows, vocab] -> one id per row; -1 for a row with NaN or without a finite value."""
         count, device = len(rows), logits.device
         params = [row.params for row in rows]
         shares = [w.temperature for w in params] + [w.top_p for w in params] + [w.min_p for w in params]
@@ -59,14 +59,14 @@ class Sampler:
         return ids.tolist()
 
     def top_k(self, row: SamplingRow) -> int:
-        """A row's top_k as the operation takes it: no more than there are tokens."""
+        """The top_k of a row, at most the size of the vocabulary."""
         return min(row.params.top_k, self.vocab_size)
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, ids: Tensor) -> None:
-        """logits [rows, vocab] -> ids int64 [rows], all on the device, nothing waited for."""
+        """logits [rows, vocab] -> ids int64 [rows], on the device, without synchronization."""
         if logits.dtype is torch.float16:
             logits = logits.float()
-        # Processed logits are float32 in a bf16 model too.
+        # Processed logits are float32, also in a bf16 model.
         plan = self.plan if logits.dtype is self.plans.dtype else self._bind(logits.dtype)
         plan(
             logits,

@@ -1,4 +1,4 @@
-"""Stop strings: text ends before the first of them, wherever tokens and steps begin and end."""
+"""Stop strings: text ends before the first of them, independent of the boundaries of tokens and steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on until a stop string is complete; text that may be the beginning of one is held back.
 
-    What comes out does not depend on how the text is cut into pieces: of several stop strings the one that is complete first ends
-    the text, and of those complete at the same character the longest.
+    The output does not depend on how the text is split into pieces. Of several stop strings the one that is complete first ends
+    the text; of those complete at the same character, the longest.
 
     strings: the stop strings, none of them empty. include: whether the one that ends the text is part of it.
     """
@@ -17,7 +17,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], include: bool = False) -> None:
         self._strings = tuple(strings)
         self._include = include
-        self._held = ""  # the longest end of the text so far that begins a stop string
+        self._held = ""  # the longest suffix of the text so far that is a prefix of a stop string
         self.matched: str | None = None
 
     def push(self, text: str, armed: bool = True) -> str:
@@ -37,7 +37,7 @@ class StopStrings:
         return buffer[: len(buffer) - kept]
 
     def finish(self) -> str:
-        """What is held back, when there is no more text."""
+        """The text that was held back, at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -51,7 +51,7 @@ class StopStrings:
         return None if best is None else best[1:]
 
     def _beginning(self, buffer: str) -> int:
-        """Length of the longest end of the buffer that is the beginning of a stop string and no whole one."""
+        """Length of the longest suffix of the buffer that is a proper prefix of a stop string."""
         longest = max((len(string) for string in self._strings), default=0)
         for length in range(min(longest - 1, len(buffer)), 0, -1):
             end = buffer[len(buffer) - length :]

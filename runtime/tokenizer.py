@@ -14,19 +14,19 @@ class Tokenizer:
     """The tokenizer of a model: tokenizer.json of its directory, or beside a GGUF file, else the one in that file.
 
     Raises:
-        ConfigError: it cannot be read; NoTokenizerError, one of its kinds: there is none.
+        ConfigError: it cannot be read; its subclass NoTokenizerError: there is none.
     """
 
     def __init__(self, model: str | Path) -> None:
         self._backend = open_checkpoint(model).tokenizer()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with what the tokenizer's own post-processor adds and nothing else."""
+        """Ids of a text, including those that the tokenizer's post-processor adds."""
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
     def words(self, text: str) -> list[list[int]]:
-        """The ids of a text inside of a word and, where they differ, behind a space; nothing is added by the post-processor."""
+        """The ids of a text inside a word and, if they differ, after a space, without the post-processor."""
         variants: list[list[int]] = []
         for place in (text, " " + text.lstrip()):
             ids: list[int] = self._backend.encode(place, add_special_tokens=False).ids
@@ -40,7 +40,7 @@ class Tokenizer:
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are left out."""
+        """Text of ids, without special tokens."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -58,11 +58,11 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._known = 0  # leading ids of the window whose text is out
+        self._known = 0  # leading ids of the window whose text was returned
         self._text = ""  # their text
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that has become certain; "" while a character is unfinished."""
+        """The text that is final; "" while a character is incomplete."""
         self._ids.extend(ids)
         text = self._tokenizer.decode(self._ids)
         if text.endswith(UNFINISHED) or len(text) <= len(self._text):
@@ -75,7 +75,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What was held back: the last character if the ids end inside it (as U+FFFD)."""
+        """The text that was held back: the last character if the ids end inside it (as U+FFFD)."""
         text = self._tokenizer.decode(self._ids)
         piece = text[len(self._text) :]
         self._known, self._text = len(self._ids), text

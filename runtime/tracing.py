@@ -1,4 +1,4 @@
-"""The journey of a request as an OpenTelemetry span, with the attributes of its semantic conventions for generative AI."""
+"""A request as an OpenTelemetry span, with the attributes of its semantic conventions for generative AI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RequestSpan:
     """A span from arrival to the last chunk, under the span that is current when it is made.
 
-    Events: SCHEDULED, FIRST_TOKEN, PREEMPTED, FINISHED (with its finish_reason), each with the completion it is about.
+    Events: SCHEDULED, FIRST_TOKEN, PREEMPTED, FINISHED (with its finish_reason), each with the index of its completion.
     """
 
     def __init__(self, tracer: Tracer, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
@@ -36,11 +36,11 @@ class RequestSpan:
         )
 
     def scheduled(self, choice: int, cached_tokens: int) -> None:
-        """It is in a step for the first time. cached_tokens: of the prompt, found in the prefix cache."""
+        """The completion is in a step for the first time. cached_tokens: of the prompt, found in the prefix cache."""
         self._span.add_event("SCHEDULED", {"choice": choice, "cached_tokens": cached_tokens})
 
     def preempted(self, choice: int) -> None:
-        """It has lost its blocks, and waits again."""
+        """The completion has lost its blocks, and waits again."""
         self._span.add_event("PREEMPTED", {"choice": choice})
 
     def output(self, chunk: Chunk) -> None:
@@ -58,6 +58,6 @@ class RequestSpan:
         self._span.set_status(StatusCode.ERROR, str(error))
 
     def end(self) -> None:
-        """The caller has its answer, or has left."""
+        """The request is complete, or the caller has left."""
         self._span.set_attribute("gen_ai.usage.output_tokens", self._tokens)
         self._span.end()

@@ -12,10 +12,9 @@ from gristmill.kernel_registry.kernel import Workspace
 class Arenas:
     """Scratch memory on one device.
 
-    Work of one stream runs in order, so its kernels use the same memory one after another; another stream has memory of its
-    own. A kernel that wants zeros leaves them for its own next call and nobody else's: it has an arena to itself. Arenas only
-    grow. A CUDA graph that was captured on a stream holds what `held` gives there, since it goes on using that memory when
-    the arena has grown out of it.
+    Work on one stream runs in order, so its kernels share an arena; each stream has a separate one. A kernel that needs zeros
+    restores them for its own next call, so it has a separate arena. Arenas only grow. A CUDA graph that was captured on a
+    stream keeps the tensors of `held`, because it uses that memory also after the arena has been replaced by a larger one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +22,7 @@ class Arenas:
         self._arenas: dict[tuple[int, str], Tensor] = {}
 
     def take(self, kernel: str, need: Workspace) -> Tensor | None:
-        """At least `need.bytes` bytes for a launch of `kernel` on the current stream, uint8; None when it needs none.
+        """At least `need.bytes` bytes for a launch of `kernel` on the current stream, uint8; None if it needs none.
 
         Raises:
             UnpreparedError: the arena would have to grow while a graph is captured.
@@ -35,7 +34,7 @@ class Arenas:
         if arena is None or arena.numel() < need.bytes:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise UnpreparedError(
-                    f"{kernel} needs {need.bytes} bytes of scratch memory, more than there is: run the step "
+                    f"{kernel} needs {need.bytes} bytes of scratch memory, more than are allocated: run the step "
                     "once on this stream before it is captured"
                 )
             make = torch.zeros if need.zeroed else torch.empty

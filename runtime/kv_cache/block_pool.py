@@ -1,14 +1,14 @@
 """A fixed number of KV blocks, each free, cached or referenced.
 
-    free        nobody refers to it and it holds nothing worth keeping
-    cached      nobody refers to it, but its content is registered: a later request may share it until it is evicted
+    free        not referenced, without registered content
+    cached      not referenced, but its content is registered: a later request may share it until it is evicted
     referenced  at least one request has it in its block table
 
-Free and cached blocks stand in one doubly linked queue: allocation takes from the front, so the order of the queue is
-the order of eviction. A released block whose content was never registered goes to the front (it is worth nothing), one
+Free and cached blocks are in one doubly linked queue: allocation takes from the front, so the order of the queue is
+the order of eviction. A released block whose content was never registered goes to the front, one
 with registered content to the tail (least recently used first). Taking, sharing and releasing one block are O(1).
 
-The idea of one queue serving as free list and LRU at once is vLLM's (V1 block pool); blocks and block tables are from
+One queue as both free list and LRU list is vLLM's design (V1 block pool); blocks and block tables are from
 PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
 """
 
@@ -22,11 +22,11 @@ from gristmill.kernel_registry.scheme import cdiv
 
 
 class PoolError(RuntimeError):
-    """The pool was asked for something that its state forbids, or its state contradicts itself. Always a bug."""
+    """An operation that the state of the pool forbids, or an inconsistent state. Always a bug."""
 
 
 class PoolOp(IntEnum):
-    """What `BlockPool.apply` can do to a list of blocks."""
+    """An operation of `BlockPool.apply` on a list of blocks."""
 
     TAKE = 0
     SHARE = 1
@@ -34,14 +34,14 @@ class PoolOp(IntEnum):
 
 
 def blocks_needed(tokens: int, block_size: int) -> int:
-    """Blocks that hold `tokens` positions. The only such formula: admission and allocation both call it."""
+    """The number of blocks for `tokens` positions. Admission and allocation both use it."""
     return cdiv(tokens, block_size)
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens; ids are 0 .. num_blocks - 1.
 
-    `on_evict(content)` is called whenever a block with registered content is taken for something else.
+    `on_evict(content)` is called when a block with registered content is reused.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -54,7 +54,7 @@ class BlockPool:
         self.refs: list[int] = [0] * num_blocks
         self.content: list[object | None] = [None] * num_blocks
         self.on_evict: Callable[[Any], None] | None = None
-        self.num_available = num_blocks  # free + cached: the length of the queue
+        self.num_available = num_blocks  # free + cached, the length of the queue
         self.num_cached = 0
         # Links of the queue. Index num_blocks is the sentinel: its next is the front, its prev is the tail.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
@@ -62,12 +62,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of blocks without content."""
         return self.num_available - self.num_cached
 
     @property
     def num_referenced(self) -> int:
-        """Blocks in some request's table."""
+        """Number of blocks in the table of a request."""
         return self.num_blocks - self.num_available
 
     def front(self) -> int:
@@ -88,7 +88,7 @@ class BlockPool:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the front, evicting what the cached ones hold. All or nothing."""
+        """Take `count` blocks from the front and evict the content of cached ones. All or nothing."""
         if not 0 <= count <= self.num_available:
             raise PoolError(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
         taken = []
@@ -99,7 +99,7 @@ class BlockPool:
         return taken
 
     def take(self, block: int) -> None:
-        """Make an unreferenced block the property of one owner; its registered content is gone."""
+        """Give an unreferenced block to one owner; its registered content is evicted."""
         self._require_unreferenced(block)
         self._unlink(block)
         self.refs[block] = 1
@@ -111,7 +111,7 @@ class BlockPool:
                 self.on_evict(content)
 
     def share(self, block: int) -> None:
-        """Add an owner to a block that is referenced or cached, keeping its content."""
+        """Add an owner to a referenced or cached block, which keeps its content."""
         if self.refs[block] == 0:
             if self.content[block] is None:
                 raise PoolError(f"block {block} is free: it holds nothing to share")
@@ -122,7 +122,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one owner from each block of a table.
 
-        Goes from the last to the first, so that the children of a chain are evicted before their parents.
+        From the last to the first, so that the children of a chain are evicted before their parents.
         """
         for block in reversed(blocks):
             refs = self.refs[block] - 1
@@ -137,7 +137,7 @@ class BlockPool:
                     self.num_cached += 1
 
     def apply(self, ops: Iterable[tuple[PoolOp, Sequence[int]]]) -> None:
-        """Carry out what a `PoolPlan` recorded."""
+        """Apply the operations that a `PoolPlan` recorded."""
         for op, blocks in ops:
             if op is PoolOp.RELEASE:
                 self.release(blocks)
@@ -149,7 +149,7 @@ class BlockPool:
                     self.share(block)
 
     def register(self, block: int, content: object) -> None:
-        """Say what a referenced block holds, so that it is kept as cached when its last owner leaves."""
+        """Register the content of a referenced block, so that it becomes cached when its last owner releases it."""
         if self.refs[block] == 0:
             raise PoolError(f"block {block} is not referenced: its content cannot be trusted")
         if self.content[block] is not None:

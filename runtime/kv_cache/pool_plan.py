@@ -16,11 +16,13 @@ class PoolPlan:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._refs: dict[int, int] = {}  # planned reference counts of the blocks that the plan has touched
-        self._cursor = pool.front()  # first block of the pool's queue that the plan may still take
-        self._front: list[int] = []  # released here, content worthless: taken first
-        self._tail: dict[int, None] = {}  # released here, content registered: taken last, oldest first
+        self._cursor = pool.front()  # the next block of the pool's queue to take
+        self._front: list[int] = []  # released by this plan without registered content: reused first
+        self._tail: dict[
+            int, None
+        ] = {}  # released by this plan with registered content: reused last, oldest first
         self.available = pool.num_available
-        self.evicted: dict[int, None] = {}  # blocks whose registered content the plan gives up, in order
+        self.evicted: dict[int, None] = {}  # blocks whose registered content the plan evicts, in order
         self.ops: list[tuple[PoolOp, Sequence[int]]] = []
 
     def refs(self, block: int) -> int:
@@ -29,7 +31,7 @@ class PoolPlan:
         return self._pool.refs[block] if count is None else count
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks; the caller has compared with `available`."""
+        """Allocate `count` blocks; the caller has checked `available`."""
         if not 0 <= count <= self.available:
             raise PoolError(f"{count} blocks asked for, {self.available} available under the plan")
         taken = []

@@ -41,7 +41,7 @@ def same_prefix(a: CachedBlock | None, b: CachedBlock | None) -> bool:
 
 
 class PrefixCache:
-    """Finds and registers full blocks in `pool`. One cache a pool: it takes over the pool's `on_evict`."""
+    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`."""
 
     def __init__(self, pool: BlockPool, hash_function: HashFunction = hash) -> None:
         if pool.on_evict is not None:
@@ -67,7 +67,7 @@ class PrefixCache:
     ) -> list[CachedBlock]:
         """Longest registered prefix of `tokens`, in blocks. Changes nothing.
 
-        Never everything: at least one token is left to compute, because sampling needs the logits of the last one.
+        Never all of them: at least one token must be computed, because sampling needs the logits of the last one.
         """
         size = self._pool.block_size
         hits: list[CachedBlock] = []
@@ -88,11 +88,11 @@ class PrefixCache:
     def insert(
         self, hash_: int, tokens: Sequence[int], extra: Hashable, parent: CachedBlock | None, block: int
     ) -> CachedBlock:
-        """Register a full, computed, referenced block; returns the entry that stands for its content.
+        """Register a full, computed, referenced block; returns the entry of its content.
 
-        Where the content is registered already with another block, that entry is returned and this block stays
-        unregistered (tables are append-only: duplicates are not merged). After a collision the block stays
-        unregistered too; the returned entry is then known to nobody but the chain that continues it.
+        If the content is already registered with another block, that entry is returned and this block remains
+        unregistered (tables are append-only: duplicates are not merged). After a collision the block also remains
+        unregistered; the returned entry is then used only by the chain that continues it.
         """
         content = tuple(tokens)
         if len(content) != self._pool.block_size:
@@ -107,7 +107,7 @@ class PrefixCache:
         return entry
 
     def check(self) -> None:
-        """Raise PoolError unless the table and the pool name each other's entries exactly."""
+        """Raise PoolError unless the table and the pool have the same entries."""
         registered = {id(content) for content in self._pool.content if content is not None}
         if registered != {id(entry) for entry in self._table.values()}:
             raise PoolError(
@@ -115,7 +115,7 @@ class PrefixCache:
             )
         for hash_, entry in self._table.items():
             if entry.hash != hash_ or self._pool.content[entry.block] is not entry:
-                raise PoolError(f"cached content of block {entry.block} is not what the pool says it holds")
+                raise PoolError(f"cached content of block {entry.block} differs from the pool's")
 
     def snapshot(self) -> dict[int, int]:
         """{hash: block}, for comparing states."""

@@ -15,10 +15,10 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class Attention:
-    """q, k and v as one product; in Qwen3 a norm of each head; rotation; k and v into the cache; attention; the output product.
+    """Fused q/k/v projection; in Qwen3 a norm per head; rotary embedding; cache write; attention; output projection.
 
-    window: keys a query sees, itself included; 0 = all. Sinks are taken where the table has them. scales: of a cache of codes with
-    scales per tensor or head, (k_scale, v_scale), the checkpoint's or 1.0; scales of tokens are part of the cache.
+    window: keys that a query sees, including its own; 0 = all. Sinks are used if the table has them. scales: (k_scale, v_scale) of a
+    quantized cache with scales per tensor or head, from the checkpoint or 1.0; scales per token are part of the cache.
     """
 
     def __init__(

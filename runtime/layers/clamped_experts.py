@@ -1,4 +1,4 @@
-"""gpt-oss's experts: products with biases, gate and up rows interleaved, and a clamped gating between them.
+"""The experts of gpt-oss: linears with biases, interleaved gate and up rows, and a clamped activation between them.
 
 g = min(gate, limit), u = clamp(up, -limit, limit), h = g · sigmoid(1.702 g) · (u + 1)
 """
@@ -19,7 +19,7 @@ ALPHA = 1.702
 
 
 class ClampedExperts:
-    """Router in float32 with a bias, the top-k of its logits by softmax, experts by the steps of `moe`."""
+    """Router in float32 with a bias, softmax over the top-k logits, experts by the steps of `moe`."""
 
     def __init__(self, moe: MoeConfig, limit: float, plans: Plans, weights: Weights, name: str) -> None:
         self.moe, self.limit, self.plans = moe, limit, plans
@@ -61,7 +61,7 @@ class ClampedExperts:
 
 
 class _Product:
-    """Rows times their own expert's matrix, plus its bias. top_k: of rows that are taken by permutation, 0 = sorted rows."""
+    """Rows times the matrix of their expert, plus its bias. top_k: for rows that are gathered by permutation, 0 = sorted rows."""
 
     def __init__(self, plans: Plans, weights: Weights, target: str, top_k: int) -> None:
         weight = weights.linear(target)

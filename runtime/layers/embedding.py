@@ -23,7 +23,7 @@ class Embedding:
 
 
 class LogitsHead(Linear):
-    """Hidden states to logits, with a matrix of its own or the embedding's (tied)."""
+    """Hidden states to logits, with a separate matrix or the embedding's (tied)."""
 
     def __init__(self, plans: Plans, weight: Tensor) -> None:
         super().__init__(plans, QuantTensor.from_dense(weight))

@@ -1,4 +1,4 @@
-"""Linear layers: a QuantTensor packed for the layouts of its plan, or several parts that do not fit one matrix."""
+"""Linear layers: a QuantTensor packed in the layouts of its plan, or several parts that cannot be one matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Linear:
     """y = x · Wᵀ (+ bias); with silu_mul W holds gate and up, and y = silu(gate) · up.
 
     weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's. `target` is the
-    parameter's name in the model's table, where it has one.
+    parameter's name in the model's table, if it has one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Linear:
 
 
 class SplitLinear:
-    """A fused matrix in parts: each multiplied on its own, x first by the part's pre_scale where it has one.
+    """A fused matrix in parts, which are multiplied separately; x is first multiplied by the pre_scale of the part, if it has one.
 
     Checkpoints store the parts of q/k/v or gate/up in different schemes, or scale the input of a layer.
     """
@@ -97,7 +97,7 @@ class SplitLinear:
 def load_linear(
     plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False
 ) -> Linear | SplitLinear:
-    """The linear layer of a parameter, with its bias when the table has ``TARGET.bias``."""
+    """The linear layer of a parameter, with a bias if the table has ``TARGET.bias``."""
     parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
     made: Linear | SplitLinear
     if len(parts) == 1 and parts[0].pre_scale is None:

@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) over a paged cache of latents.
 
-The cache holds of a token its normalised latent c and one rotated key k_r that all heads share. Keys and values of a head are
-linear in c: k = W_k c, v = W_v c. Two ways, equal up to rounding:
+The cache holds per token the normalized latent c and one rotated key k_r that all heads share. Keys and values of a head are
+linear in c: k = W_k c, v = W_v c. Two forms are equal up to rounding:
 
-    absorbed     q·k = (W_kᵀ q)·c, so queries move into the latent space, attention reads the cache as it is, and W_v is
-                 applied to what comes out. Reads least memory: decode, and chunks of a prompt behind cached ones.
-    un-absorbed  keys and values of the new tokens are made and attended to. A third of the arithmetic: prompts from their
-                 beginning, whose keys are all new.
+    absorbed     q·k = (W_kᵀ q)·c, so queries are projected to the latent space, attention reads the cache directly, and W_v is
+                 applied to its output. Reads the least memory: for decode, and for prompt chunks after cached tokens.
+    un-absorbed  keys and values of the new tokens are materialized. A third of the arithmetic: for prompts without
+                 cached tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class LatentAttention:
-    """Down to latents, rotation, cache, attention, output product."""
+    """Down-projections to latents, rotary embedding, cache write, attention, output projection."""
 
     def __init__(
         self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope
@@ -39,7 +39,7 @@ class LatentAttention:
         self.latents = load_linear(plans, weights, f"{name}.latents")
         self.q_norm = None
         if mla.q_lora_rank:
-            # transformers gives the latents' norms their default epsilon, not the configuration's.
+            # transformers uses the default epsilon for the norms of latents, not the configuration's.
             self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), LATENT_EPS)
         self.q = load_linear(plans, weights, f"{name}.q")
         self.kv_norm = RMSNorm(plans, weights.tensor(f"{name}.kv_norm"), LATENT_EPS)
@@ -86,7 +86,7 @@ class LatentAttention:
         return self.out(attended.view(tokens, self.heads * mla.v_dim))
 
     def _absorbed(self, q: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], everything read from the cache."""
+        """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], with all keys and values from the cache."""
         mla, tokens = self.mla, q.shape[0]
         query = q.new_empty(tokens, self.heads, mla.latent_dim)
         query[..., : mla.kv_lora_rank] = torch.bmm(
@@ -111,7 +111,7 @@ class LatentAttention:
         return torch.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).contiguous()
 
     def _prefill(self, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:
-        """The same from keys and values of the new tokens alone: they are the whole context."""
+        """The same from keys and values of the new tokens only, which are the whole context."""
         mla, tokens = self.mla, q.shape[0]
         kv = self.kv(latent[:, : mla.kv_lora_rank]).view(tokens, self.heads, mla.nope_dim + mla.v_dim)
         k = q.new_empty(q.shape)
@@ -126,4 +126,4 @@ class LatentAttention:
 
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents: fixed in the model's own code, whatever rms_norm_eps says."""
+"""Epsilon of the norms of latents: a constant in the model's own code, independent of rms_norm_eps."""

@@ -10,7 +10,7 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class MLP:
-    """Gate and up as one product, their gating in its epilogue, and down."""
+    """Fused gate/up projection with the activation in its epilogue, and the down projection."""
 
     def __init__(self, plans: Plans, weights: Weights, name: str) -> None:
         self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=True)

@@ -1,6 +1,6 @@
 """A mixture of experts (DeepSeek-V3, arXiv:2412.19437, 2.1.2): routed ones by grouped top-k, and shared ones for every token.
 
-Mixtral (arXiv:2401.04088) and Qwen3-MoE are the same with one group, softmax scores and no shared experts.
+Mixtral (arXiv:2401.04088) and Qwen3-MoE are special cases with one group, softmax scores and no shared experts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MixtureOfExperts:
         self.experts = plans.bind_packed(problem, layouts)
         self.inner, layout = down.k, next(iter(layouts))
         self.down = pack(down, layout).tensors
-        del down  # one of the two is in memory beside its packing, never both
+        del down  # free one before the other is packed, to bound peak memory
         self.gate_up = pack(weights.linear(f"{name}.experts.gate_up"), layout).tensors
         plans.own(*self.gate_up, *self.down)
         self.shared = MLP(plans, weights, f"{name}.shared") if moe.num_shared else None
@@ -67,7 +67,7 @@ class MixtureOfExperts:
         return out if self.shared is None else out + self.shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 and ids int32, [tokens, top_k] each, of the experts that tokens go to."""
+        """Weights float32 and ids int32, [tokens, top_k] each, of the chosen experts."""
         tokens, moe = x.shape[0], self.moe
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)

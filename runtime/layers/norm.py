@@ -24,6 +24,6 @@ class RMSNorm:
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x in place; the norm of the sum, written over x."""
+        """residual += x in place; returns the norm of the sum, which overwrites x."""
         self.add_plan(x, residual, self.weight, self.eps, x)
         return x

@@ -1,4 +1,4 @@
-"""What the layers of one model share: device, policy, bound plans, and scratch memory."""
+"""Objects that the layers of a model share: device, policy, bound plans, and scratch memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gristmill.runtime.cache_format import AUTO, CacheFormat
 from gristmill.runtime.workspace import Arenas
 
 BLOCK_SIZE = 16
-"""Tokens per block of the paged cache, unless told otherwise."""
+"""The default number of tokens per block of the paged cache."""
 
 
 class Plans:
     """Binds plans on `device` under `policy` (None: the one GRISTMILL_POLICY names), one for each (op, static problem).
 
     dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
-    their plans when they are made, and call them in each step; `bound`, every plan so far, is what `explain` reports. owned: the
-    parameters, packed as they are.
+    their plans when they are made, and call them in each step; `explain` reports `bound`, all plans so far. owned: the
+    parameters, as packed.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Plans:
         return dtype_name(self.dtype)
 
     def own(self, *tensors: Tensor | None) -> None:
-        """Count these parameters among the model's resident weights."""
+        """Add these parameters to the model's resident weights."""
         self.owned += [tensor for tensor in tensors if tensor is not None]
 
     @property
     def weight_bytes(self) -> int:
-        """Resident bytes of all parameters, packed as they are; memory that two of them share counts once."""
+        """Resident bytes of all parameters, as packed; shared memory counts once."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.owned}
         return sum(storages.values())
 
     def problem(self, op: str, /, **axes: AxisValue) -> Problem:
-        """The static problem of an operation; AxisError names what is wrong with the axes."""
+        """The static problem of an operation; AxisError for invalid axes."""
         return default_registry().op(op).problem(axes)
 
     def bind(self, op: str, /, **axes: AxisValue) -> BoundPlan:
@@ -83,7 +83,7 @@ class Plans:
         return ops.resolver(self.device, self.policy)
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
-        """Scratch memory for a call of this size on the current stream, uint8; None when its kernel needs none."""
+        """Scratch memory for a call of this size on the current stream, uint8; None if its kernel needs none."""
         key = (id(plan), bucket_index(size))
         need = self._needs.get(key)
         if need is None:

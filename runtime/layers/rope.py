@@ -26,5 +26,5 @@ class Rope:
         self.table = rope_cache(config.rope_dim, config.max_position, config.rope, plans.device)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
-        """q [tokens, heads, D] and k [tokens, kv_heads, D], both views of one projection if need be, in place."""
+        """q [tokens, heads, D] and k [tokens, kv_heads, D], in place; both may be views of one projection."""
         self.plan(q, k, positions, self.table, self.interleaved)

@@ -12,24 +12,24 @@ from gristmill.quant.formats import Source
 from gristmill.runtime.errors import ConfigError
 
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What weights that are not quantized may be stored in."""
+"""Dtypes of unquantized weights in checkpoints."""
 
 
 class NamedSource(Source, Protocol):
-    """Tensors by name; `path` is what messages call where they are from."""
+    """Tensors by name; `path` is their origin in messages."""
 
     @property
     def path(self) -> Path: ...
 
 
 class Checkpoint(NamedSource, Protocol):
-    """A model on disk. Tensors are read one at a time; their headers are checked whole before the first is.
+    """A model on disk. Tensors are read one at a time, after all headers have been checked.
 
-    Methods of `Source` raise CheckpointError, which names file and tensor.
+    Methods of `Source` raise CheckpointError with the file and the tensor.
     """
 
     def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
-        """What config.json and generation_config.json say, and the name of the first in messages.
+        """The contents of config.json and generation_config.json, and the name of the first for messages.
 
         Raises:
             ConfigError: there is none, or it cannot be read.
@@ -46,7 +46,7 @@ class Checkpoint(NamedSource, Protocol):
 
 
 class NoTokenizerError(ConfigError):
-    """A model without a tokenizer that can be read: prompts are lists of token ids."""
+    """The model has no readable tokenizer; prompts must be lists of token ids."""
 
 
 def read_tokenizer(path: Path) -> Any:

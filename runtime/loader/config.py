@@ -18,8 +18,8 @@ def load_config(path: str | Path) -> ModelConfig:
     """The configuration of a model: a directory or a GGUF file.
 
     Raises:
-        ConfigError: no such directory, no config.json, an architecture or feature we do not have, an entry that is
-            missing or of the wrong kind. CheckpointError: a GGUF file that is damaged.
+        ConfigError: no such directory, no config.json, an unsupported architecture or feature, an entry that is
+            missing or of the wrong type. CheckpointError: a damaged GGUF file.
     """
     return parse_config(*open_checkpoint(path).config())
 
@@ -27,7 +27,7 @@ def load_config(path: str | Path) -> ModelConfig:
 def parse_config(
     data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json"
 ) -> ModelConfig:
-    """The configuration that the contents of config.json and generation_config.json say."""
+    """The configuration from the contents of config.json and generation_config.json."""
     fields, known = Fields(data, origin), families()
     architectures = fields.get("architectures", list)
     architecture = next((a for a in architectures if a in known), None)
@@ -75,7 +75,7 @@ def parse_config(
 
 
 def _no_window(fields: Fields, architecture: str) -> None:
-    """Of families without windows; a window as long as the model's positions cuts nothing off."""
+    """For families without windows: refuse a window, unless it is at least the model's positions."""
     window, positions = fields.size("sliding_window", None), fields.size("max_position_embeddings")
     if window is not None and window < positions:
         raise ConfigError(
@@ -120,7 +120,7 @@ def _rope(fields: Fields) -> RopeParameters:
 
 
 def _quantization(fields: Fields) -> Mapping[str, Any] | None:
-    """The entry, once its format has read it."""
+    """The entry, after its format has validated it."""
     given: Mapping[str, Any] | None = fields.get("quantization_config", dict, None)
     if given is not None:
         try:

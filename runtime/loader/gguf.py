@@ -21,7 +21,7 @@ class GgufCheckpoint(GgufFile):
     """A GGUF file, a `Checkpoint`, of the architectures that model families declare.
 
     Raises:
-        CheckpointError: the file's faults, an architecture that is not read, no gguf package.
+        CheckpointError: a damaged file, an unsupported architecture, or no gguf package.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -31,15 +31,15 @@ class GgufCheckpoint(GgufFile):
             raise CheckpointError(str(error)) from error
 
     def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
-        """What config.json would say of the model.
+        """The equivalent of config.json.
 
         Raises:
-            ConfigError: a scaling of positions that the keys do not describe, experts of another kind.
+            ConfigError: unsupported rotary scaling or experts.
         """
         return gguf_config(self), {}, str(self.path)
 
     def tokenizer(self) -> Any:
-        """That of a tokenizer.json beside the file, else the file's own."""
+        """The tokenizer of a tokenizer.json next to the file, else the one in the file."""
         beside = self.path.parent / "tokenizer.json"
         if beside.is_file():
             return read_tokenizer(beside)
@@ -55,7 +55,7 @@ class GgufCheckpoint(GgufFile):
         *,
         dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
-        """As `GgufFile.read`; CheckpointError when the tensor is not there or not as expected."""
+        """As `GgufFile.read`; CheckpointError if the tensor is missing or not as expected."""
         try:
             return super().read(name, shape, dtypes=dtypes)
         except FormatError as error:
@@ -70,12 +70,12 @@ class GgufCheckpoint(GgufFile):
 
 
 def gguf_architectures() -> tuple[GgufArchitecture, ...]:
-    """Those that model families declare."""
+    """The GGUF architectures that model families declare."""
     return tuple(dict.fromkeys(gguf for family in families().values() for gguf in family.gguf))
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """What config.json would say of the model in a file; ConfigError and CheckpointError as `GgufCheckpoint.config`."""
+    """The equivalent of config.json for the model in a file. Errors as in `GgufCheckpoint.config`."""
     path, own = file.path, file.architecture
     if "model.embed_tokens.weight" not in file:
         raise CheckpointError(f"{path} has no tensor token_embd.weight")
@@ -114,7 +114,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_rotation(path: Path, config: Mapping[str, Any], rotated: Any, factors: int) -> None:
-    """ConfigError unless whole heads are rotated, and factors of frequencies are as many as pairs of a head."""
+    """ConfigError unless whole heads are rotated, with one frequency factor per pair of a head."""
     hidden, heads, width = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if isinstance(heads, int) and heads < 1:
         raise ConfigError(f"{path}: attention.head_count must be at least 1, got {heads}")
@@ -131,7 +131,7 @@ def _check_rotation(path: Path, config: Mapping[str, Any], rotated: Any, factors
 
 
 def _experts(path: Path, own: GgufArchitecture, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a mixture of experts adds: the k most probable of them, their weights made to sum to 1."""
+    """The entries of a mixture of experts: the k most probable ones, with weights normalized to sum to 1."""
     if not own.experts:
         return {}
     strange = {

@@ -1,12 +1,12 @@
-"""The tokenizer that a GGUF file describes, as one of the `tokenizers` package.
+"""The tokenizer in a GGUF file, as one of the `tokenizers` package.
 
 ========================  ==============================================================================================
 tokenizer.ggml.model      ``gpt2``: byte-level BPE; ``llama``: SentencePiece's BPE, where scores order the merges
 tokenizer.ggml.tokens     the vocabulary, in order of ids
-tokenizer.ggml.merges     of gpt2: pairs that are joined, first ones first, "left right"
-tokenizer.ggml.scores     of llama: the higher a token's score, the earlier it is made
+tokenizer.ggml.merges     of gpt2: pairs to join, in order of priority, "left right"
+tokenizer.ggml.scores     of llama: tokens with higher scores are joined first
 tokenizer.ggml.token_type 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
-tokenizer.ggml.pre        of gpt2: how text is cut before merges: PRE
+tokenizer.ggml.pre        of gpt2: how text is split before merges: PRE
 ... .add_bos_token        whether bos_token_id goes before every text; absent: true for llama and for llama-bpe
 ... .add_space_prefix     of llama: whether a space goes before every text; absent: true
 ========================  ==============================================================================================
@@ -23,7 +23,7 @@ from gristmill.runtime.errors import ConfigError
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE: Mapping[str, str | None] = {
@@ -34,14 +34,14 @@ PRE: Mapping[str, str | None] = {
     "llama3": _WORDS % "{1,3}",
     "qwen2": _WORDS % "",
 }
-"""Ways to cut text: by GPT-2's expression (None), by that with every digit alone, or by an expression."""
+"""Pre-tokenizers: GPT-2's expression (None), the same with single digits, or another expression."""
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> Any:
     """A `tokenizers.Tokenizer` of a file's ``tokenizer.*`` pairs. where: the file's name in messages.
 
     Raises:
-        ConfigError: the file has none, a kind that is not read, or fields that contradict each other.
+        ConfigError: the file has none, one of an unsupported kind, or contradictory fields.
     """
     from tokenizers import AddedToken
 
@@ -81,7 +81,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> Any:
             _put_bos(backend, ggml.get("bos_token_id"), tokens, where)
     except ConfigError:
         raise
-    except Exception as error:  # the package raises plain Exception for what does not fit together
+    except Exception as error:  # the package raises plain Exception for inconsistent arguments
         raise ConfigError(f"{where}: its tokenizer contradicts itself: {error}") from error
     return backend
 
@@ -100,7 +100,7 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
             f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ..."
         )
     pairs = [(left, right) for left, _, right in halves]
-    whole = pre in ("llama-bpe", "llama3")  # a word that is a token is not taken apart
+    whole = pre in ("llama-bpe", "llama3")  # a word that is a token is not split
     backend = Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=whole))
     expression = PRE[pre]
     octets = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression in (None, "digits"))
@@ -148,10 +148,10 @@ def _sentence_piece(
 
 
 def merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: every way to make a token of two, tokens of higher scores first.
+    """The merges of SentencePiece's BPE: every pair that forms a token, tokens with higher scores first.
 
-    SentencePiece joins the neighbours whose join has the highest score (Kudo and Richardson, 2018), which is BPE with merges
-    in this order.
+    SentencePiece joins the adjacent pair with the highest score (Kudo and Richardson, 2018), which is BPE with merges in
+    this order.
     """
     merges = []
     for token, i in vocabulary.items():

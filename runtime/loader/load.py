@@ -33,14 +33,14 @@ def load_model(
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
-    dtype: of activations, cache and kept weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
+    dtype: of activations, cache and unquantized weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
     quantized checkpoint it can name the stored scheme, with an activation format to multiply with
     (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized. kv_dtype: of the KV cache, as
     in `Engine`; a warning says where ``fp8`` finds no scales in the checkpoint.
 
     Raises:
-        ConfigError, CheckpointError: the checkpoint's faults. UsageError: an unknown dtype, scheme or device.
+        ConfigError, CheckpointError: an invalid checkpoint. UsageError: an unknown dtype, scheme or device.
     """
     checkpoint = open_checkpoint(path)
     config = parse_config(*checkpoint.config())
@@ -61,7 +61,7 @@ def load_model(
 
 
 def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | None:
-    """The scheme of a name; UsageError lists the known ones. None, and dense names, stay what they are."""
+    """The scheme of a name; UsageError lists the known ones. None and dense names are returned unchanged."""
     if name is None:
         return None
     try:
@@ -71,7 +71,7 @@ def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | 
 
 
 def parse_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:
-    """The torch dtype of a name; ``auto`` is the checkpoint's. UsageError unless it is a dtype of activations."""
+    """The torch dtype of a name; ``auto`` is the checkpoint's. UsageError if it is not a dtype of activations."""
     try:
         name = canonical_dtype(config.dtype if dtype == "auto" else dtype)
     except (TypeError, ValueError):
@@ -85,7 +85,7 @@ def parse_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:
 
 
 def parse_device(name: str | torch.device) -> torch.device:
-    """The device of a name; UsageError if there is no such device here."""
+    """The device of a name; UsageError if it does not exist."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:

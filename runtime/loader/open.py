@@ -10,10 +10,10 @@ from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The model at a path: a GGUF file, or else a Hugging Face directory, whose parts are read when they are asked for.
+    """The model at a path: a GGUF file, or a Hugging Face directory, whose files are read on first use.
 
     Raises:
-        CheckpointError: a GGUF file that is damaged, or that the gguf package is missing for.
+        CheckpointError: a damaged GGUF file, or the gguf package is missing.
     """
     place = Path(path)
     if place.suffix == ".gguf" and not place.is_dir():

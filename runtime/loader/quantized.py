@@ -1,5 +1,5 @@
 """Writing quantized checkpoints: a Hugging Face directory whose linear weights are in one of the formats of
-`gristmill.quant.formats.writers`, gristmill's own unless another is named. Every other tensor is as it was, but for norms that a
+`gristmill.quant.formats.writers`, gristmill's own unless another is named. Other tensors are copied unchanged, except norms that a
 method scales, and config.json gains the format's ``quantization_config``.
 """
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from gristmill.runtime.quantizing.methods import Method
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Files of a source that are not copied: its weights, in any format."""
+"""Files of a source that are not copied: weights in any format."""
 SHARD_BYTES = 2 << 30
-"""Up to this many bytes become one file; a larger model has one for each layer."""
+"""Models of up to this many bytes are one file; larger ones have one file per layer."""
 
 
 def write_quantized(
@@ -48,16 +48,16 @@ def write_quantized(
 ) -> dict[str, Any]:
     """Quantize the linear weights of a model directory and write it, one layer at a time, to `out`.
 
-    `out` appears whole or not at all: layers are written to a hidden folder beside it, which then takes its name. A run that was
-    killed leaves that folder, and the same call resumes after its last complete layer, to the same result.
+    `out` is created atomically: layers are written to a hidden folder next to it, which is then renamed. An interrupted run
+    leaves that folder, and the same call resumes after its last complete layer, with the same result.
 
-    progress: called with (tensors done, tensors in all). form: the format, by its ``quant_method``. method: how weights are
-    rounded; None = to nearest. Returns {"tensors": quantized ones, "bytes_before", "bytes_after", "resumed": layers that were
-    there already, "notes": what the method says of weights that it treated otherwise}.
+    progress: called with (tensors done, total tensors). form: the ``quant_method`` of the format. method: the rounding method;
+    None = to nearest. Returns {"tensors": quantized ones, "bytes_before", "bytes_after", "resumed": layers that existed,
+    "notes": the method's notes on weights that it treated differently}.
 
     Raises:
         UsageError: `out` exists and is not empty, or cannot be written, or was begun with other options; the scheme is dense, the
-            format does not hold it, or the model's experts are in one tensor and the format's are not. CheckpointError: the source's faults.
+            format does not support it, or stores experts differently from the model. CheckpointError: an invalid source.
     """
     from gristmill.runtime.quantizing.methods import RoundToNearest
 
@@ -86,7 +86,7 @@ def write_quantized(
     stored = open_format(config["quantization_config"])
     done = resumed = 0
 
-    def tell(names: Collection[str]) -> None:
+    def report(names: Collection[str]) -> None:
         nonlocal done
         done += len(names)
         if progress is not None:
@@ -100,16 +100,16 @@ def write_quantized(
             part = unfinished.read(f"{index:05d}")
             if part is None:
                 part = _layer(index, weights, names, checkpoint, shapes, target, method)
-                unfinished.notes(method.notes)  # first: a layer that is there has said what it had to say
+                unfinished.notes(method.notes)  # first, because a complete layer has no further notes
                 unfinished.write(f"{index:05d}", part)
             else:
                 resumed += 1
             method.advance(index, part, stored)
-            tell(names)
+            report(names)
         unfinished.write(
             "rest", {name: checkpoint.read(name) for name in sorted(rest)}
         )  # mapped, not read into memory
-        tell(rest)
+        report(rest)
         notes = unfinished.notes()
         after = _name_files(unfinished)
         (unfinished.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -193,7 +193,7 @@ def _layer(
     target: Writer,
     method: Method,
 ) -> dict[str, Tensor]:
-    """What is stored of a layer."""
+    """The stored tensors of a layer."""
     tensors = {name: checkpoint.read(name, shapes.get(name), dtypes=FLOATS) for name in names}
     try:
         rounded = method.round(index, weights, tensors, target)
@@ -212,7 +212,7 @@ def _layer(
 
 
 def _kept(checkpoint: SafetensorsCheckpoint, quantized: Collection[str]) -> list[str]:
-    """Modules whose matrices stay in floats; embeddings are no linear layers to anyone."""
+    """Modules whose matrices remain in floats, without embeddings, which no format counts as linear layers."""
     matrices = (
         n
         for n, e in checkpoint.entries.items()
@@ -222,7 +222,7 @@ def _kept(checkpoint: SafetensorsCheckpoint, quantized: Collection[str]) -> list
 
 
 def _fingerprint(checkpoint: SafetensorsCheckpoint) -> str:
-    """What tells a source from one that was changed since: its configuration, and every tensor's place, size and date."""
+    """A fingerprint of a source that detects changes: its configuration, and the location, size and date of every tensor."""
     digest = hashlib.sha256((checkpoint.path / "config.json").read_bytes())
     for file in sorted({entry.file for entry in checkpoint.entries.values()}):
         stat = os.stat(file)
@@ -231,9 +231,9 @@ def _fingerprint(checkpoint: SafetensorsCheckpoint) -> str:
 
 
 def _name_files(unfinished: Unfinished) -> int:
-    """Parts become the files of a checkpoint, small models' one file; bytes of all tensors.
+    """Rename parts to the files of a checkpoint, or join them if the model is small. Returns the bytes of all tensors.
 
-    A run that is killed meanwhile starts again from the parts that still have their names, and what it renamed it writes again.
+    After an interruption here, the run resumes from the parts that are not renamed yet, and writes the others again.
     """
     parts = unfinished.parts()
     headers = [read_header(path) for path in parts]

@@ -19,9 +19,9 @@ from gristmill.runtime.models import Model, build_model, model_table
 
 
 class RandomCheckpoint:
-    """The tensors of a table as a checkpoint would have them: normal, a hundredth to a tenth in size; vectors are around 1.
+    """The tensors of a table: matrices are normal with a standard deviation of 0.01 to 0.1, vectors are around 1.
 
-    The same seed gives a tensor of some name and device the same values, in whatever order they are asked for.
+    The values of a tensor depend only on the seed, its name and the device, not on the order of reads.
     """
 
     path = Path("random weights")
@@ -72,7 +72,7 @@ def random_model(
     seed: int = 0,
     block_size: int = BLOCK_SIZE,
 ) -> Model:
-    """A model of random weights; arguments as of `load_model`. UsageError: an unknown dtype, scheme or device, stacked experts."""
+    """A model with random weights; arguments as in `load_model`. UsageError: an unknown dtype, scheme or device, stacked experts."""
     plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size)
     table = model_table(config)
     checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)

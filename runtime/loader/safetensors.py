@@ -1,5 +1,5 @@
-"""A Hugging Face directory: config.json, tokenizer.json, safetensors files. Of the files everything is checked before anything
-is mapped, then one tensor is read at a time.
+"""A Hugging Face directory: config.json, tokenizer.json, safetensors files. All headers are checked before a file is mapped; then
+tensors are read one at a time.
 
 The format (huggingface/safetensors): 8 bytes of little-endian header length, a JSON header {name: {dtype, shape,
 data_offsets}}, the data. Pickle files are never opened.
@@ -28,7 +28,7 @@ from gristmill.runtime.loader.checkpoint import NoTokenizerError, read_tokenizer
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
-"""The format's own bound on a header's bytes."""
+"""The maximum size of a header in the format, in bytes."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,7 +50,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is and what it is."""
+    """The location, dtype and shape of a tensor."""
 
     file: Path
     dtype: torch.dtype
@@ -58,11 +58,11 @@ class Entry:
 
 
 class SafetensorsCheckpoint:
-    """A model directory, a `Checkpoint`. entries: its tensors by name, read from the headers when first asked for.
+    """A model directory, a `Checkpoint`. entries: its tensors by name, read from the headers on first use.
 
-    Raises, once tensors are asked for:
-        CheckpointError: no safetensors files, a shard that the index names and nobody has, a file that is truncated or
-            corrupt, a tensor that the index names and its shard lacks, or that two shards have.
+    Raises, on the first access to tensors:
+        CheckpointError: no safetensors files, a missing shard, a truncated or corrupt file, a tensor that the index names
+            and its shard lacks, or one that two shards have.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -85,7 +85,7 @@ class SafetensorsCheckpoint:
         return tensors
 
     def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
-        """What config.json and generation_config.json say; ``quantization_config`` may stand in another file or entry."""
+        """The contents of config.json and generation_config.json; ``quantization_config`` may be in another file or entry."""
         if not self.path.is_dir():
             raise ConfigError(
                 f"no model directory {self.path}: expected a folder with config.json and safetensors files"
@@ -98,7 +98,7 @@ class SafetensorsCheckpoint:
         return data, read_json(generation) if generation.is_file() else {}, str(file)
 
     def tokenizer(self) -> Any:
-        """That of tokenizer.json."""
+        """The tokenizer of tokenizer.json."""
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise NoTokenizerError(f"{self.path} has no tokenizer.json: pass prompts as lists of token ids")
@@ -111,7 +111,7 @@ class SafetensorsCheckpoint:
         return iter(self.entries)
 
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Stored dtype and shape; CheckpointError when there is none of that name."""
+        """Stored dtype and shape; CheckpointError if there is no tensor of that name."""
         entry = self._entry(name)
         return entry.dtype, entry.shape
 
@@ -122,10 +122,10 @@ class SafetensorsCheckpoint:
         *,
         dtypes: Collection[torch.dtype] | None = None,
     ) -> Tensor:
-        """A tensor, in its stored dtype, on the CPU; its memory is the file's mapping: copy what is to be kept.
+        """A tensor in its stored dtype, on the CPU. Its memory is the mapped file, so copy it to keep it.
 
         Raises:
-            CheckpointError: there is none of that name, its shape is not `shape`, its dtype none of `dtypes`.
+            CheckpointError: there is no such tensor, its shape is not `shape`, or its dtype is not in `dtypes`.
         """
         entry = self._entry(name)
         if dtypes is not None and entry.dtype not in dtypes:
@@ -151,7 +151,7 @@ class SafetensorsCheckpoint:
         return entry
 
     def _quantization(self, data: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
-        """What config.json or a file beside it says of quantization, by the names that formats declare."""
+        """The quantization entry of config.json or of a file next to it, under the names that formats declare."""
         known = checkpoint_formats().values()
         for entry, method in [("quantization_config", None), *((f.entry, f.name) for f in known if f.entry)]:
             given = data.get(entry)
@@ -187,7 +187,7 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
         for name, file in expected.items():
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{index}: {file!r} is no safetensors file of this folder")
+                raise CheckpointError(f"{index}: {file!r} is not a safetensors file of this folder")
             if not (self.path / file).is_file():
                 count = sum(f == file for f in expected.values())
                 raise CheckpointError(
@@ -197,7 +197,7 @@ class SafetensorsCheckpoint:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one file, every size checked against the file's; CheckpointError names file and fault."""
+    """The tensors of one file, with sizes checked against the file; CheckpointError with the file and the fault."""
 
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{file} is truncated or corrupt: {what}")
@@ -219,7 +219,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     except (ValueError, RecursionError) as error:
         raise wrong("its header is not JSON") from error
     if not isinstance(header, dict):
-        raise wrong("its header is no JSON object")
+        raise wrong("its header is not a JSON object")
     header.pop("__metadata__", None)
     entries = {name: _entry(file, name, value, wrong) for name, value in header.items()}
     end = 0

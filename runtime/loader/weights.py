@@ -52,14 +52,14 @@ class Weight:
 
 
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
-"""A logits head that is the embedding, and which of them is read."""
+"""A logits head that is tied to the embedding: the tensor that is read, and its copy."""
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All weights of a model, and patterns of checkpoint tensors that it knowingly leaves aside.
+    """All weights of a model, and patterns of checkpoint tensors that it ignores.
 
-    copies: (a tensor that is left aside too, the one that the model takes in its place): of checkpoints with both they are the same.
+    copies: (ignored tensor, tensor used in its place) pairs; a checkpoint with both must have equal ones.
     """
 
     weights: tuple[Weight, ...]
@@ -67,7 +67,7 @@ class WeightTable:
     copies: tuple[tuple[str, str], ...] = ()
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint tensor is left aside by rule."""
+        """Whether the table ignores a checkpoint tensor."""
         return any(
             fnmatchcase(name, pattern) for pattern in (*self.ignored, *(copy for copy, _ in self.copies))
         )
@@ -75,17 +75,17 @@ class WeightTable:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A linear weight [N, K], on the device, and what x is multiplied by before it, [K] in the model's dtype, or None."""
+    """A linear weight [N, K] on the device, and the pre_scale of x, [K] in the model's dtype, or None."""
 
     weight: QuantTensor
     pre_scale: Tensor | None = None
 
 
 class Joined:
-    """The codes of parts that become one matrix, `rows` of each: in one tensor on the device while they have one width.
+    """The codes of parts that become one matrix, `rows` of each, in one tensor on the device if they have equal widths.
 
-    Parts come in order. The reader of one may put its codes into their `place`, and `put` those that it did not, so that no part is
-    in memory twice. codes: of all parts, None once one did not fit.
+    Parts come in order. The reader of a part writes its codes to their `place`, or passes them to `put`, so that no part is in
+    memory twice. codes: of all parts, None if one does not fit.
     """
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
@@ -96,12 +96,12 @@ class Joined:
         self._apart = False
 
     def place(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory on the CPU for the codes of the next part."""
+        """CPU memory for the codes of the next part."""
         rows = self._next(shape) if self.device.type == "cpu" else None
         return new_codes(shape) if rows is None else rows
 
     def put(self, codes: Tensor) -> Tensor:
-        """The codes of the next part, on the device."""
+        """Put the codes of the next part on the device."""
         rows = self._next(tuple(codes.shape))
         if rows is None:
             self.codes, self._apart = None, True
@@ -120,14 +120,14 @@ class Joined:
 class Weights:
     """Hands out the parameters of a table from a checkpoint.
 
-    dtype: what kept and unquantized weights become. scheme: quantize linear weights so at load; None = as they are stored.
-    stored: the format of a quantized checkpoint; None = a plain one. device: where parameters go.
+    dtype: of kept and unquantized weights. scheme: quantize linear weights to it at load; None = as stored.
+    stored: the format of a quantized checkpoint; None = unquantized. device: of the parameters.
 
     Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
-    are dequantized. What the model keeps in floats (embedding, logits head, router) is dequantized wherever it is stored
-    quantized, to the dtype the model keeps it in.
+    are dequantized. Parameters that the model keeps in floats (embedding, logits head, router) are dequantized to their dtype
+    if the checkpoint stores them quantized.
 
-    without_cache_scales: attention modules whose quantized cache has scales of 1.0, as the checkpoint has none for them.
+    without_cache_scales: attention modules whose quantized cache uses scales of 1.0 because the checkpoint has none.
     """
 
     def __init__(
@@ -161,17 +161,17 @@ class Weights:
         placed = joined.to(self.device)
         return (
             placed if placed.untyped_storage().resizable() else placed.clone()
-        )  # else it is the file's mapping
+        )  # otherwise it is the mapped file
 
     def optional(self, target: str) -> Tensor | None:
-        """A kept parameter that the table may not have, such as a bias."""
+        """A kept parameter that may be missing in the table, such as a bias."""
         return self.tensor(target) if target in self._pending else None
 
     def linear(self, target: str) -> QuantTensor:
         """A linear parameter [N, K], or [experts, N, K], on the device: quantized, or dense in the model's dtype.
 
         Raises:
-            CheckpointError: its parts, or its experts, are stored in ways that one tensor cannot hold.
+            CheckpointError: its parts or experts cannot be one tensor as stored.
         """
         weight = self._take(target)
         if weight.stacked:
@@ -192,10 +192,10 @@ class Weights:
             ) from error
 
     def parts(self, target: str) -> list[Part]:
-        """A linear parameter as one part, or as several where its parts are stored in ways that one tensor cannot hold.
+        """A linear parameter as one part, or as several if they cannot be one tensor as stored.
 
-        They may differ in scheme (rules that name layers), in act-order, or in what x is multiplied by before. Parts with
-        different global scales are one: each keeps its own.
+        Parts may differ in scheme (rules per layer), in act-order, or in pre_scale. Parts with different global scales
+        are joined: each keeps its own.
         """
         weight = self._take(target)
         made, codes = self._gathered(weight.sources, weight)
@@ -208,7 +208,7 @@ class Weights:
             try:
                 return [self._own(Part(concat([p.weight for p in made], -2, codes), first))]
             except ValueError:
-                pass  # concat says that it cannot be exact: parts stay apart, which always is
+                pass  # concat cannot be exact; separate parts always are
         return [self._own(replace(part, weight=part.weight.narrow(0, 0, part.weight.n))) for part in made]
 
     def cache_scales(self, target: str, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ class Weights:
 
         Raises:
             UsageError: its scales are for another number format.
-            CheckpointError: one of the two is missing, or they are no scales.
+            CheckpointError: one of the two is missing, or they are not valid scales.
         """
         module = self._pending[target].sources[0].rpartition(".")[0]
         try:
@@ -246,7 +246,7 @@ class Weights:
         return placed[0].contiguous(), placed[1].contiguous()
 
     def finish(self) -> None:
-        """CheckpointError if a parameter was left unwritten, a tensor was not read, or a copy of a tied one is none."""
+        """CheckpointError if a parameter was not read, a tensor is left over, or the copy of a tied tensor differs."""
         if self._pending:
             raise CheckpointError(f"parameters left unwritten: {_some(self._pending)}")
         for copy, taken in self.table.copies:
@@ -270,8 +270,8 @@ class Weights:
             )
 
     def _side_tensors(self) -> set[str]:
-        """What quantized checkpoints hold beside weights: scales of a KV cache, which are read if it is to be quantized with them,
-        and what the format knows to mean nothing.
+        """Other tensors of quantized checkpoints: scales of a KV cache, which are read if the cache is quantized with them,
+        and tensors that the format declares to be irrelevant.
         """
         if self.stored is None:
             return set()
@@ -288,7 +288,7 @@ class Weights:
         return weight
 
     def _kept(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
-        """A tensor of floats; dequantized where a quantized checkpoint has it otherwise."""
+        """A float tensor, dequantized if the checkpoint stores it quantized."""
         module = name.removesuffix(".weight")
         if self.stored is not None and len(shape) == 2 and module != name:
             plain = name in self.checkpoint and self.checkpoint.spec(name)[0] in FLOATS
@@ -306,7 +306,7 @@ class Weights:
         return self.checkpoint.read(name, shape, dtypes=FLOATS)
 
     def _stored(self, module: str, shape: tuple[int, ...], place: Place = new_codes) -> Part | None:
-        """What the checkpoint's format says of a module; None when it is stored in floats."""
+        """The stored weight of a module in the checkpoint's format; None if it is stored in floats."""
         if self.stored is None:
             return None
         try:
@@ -347,7 +347,7 @@ class Weights:
         )
 
     def _wanted(self, name: str, part: Part) -> Part:
-        """A stored part as the scheme asks for it."""
+        """A stored part, converted to the requested scheme."""
         scheme, weight = self.scheme, part.weight
         if scheme is None:
             return part
@@ -363,12 +363,14 @@ class Weights:
         return replace(part, weight=replace(weight, scheme=scheme))
 
     def _gathered(self, names: Sequence[str], weight: Weight) -> tuple[list[Part], Tensor | None]:
-        """The parts of one matrix, on the device, and their codes in one tensor where they are several and of one width.
+        """The parts of one matrix on the device, with their codes in one tensor if there are several of equal width.
 
-        Each part's codes go to their place as soon as it is read, so that no part is in memory twice.
+        The codes of each part go to their place when it is read, so that no part is in memory twice.
         """
         parts, joined = [], Joined(weight.rows, self.device) if len(names) > 1 else None
-        floats = self.scheme is not None and self.scheme.is_dense  # what is read is not what is kept
+        floats = (
+            self.scheme is not None and self.scheme.is_dense
+        )  # the stored part is not the one that is kept
         for name, rows in zip(names, weight.rows, strict=True):
             part = self._part(name, rows, weight, new_codes if joined is None or floats else joined.place)
             held = part.weight.tensors()
@@ -379,7 +381,7 @@ class Weights:
         return parts, None if joined is None else joined.codes
 
     def _joined(self, names: list[str], weight: Weight) -> QuantTensor:
-        """One matrix of its parts, an expert's or a whole parameter."""
+        """Join the parts of one matrix: of an expert or of a whole parameter."""
         parts, codes = self._gathered(names, weight)
         scaled = next(
             (name for name, part in zip(names, parts, strict=True) if part.pre_scale is not None), None
@@ -397,13 +399,13 @@ class Weights:
             ) from error
 
     def _own(self, part: Part) -> Part:
-        """On the device, in memory of its own."""
+        """The part on the device, in separate memory."""
         scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
         return Part(owned(part.weight.to(self.device)), scale)
 
 
 def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor:
-    """One checkpoint tensor rounded to nearest; CheckpointError names it where the scheme cannot hold it."""
+    """One checkpoint tensor rounded to nearest; CheckpointError if the scheme cannot represent it."""
     try:
         return quantize(tensor, scheme)
     except ValueError as error:

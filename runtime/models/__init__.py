@@ -27,7 +27,7 @@ ENTRY_POINTS = "gristmill.models"
 
 
 class Model(Protocol):
-    """What the runner asks of a model. make_layer: one decoder layer of (config, weights, plans, index, rope)."""
+    """The interface of models for the runner. make_layer: one decoder layer from (config, weights, plans, index, rope)."""
 
     config: ModelConfig
     plans: Plans
@@ -51,10 +51,10 @@ def nothing_special(fields: Fields, architecture: str) -> Mapping[str, Any]:
 class Family:
     """A model family.
 
-    name: for people. architectures: config.json's ``architectures`` -> its ``model_type``. table: the checkpoint tensors of a
-    model. model: its class, made of (config, weights, plans). config: what the entries of config.json say beside those that
-    all families share, or otherwise, as fields of ModelConfig; called with the entries and the architecture. A family whose
-    configuration does not give ``windows`` refuses a sliding window. gguf: ggml's architectures that hold such models.
+    name: for display. architectures: ``architectures`` of config.json -> its ``model_type``. table: the checkpoint tensors of a
+    model. model: its class, constructed from (config, weights, plans). config: fields of ModelConfig that differ from those of a
+    plain decoder, from the entries of config.json and the architecture. A family whose configuration does not return
+    ``windows`` refuses a sliding window. gguf: the ggml architectures of such models.
     """
 
     name: str
@@ -71,17 +71,17 @@ def _declared() -> Declarations[Family]:
 
 
 def families() -> Mapping[str, Family]:
-    """Every family by each of its architectures, ours and those of plugins."""
+    """All families by architecture, including those of plugins."""
     return _declared().by_name
 
 
 def failures() -> tuple[PluginFailure, ...]:
-    """Plugins of ``gristmill.models`` that are not used, and why."""
+    """Plugins of ``gristmill.models`` that failed to load, with reasons."""
     return _declared().failures
 
 
 def reported() -> str:
-    """The failures behind the message of an architecture that is not known; "" when there are none."""
+    """The failures of plugins, for the message of an unknown architecture; "" if there are none."""
     return "".join(f"; {failure}" for failure in failures())
 
 
@@ -91,7 +91,7 @@ def model_table(config: ModelConfig) -> WeightTable:
 
 
 def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
-    """The model with its parameters, every tensor of the checkpoint accounted for."""
+    """The model with its parameters; CheckpointError if a tensor of the checkpoint is left over."""
     make: Callable[..., Model] = families()[config.architecture].model
     model = make(config, weights, plans)
     weights.finish()
@@ -99,5 +99,5 @@ def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
 
 
 def make_layer(config: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> Any:
-    """One decoder layer alone: called as (x, residual, batch, cache), it returns what the next layer adds to the residual."""
+    """A single decoder layer. Called with (x, residual, batch, cache), it returns the x of the next layer."""
     return families()[config.architecture].model.make_layer(config, weights, plans, index, rope)

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, and a mixture of fine-grained and shared experts.
 
-Multi-token-prediction layers of the checkpoint are for drafting and left aside.
+Multi-token-prediction layers of the checkpoint are for drafting, and ignored.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Layer:
             self.mlp = MLP(plans, weights, name)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
-        """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
+        """x: added to the residual [tokens, hidden] first; returns the x of the next layer."""
         x = self.attention_norm.add(x, residual)
         x = self.attention(x, batch, cache[0])
         x = self.mlp_norm.add(x, residual)
@@ -153,7 +153,7 @@ class DeepseekV3:
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
-    """Sizes of latent attention, experts in groups, and how many layers for prediction stand behind the last."""
+    """Sizes of latent attention, experts in groups, and the number of prediction layers after the last one."""
     mla = MlaConfig(
         q_lora_rank=fields.size("q_lora_rank", None),
         kv_lora_rank=fields.size("kv_lora_rank"),

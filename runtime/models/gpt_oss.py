@@ -49,7 +49,7 @@ def _moe(c: ModelConfig) -> MoeConfig:
 
 
 class Layer:
-    """Attention with sinks, windowed or not, and experts, each behind a norm and added to the residual stream."""
+    """Attention with sinks, windowed or not, and experts, each after a norm and added to the residual stream."""
 
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
@@ -59,7 +59,7 @@ class Layer:
         self.mlp = ClampedExperts(_moe(c), c.extra["swiglu_limit"], plans, weights, name)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
-        """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
+        """x: added to the residual [tokens, hidden] first; returns the x of the next layer."""
         x = self.attention_norm.add(x, residual)
         x = self.attention(x, batch, cache)
         x = self.mlp_norm.add(x, residual)
@@ -73,7 +73,7 @@ class GptOss(Llama):
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
-    """Experts, windows, biases, and where the gating of experts is clamped."""
+    """Experts, windows, biases, and the clamp limit of the experts' activation."""
     count, inner = fields.size("num_local_experts"), fields.size("intermediate_size")
     return {
         "moe": MoeConfig.most_probable(fields, count, inner),
@@ -84,7 +84,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
 
 
 def _windows(fields: Fields) -> tuple[int, ...]:
-    """The window of each layer, 0 for those that see everything; every second layer where nothing is said."""
+    """The window of each layer, 0 for full attention; by default every second layer has one."""
     window, layers = fields.size("sliding_window", 128), fields.size("num_hidden_layers")
     types = fields.get("layer_types", list, None) or ["sliding_attention", "full_attention"] * layers
     known = {"sliding_attention": window, "full_attention": 0}

@@ -28,7 +28,7 @@ def table(c: ModelConfig) -> WeightTable:
 
 
 def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterable[Weight]]) -> WeightTable:
-    """The table of a decoder of this kind; feed_forward(name, source, layer) gives what stands behind attention."""
+    """The table of such a decoder; feed_forward(name, source, layer) yields the weights of the feed-forward block."""
     hidden = c.hidden_size
     weights = [
         Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
@@ -49,7 +49,7 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
 
 
 def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
-    """Projections, their biases, and the norms of heads, where the configuration says so."""
+    """Projections, with biases and norms of heads if the configuration has them."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = tuple(f"{source}.{part}_proj" for part in "qkv")
     yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear")
@@ -64,7 +64,7 @@ def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
 
 
 def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
-    """Gate, up and down, with biases where the configuration says so."""
+    """Gate, up and down, with biases if the configuration has them."""
     hidden, ffn = c.hidden_size, c.intermediate_size
     gate_up, down = (f"{source}.gate_proj", f"{source}.up_proj"), f"{source}.down_proj"
     yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear")
@@ -75,7 +75,7 @@ def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
 
 
 class Layer:
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
@@ -89,7 +89,7 @@ class Layer:
             self.mlp = MLP(plans, weights, name)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
-        """x: what is to be added to the residual [tokens, hidden] first; returns what the next layer adds."""
+        """x: added to the residual [tokens, hidden] first; returns the x of the next layer."""
         x = self.attention_norm.add(x, residual)
         x = self.attention(x, batch, cache)
         x = self.mlp_norm.add(x, residual)
@@ -97,7 +97,7 @@ class Layer:
 
 
 class Llama:
-    """LlamaForCausalLM, and its relatives with another table or another `make_layer`."""
+    """LlamaForCausalLM, and related models with another table or another `make_layer`."""
 
     make_layer: ClassVar[Callable[..., Any]] = Layer
 
@@ -135,7 +135,7 @@ GGUF_ATTENTION = (
     "self_attn.o_proj",
     "post_attention_layernorm",
 )
-"""Modules of a layer but for its feed-forward block."""
+"""Modules of a layer, without its feed-forward block."""
 GGUF_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 FAMILY = Family(

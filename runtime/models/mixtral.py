@@ -21,7 +21,7 @@ def table(c: ModelConfig) -> WeightTable:
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
-    """Experts as wide as the entry says of a dense block; the two largest probabilities are made to sum to 1."""
+    """Experts of the size of a dense block; the weights of the chosen experts are normalized to sum to 1."""
     count, inner = fields.size("num_local_experts"), fields.size("intermediate_size")
     return {"moe": MoeConfig.most_probable(fields, count, inner)}
 

@@ -1,6 +1,6 @@
 """Qwen2 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388): Llama with biases of q, k and v, or with norms of their heads.
 
-Qwen3-MoE has experts in place of the feed-forward block, but for layers that the configuration names.
+Qwen3-MoE has experts instead of the feed-forward block, except in layers that the configuration names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def experts(c: ModelConfig, name: str, source: str, names: tuple[str, str, str])
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
-    """Biases, norms of heads, experts; the window of attention counts only where ``use_sliding_window`` turns it on."""
+    """Biases, norms of heads, experts; the sliding window is used only if ``use_sliding_window`` is set."""
     values: dict[str, Any] = {} if fields.flag("use_sliding_window", False) else {"windows": ()}
     if architecture == "Qwen2ForCausalLM":
         return values | {"qkv_bias": True}
@@ -52,7 +52,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
 def _moe(fields: Fields) -> MoeConfig:
     count = fields.size("num_local_experts", None) or fields.size(
         "num_experts"
-    )  # transformers 5 has the first
+    )  # transformers 5 uses the first name
     inner, step = fields.size("moe_intermediate_size"), fields.size("decoder_sparse_step", 1)
     only = fields.get("mlp_only_layers", list, [])
     dense = tuple(i for i in range(fields.size("num_hidden_layers")) if i in only or (i + 1) % step)

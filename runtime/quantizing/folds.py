@@ -1,4 +1,4 @@
-"""Where a scale of input channels can be folded into what stands before: the rules that AWQ needs, and their arithmetic.
+"""Rules for folding a scale of input channels into the preceding tensors, for AWQ, and their arithmetic.
 
     what is scaled                      what is divided
     ==================================  =========================================================
@@ -8,7 +8,7 @@
     gate, up, router, shared experts    the norm before the feed-forward block
     down, of each expert its own        rows of up: silu(gate) · up is linear in up
 
-gpt-oss has none of the last two (its gating adds 1 to up, its experts are one tensor) and is refused.
+gpt-oss fits none of the last two (its activation adds 1 to up, its experts are one tensor) and is refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gristmill.runtime.quantizing.moments import Moments
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Linears that share an input, and what produces it.
+    """Linears that share an input, and the tensors that produce it.
 
     modules: linears to be quantized, by checkpoint name. kept: tensors of float matrices on the same input. divided: tensors
-    whose rows (or elements) make the channels: linears, or one vector. rows: int64 [C], which rows, None = all. columns: int64
-    [K], the channel of each input column, None = its own.
+    whose rows (or elements) produce the channels: linears, or one vector. rows: int64 [C], the rows, None = all. columns: int64
+    [K], the channel of each input column, None = the identity.
     """
 
     modules: tuple[str, ...]
@@ -44,7 +44,7 @@ class Fold:
 
 
 def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[Fold]:
-    """The folds of a layer, in the order of its computation; UsageError where no rule is known.
+    """The folds of a layer, in order of computation; UsageError if no rule applies.
 
     weights: the layer's entries of the model's table.
     """
@@ -108,11 +108,11 @@ def _mla(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
 def search_and_fold(
     folds: list[Fold], tensors: dict[str, Tensor], moments: Moments, quantize: Callable[[Tensor], QuantTensor]
 ) -> None:
-    """Scale a layer's tensors by the best channel scales of every fold, in place; the layer computes what it did, but for float32's
-    rounding. Moments become those of the scaled inputs. A fold none of whose linears saw a token is left alone.
+    """Scale a layer's tensors by the best channel scales of every fold, in place. The output of the layer is unchanged up to float32
+    rounding. Moments become those of the scaled inputs. A fold is skipped if none of its linears saw a token.
 
-    Linears and kept matrices become float32; norms and biases keep their dtype, which scales are adjusted to.
-    quantize: a float32 matrix as it will be rounded.
+    Linears and kept matrices become float32; norms and biases keep their dtype, to which scales are adjusted.
+    quantize: rounds a float32 matrix as the method will.
     """
     for fold in folds:
         seen = [module for module in fold.modules if module in moments.sums]
@@ -128,10 +128,10 @@ def search_and_fold(
 
 
 def apply(fold: Fold, scales: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Multiply the fold's input columns by `scales` float32 [C] and divide what makes them, in place.
+    """Multiply the fold's input columns by `scales` float32 [C] and divide their producers, in place.
 
-    Returns float32 [K], what each column was multiplied by: a norm's or a bias' quotient is rounded to its dtype, and the scale is
-    what makes the product exact again.
+    Returns float32 [K], the factor of each column: the quotient of a norm or a bias is rounded to its dtype, and the factor is
+    chosen so that the product is exact.
     """
     for name in fold.divided:
         vector = tensors[name]

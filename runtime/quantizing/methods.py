@@ -24,14 +24,14 @@ from gristmill.runtime.quantizing.stream import LayerStream
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layer's rounded linears by module, on the CPU, and other tensors that are no longer what they were, by name."""
+    """A layer's rounded linears by module, on the CPU, and other tensors that changed, by name."""
 
     weights: Mapping[str, QuantTensor]
     changed: Mapping[str, Tensor]
 
 
 class Method(Protocol):
-    """A way to round. `identity`: the options that results depend on. `notes`: what was not done as asked, and why."""
+    """A rounding method. `identity`: the options that results depend on. `notes`: weights that were treated differently, and why."""
 
     @property
     def identity(self) -> Mapping[str, Any]: ...
@@ -46,12 +46,12 @@ class Method(Protocol):
         ...
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
-        """Layer `index` is written, as these tensors of this format."""
+        """Layer `index` has been written with these tensors in this format."""
         ...
 
 
 class RoundToNearest:
-    """Every weight on its own."""
+    """Round every weight independently."""
 
     def __init__(self) -> None:
         self.identity: Mapping[str, Any] = {"method": "rtn"}
@@ -72,14 +72,14 @@ class RoundToNearest:
         return Rounded({name: nearest(target, name, tensors[name].transpose(1, 2)) for name in stacks}, {})
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
-        """Nothing depends on what came before."""
+        """Layers are independent."""
 
 
 @dataclass
 class Calibrated:
-    """What methods share that look at inputs: windows of tokens that go through the layers as they are written.
+    """The base of calibrated methods: windows of tokens pass through the layers as they are written.
 
-    tokens: from the first token of the first window on. device: where layers run and are rounded.
+    tokens: from the first token of the first window on. device: for running and rounding layers.
 
     Raises:
         UsageError: those of `LayerStream`.
@@ -109,7 +109,7 @@ class Calibrated:
         }
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
-        """Take the windows through the layer as it will be served."""
+        """Pass the windows through the layer as it will be served."""
         if index + 1 < self.stream.config.num_layers:
             self.stream.advance(index, tensors, stored)
 
@@ -119,10 +119,10 @@ class Calibrated:
 
 @dataclass
 class Gptq(Calibrated):
-    """GPTQ on searched scales. A linear that saw fewer tokens than it has inputs (an expert that is seldom chosen) is rounded to
-    nearest, and noted: its Hessian has no full rank, and GPTQ would fit those few tokens at the expense of all others.
+    """GPTQ on searched scales. A linear that saw fewer tokens than it has inputs (a rarely chosen expert) is rounded to
+    nearest, with a note: its Hessian does not have full rank, and GPTQ would overfit those few tokens.
 
-    act_order: take the columns of largest energy first.
+    act_order: process the columns of largest energy first.
     """
 
     act_order: bool = True
@@ -152,16 +152,16 @@ class Gptq(Calibrated):
         seen, needed = moments.tokens.get(module, 0), weight.shape[1]
         if seen < needed:
             self.notes.append(
-                f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ wants {needed}"
+                f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ needs {needed}"
             )
             return start.to("cpu")
         hessian = moments.sums[module]
-        if start.scheme.bits < 8:  # of 8 bits, a clipped weight loses more than finer steps save
+        if start.scheme.bits < 8:  # with 8 bits, clipping loses more than finer steps gain
             start = search_scales(weight, hessian, start)
         return gptq(weight, self._factor(hessian), start).to("cpu")
 
     def _factor(self, hessian: Tensor) -> Factor:
-        """Of the last Hessian asked for: q, k and v have one."""
+        """The factor of the last Hessian, cached because q, k and v share one."""
         if self._last is None or self._last[0] is not hessian:
             self._last = (hessian, Factor.of(hessian, self.act_order, self.damping))
         return self._last[1]
@@ -169,14 +169,14 @@ class Gptq(Calibrated):
 
 @dataclass
 class Awq(Calibrated):
-    """Channels scaled by AWQ, scales folded into what stands before; then to nearest, on scales that are clipped where it helps."""
+    """AWQ: channel scales are folded into the preceding tensors; weights are rounded to nearest, on scales clipped where that helps."""
 
     name: ClassVar[str] = "awq"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for index in range(self.stream.config.num_layers):
-            folds(self.stream.config, index, self.stream.weights_of(index))  # refuses before anything is done
+            folds(self.stream.config, index, self.stream.weights_of(index))  # refuses before any work
 
     def round(
         self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
@@ -200,7 +200,7 @@ def linears(weights: Sequence[Weight]) -> list[str]:
 
 
 def nearest(target: Writer, name: str, weight: Tensor) -> QuantTensor:
-    """A weight rounded to nearest; CheckpointError names the tensor where the format cannot hold it."""
+    """A weight rounded to nearest; CheckpointError if the format cannot represent it."""
     try:
         return target.quantize(weight)
     except ValueError as error:

@@ -15,14 +15,14 @@ from gristmill.runtime.loader.weights import Weight
 
 class Moments:
     """By the checkpoint's module names: `sums`, H = Σ x xᵀ float32 [K, K], one tensor for modules that share an input; and
-    `tokens`, how many x there were."""
+    `tokens`, the number of x."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.tokens: dict[str, int] = {}
 
     def add(self, modules: Sequence[str], x: Tensor) -> None:
-        """Count rows x [tokens, K] as inputs of all the modules."""
+        """Add rows x [tokens, K] as inputs of all the modules."""
         if not x.shape[0]:
             return
         inputs = x.reshape(-1, x.shape[-1]).float()
@@ -35,7 +35,7 @@ class Moments:
 def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Moments:
     """Moments that grow with every call of a decoder layer from now on.
 
-    weights: of the layer, from the model's table. tensors: what it was made of, by checkpoint name.
+    weights: of the layer, from the model's table. tensors: those of the layer, by checkpoint name.
     """
     table = {weight.target: weight for weight in weights}
     moments = Moments()
@@ -43,12 +43,12 @@ def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) 
         if isinstance(inner, MixtureOfExperts):
             setattr(owner, name, _Experts(inner, table, moments, tensors))
         else:
-            setattr(owner, name, _Seen(inner, table[inner.target].part_names(), moments))
+            setattr(owner, name, _ObservedLinear(inner, table[inner.target].part_names(), moments))
     return moments
 
 
 def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, layer) of all linear layers that a table knows, and of mixtures of experts."""
+    """(owner, attribute, layer) of all linear layers in the table, and of mixtures of experts."""
     for item in items:
         for name, value in list(vars(item).items()):
             if isinstance(value, Linear | SplitLinear):
@@ -62,8 +62,8 @@ def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
                     yield item, name, value
 
 
-class _Seen:
-    """A linear layer whose inputs are counted."""
+class _ObservedLinear:
+    """A linear layer whose inputs are recorded."""
 
     def __init__(self, layer: Linear | SplitLinear, modules: list[str], found: Moments) -> None:
         self.layer, self.modules, self.found = layer, modules, found
@@ -74,7 +74,7 @@ class _Seen:
 
 
 class _Experts:
-    """A mixture of experts whose routed inputs are counted, and what its experts' last products see."""
+    """A mixture of experts that records the routed inputs and the inputs of the down projections."""
 
     def __init__(
         self,

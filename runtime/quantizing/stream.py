@@ -1,4 +1,4 @@
-"""Calibration tokens on their way through a model: hidden states before one layer at a time; one layer in memory."""
+"""Calibration tokens passing through a model layer by layer: the hidden states before a layer, and one layer in memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gristmill.runtime.scheduler import ScheduledRequest
 
 
 class LayerStream:
-    """Windows of tokens before a layer, in float32, and the layers that they go through.
+    """Hidden states of windows before a layer, in float32, and the layers that they pass.
 
-    Layer i is made of the tensors that it is given: of the checkpoint to see what its linears see (`moments`), and as it was
-    written to go on (`advance`), so that layer i + 1 sees the inputs that it will get when the model is served.
+    Layer i is built from given tensors: those of the checkpoint, to observe the inputs of its linears (`moments`), and the written
+    ones, to continue (`advance`), so that layer i + 1 gets the same inputs as when the model is served.
 
     Raises:
         UsageError: too few tokens, a token that is not in the vocabulary, a window longer than the model's positions, a model
@@ -53,7 +53,7 @@ class LayerStream:
         self.table = model_table(self.config)
         if window < 2 or windows < 1 or len(tokens) < window * windows:
             raise UsageError(
-                f"calibration wants {windows} windows of {window} tokens, got {len(tokens)} tokens"
+                f"calibration needs {windows} windows of {window} tokens, got {len(tokens)} tokens"
             )
         if window > self.config.max_position:
             raise UsageError(
@@ -61,7 +61,7 @@ class LayerStream:
             )
         if max(tokens[: window * windows]) >= self.config.vocab_size:
             raise UsageError(
-                f"token ids must be below the vocabulary's size {self.config.vocab_size}: these tokens are another model's"
+                f"token ids must be below the vocabulary's size {self.config.vocab_size}: these tokens are of another model"
             )
         if any(weight.stacked for weight in self.table.weights):
             raise UsageError(
@@ -74,7 +74,7 @@ class LayerStream:
             windows_at_once(self.plans.device, window, windows, windows),
             blocks_needed(window, BLOCK_SIZE),
         )
-        # Layers do not look at the tokens, and each window is read as a whole: one batch and one cache serve all steps.
+        # Layers do not depend on token ids, and each window is computed as a whole: one batch and one cache serve all steps.
         entries = [
             ScheduledRequest(
                 f"window {i}", 0, window, False, [0] * window, list(range(i * each, (i + 1) * each)), []
@@ -92,7 +92,7 @@ class LayerStream:
 
     @torch.inference_mode()
     def moments(self, index: int, tensors: Mapping[str, Tensor]) -> Moments:
-        """What the linears of layer `index` see, made of float `tensors`; the windows stay where they are."""
+        """The moments of the inputs of layer `index`, built from float `tensors`; the windows do not advance."""
         layer = self._layer(index, tensors, None)
         moments = watch(layer, self.weights_of(index), tensors)
         for x, residual in self.states:
@@ -101,12 +101,12 @@ class LayerStream:
 
     @torch.inference_mode()
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format | None = None) -> None:
-        """Move the windows behind layer `index`, made of `tensors` in the format `stored` (None: floats)."""
+        """Pass the windows through layer `index`, built from `tensors` in the format `stored` (None: floats)."""
         layer = self._layer(index, tensors, stored)
         self.states = [(layer(x, residual, self.batch, self.cache), residual) for x, residual in self.states]
 
     def _layer(self, index: int, tensors: Mapping[str, Tensor], stored: Format | None) -> Any:
-        source = _Held(tensors, self.directory)
+        source = _TensorSource(tensors, self.directory)
         dense = None if stored is None else QuantScheme.parse("fp32")
         weights = Weights(
             source,
@@ -130,14 +130,14 @@ class LayerStream:
 
 
 class _Passing(Plans):
-    """Plans of layers that come and go: nobody holds their weights."""
+    """Plans of temporary layers, which do not keep their weights."""
 
     def own(self, *tensors: Tensor | None) -> None:
         """Nothing is counted."""
 
 
-class _Held(Tensors):
-    """Tensors in memory in place of a directory's."""
+class _TensorSource(Tensors):
+    """Tensors in memory instead of a directory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], path: Path) -> None:
         super().__init__(tensors)

@@ -1,4 +1,4 @@
-"""A folder that is written layer by layer. Complete layers survive an interruption, and the same run resumes after them."""
+"""A folder that is written layer by layer. Complete layers survive an interruption, and an interrupted run resumes after them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RUN, LOCK, NOTES = "run.json", "lock", "notes.json"
 
 
 class Unfinished:
-    """`.NAME.unfinished` beside `out`, which becomes `out` in the end.
+    """`.NAME.unfinished` next to `out`, renamed to `out` at the end.
 
-    Parts are safetensors files that appear whole; a run that ends early leaves them. identity: what they depend on, option by
-    option: a folder with another one is refused, naming the options. As a context manager: a `UsageError` (a fault of the
-    arguments or of the source, which another run would meet again) removes the folder, any other end keeps it.
+    Parts are safetensors files that are written atomically; an interrupted run leaves them. identity: the options that they
+    depend on; a folder with others is refused, naming the options. As a context manager: a `UsageError` (invalid arguments or
+    an invalid source, which would fail again) removes the folder; any other exit keeps it.
 
     Raises:
         UsageError: the folder cannot be made, is in use by another process, or was begun with other options.
@@ -61,15 +61,15 @@ class Unfinished:
         os.close(self._lock)
 
     def read(self, part: str) -> dict[str, Tensor] | None:
-        """The tensors of a part; None when it was not written yet."""
+        """The tensors of a part; None if it is not written yet."""
         path = self._path(part)
         if not path.exists():
             return None
-        read_header(path)  # a file that a full disk cut short is refused by name
+        read_header(path)  # names the file if a full disk truncated it
         return load_file(path)
 
     def write(self, part: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a part in one step."""
+        """Write a part atomically."""
         path = self._path(part)
         temporary = path.with_suffix(".writing")
         save_file(
@@ -80,7 +80,7 @@ class Unfinished:
         os.replace(temporary, path)
 
     def notes(self, new: Sequence[str] = ()) -> list[str]:
-        """What earlier runs and this one noted, `new` included, each once."""
+        """The notes of this and earlier runs, including `new`, without duplicates."""
         path = self.folder / NOTES
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         notes = list(dict.fromkeys([*known, *new]))
@@ -93,7 +93,7 @@ class Unfinished:
         return sorted(self.folder.glob("part-*.safetensors"))
 
     def finish(self) -> None:
-        """Give the folder its name; UsageError when something is there by now."""
+        """Rename the folder to `out`; UsageError if `out` exists by now."""
         for name in (RUN, LOCK, NOTES):
             (self.folder / name).unlink(missing_ok=True)
         for stale in self.folder.glob("*.writing"):
@@ -126,7 +126,7 @@ class Unfinished:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file in one step."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".writing")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -1,14 +1,14 @@
 """Continuous batching without phases, on the host and without torch.
 
 Every request has *known* tokens (its prompt and what was sampled) and *computed* tokens (those whose KV is in the
-cache). A step lets computed chase known, under budgets of tokens, sequences and blocks. Chunked prefill, mixed batches,
-prefix hits, preemption by recomputation and speculative drafts are all that one idea.
+cache). A step computes known tokens that are not computed yet, under budgets of tokens, sequences and blocks. Chunked prefill, mixed
+batches, prefix hits, preemption by recomputation and speculative drafts are all special cases.
 
     scheduler = Scheduler(SchedulerConfig(num_blocks=1024))
     scheduler.add(Request("a", prompt_ids=[1, 2, 3], max_tokens=16))
     while scheduler.has_unfinished():
-        plan = scheduler.plan()              # pure: the scheduler is unchanged
-        scheduler.commit(plan)               # now it is not
+        plan = scheduler.plan()              # pure: does not change the scheduler
+        scheduler.commit(plan)               # applies the plan
         sampled = run_the_model(plan)        # one id for each entry of plan.sampling()
         for output in scheduler.update(plan, sampled):
             ...

@@ -10,25 +10,25 @@ PolicyName = Literal["fcfs", "priority"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What a step may use.
+    """The budgets of a step, and policies.
 
     num_blocks, block_size      the KV pool: blocks, and tokens per block
     max_batch_tokens            tokens that a step feeds to the model, drafts included; buffers may be sized by it
     max_seqs                    requests that run at the same time
     max_model_len               longest prompt + output of one request; None: whatever the pool holds
     max_chunk                   prompt tokens of one request in one step; None: no limit but max_batch_tokens
-    inter_prefill_budget        prompt tokens that a step may add *behind* its first prefill; None: no limit. In a step
+    inter_prefill_budget        prompt tokens that a step may add after its first prefill; None: no limit. In a step
                                 that is compute-bound already a second prefill only delays the first
-    max_bypass                  younger requests that may be admitted past one that waits for blocks; 0: strict order
+    max_bypass                  younger requests that may be admitted before one that waits for blocks; 0: strict order
     max_queued                  waiting requests beyond which `add` refuses; None: no limit
     max_queued_tokens           prompt tokens of waiting requests beyond which `add` refuses; None: no limit
-    watermark                   part of the pool kept free at admission while others run, so that they can grow
+    watermark                   fraction of the pool kept free at admission while others run, so that they can grow
     policy                      "fcfs", or "priority": lower value first, then arrival
     priority_span               with "priority": younger requests that may pass a request for each level that they are ahead of
-                                it, so that nobody starves; None: any number
+                                it, so that no request starves; None: any number
     prefix_caching              share full blocks between requests
-    align_chunks                let every chunk but a prompt's last end at a block boundary, so that a prompt is cut
-                                alike whether or not its beginning was cached (same shapes, hence same rounding)
+    align_chunks                let every chunk but a prompt's last end at a block boundary, so that a prompt is split
+                                in the same way whether or not its prefix was cached (same shapes, hence same rounding)
     """
 
     num_blocks: int
@@ -79,12 +79,12 @@ class SchedulerConfig:
 
     @property
     def capacity(self) -> int:
-        """Tokens, prompt and output together, that one request can reach."""
+        """The maximum number of prompt and output tokens of one request."""
         pool = self.num_blocks * self.block_size
         return pool if self.max_model_len is None else min(pool, self.max_model_len)
 
     def _require_room_for_a_block(self) -> None:
-        """Chunks rounded down to blocks would round to nothing, for ever, if a block did not fit a step."""
+        """If a step cannot hold a block, chunks rounded down to blocks would always be empty."""
         if self.max_batch_tokens < self.max_seqs - 1 + self.block_size:
             raise ValueError(
                 f"align_chunks needs max_batch_tokens >= max_seqs - 1 + block_size = "

@@ -1,4 +1,4 @@
-"""A step as data: what the runner computes, and what changes in the scheduler on commit."""
+"""A step as data: the work of the runner, and the changes to the scheduler on commit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ScheduledRequest:
     """Tokens of one request in one step.
 
     The runner feeds `tokens` at positions start .. start + count - 1 and writes their KV to `slots()`. Attention of the
-    token at position p reads positions 0 .. p through `block_ids`. Where `samples`, the logits of the last 1 + drafts
-    tokens are wanted, otherwise none.
+    token at position p reads positions 0 .. p through `block_ids`. If `samples`, the logits of the last 1 + drafts
+    tokens are computed, otherwise none.
     """
 
     id: str
@@ -23,7 +23,7 @@ class ScheduledRequest:
     count: int
     samples: bool
     tokens: list[int]
-    block_ids: list[int]  # the request's own table, complete once the plan is committed: read, do not change
+    block_ids: list[int]  # the request's table, complete after the commit; read-only
     new_blocks: list[int]  # allocated by this plan, to be appended to block_ids by commit
     drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
 
@@ -37,7 +37,7 @@ class ScheduledRequest:
 
     @property
     def context(self) -> int:
-        """Positions in the cache when this step is done."""
+        """Positions in the cache after this step."""
         return self.start + self.count
 
 
@@ -45,7 +45,7 @@ class ScheduledRequest:
 class StepPlan:
     """One step. Made by `Scheduler.plan`, which changes nothing; applied by `Scheduler.commit`."""
 
-    version: int  # state of the scheduler that the plan was made for
+    version: int  # version of the scheduler that the plan belongs to
     entries: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
     admitted: dict[str, list[CachedBlock]] = field(
@@ -54,26 +54,26 @@ class StepPlan:
     preempted: list[str] = field(default_factory=list)
     bypassed: dict[str, int] = field(
         default_factory=dict
-    )  # id -> younger requests that this plan admits past it
+    )  # id -> number of younger requests that this plan admits before it
     pool: PoolPlan | None = None
 
     @property
     def evicted_blocks(self) -> list[int]:
-        """Blocks whose cached content this plan gives up."""
+        """Blocks whose cached content this plan evicts."""
         return [] if self.pool is None else list(self.pool.evicted)
 
     def sampling(self) -> list[ScheduledRequest]:
-        """Entries that want a token, in order: `Scheduler.update` takes one result for each of them."""
+        """Entries that sample, in order: `Scheduler.update` takes one result per entry."""
         return [entry for entry in self.entries if entry.samples]
 
     @property
     def max_query(self) -> int:
-        """Most tokens of one request in this step."""
+        """The largest number of tokens of one request in this step."""
         return max((entry.count for entry in self.entries), default=0)
 
     @property
     def max_context(self) -> int:
-        """Longest context of this step, its own tokens included."""
+        """The longest context of this step, including its new tokens."""
         return max((entry.context for entry in self.entries), default=0)
 
     @property
@@ -84,12 +84,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token, before logits were processed.
+    """The probability of a token under the model, before logits are processed.
 
     Attributes:
         token_id: the token.
         logprob: its log-probability, nats.
-        rank: its place among all tokens by probability, from 1.
+        rank: its rank among all tokens by probability, from 1.
         top: (token id, log-probability) of the most likely tokens, in order.
     """
 
@@ -108,7 +108,7 @@ class RequestOutput:
         new_ids: token ids of this step, in order; a final end token is among them.
         finish_reason: why the request ended with this output; None = it continues.
         logprobs: of new_ids; empty where `SamplingParams.logprobs` is None.
-        prompt_logprobs: of the prompt's tokens, None for the first: with the first new id, where they were asked for.
+        prompt_logprobs: of the prompt's tokens, None for the first: with the first new id, if requested.
     """
 
     id: str

@@ -16,7 +16,7 @@ from gristmill.runtime.scheduler.plan import ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.policy import Admission, admission, choose_victim
 from gristmill.runtime.scheduler.request import Request
 
-LOOKAHEAD = 64  # blocked requests that one step looks past: bounds the cost of a step under a long queue
+LOOKAHEAD = 64  # blocked requests that one step skips at most; bounds the cost of a step with a long queue
 
 
 class Planner:
@@ -62,7 +62,7 @@ class Planner:
             new: list[int] = []
             if start + 1 + drafts > len(request.block_ids) * size:
                 lacking = blocks_needed(start + 1 + drafts, size) - len(request.block_ids)
-                if lacking > self.pool.available:  # give up drafts before anyone's blocks
+                if lacking > self.pool.available:  # drop drafts before preempting a request
                     drafts = 0
                     lacking = blocks_needed(start + 1, size) - len(request.block_ids)
                 if not self._make_room(lacking, request, running):
@@ -73,7 +73,7 @@ class Planner:
             self._schedule(request, start, tokens, True, new, drafts)
 
     def _affordable_drafts(self, request: Request, decodes_left: int) -> int:
-        """Drafts that fit the batch, the request's own limits and the room that the other decodes need."""
+        """Drafts that fit the batch and the request's limits, and leave room for the other decodes."""
         outputs_left = request.limit - len(request.tokens)
         return max(0, min(len(request.drafts), outputs_left - 1, self.budget - 1 - decodes_left))
 
@@ -107,7 +107,7 @@ class Planner:
         return max(0, count)
 
     def _make_room(self, blocks: int, request: Request, running: Sequence[Request]) -> bool:
-        """Preempt until `blocks` are available; False when `request` itself had to go."""
+        """Preempt until `blocks` are available; False if `request` itself was preempted."""
         while blocks > self.pool.available:
             victim = choose_victim(self.config, (r for r in running if r.id not in self.gone))
             self._preempt(victim)
@@ -118,7 +118,7 @@ class Planner:
     def _preempt(self, victim: Request) -> None:
         entry = self.scheduled.pop(victim.id, None)
         blocks = victim.block_ids
-        if entry is not None:  # it had its turn in this plan: take that back
+        if entry is not None:  # already scheduled in this plan: undo that
             self.budget += entry.count
             if not (entry.samples and entry.count == 1 + entry.drafts):
                 self.prefill_tokens -= entry.count
@@ -133,7 +133,7 @@ class Planner:
         config = self.config
         size = config.block_size
         seats = config.max_seqs - len(running)
-        # Blocks that prompts already admitted will still ask for, beyond what this step gives them.
+        # Blocks that admitted prompts still need after this step.
         owed = sum(
             blocks_needed(len(r.tokens), size)
             - len(r.block_ids)
@@ -143,7 +143,7 @@ class Planner:
         keep = int(config.watermark * config.num_blocks)
         skipped: list[Request] = []
         for request in waiting:
-            # Every admission needs a block of its own: what is not cached is at least one token.
+            # Every admission needs at least one new block, because at least one token is not cached.
             if seats == 0 or self.budget == 0 or self.pool.available - owed <= 0:
                 return
             known = len(request.tokens)
@@ -152,12 +152,12 @@ class Planner:
             count = self._chunk(start, known)
             if count == 0:
                 return
-            # Shared blocks that nobody refers to now leave the available ones too.
+            # Shared blocks that are not referenced yet are no longer available either.
             need = blocks_needed(known, size) - sum(self.pool.refs(hit.block) > 0 for hit in hits)
             spare = keep if running or self.plan.admitted else 0
             answer = admission(need, self.pool.available - owed - spare, config.num_blocks)
             if answer is not Admission.ADMIT:
-                # NEVER was answered by Scheduler.add; skipping keeps the place in the queue, which is not rebuilt.
+                # Scheduler.add has refused NEVER; a skipped request keeps its place in the queue.
                 skipped.append(request)
                 if not self._may_bypass(skipped):
                     return
@@ -176,7 +176,7 @@ class Planner:
                 return
 
     def _may_bypass(self, skipped: Sequence[Request]) -> bool:
-        """False once anyone who waits for blocks has been passed by max_bypass younger requests."""
+        """False if max_bypass younger requests have passed a request that waits for blocks."""
         now = self.plan.bypassed
         return len(skipped) < LOOKAHEAD and all(
             r.bypassed + now.get(r.id, 0) < self.config.max_bypass for r in skipped
@@ -187,7 +187,7 @@ class Planner:
             return []
         hits = self.cache.match(request.block_hashes, request.tokens, request.cache_key)
         for index, hit in enumerate(hits):
-            if hit.block in self.pool.evicted:  # given to someone else by this very plan
+            if hit.block in self.pool.evicted:  # reassigned by this plan
                 return hits[:index]
         return hits
 

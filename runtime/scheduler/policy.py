@@ -10,7 +10,7 @@ from gristmill.runtime.scheduler.request import Request
 
 
 class Admission(Enum):
-    """The three answers. There is no fourth: a request that neither comes in, nor waits, nor is refused would hang."""
+    """The three outcomes. A request that were neither admitted, nor waiting, nor refused would hang."""
 
     ADMIT = "admit"
     WAIT = "wait"
@@ -34,12 +34,12 @@ def queue_key(config: SchedulerConfig, request: Request) -> tuple[int, int]:
 
 
 def admission(need: int, available: int, total: int) -> Admission:
-    """May a request that needs `need` blocks come in, with `available` to be had now and `total` at the very best?"""
+    """Whether a request that needs `need` blocks is admitted, with `available` blocks now and at most `total`."""
     if need > total:
         return Admission.NEVER
     return Admission.ADMIT if need <= available else Admission.WAIT
 
 
 def choose_victim(config: SchedulerConfig, running: Iterable[Request]) -> Request:
-    """The running request that loses its blocks when another needs them: the last in order."""
+    """The running request to preempt: the last in order."""
     return max(running, key=lambda request: queue_key(config, request))

@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: ids and counts."""
+"""A request in the scheduler: ids and counts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class RequestState(Enum):
     """Where a request is."""
 
     NEW = "new"  # not added yet
-    WAITING = "waiting"  # has no blocks; preempted requests are here too
-    HELD = "held"  # waits for something outside the scheduler
-    RUNNING = "running"  # has blocks and a place among max_seqs
+    WAITING = "waiting"  # has no blocks; includes preempted requests
+    HELD = "held"  # waits for an external event
+    RUNNING = "running"  # has blocks and counts towards max_seqs
     FINISHED = "finished"
 
 
@@ -34,18 +34,18 @@ class FinishReason(Enum):
 
 
 class Request:
-    """A prompt and how far it has come.
+    """A prompt and its progress.
 
-    Holds no reference to scheduler, callbacks or other requests, so that it dies when the last owner lets go of it.
+    It has no reference to the scheduler, callbacks or other requests, so that it is freed with its last owner.
 
     tokens      known tokens: the prompt, then the output. Append-only.
-    computed    how many of `tokens` have their KV in the cache
-    block_ids   block table; replaced, never emptied in place, when the blocks are given back
+    computed    the number of `tokens` whose KV is in the cache
+    block_ids   block table; replaced, never emptied in place, when the blocks are released
     drafts      proposed continuation of `tokens`, to be verified in the next step
     limit       known tokens at which the request ends by length
-    bypassed    younger requests admitted past this one since it waits for blocks
-    started     whether it has been admitted before: such requests run to their end while the queue is paused
-    reads_cache whether it may begin with blocks of the prefix cache; not where every position of the prompt has to be computed
+    bypassed    younger requests admitted before this one while it waits for blocks
+    started     whether it has been admitted before; such requests run to their end while the queue is paused
+    reads_cache whether it may use blocks of the prefix cache; False if every position of the prompt must be computed
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Request:
     ) -> None:
         """`cache_key` separates prefix caches: requests share blocks only where it is equal (adapter, image, tenant).
 
-        Raises TypeError or ValueError for an empty prompt, ids that are no non-negative ints, or max_tokens < 1.
+        Raises TypeError or ValueError for an empty prompt, ids that are not non-negative ints, or max_tokens < 1.
         """
         tokens = list(prompt_ids)
         if not tokens:
@@ -101,7 +101,7 @@ class Request:
             raise TypeError(f"request {id!r}: max_tokens must be an int, got {max_tokens!r}")
         if max_tokens < 1:
             raise ValueError(f"request {id!r}: max_tokens must be at least 1, got {max_tokens}")
-        hash(cache_key)  # an unhashable key fails here and not in the middle of a step
+        hash(cache_key)  # an unhashable key fails here, not during a step
         self.id = id
         self.tokens = tokens
         self.prompt_len = len(tokens)
@@ -109,10 +109,10 @@ class Request:
         self.stop_ids = frozenset(stop_ids)
         self.priority = priority
         self.cache_key = cache_key
-        self.arrival = -1  # given by the scheduler: its only clock
+        self.arrival = -1  # set by the scheduler, whose only clock it is
         self.state = RequestState.NEW
         self.finish_reason: FinishReason | None = None
-        self.limit = self.prompt_len + max_tokens  # lowered by the scheduler to what it can hold
+        self.limit = self.prompt_len + max_tokens  # lowered by the scheduler to its capacity
         self.computed = 0
         self.block_ids: list[int] = []
         self.drafts: list[int] = []
@@ -122,16 +122,16 @@ class Request:
         self.preemptions = 0
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.block_hashes: list[int] = []  # chained hash of every full block of `tokens`
-        self.registered = 0  # leading blocks whose content is known to the prefix cache
+        self.registered = 0  # number of leading blocks in the prefix cache
         self.last_cached: CachedBlock | None = None  # entry of the last of them
 
     @property
     def output_ids(self) -> list[int]:
-        """Sampled tokens so far, a stop id included."""
+        """Sampled tokens so far, including a stop id."""
         return self.tokens[self.prompt_len :]
 
     def snapshot(self) -> tuple[object, ...]:
-        """All that can change, as values: for dumps and for comparing states."""
+        """The mutable state as values, for dumps and comparisons."""
         return (
             self.id,
             self.state.value,

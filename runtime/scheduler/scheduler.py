@@ -23,14 +23,14 @@ class QueueFull(RuntimeError):
 
 
 class SchedulerStuck(RuntimeError):
-    """Requests are unfinished, nothing outside is awaited, and a step would do nothing. Always a bug, never a hang."""
+    """Requests are unfinished, none waits for an external event, and a step would do nothing. Always a bug."""
 
 
 class Pause(Enum):
-    """What a paused scheduler plans. Requests may be added meanwhile; they wait."""
+    """The work that a paused scheduler plans. Requests may be added during a pause; they wait."""
 
-    NEW = "new"  # requests that have been admitted before run on, nobody else is admitted
-    ALL = "all"  # nothing; requests and their blocks stay as they are
+    NEW = "new"  # requests that have been admitted before continue, no other is admitted
+    ALL = "all"  # nothing; requests keep their blocks
 
 
 class Scheduler:
@@ -42,18 +42,18 @@ class Scheduler:
         self.cache = PrefixCache(self.pool) if config.prefix_caching else None
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting: list[Request] = []  # sorted by queue_key, always
+        self.waiting: list[Request] = []  # always sorted by queue_key
         self.held: dict[str, Request] = {}
         self.queued_tokens = 0  # prompt tokens of waiting and held requests
         self.paused: Pause | None = None
-        self.in_flight: StepPlan | None = None  # committed, results not in yet
+        self.in_flight: StepPlan | None = None  # committed, waiting for results
         self._version = 0
         self._arrivals = 0
 
     # Requests come and go ------------------------------------------------------------------------------------------
 
     def add(self, request: Request, held: bool = False) -> None:
-        """Queue a request; `held` until `resume`, for one that waits for something outside (a transfer, a grammar).
+        """Queue a request; `held` until `resume`, for one that waits for an external event (a transfer, a grammar).
 
         Raises RequestTooLarge when it could never run, QueueFull, and ValueError for an id in use or a used request.
         """
@@ -87,7 +87,7 @@ class Scheduler:
             self._enqueue(request)
 
     def resume(self, request_id: str) -> None:
-        """What a held request waited for has come: it takes its place in the queue, by arrival."""
+        """Release a held request: it takes its place in the queue, by arrival."""
         if request_id not in self.held:
             raise ValueError(f"request {request_id!r} is not held; held are {list(self.held)}")
         self._enqueue(self.held.pop(request_id))
@@ -108,7 +108,7 @@ class Scheduler:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
     ) -> list[RequestOutput]:
-        """End requests, wherever they are. Returns what it ended; ids that are unknown or finished are not in it."""
+        """End requests in any state. Returns the ended ones, without unknown and finished ids."""
         ended = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
@@ -137,15 +137,15 @@ class Scheduler:
         return bool(self.running) or any(request.started for request in self.waiting)
 
     def pause(self, pause: Pause | None) -> None:
-        """Plan only what `pause` allows from now on; None: everything. A step that is planned already is not touched."""
+        """From now on plan only the work that `pause` allows; None: everything. A step that is already planned is unchanged."""
         self.paused = pause
 
     # A step --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """Work out the next step. Changes nothing: a plan that is dropped, or fails, leaves no trace.
+        """Plan the next step. Changes nothing, so a plan can be dropped.
 
-        Raises SchedulerStuck where the step would be empty though a request is unfinished, not held and not paused.
+        Raises SchedulerStuck if the step would be empty although a request is unfinished, not held and not paused.
         """
         if self.in_flight is not None:
             raise RuntimeError("a committed plan is in flight: call update or discard first")
@@ -155,7 +155,9 @@ class Scheduler:
         if self.paused is Pause.NEW:
             waiting = [request for request in waiting if request.started]
         plan = self._planner().run(self.running, waiting)
-        if not plan.entries and (self.running or waiting):  # held requests hold nothing: they are no excuse
+        if not plan.entries and (
+            self.running or waiting
+        ):  # held requests have no blocks, so they are no reason for an empty step
             raise SchedulerStuck("an empty step with unfinished requests\n" + self.dump())
         return plan
 
@@ -198,7 +200,7 @@ class Scheduler:
         """Take the results of the committed plan: one for each entry of `plan.sampling()`, in that order.
 
         A result is a token id; or, after drafts, the accepted drafts followed by the one token sampled after them.
-        Returns, for every request that got tokens, what it got and whether it ended. Entries of requests aborted
+        Returns the new tokens and the finish reason of every request that got tokens. Entries of requests aborted
         meanwhile are skipped. Raises ValueError, with nothing applied, for results that do not fit the plan.
         """
         if plan is not self.in_flight:
@@ -219,7 +221,7 @@ class Scheduler:
                 if entry.drafts:
                     request.computed -= entry.drafts - (len(new_ids) - 1)
                 if request.drafts:
-                    request.drafts = []  # used once, even those that found no room
+                    request.drafts = []  # used once, even those that did not fit
                 outputs.append(self._append(request, new_ids))
             if request.computed >= (request.registered + 1) * size and self.cache is not None:
                 self._register(self.cache, request)
@@ -233,7 +235,7 @@ class Scheduler:
         return outputs
 
     def discard(self, plan: StepPlan) -> None:
-        """The committed plan could not be run: forget it. Its requests will be planned again from where they were."""
+        """Drop the committed plan, which could not be run. Its requests will be planned again from their previous state."""
         if plan is not self.in_flight:
             raise ValueError("only the plan in flight can be discarded")
         self.in_flight = None
@@ -281,7 +283,7 @@ class Scheduler:
             raise PoolError(f"a request is in no queue, or in two\n{self.dump()}")
 
     def snapshot(self) -> tuple[object, ...]:
-        """The whole state as values; two equal snapshots are one state."""
+        """The whole state as values; equal snapshots mean equal states."""
         return (
             self._version,
             self._arrivals,
@@ -339,7 +341,7 @@ class Scheduler:
         insort(self.waiting, request, key=lambda r: queue_key(self.config, r))
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue with nothing computed; its blocks are released by the plan's pool operations."""
+        """Return the request to the queue with nothing computed; the plan's pool operations release its blocks."""
         request.preemptions += 1
         self.queued_tokens += request.prompt_len
         self._forget_blocks(request)
@@ -398,11 +400,11 @@ class Scheduler:
                 break
         if kept < len(new_ids):
             new_ids = new_ids[:kept]
-            request.computed = len(tokens) - 1  # what was computed after the end belongs to no known token
+            request.computed = len(tokens) - 1  # positions computed after the end belong to no known token
         return RequestOutput(request.id, new_ids, request.finish_reason)
 
     def _register(self, cache: PrefixCache, request: Request) -> None:
-        """Tell the prefix cache about blocks that have become full and computed."""
+        """Register blocks that have become full and computed in the prefix cache."""
         size = self.config.block_size
         cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
         for index in range(request.registered, request.computed // size):

@@ -146,7 +146,7 @@ def test_an_expert_that_few_tokens_reach_is_rounded_to_nearest(policy: Policy) -
         assert torch.equal(made[module].codes, start.codes) == few, module
     assert 0 < len(named) < len(made)
     assert re.search(
-        r"experts\.\d+\.gate_proj: rounded to nearest: \d+ calibration tokens reached it, GPTQ wants 256",
+        r"experts\.\d+\.gate_proj: rounded to nearest: \d+ calibration tokens reached it, GPTQ needs 256",
         method.notes[0],
     )
 
