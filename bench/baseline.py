@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checked:
-    """A line held against now. verdict: that of the comparison of both ratios. change: present ratio over the stored one."""
+    """A line compared with the present. verdict: of the comparison of both ratios. change: present ratio over the stored one."""
 
     entry: Entry
     verdict: str
@@ -51,12 +51,12 @@ class Checked:
 
     @property
     def now(self) -> str:
-        """What was measured just now, with its unit."""
+        """The present measurement, with its unit."""
         return "" if self.row.us is None else f"{self.row.us:.3g} µs"
 
     @property
     def relation(self) -> str:
-        """What the change is relative to, besides the baseline."""
+        """What the change is relative to, in addition to the baseline."""
         return f", relative to {self.entry.yardstick}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Checked:
 
 
 def environment(here: Place, portable: bool) -> dict[str, Any]:
-    """What has to be the same for ratios to mean the same. portable: any device of the same target name."""
+    """What must be equal for ratios to be comparable. portable: any device of the same target name."""
     import torch
 
     version = ".".join(here.build.torch.split("+")[0].split(".")[:2]) if here.build.torch else None
@@ -91,7 +91,7 @@ def environment(here: Place, portable: bool) -> dict[str, Any]:
 
 
 def read(path: Path, kind: type = Entry) -> list[dict[str, Any]]:
-    """The parts of a baseline file, with entries of a kind; ResultError names what is wrong with it, FileNotFoundError that there is none."""
+    """The parts of a baseline file, with entries of type `kind`. ResultError: the file is invalid; FileNotFoundError: it does not exist."""
     data = parsed(path, "a baseline file")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("parts"), list):
         raise ResultError(
@@ -107,7 +107,7 @@ def read(path: Path, kind: type = Entry) -> list[dict[str, Any]]:
 
 
 def _entry(kind: type, data: dict[str, Any]) -> Any:
-    """A line, every field of its type; TypeError or ValueError names the one that is not."""
+    """A line, with the type of every field checked; TypeError or ValueError names the invalid one."""
     entry = kind(**data)
     for name, value in vars(entry).items():
         if name in ("op", "problem", "kernel", "yardstick"):
@@ -140,13 +140,13 @@ def update(
 ) -> list[Entry]:
     """Put the ratios of `rows` into the part for this environment; other parts, and other lines of it but for those `dropped`,
     stay."""
-    own = environment(here, portable)
+    current = environment(here, portable)
     parts = read(path) if path.exists() else []
-    part = next((p for p in parts if p["environment"] == own), None)
+    part = next((p for p in parts if p["environment"] == current), None)
     if part is None:
-        part = {"environment": own, "entries": []}
+        part = {"environment": current, "entries": []}
         parts.append(part)
-    kept = {(e.op, e.problem, e.kernel): e for e in part["entries"] if e not in dropped}
+    entries_by_key = {(e.op, e.problem, e.kernel): e for e in part["entries"] if e not in dropped}
     written = []
     for row in rows:
         if row.found is not None:
@@ -157,15 +157,15 @@ def update(
                 row.baseline,
                 *(round(value, 5) for value in (row.found.ratio, row.found.low, row.found.high)),
             )
-            kept[entry.op, entry.problem, entry.kernel] = entry
+            entries_by_key[entry.op, entry.problem, entry.kernel] = entry
             written.append(entry)
-    part["entries"] = [kept[key] for key in sorted(kept)]
+    part["entries"] = [entries_by_key[key] for key in sorted(entries_by_key)]
     write(path, parts)
     return written
 
 
 def write(path: Path, parts: Sequence[dict[str, Any]]) -> None:
-    """A baseline file, one line an entry."""
+    """Write a baseline file, one line per entry."""
     text = ",\n".join(_part_text(part) for part in parts)
     replace(path, f'{{"schema": {SCHEMA}, "parts": [\n{text}\n]}}\n')
 
@@ -204,8 +204,8 @@ def cases(entries: Sequence[Entry]) -> list[Case]:
 
 
 def expected(entry: Entry, logs: Sequence[float]) -> float:
-    """The log ratio that present ones are held against: the end of the stored interval that is nearer to them, so that what was
-    uncertain when it was written is not counted against the kernel now."""
+    """The log ratio to compare present ones with: the nearer end of the stored interval, so that the uncertainty of the
+    baseline does not count against the kernel."""
     return min(max(statistics.median(logs), math.log(entry.low)), math.log(entry.high)) if logs else 0.0
 
 
@@ -223,7 +223,7 @@ def shifts(entries: Sequence[Entry]) -> Callable[[str, str, Sequence[float]], fl
 def against(
     entries: Sequence[Entry], rows: Sequence[Row], rule: Rule, missing: Mapping[Entry, str] | None = None
 ) -> list[Checked]:
-    """Hold rows just measured against their entries, all judged together. missing: entries without a row, and why (`gone`)."""
+    """Compare measured rows with their entries and judge them together. missing: entries without a row, and why (`gone`)."""
     missing = missing or {}
     by_key = {(row.op, row.problem, row.kernel): row for row in rows}
     by_key |= {
@@ -261,7 +261,7 @@ def against(
 
 def exit_code(checked: Sequence[Checked]) -> int:
     """The most severe verdict: a wrong result before a slow one, a slow one before an unclear one."""
-    verdicts = {one.verdict for one in checked}
+    verdicts = {row.verdict for row in checked}
     if WRONG in verdicts:
         return BAD
     if SLOWER in verdicts:

@@ -1,4 +1,4 @@
-"""Which commit made it slower: bisection over git history, each commit built and judged in a checkout of its own."""
+"""The commit that made a kernel slower: bisection over the git history. Each commit is built and judged in its own checkout."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
 _MEANS = {0: GOOD, 1: BAD, 2: BAD, 3: UNKNOWN, 4: UNKNOWN, 5: UNKNOWN}
-"""What exit statuses of `kernelbench check` say of a commit."""
+"""The verdict on a commit for each exit status of `kernelbench check`."""
 
 
 class BisectError(ValueError):
-    """A history that cannot be bisected, or a command that failed; the message says where."""
+    """The history cannot be bisected, or a command failed; the message says where."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One commit and what was said of it. status: of the command, None when the build failed."""
+class JudgedCommit:
+    """One commit and its verdict. status: the exit status of the command, None if the build failed."""
 
     commit: str
     subject: str
-    said: str
+    said: str  # GOOD, BAD or UNKNOWN; a field of the JSON output
     status: int | None
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The outcome. suspects: the first bad commit; more than one where commits between could not be judged."""
+    """The outcome. suspects: the first bad commit; several if commits between could not be judged."""
 
     suspects: tuple[str, ...]
-    tried: tuple[Tried, ...]
+    tried: tuple[JudgedCommit, ...]
 
 
 def search(commits: Sequence[str], judge: Callable[[str], str]) -> list[str]:
-    """The commits among which the first bad one is, the oldest first. `commits` are in order; what comes before the first
-    is known good, and the last is known bad. A commit that is UNKNOWN makes its nearest neighbours be asked instead.
+    """The commits that may be the first bad one, oldest first. `commits` are in order: the parent of the first is known
+    to be good, the last one to be bad. If a commit is UNKNOWN, its nearest neighbours are judged instead.
     """
     low, high, known = -1, len(commits) - 1, {}
     while high - low > 1:
@@ -44,13 +44,13 @@ def search(commits: Sequence[str], judge: Callable[[str], str]) -> list[str]:
         order = sorted((n for n in range(low + 1, high) if n not in known), key=lambda n: abs(n - middle))
         if not order:
             break
-        found = judge(commits[order[0]])
-        if found == GOOD:
+        verdict = judge(commits[order[0]])
+        if verdict == GOOD:
             low = order[0]
-        elif found == BAD:
+        elif verdict == BAD:
             high = order[0]
         else:
-            known[order[0]] = found
+            known[order[0]] = verdict
     return list(commits[low + 1 : high + 1])
 
 
@@ -63,12 +63,12 @@ def bisect(
     build: str | None,
     work: Path,
     retries: int = 1,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Culprit:
     """Find the first commit after `good`, up to `bad`, at which `command` exits with 1 or 2.
 
-    Each commit is checked out in a work tree under `work`, where `build` (a shell line) and `command` run. 3, too noisy
-    to say, is asked again `retries` times. BisectError if `good` is no ancestor of `bad`, or the ends are not as said.
+    Each commit is checked out in a work tree under `work`, where `build` (a shell line) and `command` run. After 3,
+    too noisy, it runs again up to `retries` times. BisectError if `good` is no ancestor of `bad`, or if `good` is bad or `bad` is good.
     """
     commits = _git(repository, "rev-list", "--reverse", "--first-parent", f"{good}..{bad}").split()
     if not commits or _git(repository, "merge-base", good, bad) != _git(
@@ -81,8 +81,8 @@ def bisect(
     def judge(commit: str) -> str:
         if commit not in tried:
             subject = _git(repository, "log", "-1", "--format=%s", commit)
-            tell(f"{commit[:10]} {subject}")
-            tried[commit] = Tried(commit, subject, *_judge(tree, commit, command, build, retries))
+            progress(f"{commit[:10]} {subject}")
+            tried[commit] = JudgedCommit(commit, subject, *_judge(tree, commit, command, build, retries))
         return tried[commit].said
 
     try:
@@ -119,8 +119,10 @@ def _judge(
 
 
 def _git(where: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(where), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip() or f"exit status {done.returncode}"
-        raise BisectError(f"git {arguments[0]}: {said}")
-    return done.stdout.strip()
+    process = subprocess.run(
+        ["git", "-C", str(where), *arguments], capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        message = process.stderr.strip() or f"exit status {process.returncode}"
+        raise BisectError(f"git {arguments[0]}: {message}")
+    return process.stdout.strip()

@@ -1,4 +1,4 @@
-"""Which problems a live run calls, and how often: recorded where plans are called, read back as calls to tune."""
+"""The problems that a live run calls, and how often: recorded where plans are called, read back as calls to tune."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill.kernel_registry.registry import default_registry
 
 SCHEMA = 1
 LIVE = Step(1, 1, 1)
-"""The step that recorded calls belong to: none is known."""
+"""The step of recorded calls, which is unknown."""
 
 
 @contextlib.contextmanager
@@ -48,14 +48,14 @@ def capturing() -> Iterator[Counter[tuple[str, str]]]:
 
 
 def write(path: Path, counts: Counter[tuple[str, str]], command: str) -> None:
-    """Write what was captured, most frequent first."""
+    """Write the captured problems, most frequent first."""
     calls = [{"op": op, "problem": problem, "count": count} for (op, problem), count in counts.most_common()]
     lines = ",\n".join(json.dumps(call) for call in calls)
     replace(path, f'{{"schema": {SCHEMA}, "command": {json.dumps(command)}, "calls": [\n{lines}\n]}}\n')
 
 
 def read(path: Path) -> list[Call]:
-    """The calls of a captured file; ResultError names what is wrong with it."""
+    """The calls of a captured file. ResultError: the file is invalid; the message says why."""
     data = parsed(path, "captured shapes")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("calls"), list):
         raise ResultError(

@@ -1,4 +1,4 @@
-"""Comparing kernels on problems: arms in turn, audited, judged together. What `kernelbench compare` and `check` do."""
+"""Compare kernels on problems: arms are timed in turn, audited, and judged together. `kernelbench compare` and `check` use it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
 WRONG, GAP = "WRONG", "GAP"
-"""Further verdicts of a row: the kernel gave a wrong result or cheated; it could not run here, and the reason says why."""
+"""Other verdicts of a row: the kernel gave a wrong result or cheated; it cannot run here, for the given reason."""
 
 CPU_MEMORY, GPU_MEMORY = 1 << 30, 32 << 30
-"""Bytes of argument lists that may be held at a time."""
+"""The limit on argument lists held at a time, in bytes."""
 
 FLOOR = ("floor_us", "floor_source", "fraction_of_floor", "bound", "note")
-"""What a row says of its floor."""
+"""The fields of a row about its floor."""
 
 TWIN = "(again)"
-"""Name suffix of the baseline's second arm: what it seems to differ by from the first is noise."""
+"""Name suffix of the baseline's second arm, whose difference from the first is noise."""
 
 
 @dataclass
 class Row:
-    """One kernel against the baseline on one problem. us: median microseconds. noise: how far the baseline is from itself.
-    floor: FLOOR and their values, None until `add_floors`.
+    """One kernel against the baseline on one problem. us: median microseconds. noise: the measured difference of the baseline from itself.
+    floor: the values of FLOOR, None until `add_floors`.
     """
 
     op: str
@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, the kernel that others are held against, and the others."""
+    """A problem, its baseline kernel, and the kernels to compare with it."""
 
     op: Op
     problem: Problem
@@ -103,14 +103,14 @@ def compare(
     seconds: float = SECONDS,
     seed: int = 0,
     shift: Callable[[str, str, Sequence[float]], float] = lambda key, kernel, logs: 0.0,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """Race every case's kernels against its baseline, and the baseline against itself.
 
-    Every kernel is audited before, at random moments during, and after its timing; one that fails is WRONG. A problem
+    Every kernel is audited before, at random moments during, and after its timing; a kernel that fails is WRONG. A problem
     whose baseline does not agree with itself within the minimum effect stays UNCLEAR: the machine is too noisy for it.
-    Cases are raced in groups that fit in memory together, and judged all together. shift: as `race` takes it; it decides which
-    cases get more rounds, and no verdict.
+    Cases are raced in groups that fit in memory together, and judged all together. shift: see `race`; it decides only which
+    cases get more rounds.
     """
     rows: list[Row] = []
     raced: list[_Raced] = []
@@ -118,28 +118,30 @@ def compare(
     for group in _groups(cases, here):
         heats: dict[str, Heat] = {}
         for case in group:
-            tell(f"{case.key}: preparing")
+            progress(f"{case.key}: preparing")
             arms, failed = _arms(case, here, hot)
             rows += failed
             if arms:
                 heats[case.key] = Heat(
                     arms, between=auditor(arms, chance), clock=sm_clock(here.device or "cpu")
                 )
-        race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, shift=shift, tell=tell)
-        raced += [found for case in group if case.key in heats for found in _finish(case, heats[case.key])]
-    verdicts = judge([one.logs for one in raced], rule, seed=seed)
-    again = {one.case.key: verdict for one, verdict in zip(raced, verdicts, strict=True) if one.twin}
+        race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, shift=shift, progress=progress)
+        raced += [
+            finished for case in group if case.key in heats for finished in _finish(case, heats[case.key])
+        ]
+    verdicts = judge([arm.logs for arm in raced], rule, seed=seed)
+    twins = {arm.case.key: verdict for arm, verdict in zip(raced, verdicts, strict=True) if arm.twin}
     rows += [
-        _settle(one, verdict, again[one.case.key], rule)
-        for one, verdict in zip(raced, verdicts, strict=True)
-        if not one.twin
+        _settle(arm, verdict, twins[arm.case.key], rule)
+        for arm, verdict in zip(raced, verdicts, strict=True)
+        if not arm.twin
     ]
     place = {case.key: number for number, case in enumerate(cases)}
     return sorted(rows, key=lambda row: (row.verdict == GAP, place[f"{row.op} {row.problem}"]))
 
 
 def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
-    """Give every row with a time its floor, measured as the row was timed."""
+    """Set the floor of every row that has a time, measured in the timing mode of the row."""
     from gristmill.autotune.floor import row_floor
     from gristmill.bench.arms import TimingMode
 
@@ -166,7 +168,7 @@ def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
     groups: list[list[Case]] = []
     room = 0
     for case in cases:
-        # Lists amount to the cold budget or, where one call moves more, to two of them; each weight layout has its own.
+        # Lists take the cold budget, or twice the bytes of a call if that is more; each weight layout has its own.
         need = max(cold_bytes(device), 4 * case.op.cost(case.problem).bytes) * (
             2 if case.op.pack is None else 1 + len(case.others)
         )
@@ -179,7 +181,7 @@ def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
 
 
 def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
-    """The arms that can run, the baseline and its twin first; and rows for those that cannot or must not."""
+    """The arms that can run, the baseline and its twin first; and rows for kernels that cannot run or are wrong."""
     from gristmill.autotune.errors import UnverifiableError
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
@@ -222,13 +224,13 @@ def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
 
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
-    """Verify in a child process, which contains faults. "" or what was wrong; UnverifiableError if it cannot be decided."""
+    """Verify in a child process, which contains faults. Returns "" or what was wrong; UnverifiableError if it cannot be decided."""
     from gristmill.autotune.errors import UnverifiableError
     from gristmill.autotune.worker import shared_worker
     from gristmill.kernel_registry.registry import default_registry
 
     if kernel not in default_registry().kernels_of(op.name):
-        return ""  # made by hand, so no other process can find it; its audits still hold
+        return ""  # a kernel outside the registry cannot be found by another process; audits still check it
     outcome = shared_worker().verify(op, kernel, config, op.verification(problem), device)
     if not outcome["judged"]:
         raise UnverifiableError(str(outcome["reason"]))
@@ -236,7 +238,7 @@ def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: s
 
 
 class Watched:
-    """An arm that stops being timed when an audit finds it wrong. The others race on; its time is that of its last sample."""
+    """An arm that is no longer timed once an audit finds it wrong. The others continue; its time is that of its last sample."""
 
     def __init__(self, arm: Any) -> None:
         self.arm, self.name, self.wrong = arm, arm.name, ""
@@ -257,7 +259,7 @@ class Watched:
 
 
 def auditor(arms: Sequence[Watched], chance: random.Random) -> Callable[[], None]:
-    """What runs between rounds: now and then one arm is audited, about twice each in the first sixteen rounds."""
+    """The function to call between rounds: it audits an arm at random, each about twice in the first sixteen rounds."""
 
     def between() -> None:
         if chance.random() < len(arms) / 8:
@@ -268,7 +270,7 @@ def auditor(arms: Sequence[Watched], chance: random.Random) -> Callable[[], None
 
 @dataclass
 class _Raced:
-    """An arm after its race: its samples, and what audits made of it. twin: it is the baseline's second arm."""
+    """An arm after its race, with its samples and the outcome of its audits. twin: it is the baseline's second arm."""
 
     case: Case
     row: Row
@@ -306,14 +308,14 @@ def _finish(case: Case, heat: Heat) -> list[_Raced]:
     return raced
 
 
-def _settle(one: _Raced, verdict: Verdict, again: Verdict, rule: Rule) -> Row:
-    row = one.row
-    row.noise = max(again.ratio, 1 / again.ratio) - 1
-    if one.wrong:
-        row.verdict, row.reason, row.us = WRONG, one.wrong, None
+def _settle(raced: _Raced, verdict: Verdict, twin_verdict: Verdict, rule: Rule) -> Row:
+    row = raced.row
+    row.noise = max(twin_verdict.ratio, 1 / twin_verdict.ratio) - 1
+    if raced.wrong:
+        row.verdict, row.reason, row.us = WRONG, raced.wrong, None
         return row
     row.found, row.verdict, row.reason = verdict, verdict.verdict, verdict.reason
-    if again.verdict not in (SAME, UNCLEAR) or row.noise > rule.min_effect:
+    if twin_verdict.verdict not in (SAME, UNCLEAR) or row.noise > rule.min_effect:
         row.verdict = UNCLEAR
         row.reason = f"the baseline differs from itself by {row.noise:.1%}, which is more than the smallest effect of {rule.min_effect:.1%}"
     return row

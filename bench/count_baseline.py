@@ -1,4 +1,4 @@
-"""Baseline files of instruction counts: what `kernelbench check --instructions` holds kernels against.
+"""Baseline files of instruction counts, for `kernelbench check --instructions`.
 
 The same file format as that of ratios (`bench/baseline.py`), with a part for each compiler, code level and C library.
 """
@@ -25,7 +25,7 @@ Work = tuple[Op, Kernel, Problem]
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a baseline: what `kernel` executes for `problem`."""
+    """One line of a baseline: the instructions that `kernel` executes for `problem`."""
 
     op: str
     problem: str
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Counted:
-    """A line held against now. change: present count over the stored one."""
+    """A line compared with the present. change: present count over the stored one."""
 
     entry: Entry
     verdict: str
@@ -47,7 +47,7 @@ class Counted:
 
     @property
     def now(self) -> str:
-        """What was counted just now, with its unit."""
+        """The present count, with its unit."""
         return "" if self.instructions is None else f"{self.instructions:,} instructions"
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,27 +65,27 @@ class Counted:
 
 
 def work(entries: Sequence[Entry]) -> list[Work]:
-    """What has to be counted for `entries`: for those that are not `gone`, in their order."""
-    found = []
+    """The items to count for `entries`, in order, without those that are `gone`."""
+    items = []
     missing = baseline.gone(entries)
     for entry in entries:
         if entry in missing:
             continue
         op = default_registry().op(entry.op)
-        found.append((op, named(op, entry.kernel)[0], op.problem(entry.problem)))
-    return found
+        items.append((op, named(op, entry.kernel)[0], op.problem(entry.problem)))
+    return items
 
 
 def measure(items: Sequence[Work], here: Place) -> list[tuple[str, int | None]]:
-    """For each, what is wrong with its result or "", and its instructions; of a wrong one none are counted."""
+    """Per item, what is wrong with its result ("" if nothing) and its instructions, which are not counted if it is wrong."""
     recorded = [counts.record(op, kernel, problem, here) for op, kernel, problem in items]
-    right = [one for one in recorded if not one.wrong]
-    found = iter(counts.replayed([one.calls for one in right]) if right else [])
-    return [(one.wrong, None if one.wrong else next(found)) for one in recorded]
+    correct = [recording for recording in recorded if not recording.wrong]
+    instructions = iter(counts.replayed([recording.calls for recording in correct]) if correct else [])
+    return [(recording.wrong, None if recording.wrong else next(instructions)) for recording in recorded]
 
 
 def find(path: Path, here: Place) -> tuple[list[Entry] | None, str]:
-    """The lines for this environment, or None and what differs: from the nearest part, or what is missing to count at all."""
+    """The lines for this environment; or None and the difference from the nearest part, or what is missing for counting."""
     if gap := counts.missing(here):
         return None, gap
     mine, differs = counts.environment(here), "the file holds no part"
@@ -105,11 +105,11 @@ def update(
     path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple[str, int | None]]
 ) -> list[Entry]:
     """Put counts into the part for this environment; other parts, and other lines of it but for those that are `gone`, stay."""
-    own = counts.environment(here)
+    current = counts.environment(here)
     parts = baseline.read(path, Entry) if path.exists() else []
-    part = next((p for p in parts if p["environment"] == own), None)
+    part = next((p for p in parts if p["environment"] == current), None)
     if part is None:
-        part = {"environment": own, "entries": []}
+        part = {"environment": current, "entries": []}
         parts.append(part)
     written = [
         Entry(op.name, str(problem), kernel.name, number)
@@ -117,19 +117,21 @@ def update(
         if number is not None
     ]
     missing = baseline.gone(part["entries"])
-    kept = {(e.op, e.problem, e.kernel): e for e in [*part["entries"], *written] if e not in missing}
-    part["entries"] = [kept[key] for key in sorted(kept)]
+    entries_by_key = {
+        (e.op, e.problem, e.kernel): e for e in [*part["entries"], *written] if e not in missing
+    }
+    part["entries"] = [entries_by_key[key] for key in sorted(entries_by_key)]
     baseline.write(path, parts)
     return written
 
 
 def against(
-    entries: Sequence[Entry], found: Sequence[tuple[str, int | None]], min_effect: float
+    entries: Sequence[Entry], counts: Sequence[tuple[str, int | None]], min_effect: float
 ) -> list[Counted]:
-    """Hold counts of the `work` of `entries` against them. A count is exact, so that more than the minimum effect is a verdict."""
+    """Compare counts of the `work` of `entries` with them. Counts are exact, so every change above the minimum effect is a verdict."""
     missing = baseline.gone(entries)
     checked = [Counted(entry, GAP, why) for entry, why in missing.items()]
-    for entry, (wrong, number) in zip((e for e in entries if e not in missing), found, strict=True):
+    for entry, (wrong, number) in zip((e for e in entries if e not in missing), counts, strict=True):
         if number is None:
             checked.append(Counted(entry, WRONG, wrong))
             continue
@@ -140,8 +142,8 @@ def against(
 
 
 def exit_code(checked: Sequence[Counted]) -> int:
-    """The worst that was found."""
-    verdicts = {one.verdict for one in checked}
+    """The most severe verdict."""
+    verdicts = {row.verdict for row in checked}
     if WRONG in verdicts:
         return baseline.BAD
     return baseline.SLOW if SLOWER in verdicts else baseline.ELSEWHERE if GAP in verdicts else baseline.OK

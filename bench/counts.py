@@ -1,11 +1,11 @@
-"""Instructions of C++ CPU kernels, counted by valgrind's callgrind: the same number to a ten-thousandth every
-time, however busy the machine is.
+"""Instructions of C++ CPU kernels, counted by valgrind's callgrind. Counts repeat to one part in ten thousand, however busy
+the machine is.
 
-A kernel is launched as ever, on the operation's inputs, and every call that it makes into the native library is recorded with
-the memory that it points to. `bench/replay.c` makes those calls again under callgrind, which counts from a call's first
-instruction to its last, on one thread, and compares what they leave with what they left when they were recorded.
+A kernel is launched on the operation's inputs, and each of its calls into the native library is recorded with the memory that
+the arguments point to. `bench/replay.c` repeats these calls under callgrind, which counts from the first instruction of a call
+to its last, on one thread. It compares the memory after each call with the recorded one.
 
-Counts belong to a compiler and a code level, not to a machine: a file has a part for each. Callgrind knows no AVX-512.
+Counts belong to a compiler and a code level, not to a machine: a file has a part for each. Callgrind does not support AVX-512.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*bod
 }
 int32_t torch_get_num_threads(uint32_t *threads) { *threads = 1; return 0; }
 """
-"""Stands for torch's library in the replay: its thread pool, with one thread."""
+"""Replaces torch's library in the replay: its thread pool, with one thread."""
 
 
 class CountError(ValueError):
-    """Instructions could not be counted; the message says what is missing or what went wrong."""
+    """Instructions could not be counted; the message says why."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call into the native library. arguments: ctypes' name of the type, and the value or (buffer, offset) for a pointer.
-    before, after: what the buffers held, as bytes.
+    """One call into the native library. arguments: the name of the ctypes type, and the value, or (buffer, offset) for a pointer.
+    before, after: the content of the buffers, as bytes.
     """
 
     symbol: str
@@ -64,7 +64,7 @@ class Call:
 
 
 def environment(here: Place) -> dict[str, str]:
-    """What has to be the same for counts to mean the same."""
+    """What must be equal for counts to be comparable."""
     from gristmill.kernels.native import manifest
 
     libc = " ".join(platform.libc_ver()) or "unknown"
@@ -77,11 +77,11 @@ def environment(here: Place) -> dict[str, str]:
 
 
 def missing(here: Place) -> str:
-    """Why nothing can be counted here, "" if it can."""
+    """Why instructions cannot be counted here; "" if they can."""
     level = here.target.name.partition(":")[2]
     if here.device != "cpu" or level not in LEVELS:
         names = ", ".join(f"cpu:{name}" for name in LEVELS)
-        return f"callgrind runs no code of {here.target.name}; expected --target to be one of {names}, as far as this processor has it"
+        return f"callgrind runs no code of {here.target.name}; --target must be one of {names} that this processor supports"
     lacks = [name for name in ("valgrind", "cc") if shutil.which(name) is None]
     return (
         f"{' and '.join(lacks)} not installed; instructions are counted with valgrind, and a C compiler"
@@ -92,14 +92,14 @@ def missing(here: Place) -> str:
 
 @dataclass(frozen=True)
 class Recording:
-    """One launch: its calls into the native library, and what was wrong with its result, "" for nothing."""
+    """One launch: its calls into the native library, and what was wrong with its result ("" if nothing)."""
 
     calls: tuple[Call, ...]
     wrong: str
 
 
 def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
-    """The calls that one launch of `kernel` makes, on one thread, over poisoned outputs, its result held against the reference.
+    """Record the calls of one launch of `kernel`, on one thread, with poisoned outputs, and compare its result with the reference.
 
     CountError if `kernel` cannot be recorded.
     """
@@ -112,7 +112,7 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
     neutral, threads = op.inputs(problem, 0, "cpu"), torch.get_num_threads()
     references = run_reference(op, neutral)
     arguments = kernel_arguments(op, kernel, neutral)
-    kernel.load()  # its module must be there for its calls to be recorded
+    kernel.load()  # calls are recorded only in modules that are loaded
     torch.set_num_threads(1)
     try:
         with _recording(calls, kernel.name):
@@ -131,7 +131,7 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
 
 @contextmanager
 def _recording(calls: list[Call], name: str) -> Iterator[None]:
-    """Every function that launchers get from the native library keeps a record of its calls."""
+    """Record the calls of every function that launchers get from the native library."""
     from gristmill.kernels import native
 
     original = native.cpu_function
@@ -144,7 +144,7 @@ def _recording(calls: list[Call], name: str) -> Iterator[None]:
 
         return call
 
-    # By their dictionaries: other packages' modules import more, and may fail, when asked for what they do not have.
+    # Through their dictionaries: getattr on modules of other packages may import more, and fail.
     takers = [module for module in list(sys.modules.values()) if vars(module).get("cpu_function") is original]
     for module in takers:
         module.cpu_function = recorded  # type: ignore[attr-defined]
@@ -192,10 +192,10 @@ def _keep(
 
 
 def _tensors() -> list[tuple[int, int]]:
-    """Address and bytes of the memory of every tensor there is."""
+    """Address and size in bytes of the memory of every live tensor."""
     import torch
 
-    # By type(): isinstance would ask objects that warn when they are asked anything.
+    # type() instead of isinstance: some objects warn when their __class__ is read.
     tensors = [
         t
         for t in gc.get_objects()
@@ -247,7 +247,7 @@ def replayed(launches: Sequence[Sequence[Call]]) -> list[int]:
 
 
 def _script(call: Call, stem: Path) -> str:
-    """A call in the words of `replay.c`; what its buffers hold is written beside `stem`."""
+    """A call in the format of `replay.c`; the content of its buffers is written to files next to `stem`."""
     lines = [f"call {call.symbol}"]
     for number, (before, after) in enumerate(zip(call.before, call.after, strict=True)):
         paths = (Path(f"{stem}.{number}.before"), Path(f"{stem}.{number}.after"))

@@ -1,4 +1,4 @@
-"""How well the store knows a model's calls on a device: exactly, nearly, from a sibling, or not at all."""
+"""Coverage of a model's calls by the store on a device: exact times, near times, times of a sibling device, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store
 
 LEVELS = ("exact", "near", "sibling", "default", "none")
-"""A measured time of this very problem; of one like it; of another device of the target; the default; nothing can run it."""
+"""A measured time of this problem; of a similar one; of another device of the target; the default; no kernel can run it."""
 
 _LEVEL = {
     "measured": "exact",
@@ -26,7 +26,7 @@ _LEVEL = {
 
 @dataclass(frozen=True)
 class Covered:
-    """One call, how it is known, the kernel that would run, and what it is expected to take."""
+    """One call, its coverage, the selected kernel, and its expected time."""
 
     call: Call
     level: str
@@ -49,7 +49,7 @@ class Covered:
 
 
 def coverage(calls: Iterable[Call], here: Place, store: Store) -> list[Covered]:
-    """How each call would be served on `here`. Verifies and times nothing, and works for devices that are not here."""
+    """How each call would be served on `here`. Verifies and times nothing, and also works for devices of other machines."""
     registry, found = default_registry(), []
     seen: dict[tuple[str, str], tuple[str, str | None, float | None]] = {}
     for call in calls:

@@ -1,9 +1,9 @@
-"""Decoding end to end: a model of random weights, one token after another, and where the time goes.
+"""End-to-end decoding: a model with random weights generates one token after another, and its time is split by part.
 
 `step`: a step of the engine as a caller sees it: scheduling, inputs to the device, the decode graph, sampled ids back. `device`: the
 graph alone, replayed back to back. `linear`: the model's linear layers alone, in the model's order, as a graph of their own; `head`:
-the logits head likewise. Weights of a large model do not stay in any cache from one replay to the next. `floor`: the bytes of weights
-over the device's measured rate of reading.
+the logits head likewise. Weights of a large model do not stay in a cache from one replay to the next. `floor`: the bytes of weights
+over the measured read bandwidth of the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHUNK = 256
 
 
 def model_config(shape: Mapping[str, Any]) -> ModelConfig:
-    """The runtime's configuration of a model of which little more than the sizes is known; ShapeError if it has no such model."""
+    """The runtime's configuration of a model with the sizes of `shape`; ShapeError if the runtime has no such model."""
     kind = str(shape["model_type"])
     known = {kind: name for family in families().values() for name, kind in family.architectures.items()}
     if kind not in known:
@@ -84,7 +84,7 @@ def measure_decode(
 
 def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> dict[str, Any]:
     chunk = max(CHUNK, batch)
-    # Requests whose prompt came first are ahead by the steps that the other prompts take.
+    # Requests with earlier prompts are ahead by the steps that the other prompts take.
     length = steps + WARM_STEPS + 2 * batch * context // chunk + 2
     blocks = cdiv(context + length, 16) * batch
     plans = model.plans
@@ -105,7 +105,7 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     taken: list[float] = []
     for _ in range(WARM_STEPS + steps):
         begin = time.perf_counter()
-        engine.step()  # it ends when the ids are here
+        engine.step()  # the step ends when the ids are on the host
         taken.append((time.perf_counter() - begin) * 1e3)
     graphs = runner.decode.explain() if runner.decode is not None else []
     if not any(graph["steps"] for graph in graphs if graph["seqs"]):
@@ -149,7 +149,7 @@ def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) 
 
 
 def _graph_of(runner: Runner, batch: int, context: int) -> Callable[[], Any]:
-    """The decode graph that the steps ran, as a call; uncaptured where it is not."""
+    """The decode graph of the steps, as a call; the uncaptured function if there is no graph."""
     decode = runner.decode
     if decode is None:
         raise ValueError("the runner has no decode graphs")
@@ -163,7 +163,7 @@ def _input(layer: Linear | SplitLinear, rows: int, model: Model) -> torch.Tensor
 
 
 def _bytes(layer: Linear | SplitLinear) -> int:
-    """Bytes of the weights as their scheme has them, whatever the packing pads."""
+    """Bytes of the weights by their scheme, without the padding of a layout."""
     weights = [part.weight for part in layer.parts] if isinstance(layer, SplitLinear) else [layer.weight]
     return sum(weight.scheme.weight_bytes(weight.n, weight.k) for weight in weights)
 

@@ -1,4 +1,4 @@
-"""Options that are numbers: neither nan, which no comparison stops, nor inf."""
+"""Numeric options that refuse nan, which passes every range check, and inf."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Finite(click.FloatRange):
     """A FloatRange without nan and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; a mistaken option if it is none."""
+        """The number; a usage error if it is not finite."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number

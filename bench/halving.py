@@ -1,4 +1,4 @@
-"""Successive halving: many candidates get a little time, the better half twice as much, until few are left to be raced.
+"""Successive halving: all candidates get a little time, the better half twice as much, until few are left for the final.
 
 Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016). Every stage
 times its candidates in turn, so that load that comes and goes hits all of them.
@@ -18,7 +18,7 @@ from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat
 
 FINALISTS = 3
 KEEP_WITHIN = 1.5
-"""A candidate this many times slower than the best so far is dropped whatever the half."""
+"""A candidate this many times slower than the best one is dropped, even if it is in the better half."""
 
 
 A = TypeVar("A", bound=Arm)
@@ -46,9 +46,9 @@ def halve(
 ) -> list[Placed[A]]:
     """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
 
-    kind: what an arm is one of (its kernel). The fastest so far of each kind is in the final, too, unless it is KEEP_WITHIN times slower
-    than the best: for a problem near by, a kernel of which nothing is known is passed over however good its model's word is.
-    deadline: on `clock`. Past it no further stage begins, and the final has as few rounds as it takes to rank.
+    kind: the group of an arm (its kernel). The fastest arm of each kind is in the final too, unless it is KEEP_WITHIN times slower
+    than the best: selection for a similar problem prefers kernels with measured times to all others.
+    deadline: on `clock`. After it no further stage starts, and the final has the least number of rounds that can rank.
     mhz: reads the device's clock; rounds of the final off its median do not count.
     """
     if not arms:
@@ -61,7 +61,7 @@ def halve(
         heat.run(take, chance)
         for arm in left:
             seen[arm.name] += heat.times[arm.name]
-        # The least of a few rounds ranks better than their median: what disturbs a run only makes it longer.
+        # The minimum of a few rounds ranks better than their median: disturbances only make a run longer.
         left.sort(key=lambda arm: min(seen[arm.name]))
         best = min(seen[left[0].name])
         count = max(FINALISTS, len(left) // 2)
@@ -86,7 +86,7 @@ def halve(
 def _others(
     arms: Sequence[A], seen: dict[str, list[float]], there: set[str], kind: Callable[[A], str]
 ) -> list[A]:
-    """The fastest of each kind that is not `there`, of those that come near the best."""
+    """The fastest arm of each kind that is not in `there`, if it is near the best."""
     fastest: dict[str, A] = {}
     timed = sorted((arm for arm in arms if seen[arm.name]), key=lambda arm: min(seen[arm.name]))
     for arm in timed:

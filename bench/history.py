@@ -1,4 +1,4 @@
-"""Result files over time: one series a row, and where it changed."""
+"""Result files over time: one series per row, and its changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Key = tuple[str, str, str, str]
 """Operation, problem, series (a kernel, and how it was timed where that is not the usual way), device."""
 
 FEW = 5
-"""Samples below which a file's spread says nothing, and a change is called by size alone."""
+"""With fewer samples than this the spread of a file is not used, and a change is judged by its size alone."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One file's word on one row. change: its ratio to the stretch before it, where that changed; None elsewhere."""
+    """One row in one file. change: its ratio to the samples since the last change, None if it did not change."""
 
     when: str
     file: str
@@ -29,7 +29,7 @@ class Point:
 
 @dataclass
 class Series:
-    """The points of one row, in order of time."""
+    """The points of one row, by date."""
 
     key: Key
     points: list[Point] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The options by which a command is about a model's calls: --model, --tp, --weights, --mix, --decode, --prefill."""
+"""The options that select the calls of a model: --model, --tp, --weights, --mix, --decode, --prefill."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def model_calls(
     prefill: tuple[str, ...],
     mix: tuple[str, ...] = (),
 ) -> list[Call]:
-    """The calls that the options name; [] without --model. UsageError for the others without it."""
+    """The calls that the options select; [] without --model. UsageError if others are given without --model."""
     if model is None:
         if tp != 1 or weights or decode or prefill or mix:
             raise click.UsageError("--tp, --weights, --mix, --decode and --prefill go with --model")

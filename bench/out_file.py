@@ -1,4 +1,4 @@
-"""Files that a command writes when it is done: whether that will be possible is found out before it measures for an hour."""
+"""Output files of commands, checked for write access before the measurements start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gristmill.kernel_registry.store import Store
 
 
 class OutFile(click.Path):
-    """A file to be written, in a folder that may still have to be made: a Path, refused where nothing can be written there."""
+    """An output file, whose folder may not exist yet, as a Path. Refused if it cannot be written."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path; UsageError (a mistaken option) if the file could not be written."""
+        """The path; UsageError if the file cannot be written."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if why := unwritable(path):
             self.fail(why, param, ctx)
@@ -27,7 +27,7 @@ class OutFile(click.Path):
 
 
 def unwritable(path: Path) -> str:
-    """Why a file cannot be written at `path`; "" if it can. Tried, since permissions do not tell of a file system that is only read."""
+    """Why a file cannot be written at `path`; "" if it can. Tried by writing, because permissions do not show read-only file systems."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -37,7 +37,7 @@ def unwritable(path: Path) -> str:
 
 
 def store_to_write(path: Path) -> Store:
-    """What the store at `path` holds; UsageError if nothing could be added to it, StoreError if it is damaged."""
+    """The content of the store at `path`; UsageError if it cannot be written, StoreError if it is damaged."""
     if why := unwritable(path):
         raise click.UsageError(f"the store {why}")
     return Store.read(path)

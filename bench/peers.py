@@ -1,7 +1,7 @@
-"""Peers of which no kernel here is made: libraries that do the same work and that no spec wraps, as named gaps.
+"""Peers without a kernel here: libraries that do the same work and that no spec wraps, reported as gaps.
 
-A library that a spec wraps is a candidate where it is installed, and a gap with its refusal where it is not
-(`gristmill.bench.problems.missing_peers`). These are gaps wherever they are: what is not measured is said.
+A library that a spec wraps is a candidate if it is installed, and otherwise a gap with the reason
+(`gristmill.bench.problems.missing_peers`). The libraries listed here are always gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gristmill.kernel_registry.registry import default_registry
 
 @dataclass(frozen=True)
 class Peer:
-    """name: of the library; package: its distribution; ops: what it does too; vendors: on whose devices; why: nothing wraps it."""
+    """package: the distribution; ops: operations it also offers; vendors: of its devices; why: the reason that no spec wraps it."""
 
     name: str
     package: str
@@ -54,7 +54,7 @@ PEERS = (
 
 
 def unwrapped(op: Op, here: Place) -> dict[str, str]:
-    """Why there is no time, by the name of each library that does what `op` does on such a device and has no kernel here."""
+    """Library -> why it has no time, for each library that offers `op` on such a device and has no kernel here."""
     wrapped = {kernel.provider for kernel in default_registry().kernels_of(op.name)}
     gaps = {}
     for peer in PEERS:

@@ -1,4 +1,4 @@
-"""Which problems and kernels a command is about, from what was typed."""
+"""The problems and kernels of a command, from its arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gristmill.kernel_registry.renamed import is_named
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem. weight: its relative number of calls in a model; None for problems that were given otherwise."""
+    """One problem. weight: its relative number of calls in a model; None for problems from other sources."""
 
     op: Op
     problem: Problem
@@ -118,9 +118,9 @@ def named(op: Op, patterns: str) -> list[Kernel]:
 
 
 def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, list[Kernel]]:
-    """The kernels of each operation that are asked for: those of `patterns`, or all that can run here and peers that could.
+    """The selected kernels of each operation: those that match `patterns`, or all that can run here and peers that could.
 
-    Among several operations a pattern need not name a kernel of each; one that names none of any is an UnknownError.
+    With several operations a pattern must match a kernel of at least one of them; otherwise UnknownError.
     """
     if patterns is None:
         return {op.name: [*able(op, here), *missing_peers(op, here)] for op in ops}
@@ -142,7 +142,7 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
 
 
 def configured(kernel: Kernel, problem: Problem, here: Place, text: str) -> Config:
-    """The configuration that ``name=value,...`` says, names that it leaves out as by default; UsageError for others than it has."""
+    """The default configuration with the values of ``name=value,...``; UsageError for unknown names."""
     config = dict(kernel.config(problem, here.target))
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -155,19 +155,19 @@ def configured(kernel: Kernel, problem: Problem, here: Place, text: str) -> Conf
             config[name.strip()] = value.strip() == "True" if kind is bool else kind(value.strip())
         except ValueError as error:
             raise click.UsageError(
-                f"--config: {name.strip()} wants {kind.__name__}, got {value!r}"
+                f"--config: {name.strip()} must be {kind.__name__}, got {value!r}"
             ) from error
     return config
 
 
 def baseline_of(op: Op, problem: Problem, pattern: str, here: Place) -> Kernel:
-    """The kernel that others are held against: the first match that can run the problem here, else the first match."""
+    """The baseline kernel: the first match that can run the problem here, else the first match."""
     matches = named(op, pattern)
     return next((k for k in matches if not why_not(k, problem, here)), matches[0])
 
 
 def able(op: Op, here: Place) -> list[Kernel]:
-    """Kernels that the hardware and this installation can run; on a CPU none that Triton would interpret."""
+    """Kernels that the hardware and this installation can run; on a CPU without those that Triton would interpret."""
     kernels = [
         k
         for k in default_registry().kernels_of(op.name)
@@ -178,7 +178,7 @@ def able(op: Op, here: Place) -> list[Kernel]:
 
 
 def missing_peers(op: Op, here: Place) -> list[Kernel]:
-    """Other libraries' kernels that this hardware could run and this installation cannot: gaps to be named."""
+    """Kernels of other libraries that this hardware could run and this installation cannot, to be reported as gaps."""
     return [
         k
         for k in default_registry().kernels_of(op.name)
@@ -189,7 +189,7 @@ def missing_peers(op: Op, here: Place) -> list[Kernel]:
 
 
 def here_or_refuse(here: Place) -> str:
-    """The torch device of a place; UsageError if it is only a description."""
+    """The torch device of `here`; UsageError if it is not a device of this machine."""
     if here.device is None:
         raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
     return here.device

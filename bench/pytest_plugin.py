@@ -32,13 +32,13 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 
 AUDITS = 4
-"""An audit every so many rounds, besides the first and the last."""
+"""Rounds between audits, besides the first and the last."""
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """What was measured. us: the median of samples, microseconds per call. error: the worst of all audits, by the operation's
-    measure, of which tolerance is the limit. timing: how it was called, such as "graph,cold".
+    """The measurement. us: the median of samples, microseconds per call. error: the largest of all audits, in the operation's
+    error metric; tolerance: its limit. timing: the timing mode, such as "graph,cold".
     """
 
     kernel: str
@@ -50,7 +50,7 @@ class KernelTimes:
 
 
 class _Clock:
-    """Time as pytest-benchmark is to see it: what samples took on the device, and nothing between them."""
+    """The clock of pytest-benchmark: the device time of samples, without the time between them."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -61,7 +61,7 @@ class _Clock:
 
 @pytest.fixture
 def _kernel_clock(request: pytest.FixtureRequest) -> _Clock:
-    """Goes before `benchmark`, which asks the test's marker for its timer."""
+    """Set the timer in the test's marker before `benchmark` reads it."""
     clock = _Clock()
 
     def kernelbench() -> float:  # named in pytest-benchmark's reports
@@ -77,7 +77,7 @@ def _kernel_clock(request: pytest.FixtureRequest) -> _Clock:
 def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., KernelTimes]:
     """``kernel_benchmark(op, problem, kernel=None, *, target=None, hot=False, rounds=16)`` -> `KernelTimes`, once a test.
 
-    kernel: a name, a `Kernel`, or None for the one that selection picks. target: as ``kernelbench --target`` takes it;
+    kernel: a name, a `Kernel`, or None for the selected one. target: as in ``kernelbench --target``;
     None: the first GPU, else the CPU. hot: arguments stay in the cache. A kernel that cannot run here skips the test and says
     why; a problem that it does not take is a ValueError; a wrong result is a `WrongResultError`. On a GPU a registered kernel is
     verified in a child process first.
@@ -100,7 +100,7 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
             pytest.skip(f"{here.target.name} is not a device of this machine")
         parsed = known.problem(problem)
         chosen, config = _chosen(known, kernel, parsed, here)
-        # On a GPU a fault ends the context, and with it every test that comes later: it may happen in a child process first.
+        # On a GPU a fault destroys the context, and later tests fail with it: verification in a child process comes first.
         if here.device != "cpu" and (wrong := verified(known, chosen, config, parsed, here.device)):
             raise WrongResultError(f"{chosen.name}: {wrong}")
         arm = KernelArm(

@@ -1,15 +1,15 @@
-"""What selection loses to exhaustive search: every candidate of every problem timed in one run, and what the store would pick.
+"""Regret of selection against exhaustive search: all candidates of a problem are timed in one run, and compared with the selected one.
 
 For each problem every kernel at every configuration of its space is verified and timed in turn, in `ROUNDS` rounds (one, if
 it is `SLOW` times behind; two samples, if `HOPELESS` times); nothing is ruled out by cost models, no space is sampled. Regret is
 the time of what selection picks over the least of all, less one.
-It is asked of several stores:
+It is reported for several stores:
 
-- ``store``: the one in use, shipped times included, whatever it knows; by problems that it has times of, and others;
+- ``store``: the one in use, with shipped times; separately for problems that it has times of, and others;
 - ``tuned``: one made from the first half of the rounds, as `kernelbench tune` would have written it, judged by the second;
 - ``left out``: the same without this problem's records, so that its neighbours must speak for it.
 
-The least of many noisy times is too small by chance, so regrets are, if anything, overstated.
+The minimum of many noisy times is biased low, so regrets are overstated rather than understated.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
 
 ROUNDS = 4
-"""Rounds, each the least of three samples: half of them tune, half of them judge."""
+"""Rounds, each the minimum of three samples: half of them tune, half of them judge."""
 
 FINALISTS = 3
-"""Candidates of a problem that `tuned` remembers, besides the best default: as many as a tuning's final has."""
+"""Candidates of a problem that `tuned` records, besides the best default: as many as the final of a tuning run."""
 
 SLOW = 2.0
-"""A candidate this many times slower than the best of the first round is timed no further."""
+"""A candidate this many times slower than the best of the first round is not timed in later rounds."""
 
 HOPELESS = 3.0
 """A candidate whose first two samples are this many times the least first one is not timed again."""
@@ -49,8 +49,8 @@ SHOWN = 1.2
 """Candidates within this factor of the best are kept in result files with their samples; of others, the least time."""
 
 BURST = 24
-"""Problems that are verified, by all workers, before they are timed, by nobody else at work: enough to keep every worker busy,
-few enough that a deadline finds most of what was verified timed too."""
+"""Problems that all workers verify before they are timed on the idle machine: enough to keep every worker busy, and few
+enough that at the deadline most verified problems have been timed."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Studied:
     """One problem. times: of every candidate that ran, by (kernel, configuration): one per round, microseconds.
 
     exact: the store in use has times of this very problem. missing: candidates that were not tried, for lack of time.
-    picks: store -> (kernel, configuration); regrets: store -> what it loses. seconds: that timing took.
+    picks: store -> (kernel, configuration); regrets: store -> regret. seconds: the duration of timing.
     """
 
     job: Job
@@ -74,11 +74,11 @@ class Studied:
     seconds: float = 0.0
 
     def tuned_us(self, key: tuple[str, str]) -> float:
-        """By the rounds that tune."""
+        """Microseconds by the rounds that tune."""
         return min(self.times[key][: ROUNDS // 2])
 
     def judged_us(self, key: tuple[str, str]) -> float:
-        """By the rounds that judge; a candidate far behind has one round for everything."""
+        """Microseconds by the rounds that judge; a candidate far behind has one round for both."""
         return min(self.times[key][ROUNDS // 2 :] or self.times[key])
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,14 +114,14 @@ class Studied:
 
     def _table(self) -> dict[str, dict[str, Any]]:
         """The judged time of every candidate by kernel: the names of a configuration's parts once, then their values."""
-        found: dict[str, dict[str, Any]] = {}
+        table: dict[str, dict[str, Any]] = {}
         for kernel, config in sorted(self.times, key=self.judged_us):
             names = ",".join(part.partition("=")[0] for part in config.split(","))
             values = ",".join(part.partition("=")[2] for part in config.split(","))
-            found.setdefault(kernel, {"of": names, "us": {}})["us"][values] = round(
+            table.setdefault(kernel, {"of": names, "us": {}})["us"][values] = round(
                 self.judged_us((kernel, config)), 3
             )
-        return found
+        return table
 
 
 def study(
@@ -132,19 +132,19 @@ def study(
     seconds: float,
     workers: int = 2,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
     each: Callable[[Studied], None] = lambda one: None,
 ) -> list[Studied]:
-    """Study `jobs`, drawn in an order of their own so that what a deadline leaves is a fair sample; then ask the stores.
+    """Study `jobs` in random order, so that a deadline leaves a fair sample; then evaluate the stores.
 
-    each: called with every problem when it has been timed (regrets come at the end, since stores are made of all).
+    each: called with every problem that has been timed (regrets are set at the end, because stores are made from all problems).
     """
     from gristmill.autotune.worker import Worker
 
     begin, jobs = now(), list(jobs)
     random.Random(seed).shuffle(jobs)
     pool = [Worker() for _ in range(workers)]
-    found: list[Studied] = []
+    problems: list[Studied] = []
     records: list[Verification] = []
     outcomes: dict[Any, Verification] = {}
     try:
@@ -153,48 +153,50 @@ def study(
             if now() - begin > seconds:
                 break
             candidates = {str(job.problem): _candidates(job, here, store) for job in burst}
-            asked = [
+            candidates_to_verify = [
                 (job, option)
                 for job in burst
                 for option in candidates[str(job.problem)]
                 if _key(job, option) not in outcomes
             ]
-            tell(f"{first + 1}/{len(jobs)}: verifying {len(asked)} candidates of {len(burst)} problems")
-            made, since = verify_all(asked, here, pool, begin + seconds), now()
-            tell(f"{first + 1}/{len(jobs)}: verified {len(made)}; {seconds - now() + begin:.0f} s left")
+            progress(
+                f"{first + 1}/{len(jobs)}: verifying {len(candidates_to_verify)} candidates of {len(burst)} problems"
+            )
+            made, since = verify_all(candidates_to_verify, here, pool, begin + seconds), now()
+            progress(f"{first + 1}/{len(jobs)}: verified {len(made)}; {seconds - now() + begin:.0f} s left")
             records += made
             outcomes |= {(r.op, r.problem, r.kernel, r.config): r for r in made}
             for number, job in enumerate(burst, first + 1):
                 if now() - begin > seconds:
                     break
-                tell(
+                progress(
                     f"{number}/{len(jobs)} {job.op.name} {job.problem}: {seconds - now() + begin:.0f} s left"
                 )
                 one = _time(job, candidates[str(job.problem)], outcomes, here, store, random.Random(seed))
                 one.seconds, since = now() - since, now()
-                found.append(one)
+                problems.append(one)
                 each(one)
     finally:
         for worker in pool:
             worker.close()
-    ask(found, here, store, records)
-    return found
+    ask(problems, here, store, records)
+    return problems
 
 
 def _key(job: Job, option: Option) -> tuple[str, str, str, str]:
-    """What a verification is of, as far as problems share it."""
+    """The key under which problems share a verification."""
     return job.op.name, str(job.op.verification(job.problem)), option.kernel.name, config_key(option.config)
 
 
 def _candidates(job: Job, here: Place, store: Store) -> list[Option]:
-    """Every option, and what the store would pick if that is another configuration still."""
-    found = options(job, here, every=True)
+    """Every option, and the pick of the store if it is not among them."""
+    candidates = options(job, here, every=True)
     picked = _pick(job, here, store)
     if picked is not None and all(
-        (o.kernel.name, config_key(o.config)) != (picked[0].name, config_key(picked[1])) for o in found
+        (o.kernel.name, config_key(o.config)) != (picked[0].name, config_key(picked[1])) for o in candidates
     ):
-        found.append(Option(*picked, default=False))
-    return found
+        candidates.append(Option(*picked, default=False))
+    return candidates
 
 
 def _time(
@@ -207,32 +209,34 @@ def _time(
 ) -> Studied:
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
-    own = [t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)]
-    one = Studied(job, exact=bool(own))
+    stored_times = [
+        t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)
+    ]
+    studied = Studied(job, exact=bool(stored_times))
     fit = []
     for option in candidates:
         record = outcomes.get(_key(job, option))
         if record is None:
-            one.missing += 1
+            studied.missing += 1
         elif record.ok:
             fit.append(option)
         else:
-            one.wrong.append(f"{option.name}: {record.reason}")
-    gc.collect()  # arms of the last problem hold argument lists and graphs, in circles
+            studied.wrong.append(f"{option.name}: {record.reason}")
+    gc.collect()  # arms of the last problem hold argument lists and graphs in reference cycles
     rotations = shared_rotations(job.op, job.problem, here.device or "cpu", [o.kernel for o in fit])
     arms: dict[tuple[str, str], Any] = {}
     for option in fit:
         key = option.kernel.name, config_key(option.config)
-        one.configs[key] = dict(option.config)
-        one.defaults |= {key} if option.default else set()
+        studied.configs[key] = dict(option.config)
+        studied.defaults |= {key} if option.default else set()
         try:
             arms[key] = KernelArm(
                 option.kernel, option.config, rotations[option.kernel.name], name=option.name, audited=False
             )
         except WrongResultError as error:
-            one.wrong.append(f"{option.name}: {error}")
+            studied.wrong.append(f"{option.name}: {error}")
     if not arms:
-        return one
+        return studied
     once = {key: arm.sample() for key, arm in arms.items()}
     far = HOPELESS * min(once.values())
     once |= {
@@ -243,24 +247,24 @@ def _time(
     best_us = min(us for times in heat.times.values() for us in times)
     heat.arms = [arm for arm in heat.arms if heat.times[arm.name][0] <= SLOW * best_us]
     heat.run(ROUNDS - 1, chance)
-    one.times = {key: heat.times.get(arm.name, [once[key]]) for key, arm in arms.items()}
-    while one.times:  # what is called best has given right results while it was timed
-        best = min(one.times, key=one.judged_us)
+    studied.times = {key: heat.times.get(arm.name, [once[key]]) for key, arm in arms.items()}
+    while studied.times:  # the best candidate must have given correct results while it was timed
+        best = min(studied.times, key=studied.judged_us)
         try:
             arms[best].audit()
-            one.best = best
+            studied.best = best
             break
         except WrongResultError as error:
-            one.wrong.append(f"{arms[best].name}: {error}")
-            del one.times[best]
-    return one
+            studied.wrong.append(f"{arms[best].name}: {error}")
+            del studied.times[best]
+    return studied
 
 
-def ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[Verification]) -> None:
-    """Fill in what each store picks, and what that loses."""
-    tuned = {str(one.job.problem): _remembered(one, here) for one in found if one.best is not None}
+def ask(problems: Sequence[Studied], here: Place, store: Store, records: Sequence[Verification]) -> None:
+    """Set the pick of each store and its regret."""
+    tuned = {str(one.job.problem): _remembered(one, here) for one in problems if one.best is not None}
     failed = [record for record in records if not record.ok]
-    for one in found:
+    for one in problems:
         if one.best is None:
             continue
         mine = str(one.job.problem)
@@ -271,21 +275,21 @@ def ask(found: Sequence[Studied], here: Place, store: Store, records: Sequence[V
                 failed, [t for problem, timings in tuned.items() if problem != mine for t in timings]
             ),
         }
-        for name, held in stores.items():
-            picked = _pick(one.job, here, held, {kernel for kernel, _ in one.times})
+        for name, store_to_ask in stores.items():
+            picked = _pick(one.job, here, store_to_ask, {kernel for kernel, _ in one.times})
             key = None if picked is None else (picked[0].name, config_key(picked[1]))
             if key is not None and key in one.times:
                 one.picks[name], one.regrets[name] = key, one.judged_us(key) / one.judged_us(one.best) - 1
 
 
 def _remembered(one: Studied, here: Place) -> list[Timing]:
-    """What a tuning by the first rounds would have written."""
+    """The records that a tuning run over the first rounds would have written."""
     order = sorted(one.times, key=one.tuned_us)
     within = KEEP_WITHIN * one.tuned_us(order[0])
     near = {
         key[0]: key for key in reversed(order) if one.tuned_us(key) <= within
     }  # the fastest of each kernel
-    kept = dict.fromkeys(
+    fastest = dict.fromkeys(
         [*order[:FINALISTS], *near.values(), *[key for key in order if key in one.defaults][:1]]
     )
     registry, op = default_registry(), one.job.op.name
@@ -300,23 +304,23 @@ def _remembered(one: Studied, here: Place) -> list[Timing]:
             toolchain=here.build.key(),
             us=one.tuned_us((kernel, config)),
         )
-        for kernel, config in kept
+        for kernel, config in fastest
     ]
 
 
 def _with(failed: Sequence[Verification], timings: Sequence[Timing]) -> Store:
-    held = Store()
+    store = Store()
     for failure in failed:
-        held.add(failure)
+        store.add(failure)
     for timing in timings:
-        held.add(timing)
-    return held
+        store.add(timing)
+    return store
 
 
 def _pick(
     job: Job, here: Place, store: Store, among: Collection[str] | None = None
 ) -> tuple[Kernel, Config] | None:
-    """(kernel, configuration) that selection takes by `store`; None where nothing can run. among: kernels by name."""
+    """The (kernel, configuration) that selection picks with `store`; None if no kernel can run. among: kernels by name."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if among is None or k.name in among]
     best = select(job.op, job.problem, kernels, here.target, here.build, store, here.policy).best
     return None if best is None else (best.kernel, dict(best.config or {}))
@@ -324,7 +328,7 @@ def _pick(
 
 @dataclass(frozen=True)
 class Regret:
-    """Over some problems. mean: geometric, of time over best, less one; worst: the largest, and of which problem."""
+    """Regret over several problems. mean: geometric mean of time over best, minus one; worst: the largest, with its problem."""
 
     problems: int
     mean: float
@@ -333,19 +337,26 @@ class Regret:
     median: float
 
 
-def summary(found: Sequence[Studied]) -> dict[str, Regret | None]:
-    """Regret by store; that of the store in use apart for problems that it has times of, and for others.
+def summary(problems: Sequence[Studied]) -> dict[str, Regret | None]:
+    """Regret by store; that of the store in use is separate for problems that it has times of, and for others.
 
-    Problems of which candidates were left untried do not count: their best is not known.
+    Problems with untried candidates do not count: their best candidate is not known.
     """
-    whole = [one for one in found if one.best is not None and not one.missing]
+    complete = [problem for problem in problems if problem.best is not None and not problem.missing]
     parts = {
-        "store, tuned problems": [(one, one.regrets.get("store")) for one in whole if one.exact],
-        "store, other problems": [(one, one.regrets.get("store")) for one in whole if not one.exact],
-        "tuned in this run": [(one, one.regrets.get("tuned")) for one in whole],
-        "left out of tuning": [(one, one.regrets.get("left out")) for one in whole],
+        "store, tuned problems": [
+            (problem, problem.regrets.get("store")) for problem in complete if problem.exact
+        ],
+        "store, other problems": [
+            (problem, problem.regrets.get("store")) for problem in complete if not problem.exact
+        ],
+        "tuned in this run": [(problem, problem.regrets.get("tuned")) for problem in complete],
+        "left out of tuning": [(problem, problem.regrets.get("left out")) for problem in complete],
     }
-    return {name: _regret([(one, r) for one, r in pairs if r is not None]) for name, pairs in parts.items()}
+    return {
+        name: _regret([(problem, r) for problem, r in pairs if r is not None])
+        for name, pairs in parts.items()
+    }
 
 
 def _regret(pairs: Sequence[tuple[Studied, float]]) -> Regret | None:
@@ -356,6 +367,6 @@ def _regret(pairs: Sequence[tuple[Studied, float]]) -> Regret | None:
     return Regret(len(pairs), mean, worst, str(one.job.problem), statistics.median(r for _, r in pairs))
 
 
-def unknown(found: Sequence[Studied], name: str) -> int:
-    """Problems whose pick by the store `name` was not timed: it was wrong, or (from a file) no candidate then."""
-    return sum(one.best is not None and name not in one.regrets for one in found)
+def unknown(problems: Sequence[Studied], name: str) -> int:
+    """Problems whose pick by the store `name` has no time: it was wrong or, in a replayed file, not a candidate."""
+    return sum(problem.best is not None and name not in problem.regrets for problem in problems)

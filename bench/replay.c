@@ -1,12 +1,11 @@
-// Calls again what was recorded of C++ kernels, in a process that holds next to nothing else. bench/counts.py
-// writes the script, compiles this file and runs it under callgrind, which counts what happens inside
-// `counted`.
+// Repeats the recorded calls of C++ kernels in a minimal process. bench/counts.py writes the script, compiles
+// this file and runs it under callgrind, which counts the instructions inside `counted`.
 //
 //   replay LIBRARY SCRIPT
 //
-// A script is, call by call: "call SYMBOL", then "buffer BYTES BEFORE AFTER" (files), "int VALUE", "pointer
+// A script has per call: "call SYMBOL", then "buffer BYTES BEFORE AFTER" (files), "int VALUE", "pointer
 // BUFFER OFFSET" and "float BITS" in the order of the arguments, then "go". Exit status 1 and a line on
-// stderr if a call fails or leaves other bytes than it left when it was recorded.
+// stderr if a call fails or its buffers differ from the recorded ones.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -28,9 +27,9 @@ static void fill(char* to, long bytes, const char* name) {
   fclose(file);
 }
 
-// Integers and floats travel in registers of their own, and only integers beyond the sixth (AArch64: the
-// eighth) on the stack: so a function finds its arguments whatever follows them, and one type serves all that
-// take no more than these (System V, AAPCS64).
+// Integers and floats are passed in separate registers, and only integers beyond the sixth (AArch64: the
+// eighth) on the stack. A function therefore ignores surplus arguments, and one type serves all functions
+// with at most this many (System V, AAPCS64).
 typedef int (*Function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                         int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                         int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,

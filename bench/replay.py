@@ -1,7 +1,7 @@
-"""Regret again, from a result file of `kernelbench regret`: what selection would pick now, by the times that were measured then.
+"""Regret of present selection, evaluated with the times in a result file of `kernelbench regret`.
 
-So that a change of a cost model, of a default or of selection's rules is judged without the device. Kernels that no longer exist
-are left out of the times; what would be picked now and was no candidate then has no regret, and is counted.
+A change of a cost model, a default or a rule of selection is thus judged without the device. Kernels that no longer exist are
+left out. Picks that were not candidates when the file was written have no regret, and are counted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gristmill.kernel_registry.targets.devices import by_device_name
 
 
 def replay(data: dict[str, Any], store: Store | None = None) -> tuple[Place, list[Studied]]:
-    """The problems of a result file, asked again of `store` (None: the one in use, shipped times included) and of stores made
-    from the file's own times.
+    """The problems of a result file, evaluated with `store` (None: the one in use, with shipped times) and with stores made
+    from the times of the file.
 
-    data: as it was written, with kernels by their names of then. ResultError for a file that `kernelbench regret` did not write.
+    data: as written, with the kernel names of that time. ResultError for a file that `kernelbench regret` did not write.
     """
     if "regret" not in data:
         raise ResultError("expected a result file of kernelbench regret: it has no regret")
@@ -37,7 +37,7 @@ def replay(data: dict[str, Any], store: Store | None = None) -> tuple[Place, lis
 
 
 def _place(environment: dict[str, Any]) -> Place:
-    """The device of a file, and this installation as if its toolchain were that of the file."""
+    """The device of a file, and this installation with the toolchain of the file."""
     known = by_device_name(str(environment.get("device") or ""))
     there = place(known.alias if known else environment["target"])
     keyed = dict(part.partition("=")[::2] for part in str(environment.get("toolchain") or "").split(","))

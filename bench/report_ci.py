@@ -1,4 +1,4 @@
-"""What `kernelbench check` found, for machines and for a pull request: JUnit XML and Markdown."""
+"""The outcome of `kernelbench check` as JUnit XML and, for pull requests, as Markdown."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from gristmill.bench.statistics.verdict import SLOWER, UNCLEAR
 
 
 def junit(checked: Sequence[Checked | Counted], seconds: float) -> str:
-    """A test case a line: SLOWER and WRONG are failures, what cannot be said or run is skipped, with the reason."""
+    """One test case per line: SLOWER and WRONG are failures; kernels without a verdict are skipped, with the reason."""
     suite = ElementTree.Element(
         "testsuite",
         name="kernelbench check",
         tests=str(len(checked)),
         time=f"{seconds:.3f}",
-        failures=str(sum(one.verdict in (SLOWER, WRONG) for one in checked)),
+        failures=str(sum(row.verdict in (SLOWER, WRONG) for row in checked)),
         errors="0",
-        skipped=str(sum(one.verdict in (UNCLEAR, GAP) for one in checked)),
+        skipped=str(sum(row.verdict in (UNCLEAR, GAP) for row in checked)),
     )
-    for one in checked:
+    for row in checked:
         case = ElementTree.SubElement(
             suite,
             "testcase",
-            classname=f"kernelbench.{one.entry.op}",
-            name=f"{one.entry.kernel}[{one.entry.problem}]",
+            classname=f"kernelbench.{row.entry.op}",
+            name=f"{row.entry.kernel}[{row.entry.problem}]",
         )
-        if one.verdict in (SLOWER, WRONG):
-            ElementTree.SubElement(case, "failure", type=one.verdict, message=describe(one))
-        elif one.verdict in (UNCLEAR, GAP):
-            ElementTree.SubElement(case, "skipped", message=describe(one))
+        if row.verdict in (SLOWER, WRONG):
+            ElementTree.SubElement(case, "failure", type=row.verdict, message=describe(row))
+        elif row.verdict in (UNCLEAR, GAP):
+            ElementTree.SubElement(case, "skipped", message=describe(row))
     return _xml(suite)
 
 
@@ -41,7 +41,7 @@ def markdown(checked: Sequence[Checked | Counted], title: str) -> str:
     order = (WRONG, SLOWER, UNCLEAR, GAP)
     rows = sorted(
         checked,
-        key=lambda one: (order.index(one.verdict) if one.verdict in order else len(order), one.entry.kernel),
+        key=lambda row: (order.index(row.verdict) if row.verdict in order else len(order), row.entry.kernel),
     )
     lines = [
         f"### {title}",
@@ -49,17 +49,17 @@ def markdown(checked: Sequence[Checked | Counted], title: str) -> str:
         "| verdict | kernel | problem | change | now | why |",
         "|---|---|---|---:|---:|---|",
     ]
-    for one in rows:
-        change = "" if one.change is None else f"{one.change - 1:+.1%}"
-        reason = one.reason.replace("|", "\\|").replace("\n", " ")
+    for row in rows:
+        change = "" if row.change is None else f"{row.change - 1:+.1%}"
+        reason = row.reason.replace("|", "\\|").replace("\n", " ")
         lines.append(
-            f"| {one.verdict} | {one.entry.kernel} | `{one.entry.problem}` | {change} | {one.now} | {reason} |"
+            f"| {row.verdict} | {row.entry.kernel} | `{row.entry.problem}` | {change} | {row.now} | {reason} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def stopped(why: str) -> str:
-    """The JUnit XML of a check that could not begin: one error, so that a CI that shows such files has one to show."""
+    """The JUnit XML of a check that could not start: one error, so that CI has something to show."""
     suite = ElementTree.Element(
         "testsuite", name="kernelbench check", tests="1", time="0.000", failures="0", errors="1", skipped="0"
     )
@@ -75,9 +75,9 @@ def _xml(suite: ElementTree.Element) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def describe(one: Checked | Counted) -> str:
+def describe(row: Checked | Counted) -> str:
     """A line on one result."""
-    if one.change is None:
-        return f"{one.verdict}: {one.reason}"
-    text = f"{one.verdict}: {one.change - 1:+.1%} against the baseline{one.relation}"
-    return text + (f"; {one.reason}" if one.reason else "")
+    if row.change is None:
+        return f"{row.verdict}: {row.reason}"
+    text = f"{row.verdict}: {row.change - 1:+.1%} against the baseline{row.relation}"
+    return text + (f"; {row.reason}" if row.reason else "")

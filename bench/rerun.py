@@ -1,4 +1,4 @@
-"""Repeating a result file on this machine: every row again, and where it differs."""
+"""Repeat a result file on this machine: every row is measured again, and differences are reported."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, jud
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
 SECONDS = 3.0
-"""How long a row may take: rounds that resemble their neighbours are worth less, so that more of them are taken."""
+"""The time limit of a row in seconds: correlated rounds carry less information, so more of them are taken."""
 
 NEW = "NEW"
-"""Verdict of a row that had no time then and has one now."""
+"""Verdict of a row that had no time in the file and has one now."""
 
 
 @dataclass(frozen=True)
-class Again:
-    """One row, then and now. found: of the ratio of now over then. verdict: its; GAP or WRONG where it could not be measured."""
+class Repeated:
+    """One row, then and now. found: the comparison of the ratio now over then. verdict: its verdict, or GAP or WRONG."""
 
     row: dict[str, Any]
     verdict: str
@@ -61,13 +61,13 @@ def rerun(
     rule: Rule,
     *,
     rounds: int = 16,
-    tell: Callable[[str], None] = lambda text: None,
-) -> list[Again]:
-    """Measure every row of a result file, at the configuration that it names, audited; and compare with what it says. Rows that had
-    no time then and have none now do not differ, and are left out.
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Repeated]:
+    """Measure every row of a result file in its configuration, audited, and compare with the stored times. Rows without a time
+    both then and now do not differ, and are left out.
 
-    What was uncertain then is not counted against now: the nearer end of the interval of then's median stands for it. Then and
-    now were not timed in turn, so on another machine, or a busy one, a difference is only that.
+    The uncertainty of the old median does not count: the nearer end of its interval is used. Old and new times were not taken
+    in turn, so on another or a busy machine a difference may come from the machine.
     """
     from gristmill.bench.arms import WrongResultError
 
@@ -81,26 +81,26 @@ def rerun(
             if (k.op, k.name) == (row["op"], row["kernel"])
         ],
     )
-    repeated: list[Again] = []
+    repeated: list[Repeated] = []
     logs: list[list[float]] = []
     taken: list[tuple[int, float]] = []
     for row in rows:
         before = samples(row) if row.get("us") else []
         then = statistics.median(before) if before else None
-        tell(f"{row['kernel']} {row['problem']}")
+        progress(f"{row['kernel']} {row['problem']}")
         try:
             times, error = _measure(row, here, rounds)
         except _Gap as gap:
             if then is None:
                 continue
-            repeated.append(Again(row, "GAP", then, reason=str(gap)))
+            repeated.append(Repeated(row, "GAP", then, reason=str(gap)))
         except WrongResultError as wrong:
-            repeated.append(Again(row, "WRONG", then, reason=str(wrong)))
+            repeated.append(Repeated(row, "WRONG", then, reason=str(wrong)))
         else:
             middle = statistics.median(times)
             if then is None:
                 repeated.append(
-                    Again(
+                    Repeated(
                         row,
                         NEW,
                         None,
@@ -114,13 +114,13 @@ def rerun(
             near = min(max(middle, then - off), then + off)
             taken.append((len(repeated), near / then))
             logs.append([math.log(us / near) for us in times])
-            repeated.append(Again(row, "", then, middle, error=error))
+            repeated.append(Repeated(row, "", then, middle, error=error))
     for (place, scale), verdict in zip(taken, judge(logs, rule), strict=True):
-        of_then = replace(
+        to_then = replace(
             verdict, ratio=verdict.ratio * scale, low=verdict.low * scale, high=verdict.high * scale
         )
         repeated[place] = replace(
-            repeated[place], verdict=verdict.verdict, found=of_then, reason=verdict.reason
+            repeated[place], verdict=verdict.verdict, found=to_then, reason=verdict.reason
         )
     return repeated
 
@@ -141,7 +141,7 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
         raise _Gap(str(error)) from error
     if reason := why_not(kernel, problem, here):
         raise _Gap(reason)
-    # A configuration of another device's code level would not run here.
+    # A configuration of another device's code level does not run here.
     same = row.get("config") is not None and here.device != "cpu"
     config = row["config"] if same else kernel.config(problem, here.target)
     device = here.device or "cpu"
@@ -151,9 +151,7 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
         raise _Gap(str(error)) from error
     if wrong:
         raise WrongResultError(f"{kernel.name}: {wrong}")
-    mode = TimingMode.parse(
-        str(row.get("timing") or "")
-    )  # files of before it was written: as a kernel is deployed, cold
+    mode = TimingMode.parse(str(row.get("timing") or ""))  # older files do not contain it: as deployed, cold
     try:
         rotation = shared_rotations(op, problem, device, [kernel], hot=mode.hot)[kernel.name]
     except UnverifiableError as error:

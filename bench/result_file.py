@@ -1,4 +1,4 @@
-"""Result files: what was measured, on what, by which command, with raw samples. JSON, written in one step."""
+"""Result files: measurements with raw samples, device, environment and command. JSON, written atomically."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SCHEMA = 1
 
 
 class ResultError(ValueError):
-    """A file that is no result file; the message says what was expected and what came."""
+    """The file is not a result file; the message says what was expected and what was read."""
 
 
 def record(here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """The content of a result file. Clocks are those of this moment: call it right after measuring."""
+    """The content of a result file. Clocks are read now, so call it right after measuring."""
     from gristmill.autotune.environment import environment
 
     command = "kernelbench " + shlex.join(sys.argv[1:])
@@ -40,23 +40,23 @@ def record(here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str
 
 
 def write(path: str | Path, here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write a result file; readers see the old one or the new one."""
+    """Write a result file atomically: readers see the old one or the new one."""
     replace(Path(path), json.dumps(record(here, rows, **more), indent=1) + "\n")
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file in one step."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # of a full disk or an interrupt
+        temporary.unlink(missing_ok=True)  # left after a full disk or an interrupt
 
 
 def parsed(path: str | Path, expected: str) -> Any:
-    """The JSON in a file, kernels by their present names; ResultError says where it is none and what was expected."""
+    """The JSON in a file, with present names of kernels. ResultError: invalid JSON; the message says where and what was expected."""
     try:
         return migrated(json.loads(Path(path).read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:
@@ -66,7 +66,7 @@ def parsed(path: str | Path, expected: str) -> Any:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A result file; ResultError names what is wrong with it, FileNotFoundError that there is none."""
+    """Read a result file. ResultError: it is invalid, the message says why; FileNotFoundError: it does not exist."""
     data = parsed(path, "a result file of kernelbench")
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise ResultError(
@@ -85,7 +85,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _fault(row: Any) -> str:
-    """What is wrong with the form of a row; "" if nothing is. What it says of kernels may be long gone, which is no fault."""
+    """What is wrong with the format of a row; "" if nothing. Kernels that no longer exist are valid."""
     if not isinstance(row, dict) or not {"op", "problem", "kernel"} <= row.keys():
         return "expected op, problem and kernel"
     for name in ("op", "problem", "kernel"):
@@ -123,25 +123,25 @@ def command(row: dict[str, Any], target: str | None = None) -> str:
 
 
 def _tunable(row: dict[str, Any]) -> bool:
-    """Whether the row's kernel, if there still is one, has other configurations than its default one."""
+    """Whether the row's kernel still exists and has other configurations than the default one."""
     return any(
         k.name == row["kernel"] and k.space is not None for k in default_registry().kernels.get(row["op"], ())
     )
 
 
 def device_of(data: dict[str, Any]) -> str:
-    """What a file was measured on, in words."""
+    """The device of a file, as text."""
     found = data.get("environment", {})
     return str(found.get("device") or found.get("target") or "unknown device")
 
 
 def series(row: dict[str, Any], target: str | None) -> str:
-    """What a row's times may be put in line with: its kernel, and how that was timed where it is not the usual way."""
+    """The series of a row: its kernel, and its timing mode if that is not the default."""
     usual = "eager,cold" if target and target.startswith("cpu") else "graph,cold"
     timing = row.get("timing")
     return str(row["kernel"]) if timing in (None, usual) else f"{row['kernel']} ({timing})"
 
 
 def samples(row: dict[str, Any]) -> list[float]:
-    """Microseconds, one per round; the median alone where a file kept no more."""
+    """Microseconds, one per round; only the median if the file has no samples."""
     return [float(us) for us in row.get("samples") or [row["us"]]]

@@ -1,8 +1,8 @@
-"""Do times that were measured with another toolchain still hold? A sample of them is verified and timed again.
+"""Check whether times of another toolchain are still valid: a sample of them is verified and timed again.
 
-Records of one kernel stand or fall together. Where nearly all of its sample took as long as the store says, the rest are
-carried over: they count as measured with the present toolchain, and say so. Where not, the rest stay what another
-toolchain's times are, near ones. A configuration that no longer gives right results is recorded as failed, which keeps it out.
+The records of a kernel are judged together. If nearly all of its sample agrees with the store, its other records are carried
+over: they count as measured with the present toolchain, and say so. Otherwise they remain near times. A configuration that
+gives a wrong result is recorded as failed, which excludes it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gristmill.kernel_registry.times import of_present_code
 HOLDS, DIFFERS, WRONG = "holds", "differs", "wrong"
 
 WITHIN = 0.1
-"""How far a time may be from the recorded one and still hold: then and now were not timed in turn."""
+"""The largest relative difference from the recorded time that still holds. Old and new times were not taken in turn."""
 
 OUTSIDE = 10
-"""One in so many of a sample may be off by more."""
+"""One in this many records of a sample may differ by more."""
 
 ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Again:
-    """One record, measured again. us: None if it is wrong now, and `reason` says why."""
+class Remeasured:
+    """One record, measured again. us: None if the result is wrong now; `reason` says why."""
 
     record: Timing
     us: float | None
@@ -53,21 +53,21 @@ class Again:
 
 @dataclass
 class Group:
-    """The records of one kernel that another toolchain measured. outcome: HOLDS, DIFFERS or WRONG, of `again`."""
+    """The records of one kernel from another toolchain. outcome: HOLDS, DIFFERS or WRONG, by the records in `again`."""
 
     op: str
     kernel: str
     records: list[Timing]
-    again: list[Again] = field(default_factory=list)
+    again: list[Remeasured] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
-        """WRONG if any is; HOLDS if at most one in OUTSIDE is further off than WITHIN."""
+        """WRONG if any record is; HOLDS if at most one in OUTSIDE differs by more than WITHIN."""
         if any(one.us is None for one in self.again):
             return WRONG
         if not self.again:
-            return DIFFERS  # nothing speaks for the records
+            return DIFFERS  # no evidence for the records
         off = sum(abs(one.ratio - 1) > WITHIN for one in self.again if one.ratio is not None)
         return HOLDS if off <= len(self.again) // OUTSIDE else DIFFERS
 
@@ -88,7 +88,7 @@ class Group:
 
 
 def groups(store: Store, here: Place) -> list[Group]:
-    """The times of this device by the present code and another toolchain, of problems that the present one has no time of."""
+    """Times of this device with the present code and another toolchain, for problems without a time of the present toolchain."""
     found: dict[tuple[str, str], Group] = {}
     registry = default_registry()
     own, tools = target_key(here.target), here.build.key()
@@ -107,7 +107,7 @@ def groups(store: Store, here: Place) -> list[Group]:
         ):
             continue
         if timing.toolchain.endswith(",interpreter") != here.build.triton_interpreter:
-            continue  # interpreted kernels and compiled ones say nothing of each other
+            continue  # times of interpreted and compiled kernels are not comparable
         if (timing.op, timing.kernel, timing.problem, config_key(timing.config), timing.timing) in known:
             continue
         problem = store.problem(registry.op(timing.op), timing.problem)
@@ -119,26 +119,26 @@ def groups(store: Store, here: Place) -> list[Group]:
 
 
 def revalidate(
-    found: Sequence[Group],
+    groups_to_measure: Sequence[Group],
     here: Place,
     *,
     sample: int = 8,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda text: None,
-    measure: Callable[[Timing, Place], Again] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    measure: Callable[[Timing, Place], Remeasured] | None = None,
 ) -> list[Verification | Timing]:
-    """Measure a sample of every group again, and return the records that this makes: those of the sample, and, where it
-    holds, those that are carried over."""
+    """Measure a sample of every group again, and return the new records: those of the sample and, if it holds, those that
+    are carried over."""
     records: list[Verification | Timing] = []
     chance = random.Random(seed)
-    for number, group in enumerate(found):
+    for number, group in enumerate(groups_to_measure):
         for timing in chance.sample(group.records, min(sample, len(group.records))):
-            tell(f"{number + 1}/{len(found)} {group.kernel} {timing.problem}")
+            progress(f"{number + 1}/{len(groups_to_measure)} {group.kernel} {timing.problem}")
             try:
-                group.again.append((measure or _again)(timing, here))
+                group.again.append((measure or _remeasure)(timing, here))
             except (
                 UnverifiableError
-            ) as error:  # too little memory, say: it speaks neither for the record nor against it
+            ) as error:  # too little memory, for example: no evidence for or against the record
                 group.untried.append(str(error))
         records += [record for one in group.again for record in _records(one, here)]
         if group.outcome != HOLDS:
@@ -152,7 +152,7 @@ def revalidate(
 
 
 def replaced(store: Store, records: Sequence[Verification | Timing]) -> Store:
-    """`store` with `records`, and without the times of other toolchains that they stand for."""
+    """`store` with `records`, without the times of other toolchains that they replace."""
     new = {_place(record) for record in records if isinstance(record, Timing)}
     made = Store()
     for record in (
@@ -172,14 +172,14 @@ def _place(timing: Timing) -> tuple[str, ...]:
 _KEY = ("op", "kernel", "config", "problem", "target", "toolchain", "timing")
 
 
-def _again(timing: Timing, here: Place) -> Again:
+def _remeasure(timing: Timing, here: Place) -> Remeasured:
     from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     op, kernel, problem = _named(timing)
     device = here.device or "cpu"
     if wrong := verified(op, kernel, timing.config, problem, device):
-        return Again(timing, None, reason=wrong)
+        return Remeasured(timing, None, reason=wrong)
     try:
         mode = TimingMode.parse(timing.timing)
         rotation = shared_rotations(op, problem, device, [kernel], hot=mode.hot)[kernel.name]
@@ -187,11 +187,11 @@ def _again(timing: Timing, here: Place) -> Again:
         samples = tuple(min(arm.sample() for _ in range(REPEATS)) for _ in range(ROUNDS))
         arm.conclude()
     except WrongResultError as error:
-        return Again(timing, None, reason=str(error))
-    return Again(timing, statistics.median(samples), samples, arm.error)
+        return Remeasured(timing, None, reason=str(error))
+    return Remeasured(timing, statistics.median(samples), samples, arm.error)
 
 
-def _records(one: Again, here: Place) -> list[Verification | Timing]:
+def _records(one: Remeasured, here: Place) -> list[Verification | Timing]:
     timing = one.record
     op, kernel, problem = _named(timing)
     where = {"target": timing.target, "toolchain": here.build.key()}

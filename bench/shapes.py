@@ -1,7 +1,7 @@
-"""What a model calls: every operation of a step, from a checkpoint's config.json, tensor-parallel size and a mix of steps.
+"""The calls of a model: every operation of a step, from a checkpoint's config.json, the tensor-parallel size and a mix of steps.
 
 Layers are as the runtime builds them: q, k and v fused, gate and up fused with silu_mul in the epilogue, MLA's two
-down-projections fused. Shapes are those of one rank. What no registered operation does (embedding, the absorbed products
+down-projections fused. Shapes are those of one rank. Work that no registered operation does (embedding, the absorbed products
 of MLA, communication) is not listed.
 """
 
@@ -22,12 +22,12 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_
 
 
 class ShapeError(ValueError):
-    """A model or a mix that no shapes can be made of; the message says what was expected and what came."""
+    """No shapes can be derived from a model or a mix; the message says what was expected and what was given."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of step: `seqs` sequences with `new` new tokens each and contexts of `ctx`; `weight`: how often, relatively."""
+    """One kind of step: `seqs` sequences with `new` new tokens each and contexts of `ctx`; `weight`: relative frequency."""
 
     seqs: int
     new: int
@@ -43,7 +43,7 @@ class Step:
 
     @staticmethod
     def decode(text: str) -> Step:
-        """``32x2048`` or ``32x2048*9``: 32 sequences that have 2048 tokens each, nine times as often as a weight of 1."""
+        """``32x2048`` or ``32x2048*9``: 32 sequences that have 2048 tokens each, with weight 9."""
         seqs, ctx, weight = _numbers(text)
         return Step(seqs, 1, ctx, weight)
 
@@ -61,7 +61,7 @@ MIXES = {
     "serve": (*_DECODE, *_PREFILL),
     "long": (Step(1, 1, 32768), Step(1, 8192, 8192)),
 }
-"""Named mixes: one user and thirty-two, one prompt, both, and contexts that are long."""
+"""Named mixes: one user and thirty-two, one prompt, both, and long contexts."""
 
 MIX = MIXES["serve"]
 """The mix when none is given."""
@@ -69,7 +69,7 @@ MIX = MIXES["serve"]
 
 @dataclass(frozen=True)
 class Call:
-    """One problem of one step. count: calls of it a step; part: what it is in the model; step: which step."""
+    """One problem of one step. count: its calls per step; part: its part of the model; step: the step."""
 
     op: str
     problem: str
@@ -79,7 +79,7 @@ class Call:
 
     @property
     def weight(self) -> float:
-        """How often it is called, relatively, over the mix."""
+        """Its relative frequency over the mix."""
         return self.count * self.step.weight
 
 
@@ -90,7 +90,7 @@ def _numbers(text: str) -> tuple[int, int, float]:
             f"step {text!r}: expected SEQUENCESxTOKENS, such as 32x2048, or 32x2048*9 for nine times the weight"
         )
     if not (weight := float(match[3] or 1)):
-        raise ShapeError(f"step {text!r}: a step of weight 0 is never made; leave it out")
+        raise ShapeError(f"step {text!r}: the weight must be positive")
     return int(match[1]), int(match[2]), weight
 
 
@@ -123,9 +123,9 @@ def load_config(name: str) -> dict[str, Any]:
 def calls(
     config: Mapping[str, Any], tp: int = 1, mix: Sequence[Step] = MIX, weights: str | None = None
 ) -> list[Call]:
-    """Every call of every step of `mix`, problems checked against their operations. weights: the scheme of linear layers,
-    instead of the checkpoint's. ShapeError if `tp` does not divide what it has to, FormatError (both are ValueErrors) if the
-    checkpoint's quantization is not known.
+    """Every call of every step of `mix`, with problems checked by their operations. weights: the scheme of linear layers,
+    instead of the checkpoint's. ShapeError if `tp` does not divide a size; FormatError if the checkpoint's quantization is
+    not known. Both are ValueErrors.
     """
     shape = _Shape(config, tp, weights)
     registry = default_registry()
@@ -197,7 +197,7 @@ class _Shape:
         every = self.config.get("attention_bias", self.kind == "gpt_oss")
         bias = (
             ",epilogue=bias" if every or self.kind == "qwen2" else ""
-        )  # Qwen2 has biases of q, k and v alone
+        )  # Qwen2 has biases on q, k and v only
         yield (
             "linear",
             f"m={m},n={(self.heads + 2 * self.kv_heads) * d},k={self.h},w={self.w}{bias}",
@@ -272,7 +272,7 @@ class _Shape:
             yield from self._mlp(m, shared * inner, layers, "shared experts")
 
     def _int(self, name: str, default: int | None = None) -> int:
-        """A positive integer; `default` for an entry that is not there, is null, or is 0 where the default is."""
+        """A positive integer. `default` if the entry is missing or null, or if both are 0."""
         value = self.config.get(name)
         if default is not None and (value is None or (value == 0 and default == 0)):
             return default

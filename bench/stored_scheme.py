@@ -1,4 +1,4 @@
-"""How a checkpoint stores its linear weights, from its config.json alone: what its layers will be called with, before it is loaded."""
+"""The schemes in which a checkpoint stores its linear weights, from its config.json alone, before it is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LINEAR, EXPERT = "model.layers.{}.self_attn.o_proj", "model.layers.{}.mlp.experts.0.gate_proj"
-"""Modules that stand for a model's linear layers and for its experts, of a layer in its middle: formats may leave the first ones out."""
+"""Modules that represent the linear layers and the experts of a model. They are of a middle layer, because formats may skip the first ones."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Stored:
 
 
 def stored(config: Mapping[str, Any], layers: int) -> Stored:
-    """What ``quantization_config`` says; bf16 where there is none. FormatError (a ValueError) for a method that is not read."""
+    """The schemes of ``quantization_config``; bf16 if there is none. FormatError (a ValueError) for an unsupported method."""
     quant = config.get("quantization_config")
     if not quant:
         return Stored()

@@ -1,4 +1,4 @@
-"""Named suites of problems, and problems written several at a time: ``m=1|16|64,n=4096,k=4096``."""
+"""Named suites of problems, and patterns that stand for several problems: ``m=1|16|64,n=4096,k=4096``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OF_AN_OPERATION = ("default", "examples")
 
 
 class SuiteError(ValueError):
-    """A suite that does not exist or cannot be read; the message says what was expected and what came."""
+    """The suite does not exist or cannot be read; the message says what was expected and what was given."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """name: its file's. what: a line for people. problems: every one, with its operation."""
+    """name: of its file. what: a one-line description. problems: (operation, problem) pairs."""
 
     name: str
     what: str
@@ -30,7 +30,7 @@ class Suite:
 
 
 def expand(text: str) -> list[str]:
-    """Every problem that `text` stands for: ``|`` separates alternatives of an axis, the last axis turns fastest."""
+    """Every problem that `text` stands for: ``|`` separates alternatives of an axis; the last axis varies fastest."""
     axes = [
         [f"{name}{equals}{value}" for value in values.split("|")]
         for name, equals, values in (part.partition("=") for part in text.split(","))
@@ -44,7 +44,7 @@ def suite_names() -> list[str]:
 
 
 def load_suite(name: str) -> Suite:
-    """A shipped suite, or a file of one; SuiteError says what is wrong with it, AxisError what with one of its problems."""
+    """A shipped suite, or one from a file. SuiteError: the suite is invalid; AxisError: one of its problems is."""
     path = SUITES / f"{name}.json"
     path = path if path.is_file() else Path(name)
     if not path.is_file():

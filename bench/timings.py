@@ -1,7 +1,7 @@
-"""The times of kernels on a problem: cold and hot, captured and eager, side by side, taken in turn and audited.
+"""The times of kernels on a problem: cold and hot, captured and eager, interleaved and audited.
 
-What `kernelbench bench` does. Every arm is the one that `compare` and `tune` race (`gristmill.bench.arms`), so there is one
-way of timing; what differs is that nothing is judged.
+`kernelbench bench` uses it. Arms are those that `compare` and `tune` race (`gristmill.bench.arms`), so there is one method of
+timing; here nothing is judged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
 TIMINGS = ("graph,cold", "graph,hot", "eager,cold", "eager,hot", "graph,cold,isolated", "eager,cold,isolated")
-"""How calls can be timed, what deployment is like first: the first one that a kernel has is its time. Calls are back to back,
-or isolated: each one's input depends on the last one's output."""
+"""Timing modes, those of deployment first: the first mode that a kernel supports is its time. Calls are back to back, or isolated:
+the input of each depends on the output of the previous one."""
 
 LEAST, MOST = 5, 64
 """Rounds."""
@@ -43,10 +43,10 @@ def kernel_rows(
 ) -> list[dict[str, Any]]:
     """A row for each kernel; one that cannot run or is wrong has a reason instead of a time.
 
-    configs: by kernel, where it is not the default one.
+    configs: by kernel, if not the default one.
 
-    baseline: what speedups are against, timed in the same rounds. seconds: for each kernel, all its timings together.
-    all_timings: False for the first of TIMINGS alone.
+    baseline: the kernel that speedups refer to, timed in the same rounds. seconds: per kernel, for all its timing modes.
+    all_timings: False for the first of TIMINGS only.
     """
     rows = {kernel.name: _empty(op, problem, kernel.name) for kernel in kernels}
     arms: dict[str, dict[str, Watched]] = {}
@@ -96,7 +96,7 @@ def _verify(row: dict[str, Any], op: Op, kernel: Kernel, problem: Problem, here:
 
 
 def gap_row(op: Op, problem: Problem, name: str, reason: str) -> dict[str, Any]:
-    """The row of something that has no time here, and why."""
+    """The row of a kernel without a time here, with the reason."""
     return _empty(op, problem, name) | {"reason": reason}
 
 
@@ -131,7 +131,7 @@ def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
 def _arms(
     op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, Any], here: Place, all_timings: bool
 ) -> Any:
-    """(kernel, timing, arm or None, what was wrong) of everything that is timed."""
+    """(kernel, timing mode, arm or None, what was wrong) for every kernel and mode."""
     from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     device = here.device or "cpu"
@@ -145,7 +145,7 @@ def _arms(
                 modes.append((False, True))
             for eager, isolated in modes:
                 if rows[kernel.name]["reason"]:
-                    continue  # one of its other timings was wrong
+                    continue  # it was wrong in another timing mode
                 try:
                     arm = KernelArm(
                         kernel,
@@ -162,7 +162,7 @@ def _arms(
 
 
 def _race(arms: Sequence[Watched], seconds: float, seed: int, device: str) -> int:
-    """Time `arms` in turn; the number of rounds that do not count, because the device's clock was another one then."""
+    """Time `arms` in turn; returns the number of rounds that do not count because the device's clock differed."""
     chance = random.Random(seed)
     heat = Heat(arms, between=auditor(arms, chance), clock=sm_clock(device))
     heat.run(LEAST, chance)
@@ -200,7 +200,7 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
 
 
 def _hold(rows: dict[str, dict[str, Any]], baseline: str) -> None:
-    """How many times faster than the baseline each row is: the median over rounds that timed both."""
+    """Set the speedup of each row over the baseline: the median over rounds that timed both."""
     base = rows[baseline]
     for row in rows.values():
         row["baseline"] = baseline

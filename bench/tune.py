@@ -1,4 +1,4 @@
-"""Tuning: for each problem, which kernel at which configuration is fastest here, verified, into the store, within a budget."""
+"""Tuning: find the fastest verified kernel and configuration of each problem, within a time budget, and store it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gristmill.kernel_registry.times import of_present_code
 
 @dataclass
 class Tuned:
-    """The outcome of one job. reason: why nothing ran. default_us: of the fastest kernel at its default configuration, in the same final."""
+    """The outcome of one job. reason: why no kernel ran. default_us: of the fastest kernel in its default configuration, in the same final."""
 
     op: str
     problem: str
@@ -51,7 +51,7 @@ class Tuned:
 
 
 def jobs_of(calls: Iterable[Call]) -> list[Job]:
-    """One job a problem, weighted by how often the model calls it; what moves most data first."""
+    """One job per problem, weighted by its number of calls in the model; those that move most data first."""
     weights: dict[tuple[str, str], float] = {}
     for call in calls:
         weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
@@ -64,18 +64,18 @@ def jobs_of(calls: Iterable[Call]) -> list[Job]:
 
 
 def sampled(jobs: Iterable[Job]) -> float:
-    """Tokens that the calls of `jobs` make, as their weights count: what the operation `sample` draws. 0 where it is not among them."""
+    """Tokens that the calls of `jobs` generate, weighted: the draws of the operation `sample`, 0 if it is not among them."""
     return sum(job.weight * job.problem.integer("m") for job in jobs if job.op.name == "sample")
 
 
 def _size(job: Job) -> float:
     cost = job.op.cost(job.problem)
-    return cost.bytes + cost.flops / 150  # a device does some hundred operations in the time of a byte
+    return cost.bytes + cost.flops / 150  # a device does some hundred operations per byte
 
 
 def known(job: Job, here: Place, store: Store) -> bool:
-    """Whether the store holds times of this very problem with the present toolchain, of calls as they are deployed, and none of
-    them is of code that has changed since: then it is tuned."""
+    """Whether the problem is tuned: the store has times of it with the present toolchain in the timing mode of deployment,
+    and none is of code that has changed since."""
     own = [
         t
         for t in store.times(job.op.name, target_key(here.target))
@@ -87,13 +87,13 @@ def known(job: Job, here: Place, store: Store) -> bool:
 
 
 def _outdated(timing: Timing) -> bool:
-    """Whether it was made with other code than its kernel has; of a kernel that is gone nothing is left to tune."""
+    """Whether it was measured with other code than its kernel has now. False for kernels that no longer exist."""
     kernel = next((k for k in default_registry().kernels_of(timing.op) if k.name == timing.kernel), None)
     return kernel is not None and not of_present_code(kernel, timing)
 
 
 def with_tuned(store: Store, records: Iterable[Verification | Timing]) -> Store:
-    """`store` with the `records` of tuning, and without what other code took for the problems that they time."""
+    """`store` with the `records` of tuning, without the times that other code took for their problems."""
     records, made = [*records], Store()
     tuned = {_place(record) for record in records if isinstance(record, Timing)}
     for record in (
@@ -118,10 +118,10 @@ def tune(
     store: Store,
     redo: bool = False,
     workers: int = 2,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Tuned]:
-    """Tune `jobs` in order until `seconds` are over. `save` gets the records of each job as soon as it is done, so a run
-    that ends early has lost nothing: the next one takes up where it stopped, since jobs the store knows are skipped.
+    """Tune `jobs` in order until `seconds` are over. `save` gets the records of each job when it is done, so an
+    interrupted run resumes: jobs with times in the store are skipped.
     """
     from gristmill.autotune.worker import Worker
 
@@ -133,15 +133,15 @@ def tune(
                 found.append(Tuned(job.op.name, str(job.problem), job.weight, "known"))
                 continue
             left = end - now()
-            # What cannot end in time is not begun: the quickest job so far says how long one takes at least.
+            # Jobs that cannot end in time are not started: the quickest job so far is the estimate of the least duration.
             if left <= min((one.seconds for one in found if one.state == "tuned"), default=0.0):
                 found.append(Tuned(job.op.name, str(job.problem), job.weight, "out of time"))
                 continue
             waiting = sum(redo or not known(j, here, store) for j in jobs[number:])
-            tell(
+            progress(
                 f"{number + 1}/{len(jobs)} {job.op.name} {job.problem}: {left / 60:.1f} minutes left for {waiting} problem(s)"
             )
-            # What is saved by quick jobs goes to later ones; none may take more than half of what is left.
+            # Time left over by quick jobs goes to later ones; no job may take more than half of the remaining time.
             share = min(max(4 * left / waiting, 2.0), max(left / 2, left / waiting))
             tuned, records = _one(job, here, now() + share, pool)
             found.append(tuned)
@@ -169,7 +169,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
             fit.append(option)
         elif record is not None:
             tuned.wrong.append(f"{option.name}: {record.reason}")
-    gc.collect()  # arms of the last problem hold argument lists and graphs, in circles
+    gc.collect()  # arms of the last problem hold argument lists and graphs in reference cycles
     try:
         rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
     except UnverifiableError as error:

@@ -1,8 +1,8 @@
-"""Verifying many candidates of many problems in several child processes at once, which also compiles them.
+"""Verify many candidates of many problems in several child processes, which also compiles them.
 
-What a worker keeps decides what it gets next. Arguments of one problem serve all kernels that are verified on it, so its
-candidates go to a worker together; a Triton kernel at one configuration is compiled once for all problems that it is verified
-on, so those go to a worker together.
+Work is distributed by what a worker can reuse. The arguments of a problem serve all kernels that are verified on it, so its
+candidates go to one worker. A Triton kernel in one configuration is compiled once for all its problems, so those go to one
+worker too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.store import Verification, config_key, target_key
 
 CHUNK = 32
-"""Candidates that a worker takes at a time at most."""
+"""The maximum number of candidates that a worker takes at a time."""
 
 Task = tuple[Job, Option, Problem]
-"""A candidate, and the problem that it is verified on."""
+"""A candidate and its problem."""
 
 
 def verify_all(
     pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float
 ) -> list[Verification]:
-    """A record of every option that was verified, in any order; past `deadline` only defaults still are.
+    """A record of every verified option, in any order; after `deadline` only defaults are verified.
 
-    What several problems have in common, the same cut-out of a weight at the same configuration, is verified once.
+    Problems that share a verification (the same cut-out of a weight in the same configuration) are verified once.
     """
     waiting, stopped = deque(chunks(pairs, len(pool))), Event()
 
@@ -41,7 +41,7 @@ def verify_all(
         while waiting and not stopped.is_set():
             try:
                 chunk = waiting.popleft()
-            except IndexError:  # another thread had it
+            except IndexError:  # another thread took it
                 break
             for job, option, small in chunk:
                 if stopped.is_set():
@@ -70,9 +70,7 @@ def verify_all(
     with ThreadPoolExecutor(len(pool)) as threads:
         try:
             return [record for part in threads.map(work, pool) for record in part]
-        except (
-            BaseException
-        ):  # an interrupt: nothing more is begun, and what a worker is at is not waited for
+        except BaseException:  # an interrupt: start nothing more, and do not wait for the workers
             stopped.set()
             for worker in pool:
                 worker.close()
@@ -80,7 +78,7 @@ def verify_all(
 
 
 def chunks(pairs: Sequence[tuple[Job, Option]], workers: int) -> list[list[Task]]:
-    """What a worker takes at a time: defaults first, then what has to be compiled, then the rest."""
+    """The candidates that a worker takes at a time: defaults first, then those to compile, then the rest."""
     once: dict[tuple[str, str, str], Task] = {}
     for job, option in sorted(pairs, key=lambda pair: not pair[1].default):
         small = job.op.verification(job.problem)

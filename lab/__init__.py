@@ -1,4 +1,4 @@
-"""Programs that measure one page of the documents or one operation: run from a checkout as ``python -m lab.NAME``.
+"""Programs that measure one page of the documentation or one operation. Run them from a checkout: ``python -m lab.NAME``.
 
-They are not part of the package: gristmill imports nothing of them, and wheels leave them out. Tests run each in its smallest form.
+They are not part of the package: gristmill does not import them, and wheels do not contain them. Tests run each in its smallest form.
 """

@@ -1,12 +1,12 @@
-"""The C++ kernels of every operation next to the read rate of the same machine, interleaved, raw samples kept.
+"""The C++ kernels of every operation next to the read bandwidth of the same machine, interleaved, with raw samples.
 
-    python -m lab.cpu --threads 1 --out found.json
+    python -m lab.cpu --threads 1 --out cpu.json
 
-`kernelbench bench` measures the floor once and a kernel after it: on a machine that others use too, the two then see different loads. Here
-every round times the floor (a float32 sum over more than the last cache: it reads everything once, like STREAM without the writes) and
-every kernel in turn, and the least sample of each counts: what the machine does when nothing else runs. With one thread the clock is
-the thread's own, so that being descheduled does not count; memory that others use at the same time still does. A row's fraction is
-(bytes / floor) / time, of the least samples and of the medians.
+`kernelbench bench` measures the floor once and the kernels after it; on a shared machine the two see different loads. Here every round
+times the floor (a float32 sum over more than the last-level cache, which reads everything once, like STREAM without the writes) and every
+kernel in turn. The minimum of the samples of each counts, as an estimate of the idle machine. With one thread, time is thread CPU time, so
+that descheduling does not count; contention for memory still does. The fraction of a row is (bytes / floor) / time, of the minima and of
+the medians.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ FLOOR_BYTES = 256 << 20
 
 @dataclass
 class Case:
-    """One thing that is timed: bytes that it has to move, a call, and the microseconds of its samples."""
+    """One timed call: its least bytes, the call, and its samples in microseconds."""
 
     op: str
     problem: str
@@ -78,22 +78,24 @@ class Case:
 
 @click.command()
 @click.option(
-    "--case", "only", metavar="TEXT", default="", help="Only cases whose op or problem contains this."
+    "--case",
+    "only",
+    metavar="TEXT",
+    default="",
+    help="Only cases whose operation or problem contains this text.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(3),
     default=40,
     show_default=True,
-    help="Rounds; each times everything once.",
+    help="Number of rounds; each times every case once.",
 )
-@click.option(
-    "--threads", type=click.IntRange(1), help="Threads of torch's pool; default: what OMP_NUM_THREADS says."
-)
-@click.option("--level", metavar="LEVEL", help="Code level: avx2, avx512 ...; default: the best here.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples here as JSON.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of torch's pool. Default: OMP_NUM_THREADS.")
+@click.option("--level", metavar="LEVEL", help="Code level: avx2, avx512 ... Default: the best one here.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples to this JSON file.")
 def main(only: str, rounds: int, threads: int | None, level: str | None, out: Path | None) -> None:
-    """Time the C++ kernels of CASES, as fractions of what this machine reads."""
+    """Time the C++ kernels of CASES, as fractions of the read bandwidth of this machine."""
     if threads is not None:
         torch.set_num_threads(threads)
     try:
@@ -166,22 +168,22 @@ def main(only: str, rounds: int, threads: int | None, level: str | None, out: Pa
 
 
 def sample(call: Callable[[], object], clock: Callable[[], float]) -> list[float]:
-    """Microseconds of single calls, for about 10 ms; a call too short for the clock is one of a batch."""
+    """Microseconds per call, for about 10 ms; calls too short for the clock are timed in batches."""
     start = clock()
     call()
     batch = max(1, int(100e-6 / max(clock() - start, 1e-7)))
-    found: list[float] = []
+    samples: list[float] = []
     end = time.perf_counter() + 0.01
-    while not found or time.perf_counter() < end:
+    while not samples or time.perf_counter() < end:
         start = clock()
         for _ in range(batch):
             call()
-        found.append((clock() - start) / batch * 1e6)
-    return found
+        samples.append((clock() - start) / batch * 1e6)
+    return samples
 
 
 def made_case(op_name: str, text: str, target: Target) -> Case:
-    """A call of the operation's C++ kernel that finds its arguments in memory, not in a cache."""
+    """A call of the operation's C++ kernel with cold arguments."""
     op = default_registry().op(op_name)
     kernel: Any = next(
         k

@@ -1,5 +1,5 @@
-"""Calls on one GPU as CUDA graphs that are replayed in turn, and the floor of some bytes: what the programs of `lab` share that time
-launchers directly, over many copies of a weight.
+"""Calls on one GPU as CUDA graphs that are replayed in turn, and the read floor: shared by the programs of `lab` that time launchers
+directly, over many copies of a weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gristmill.autotune.reading import reading
 
 DEVICE = "cuda:0"
 COLD = 260 << 20
-"""Bytes that copies of a weight rotate over: four times the L2 of an H200."""
+"""Total bytes of the copies of a weight: four times the L2 of an H200."""
 
 Call = Callable[[], Any]
 
@@ -29,9 +29,9 @@ class Graphs:
         self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Sequence[Call]]] = {}
 
     def add(self, name: str, calls: Sequence[Call]) -> None:
-        """A graph of these calls, in order; the first one runs before, so that what is compiled or loaded is.
+        """Capture a graph of these calls, in order. The first one also runs before the capture, which compiles and loads its kernels.
 
-        The calls are kept as long as the graph, which writes to their workspaces: capturing the next one empties torch's cache.
+        The calls live as long as the graph, which writes to their workspaces: capturing another graph empties torch's cache.
         """
         calls[0]()
         torch.cuda.synchronize()
@@ -43,14 +43,14 @@ class Graphs:
         self.graphs[name] = (graph, calls)
 
     def settle(self, seconds: float) -> None:
-        """Replays everything for some seconds, so that clocks and power are those of work that goes on."""
+        """Replay everything for some seconds, so that clocks and power reach their sustained values."""
         stop = time.monotonic() + seconds
         while time.monotonic() < stop:
             self.samples(1)
 
     def samples(self, rounds: int) -> dict[str, list[float]]:
-        """Microseconds per call, by name: one sample per round, each round starting one candidate further on."""
-        taken: dict[str, list[float]] = {name: [] for name in self.graphs}
+        """Microseconds per call, by name: one sample per round. Each round starts with the next candidate."""
+        times: dict[str, list[float]] = {name: [] for name in self.graphs}
         names = list(self.graphs)
         for first in range(rounds):
             for name in names[first % len(names) :] + names[: first % len(names)]:
@@ -60,13 +60,13 @@ class Graphs:
                 graph.replay()
                 after.record()
                 after.synchronize()
-                taken[name].append(before.elapsed_time(after) * 1e3 / len(calls))
-        return taken
+                times[name].append(before.elapsed_time(after) * 1e3 / len(calls))
+        return times
 
 
 def links(x: torch.Tensor, out: torch.Tensor, calls: Sequence[Call] = ()) -> list[Call]:
-    """A small kernel before each call, after which x depends on what the call before wrote, so that none starts ahead of it. Without calls
-    as many links as 20 calls have, to be taken off."""
+    """A small kernel before each call that makes x depend on the previous call's output, so that no call starts early. Without calls:
+    the links of 20 calls alone, whose time is subtracted."""
     start, end = x.view(-1)[:1], out.view(-1)[:1]
 
     def link() -> None:
@@ -83,30 +83,30 @@ def links(x: torch.Tensor, out: torch.Tensor, calls: Sequence[Call] = ()) -> lis
 
 
 def cold_count(size: int) -> int:
-    """How many copies of so many bytes are enough that each is out of the cache when its turn comes again."""
+    """The number of copies of `size` bytes such that each has left the cache when it is used again."""
     return max(2, COLD // max(1, size) + 1)
 
 
 def cold_copies(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Copies of a packed weight, of which each is out of the cache when its turn comes again."""
+    """Copies of a packed weight, as many as `cold_count` requires."""
     return [[t.clone() for t in tensors] for _ in range(cold_count(sum(t.nbytes for t in tensors)))]
 
 
 def floor_us(size: int) -> tuple[float, str]:
-    """Microseconds of the fastest kernel that reads `size` cold bytes, as many copies in turn as weights have, and which one it is;
-    0 where they do not fit into memory."""
-    found = reading(DEVICE, size, copies=cold_count(size), captured=True)
-    return found.us or 0.0, found.how
+    """Microseconds of the fastest kernel that reads `size` cold bytes, with as many copies as weights have, and its name;
+    0 if they do not fit into memory."""
+    fastest = reading(DEVICE, size, copies=cold_count(size), captured=True)
+    return fastest.us or 0.0, fastest.how
 
 
 def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-    """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over all rows and columns (few rows say little about one column)."""
+    """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over all rows and columns (a single column has too few values at small M)."""
     scale = x.float().norm(dim=1, keepdim=True) * w.norm(dim=1) / w.shape[1] ** 0.5
     return float(((y.float() - x.float() @ w.T) / scale).square().mean().sqrt())
 
 
 def environment() -> dict[str, Any]:
-    """What a result file says of the machine at one moment."""
+    """The environment in a result file."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
     smi = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True, check=False

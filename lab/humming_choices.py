@@ -1,4 +1,4 @@
-"""humming at several configurations of its own heuristics: for the M at hand, and for some others where its choice is not its best."""
+"""humming in several configurations of its own heuristics: its choice for the given M, and for other M whose choice may be faster."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def humming_choices(weights: list[list[torch.Tensor]], x: torch.Tensor, out: tor
     locks = torch.zeros(LOCKS.bytes // 4, dtype=torch.int32, device=x.device)
 
     def call(tuning: str, index: int) -> None:
-        given = [t if t.numel() else None for t in weights[index % len(weights)][:4]]
+        tensors = [t if t.numel() else None for t in weights[index % len(weights)][:4]]
         humming_gemm(
             layer_config=layer,
             inputs=x,
-            weight=given[0],
-            weight_scale=given[1],
-            zero_point=given[2],
-            weight_scale_2=given[3],
+            weight=tensors[0],
+            weight_scale=tensors[1],
+            zero_point=tensors[2],
+            weight_scale_2=tensors[3],
             outputs=out,
             locks=locks,
             tuning_config=tuning,
@@ -40,13 +40,13 @@ def _tunings(layer_config: str, m: int) -> dict[str, str]:
 
     layer = json.loads(layer_config)
     layer.pop("sublayer_name", None)
-    found: dict[str, str] = {}
-    more = (1, 16, 32, 64) if m <= 16 else (32, 64) if m <= 64 else ()
-    for rows in dict.fromkeys((m, *more)):
+    tunings: dict[str, str] = {}
+    other_m = (1, 16, 32, 64) if m <= 16 else (32, 64) if m <= 64 else ()
+    for rows in dict.fromkeys((m, *other_m)):
         try:
             text = json.dumps(get_heuristics_config(layer, shape_m=rows, device=0), default=str)
-        except (AssertionError, ValueError):  # it has none for some shapes, and says so this way
+        except (AssertionError, ValueError):  # raised for shapes without a configuration
             continue
-        if text not in found.values():
-            found[f"humming m={rows}"] = text
-    return found
+        if text not in tunings.values():
+            tunings[f"humming m={rows}"] = text
+    return tunings

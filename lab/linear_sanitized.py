@@ -1,10 +1,10 @@
-"""Every configuration of the CUDA kernels of linear once, on small problems: something for compute-sanitizer to watch.
+"""Run every configuration of the CUDA kernels of linear once, on small problems, under compute-sanitizer.
 
     compute-sanitizer --tool memcheck --kernel-name kernel_substring=linear_ python -m lab.linear_sanitized
     compute-sanitizer --tool racecheck --kernel-name kernel_substring=linear_ python -m lab.linear_sanitized
 
-racecheck sees no order in one lane's arrival at a barrier after the reads of its warp. It is given kernels in which every lane arrives:
-``cmake -DGRISTMILL_NVCC_FLAGS=-DGM_RACECHECK``. Exits with 1 where a result is wrong.
+racecheck does not see that one lane's arrival at a barrier follows the reads of its warp. Build kernels in which every lane arrives:
+``cmake -DGRISTMILL_NVCC_FLAGS=-DGM_RACECHECK``. Exit status 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from lab.gpu_graphs import DEVICE, column_error
 
 SCHEMES = "int4_g128,int4_g32_zp,nvfp4,mxfp4,int8_ch,fp8_block"
 PROBLEMS = "7x200x2304,16x200x2304,33x328x640,70x328x640,300x2120x1280"
-"""M x N x K: the least that reaches each way in which sums meet, with rows and columns that are no multiple of a tile."""
+"""M x N x K: the smallest problems that reach each kind of reduction, with rows and columns that are not a multiple of a tile."""
 LIMIT = 6e-3
 
 
 def configs(kernel: Kernel, scheme: str, m: int, n: int, k: int) -> Iterator[Config]:
-    """What the kernel would try for a problem, bands and rings aside: they are no other code."""
+    """The configurations of the kernel for a problem that differ in code. Bands and ring depths do not."""
     problem = default_registry().op("linear").problem(f"m={m},n={n},k={k},w={scheme}")
     if kernel.space is None or kernel.accepts(problem):
         return
-    seen = set()
+    seen_keys = set()
     for config in kernel.space(problem, device_target(DEVICE, Policy())):
         key = tuple((name, value) for name, value in config.items() if name not in ("raster", "depth"))
-        if key not in seen:
-            seen.add(key)
+        if key not in seen_keys:
+            seen_keys.add(key)
             yield config
 
 
 def run(
     kernel: Kernel, config: Config, x: torch.Tensor, q: QuantTensor, tensors: list[torch.Tensor]
 ) -> float:
-    """The error by column of one call."""
+    """Run once; the error per column."""
     out = torch.full((x.shape[0], q.n), float("nan"), dtype=x.dtype, device=DEVICE)
     load(kernel)(config, x.to(DEVICE), tensors, None, None, False, q.n, None, out)
     return column_error(out.cpu(), x, q.dequantize())

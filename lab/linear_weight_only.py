@@ -1,13 +1,13 @@
-"""Weight-only linear on one GPU: every registered kernel that can run, peers among them, beside cuBLAS in bf16 and the read floor.
+"""Weight-only linear on one GPU: every registered kernel that can run, including peers, next to cuBLAS in bf16 and the read floor.
 
-    python -m lab.linear_weight_only --schemes int4_g128,nvfp4 --shapes table --m 1,16,64,256,1024 --out found.json
+    python -m lab.linear_weight_only --schemes int4_g128,nvfp4 --shapes table --m 1,16,64,256,1024 --out table.json
 
-The same quantized weight for everyone, copied until four times the L2 lies between two uses; activations and outputs warm. A candidate is a
-CUDA graph of calls; those of a problem are replayed in turn, back to back and, with ``--isolated``, with a link between calls that makes
-each call's x depend on the output before. ``--tuned`` tries every configuration of a kernel and keeps its fastest four, and with
-``--isolated`` also the fastest two of that kind; of humming several choices of its own heuristics. Where clocks move, medians of different
-candidates may come from different clocks: a row says how each candidate stands to the best peer round by round. The result is written
-after each shape.
+All candidates use the same quantized weight, in copies that amount to four times the L2; activations and outputs are warm. A candidate is a
+CUDA graph of calls. The candidates of a problem are replayed in turn, back to back and, with ``--isolated``, with a link between calls that
+makes each call's x depend on the previous output. ``--tuned`` tries every configuration of a kernel and keeps the fastest four, with
+``--isolated`` also the fastest two isolated ones, and several choices of humming's heuristics. Because clocks vary, medians of different
+candidates may come from different clocks: rows therefore also have ratios to the best peer, round by round. The result file is written after
+each shape.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ MORE = (
 )
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = {"bf16": 6e-3, "fp16": 2e-3}
-"""Error by column above which a candidate is not timed."""
+"""Candidates with a larger error per column are not timed."""
 CUBLAS = "cublas"
 SLOW = ("linear_dequant_torch",)
-"""Left out: the last fallback, hundreds of times slower than the others."""
+"""Excluded: the last fallback, hundreds of times slower than the others."""
 SLACK = {"mxfp4": 1.12, "nvfp4": 1.12}
-"""Time that formats of more bytes than int4_g128 may take beside it."""
+"""The factor on the target for formats with more bytes than int4_g128."""
 KEPT, KEPT_APART = 4, 2
-"""Configurations of a kernel that are timed in the end: the fastest back to back, and with links between calls."""
+"""Number of configurations of a kernel in the final: the fastest back to back, and the fastest isolated."""
 
 
 def calls_of(kernel_call: Any, x: torch.Tensor, n: int, copies: int) -> list[Call]:
-    """Calls over all copies of a weight, at least 20 (6, or 3, where they are long)."""
+    """Calls over all copies of a weight, at least 20 (6 or 3 if they are long)."""
     products = x.shape[0] * x.shape[1] * n
     count = 3 if products > 2e11 else 6 if products > 2e10 else max(copies, 20)
     return [partial(kernel_call, index) for index in range(count)]
 
 
 class Shape:
-    """One weight [n, k] and everything that multiplies by it."""
+    """One weight [n, k] and its candidates."""
 
     def __init__(self, scheme: str, n: int, k: int, options: argparse.Namespace) -> None:
         self.scheme, self.n, self.k, self.options = scheme, n, k, options
@@ -102,7 +102,7 @@ class Shape:
         self.dense: list[torch.Tensor] = []
 
     def weights(self, kernel: Kernel) -> list[list[torch.Tensor]]:
-        """Cold copies in the layout of a kernel. LayoutError if none of its layouts takes this weight."""
+        """Cold copies in a layout of the kernel. LayoutError if none of its layouts takes this weight."""
         names = [name for name in kernel.layouts if self.registry.layout(name).accepts(self.scheme)]
         if not names:
             raise LayoutError(" or ".join(kernel.layouts), f"no layout of {kernel.name} takes {self.scheme}")
@@ -111,22 +111,22 @@ class Shape:
         return self.packed[names[0]]
 
     def row(self, m: int, x_name: str, store: Store) -> dict[str, Any]:
-        """What came of M rows of x; the times of registered kernels go to `store`."""
+        """Measure M rows of x; the times of registered kernels go to `store`."""
         dtype = TYPES[x_name]
         problem = self.op.problem(f"m={m},n={self.n},k={self.k},x={x_name},w={self.scheme}")
-        found = Row(self, problem, torch.randn(m, self.k, device=DEVICE).to(dtype), LIMIT[x_name])
+        candidates = Row(self, problem, torch.randn(m, self.k, device=DEVICE).to(dtype), LIMIT[x_name])
         if not self.options.alone:
             if not self.dense or self.dense[0].dtype != dtype:
                 self.dense = [t[0] for t in cold_copies([self.wide.to(dtype)])]
-            found.add(
+            candidates.add(
                 CUBLAS,
-                lambda i: torch.mm(found.x, self.dense[i % len(self.dense)].T, out=found.out),
+                lambda i: torch.mm(candidates.x, self.dense[i % len(self.dense)].T, out=candidates.out),
                 len(self.dense),
             )
         for kernel in self.kernels:
-            found.kernel(kernel)
-        result = found.timed()
-        for name, config in found.configs.items():
+            candidates.kernel(kernel)
+        result = candidates.timed()
+        for name, config in candidates.configs.items():
             store.add(
                 Timing(
                     op="linear",
@@ -165,7 +165,7 @@ class Row:
         self.refused: dict[str, str] = {}
 
     def add(self, name: str, call: Any, copies: int) -> bool:
-        """Times `call(index)` too, if what it writes is right."""
+        """Add `call(index)` as a candidate if its result is correct."""
         self.out.fill_(float("nan"))
         call(0)
         self.errors[name] = column_error(self.out, self.x, self.shape.wide)
@@ -202,11 +202,11 @@ class Row:
         except (
             LayoutError,
             AssertionError,
-        ) as refusal:  # humming says by an assertion that it has no configuration
+        ) as refusal:  # humming asserts if it has no configuration
             self.refused[kernel.name] = repr(refusal)
 
     def _configs(self, kernel: Kernel, weights: list[list[torch.Tensor]]) -> list[tuple[dict[str, Any], Any]]:
-        """Configurations to be timed, each with its call: the default one, or the fastest few by the better of two replays."""
+        """The configurations to time, each with its call: the default one, or the fastest few by the better of two replays."""
         launcher, options = load(kernel), [dict(kernel.config(self.problem, self.shape.target))]
         if self.shape.options.tuned and kernel.space is not None:
             options += [
@@ -231,17 +231,17 @@ class Row:
 
         made = [(option, partial(call, option)) for option in options]
         if len(made) > KEPT:
-            calls = [calls_of(one, self.x, self.shape.n, min(len(weights), 8)) for _, one in made]
-            kept = fastest(calls)[:KEPT]
+            calls = [calls_of(sample, self.x, self.shape.n, min(len(weights), 8)) for _, sample in made]
+            finalists = fastest(calls)[:KEPT]
             if self.shape.options.isolated:
-                kept += fastest([links(self.x, self.out, one) for one in calls])[:KEPT_APART]
-            made = [made[place] for place in dict.fromkeys(kept)]
+                finalists += fastest([links(self.x, self.out, sample) for sample in calls])[:KEPT_APART]
+            made = [made[place] for place in dict.fromkeys(finalists)]
         return made
 
     def timed(self) -> dict[str, Any]:
-        """Samples, and what they say."""
+        """The row: samples and the figures derived from them."""
         if not self.graphs.graphs:
-            raise RuntimeError(f"nothing that is registered runs {self.problem}: {self.refused}")
+            raise RuntimeError(f"no registered kernel runs {self.problem}: {self.refused}")
         rounds = self.shape.options.rounds
         if self.x.shape[0] >= 1024:
             self.graphs.settle(0.3)
@@ -257,15 +257,15 @@ class Row:
             self.apart.add("links", links(self.x, self.out))
             result["isolated_samples"] = apart = self.apart.samples(rounds)
             link = statistics.median(apart["links"])
-            alone = {name: [one - link for one in v] for name, v in apart.items() if name != "links"}
+            alone = {name: [sample - link for sample in v] for name, v in apart.items() if name != "links"}
             result["isolated_us"] = {name: statistics.median(v) for name, v in alone.items()}
-            said = verdict(alone, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
-            result |= {f"isolated_{name}": value for name, value in said.items()}
+            judgement = verdict(alone, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
+            result |= {f"isolated_{name}": value for name, value in judgement.items()}
         return result | verdict(samples, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
 
 
 def fastest(options: list[list[Call]]) -> list[int]:
-    """Places of lists of calls, by the better of two replays."""
+    """Indices of lists of calls, fastest first by the better of two replays."""
     trial = Graphs()
     for place, calls in enumerate(options):
         trial.add(str(place), calls)
@@ -276,8 +276,8 @@ def fastest(options: list[list[Call]]) -> list[int]:
 def verdict(
     samples: dict[str, list[float]], ours: set[str], m: int, scheme: str, floor: float
 ) -> dict[str, Any]:
-    """Our best against the best peer. bar_us: the peer's time over a share that falls with M, or that of the floor; over_peer: our time
-    over the peer's round by round, (second least, median, second greatest), which is what counts. None where one of the two is missing.
+    """Our best kernel against the best peer. bar_us: the target, from the peer's time and the floor; over_peer: our time over the peer's
+    round by round, as (second least, median, second greatest), which decides. None if one of the two is missing.
     """
     us = {name: statistics.median(v) for name, v in samples.items()}
     peers = [name for name in us if name not in ours]
@@ -299,7 +299,7 @@ def verdict(
 
 
 def shapes_of(text: str) -> tuple[tuple[int, ...], ...]:
-    """``table``, ``more``, ``all``, or NxK by commas."""
+    """``table``, ``more``, ``all``, or comma-separated NxK."""
     sets = {"table": TABLE, "more": MORE, "all": TABLE + MORE}
     return sets.get(text) or tuple(tuple(int(v) for v in shape.split("x")) for shape in text.split(","))
 
@@ -320,12 +320,12 @@ def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--store", type=Path, help="write the times of registered kernels as a store, too")
+    parser.add_argument("--store", type=Path, help="also write the times of registered kernels as a store")
     parser.add_argument("--schemes", default="int4_g128,nvfp4,mxfp4", help="by commas")
-    parser.add_argument("--x", default="bf16", help="types of activations, by commas")
-    parser.add_argument("--shapes", default="table", help="table, more, all, or NxK by commas")
+    parser.add_argument("--x", default="bf16", help="comma-separated dtypes of activations")
+    parser.add_argument("--shapes", default="table", help="table, more, all, or comma-separated NxK")
     parser.add_argument("--m", default="1,4,16,32,64,128,256,1024,4096", help="rows of x, by commas")
-    parser.add_argument("--kernels", default="", help="these registered kernels alone, by commas")
+    parser.add_argument("--kernels", default="", help="only these registered kernels, comma-separated")
     parser.add_argument(
         "--tuned",
         action="store_true",
@@ -335,14 +335,14 @@ def arguments() -> argparse.ArgumentParser:
         "--tried",
         type=int,
         default=1000,
-        help="with --tuned: at most so many, in the order of the kernel's space",
+        help="with --tuned: the maximum number of configurations, in the order of the kernel's space",
     )
-    parser.add_argument(
-        "--isolated", action="store_true", help="also with each call after the end of the one before"
-    )
+    parser.add_argument("--isolated", action="store_true", help="also time isolated calls")
     parser.add_argument("--alone", action="store_true", help="without cuBLAS and the floor")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after that long")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="seconds after which no further shape starts"
+    )
     return parser
 
 

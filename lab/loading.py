@@ -1,19 +1,18 @@
-"""How long quantized checkpoints take to load, next to reading the same bytes with safetensors.
+"""Load times of quantized checkpoints, next to reading the same bytes with safetensors.
 
     python -m lab.loading --gigabytes 2 --out bench/results/cpu/loading_2gb.json
 
-A synthetic model is written in each format (`loading_cases`), as many layers as make the size. The yardstick is safetensors'
-own way to have every tensor in memory: `safe_open`, `get_tensor`, `clone` (a tensor it gives is the file's mapping, which reads
-nothing until it is used). Beside it the format's reader gives every weight as a QuantTensor, checked and in memory of its own;
-the loader every parameter as the runtime gets it, parts of fused matrices joined besides; and ``packed`` is the loader and then the
-layout ``plain_v1``, which kernels of every device read and which shares the parameters' memory. All keep what they have until they
-are done. Each turn is a process of its own, as loading a model is, so that none finds memory that another has warmed. They
-take turns, and the first turn of each is not counted.
+A synthetic model of the given size is written in each format (`loading_cases`). The yardstick reads every tensor into memory with
+safetensors: `safe_open`, `get_tensor`, `clone` (get_tensor returns a mapping of the file, which reads nothing until it is used).
+The *reader* of the format returns every weight as a QuantTensor, checked and in memory of its own. The *loader* returns every
+parameter as the runtime uses it, with the parts of fused matrices joined. *packed* is the loader plus the layout ``plain_v1``,
+which kernels of every device read and which shares the parameters' memory. All results are kept until the end of a run. Each run is
+a separate process, so that none uses memory that another has warmed. Runs are interleaved, and the first of each does not count.
 
-Warm, the files are in the page cache; cold, they are dropped from it before every turn, and the bytes that the disk really gave
-are in the result. The column ``step`` says what lies between file and kernel: ``as it lies`` is a pass-through format, whose codes are
-copied and not touched; words are transposed where a format stores columns for rows; the others are repacked, and are here for
-information. Layouts that one kind of kernel wants (``cpu_rows16_v1``, ``w4_frag16_v1``) are packed after this, on the device.
+Warm: the files are in the page cache. Cold: they are dropped from it before every run, and the bytes read from the disk are in the
+result. The column ``step`` is the conversion from file to kernel: ``as it lies`` is a pass-through format, whose codes are copied
+unchanged; words are transposed if a format stores columns instead of rows; the others are repacked. Layouts of particular kernels
+(``cpu_rows16_v1``, ``w4_frag16_v1``) are packed later, on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from lab.loading_turns import CALLS, turn
 
 
 def drop(folder: Path) -> None:
-    """Take the files out of the page cache."""
+    """Drop the files from the page cache."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -55,19 +54,19 @@ Turn = Callable[[str, Made], dict[str, float]]
 
 @contextmanager
 def processes() -> Iterator[Turn]:
-    """A turn in a process of its own, forked from one that has imported everything and done nothing."""
+    """A pool that runs each turn in a new process, forked from one that has only imported everything."""
     servers = multiprocessing.get_context("forkserver")
     servers.set_forkserver_preload(["lab.loading_turns"])
     with servers.Pool(1, maxtasksperchild=1) as pool:
-        yield lambda who, made: pool.apply(turn, (who, made))
+        yield lambda reader, made: pool.apply(turn, (reader, made))
 
 
 def measure(
-    name: str, folder: Path, size: int, rounds: int, states: Sequence[str] = ("warm",), take: Turn = turn
+    name: str, folder: Path, size: int, rounds: int, states: Sequence[str] = ("warm",), run_turn: Turn = turn
 ) -> list[dict[str, Any]]:
     """One case, a row for each state of the cache, ``warm`` or ``cold``; its files are written to an empty folder.
 
-    take: who takes a turn where; by default this process does.
+    take: runs a turn; by default in this process.
     """
     case = CASES[name]()
     made = synthesize(case, folder, size)
@@ -76,32 +75,32 @@ def measure(
         "step": case.step,
         "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
     }
-    return [{**about, "cache": state, **_rounds(made, rounds, state == "cold", take)} for state in states]
+    return [{**about, "cache": state, **_rounds(made, rounds, state == "cold", run_turn)} for state in states]
 
 
-def _rounds(made: Made, rounds: int, cold: bool, take: Turn) -> dict[str, Any]:
-    """Samples of all, and their ratios to safetensors by least and by median samples."""
-    samples: dict[str, list[dict[str, float]]] = {who: [] for who in CALLS}
+def _rounds(made: Made, rounds: int, cold: bool, run_turn: Turn) -> dict[str, Any]:
+    """Samples of all readers, and their ratios to safetensors by minimum and by median."""
+    samples: dict[str, list[dict[str, float]]] = {reader: [] for reader in CALLS}
     for number in range(rounds + 1):
-        for who in sorted(CALLS, reverse=number % 2 == 0):
+        for reader in sorted(CALLS, reverse=number % 2 == 0):
             if cold:
                 drop(made.folder)
-            sample = take(who, made)
+            sample = run_turn(reader, made)
             if number:
-                samples[who].append(sample)
+                samples[reader].append(sample)
     row: dict[str, Any] = {}
     for clock in ("wall", "cpu"):
         for how in (min, statistics.median):
-            seconds = {who: how([s[clock] for s in taken]) for who, taken in samples.items()}
+            seconds = {reader: how([s[clock] for s in taken]) for reader, taken in samples.items()}
             row[f"safetensors_{clock}_{how.__name__}"] = seconds["safetensors"]
-            for who in CALLS:
-                if who != "safetensors":
-                    row[f"{who}_{clock}_{how.__name__}"] = seconds[who] / seconds["safetensors"]
+            for reader in CALLS:
+                if reader != "safetensors":
+                    row[f"{reader}_{clock}_{how.__name__}"] = seconds[reader] / seconds["safetensors"]
     return {**row, "samples": samples}
 
 
 COLUMNS = ("case", "step", "cache", "GB", "safetensors GB/s", "reader", "loader", "least", "CPU", "packed")
-"""Of the table; `least` and `CPU` are the loader's, by the shortest turns and in processor time, all else by medians."""
+"""Columns of the table. `least` and `CPU` are of the loader: the shortest runs, and processor time. All others are medians."""
 RATIOS = (
     "reader_wall_median",
     "loader_wall_median",
@@ -131,16 +130,16 @@ def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 @click.option(
     "--rounds", type=click.IntRange(1), default=7, show_default=True, help="Turns that count, of each."
 )
-@click.option("--case", "only", metavar="TEXT", default="", help="Only cases whose name contains this.")
+@click.option("--case", "only", metavar="TEXT", default="", help="Only cases whose name contains this text.")
 @click.option(
     "--cold/--warm-only", default=True, show_default=True, help="Also with the files out of the page cache."
 )
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where to write; default: the system's temporary folder.",
+    help="The folder for models. Default: the system's temporary folder.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples here as JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples to this JSON file.")
 def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | None, out: Path | None) -> None:
     """Time the loading of quantized checkpoints next to safetensors."""
     names = [name for name in CASES if only in name]
@@ -150,14 +149,19 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
     for name in names:
         made = Path(tempfile.mkdtemp(dir=folder))
         try:
-            with processes() as take:
+            with processes() as run_turn:
                 rows += measure(
-                    name, made, int(gigabytes * 1e9), rounds, ("warm", "cold") if cold else ("warm",), take
+                    name,
+                    made,
+                    int(gigabytes * 1e9),
+                    rounds,
+                    ("warm", "cold") if cold else ("warm",),
+                    run_turn,
                 )
         finally:
             shutil.rmtree(made)
         click.echo(f"{name}: {rows[-1]['loader_wall_median']:.2f}", err=True)
-        if out:  # after every case: what was measured is not lost with what was not
+        if out:  # after every case, so that an interrupted run keeps its results
             command = f"python -m lab.loading --gigabytes {gigabytes:g} --rounds {rounds}"
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(

@@ -46,8 +46,8 @@ GGUF_NAMES = dict(
 class Case:
     """A format in a scheme.
 
-    tensors: (rows, columns, generator) -> suffix -> what is stored of a matrix, or of all experts. step: what lies between the
-    file and a QuantTensor. gguf: the same bytes are written to a GGUF file too, in blocks of this type of ggml's.
+    tensors: (rows, columns, generator) -> suffix -> tensor of a matrix, or of all experts. step: the conversion from the file to a
+    QuantTensor. gguf: the ggml block type in which the same bytes are also written to a GGUF file.
     """
 
     tensors: Callable[[int, int, torch.Generator], dict[str, Tensor]]
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Made:
-    """A case on the disk. path: what the loader reads, a folder or a GGUF file. folder: of the safetensors files."""
+    """A case on disk. path: a folder or a GGUF file, for the loader. folder: of the safetensors files."""
 
     folder: Path
     path: Path
@@ -68,18 +68,18 @@ class Made:
 
 
 def written(form: str, scheme: str, step: str = "as it lies") -> Case:
-    """A case by the format's writer."""
+    """A case written by the format's writer."""
     writer = open_writer(form, scheme)
 
     def tensors(n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
-        found = writer.tensors(writer.quantize(torch.randn(n, k, generator=generator) * 0.02))
-        return {f".{suffix}": tensor for suffix, tensor in found.items()}
+        stored = writer.tensors(writer.quantize(torch.randn(n, k, generator=generator) * 0.02))
+        return {f".{suffix}": tensor for suffix, tensor in stored.items()}
 
     return Case(tensors, writer.config([]), step)
 
 
 def awq() -> Case:
-    """AWQ in groups of 128, from the format's facts: nobody here writes it."""
+    """AWQ in groups of 128, from the definition of the format, which has no writer here."""
 
     def tensors(n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
         def words(rows: int) -> Tensor:
@@ -96,16 +96,16 @@ def gpt_oss() -> Case:
     """MXFP4 of all experts of a layer in one tensor."""
 
     def tensors(n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
-        one = quantize(torch.randn(n, k, generator=generator) * 0.02, "mxfp4")
-        assert one.scales is not None
-        blocks = one.codes.unflatten(-1, (-1, 16)).expand(EXPERTS, -1, -1, -1)
-        return {"_blocks": blocks.contiguous(), "_scales": one.scales.expand(EXPERTS, -1, -1).contiguous()}
+        weight = quantize(torch.randn(n, k, generator=generator) * 0.02, "mxfp4")
+        assert weight.scales is not None
+        blocks = weight.codes.unflatten(-1, (-1, 16)).expand(EXPERTS, -1, -1, -1)
+        return {"_blocks": blocks.contiguous(), "_scales": weight.scales.expand(EXPERTS, -1, -1).contiguous()}
 
     return Case(tensors, {"quant_method": "mxfp4"}, shapes=STACKED)
 
 
 def gguf(kind: str) -> Case:
-    """GGUF blocks, by the gguf package."""
+    """GGUF blocks, written by the gguf package."""
 
     def tensors(n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
         import gguf as package
@@ -135,7 +135,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
 
 
 def synthesize(case: Case, folder: Path, size: int) -> Made:
-    """Write layers, a file each, until they have `size` bytes; every layer holds the same numbers."""
+    """Write layers, one file per layer, until they have `size` bytes; all layers have the same values."""
     generator = torch.Generator().manual_seed(0)
     made = {shape: case.tensors(*shape, generator) for shape in dict.fromkeys(case.shapes.values())}
     layer = {

@@ -1,11 +1,11 @@
-"""Peak memory of quantizing a model while it loads: final size, and what it needs beside that at most.
+"""Peak memory of quantizing a model at load: the final size, and the maximum in addition to it.
 
     python -m lab.loading_memory --gigabytes 1 --out bench/results/cpu/loading_memory.json
 
-A random bfloat16 model of the asked size is written (``dense``: Llama; ``experts``: Qwen3-MoE, one tensor per expert; ``stacked``:
-gpt-oss, all experts of a layer in one) and loaded quantized, the way `LLM` does it. Counted are the anonymous pages of the
-process, many times a millisecond of loading: pages of the mapped files are the system's, which may drop them. The bar: the peak
-stays under what the loaded model takes plus the two largest tensors, of the checkpoint or of the model.
+A random bfloat16 model of the given size is written (``dense``: Llama; ``experts``: Qwen3-MoE, one tensor per expert; ``stacked``:
+gpt-oss, all experts of a layer in one) and loaded quantized, as `LLM` does. A thread samples the anonymous memory of the process
+during the load; pages of mapped files do not count, because the system may drop them. The target: the peak stays below the size of
+the loaded model plus the two largest tensors of the checkpoint or the model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
     },
 }
-"""Layers as those of Llama-3-8B, Qwen3-30B-A3B and gpt-oss-20b; they are added until the model is large enough."""
+"""Layers with the shapes of Llama-3-8B, Qwen3-30B-A3B and gpt-oss-20b; their number follows from the size."""
 SCHEMES = {
     "dense": ("int4_g128", "fp8_block", "nvfp4"),
     "experts": ("int4_g128", "fp8_block", "nvfp4"),
@@ -86,26 +86,26 @@ SCHEMES = {
 
 @dataclass
 class Peak:
-    """Anonymous bytes at the start, and the most there were."""
+    """Anonymous bytes at the start, and their maximum."""
 
     start: int
     most: int
 
 
 def anonymous() -> int:
-    """Bytes of this process that no file backs: resident pages without the shared ones."""
+    """Bytes of this process that are not backed by a file: resident pages without shared ones."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def watched(interval: float = 2e-4) -> Iterator[Peak]:
-    """The peak while the block runs, by a thread that looks every `interval` seconds."""
+    """The peak while the block runs, sampled by a thread every `interval` seconds."""
     trim()
-    peak, done = Peak(now := anonymous(), now), threading.Event()
+    peak, stop = Peak(now := anonymous(), now), threading.Event()
 
     def look() -> None:
-        while not done.is_set():
+        while not stop.is_set():
             peak.most = max(peak.most, anonymous())
             time.sleep(interval)
 
@@ -114,40 +114,40 @@ def watched(interval: float = 2e-4) -> Iterator[Peak]:
     try:
         yield peak
     finally:
-        done.set()
+        stop.set()
         thread.join()
 
 
 def trim() -> None:
-    """Give freed memory back to the system (glibc), so that the next block is seen to take it."""
+    """Return freed memory to the system (glibc), so that the next block has to allocate it again."""
     gc.collect()
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def synthesize(kind: str, folder: Path, size: int) -> None:
     """Write a random model of about `size` bytes."""
     config = {**COMMON, **KINDS[kind], "num_hidden_layers": 1}
-    one = _tensors(config, 0)
-    layers = max(1, round(size / sum(t.numel() * 2 for t in one.values())))
+    layer_tensors = _tensors(config, 0)
+    layers = max(1, round(size / sum(t.numel() * 2 for t in layer_tensors.values())))
     index: dict[str, str] = {}
     for layer in range(layers):
         file = f"model-{layer:05d}.safetensors"
-        held = {
+        file_tensors = {
             name.replace("layers.0.", f"layers.{layer}."): t
-            for name, t in one.items()
+            for name, t in layer_tensors.items()
             if not layer or ".layers.0." in name
         }
-        save_file(held, folder / file)
-        index.update(dict.fromkeys(held, file))
+        save_file(file_tensors, folder / file)
+        index.update(dict.fromkeys(file_tensors, file))
     (folder / INDEX).write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
 
 
 def _tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a model of one layer, by its table."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    """Every tensor of a model with one layer, by the family's table."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for weight in model_table(parse_config(config)).weights:
         for i, name in enumerate(weight.part_names()):
             rows = weight.rows[i % len(weight.rows)]
@@ -155,15 +155,15 @@ def _tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             if weight.stacked:
                 shape = (weight.experts, *shape[::-1]) if len(shape) == 2 else (weight.experts, *shape)
             full = f"{name}.weight" if weight.kind == "linear" and not weight.stacked else name
-            found[full] = torch.randn(shape, generator=generator, dtype=torch.bfloat16) * 0.02
-    return found
+            tensors[full] = torch.randn(shape, generator=generator, dtype=torch.bfloat16) * 0.02
+    return tensors
 
 
 def measure(folder: Path, scheme: str, policy: Policy) -> dict[str, Any]:
-    """One loading: bytes of the model, of the two largest tensors, and of the peak above the start."""
+    """One load: bytes of the model, of the two largest tensors, and of the peak above the start."""
     load_model(
         folder, quant=scheme, policy=policy
-    )  # kernels are verified and loaded, whose memory is not the weights'
+    )  # verifies and loads kernels first, whose memory does not count
     with watched() as peak:
         model = load_model(folder, quant=scheme, policy=policy)
     checkpoint = SafetensorsCheckpoint(folder)
@@ -202,9 +202,9 @@ def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where to write; default: the system's temporary folder.",
+    help="The folder for models. Default: the system's temporary folder.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Write the figures here as JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the figures to this JSON file.")
 def main(gigabytes: float, only: str | None, folder: Path | None, out: Path | None) -> None:
     """Measure the peak memory of loading with quantization."""
     rows, policy = [], Policy.current()

@@ -1,4 +1,4 @@
-"""What `lab.loading` times, each in a process of its own: a checkpoint by safetensors, by a reader, by the loader."""
+"""The runs that `lab.loading` times, each in its own process: a checkpoint by safetensors, by a reader, by the loader."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lab.loading_cases import Made
 
 def copied(made: Made) -> list[Tensor]:
     """The yardstick: every tensor in memory, by safetensors."""
-    held = []
+    tensors = []
     for file in sorted(made.folder.glob("*.safetensors")):
         with safe_open(file, "pt") as source:
-            held += [source.get_tensor(name).clone() for name in source.keys()]  # noqa: SIM118
-    return held
+            tensors += [source.get_tensor(name).clone() for name in source.keys()]  # noqa: SIM118
+    return tensors
 
 
 def readers(made: Made) -> list[Any]:
     """Every weight by its format's reader."""
     checkpoint, form = open_checkpoint(made.path), open_format(made.config)
-    held = []
+    results = []
     for weight in made.table.weights:
         for name, rows in zip(weight.sources, weight.rows, strict=True):
             shape = (rows, weight.columns or 1)
-            found = form.read(checkpoint, name, (weight.experts, *shape) if weight.stacked else shape)
-            assert found is not None
-            held.append(owned(found.weight))
-    return held
+            weight_read = form.read(checkpoint, name, (weight.experts, *shape) if weight.stacked else shape)
+            assert weight_read is not None
+            results.append(owned(weight_read.weight))
+    return results
 
 
 def loaded(made: Made) -> list[Any]:
@@ -53,19 +53,19 @@ def loaded(made: Made) -> list[Any]:
         None,
         open_format(made.config),
     )
-    held = []
+    parameters = []
     for weight in made.table.weights:
-        held += (
+        parameters += (
             [weights.linear(weight.target)]
             if weight.stacked
             else [part.weight for part in weights.parts(weight.target)]
         )
     weights.finish()
-    return held
+    return parameters
 
 
 def packed(made: Made) -> list[Any]:
-    """Every parameter by the runtime's loader, in the layout that all devices' kernels read."""
+    """Every parameter by the runtime's loader, in the layout that kernels of all devices read."""
     return [pack(weight, "plain_v1") for weight in loaded(made)]
 
 
@@ -78,25 +78,25 @@ CALLS: dict[str, Callable[[Made], list[Any]]] = {
 
 
 def read_bytes() -> int:
-    """Bytes that this process has had from disks; 0 where the system does not say."""
+    """Bytes that this process has read from disks; 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
     except (OSError, IndexError):
         return 0
 
 
-def turn(who: str, made: Made) -> dict[str, float]:
-    """Seconds of one call, by the clock and of the processor, and what the disk gave. Its result lives until it ends."""
-    pack(quantize(torch.ones(16, 32), "int4_g32"), "plain_v1")  # everything is imported
+def turn(reader: str, made: Made) -> dict[str, float]:
+    """Wall-clock and processor seconds of one call, and bytes read from the disk. The result lives until the end."""
+    pack(quantize(torch.ones(16, 32), "int4_g32"), "plain_v1")  # imports everything
     before, wall, cpu = read_bytes(), time.perf_counter(), time.process_time()
-    held = CALLS[who](made)
-    found = {
+    result = CALLS[reader](made)
+    sample = {
         "wall": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
         "disk": float(read_bytes() - before),
     }
-    del held
+    del result
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
     if trim is not None:
         trim(0)
-    return found
+    return sample

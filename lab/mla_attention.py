@@ -1,4 +1,4 @@
-"""Latent attention of given lengths on one GPU: registered kernels side by side, beside the floor of reading and multiplying.
+"""Latent attention of given lengths on one GPU: registered kernels side by side, next to the floors of memory and matrix products.
 
     python -m lab.mla_attention --out result.json
     python -m lab.mla_attention --cases b1_h16_4k,b128_h128_4k --set slack=0,4,16
@@ -91,7 +91,7 @@ CASES = {
 
 
 class Inputs:
-    """Arguments of a case, as often as they leave the cache between their turns."""
+    """Arguments of a case, in enough copies that each has left the cache when it is used again."""
 
     def __init__(self, case: Case) -> None:
         blocks = [-(-context // case.page) for context in case.contexts]
@@ -114,24 +114,24 @@ class Inputs:
         )
 
 
-def calls_of(inputs: Inputs, name: str, given: dict[str, int]) -> list[Callable[[], Any]]:
-    """Calls of a registered kernel with its default configuration and what is `given` in place of some of it."""
+def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callable[[], Any]]:
+    """Calls of a registered kernel with its default configuration, updated by `given`."""
     kernel = default_registry().kernel(OP.name, name)
     refusal = kernel.accepts(inputs.problem)
     if refusal is not None:
         raise ValueError(f"{name}: {refusal}")
-    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **given}
+    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **changes}
     space = torch.zeros(
         max(1, kernel.workspace(inputs.problem, config).bytes), dtype=torch.uint8, device=DEVICE
     )
     launch = kernel.load()
-    return [partial(launch, config, *one, *inputs.rest, space, inputs.out) for one in inputs.sets]
+    return [partial(launch, config, *arguments, *inputs.rest, space, inputs.out) for arguments in inputs.sets]
 
 
 def timed(
     name: str, kernels: list[str], sweep: tuple[str, list[int]] | None, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """The row of a case: samples and medians in microseconds, TFLOP/s, and how far each kernel is from the first one."""
+    """The row of a case: samples and medians in microseconds, TFLOP/s, and the ratio of each kernel to the first one."""
     case = CASES[name]
     inputs, graphs, outs = Inputs(case), Graphs(), {}
     candidates: dict[str, tuple[str, dict[str, int]]] = {kernel: (kernel, {}) for kernel in kernels}
@@ -139,8 +139,8 @@ def timed(
         candidates |= {
             f"{kernels[0]} {sweep[0]}={value}": (kernels[0], {sweep[0]: value}) for value in sweep[1]
         }
-    for label, (kernel, given) in candidates.items():
-        calls = calls_of(inputs, kernel, given)
+    for label, (kernel, changes) in candidates.items():
+        calls = calls_of(inputs, kernel, changes)
         inputs.out.fill_(float("nan"))
         calls[0]()
         outs[label] = inputs.out.float().cpu()
@@ -148,7 +148,7 @@ def timed(
     graphs.settle(seconds)
     samples = graphs.samples(rounds)
     first = outs[kernels[0]]
-    us = {label: round(median(taken), 2) for label, taken in samples.items()}
+    us = {label: round(median(times), 2) for label, times in samples.items()}
     return {
         "case": name,
         "problem": str(inputs.problem),
@@ -159,7 +159,7 @@ def timed(
         "tflops": {label: round(case.flops / value / 1e6, 1) for label, value in us.items()},
         "tbps": {label: round(case.bytes / value / 1e6, 2) for label, value in us.items()},
         "difference": {label: float((out - first).norm() / first.norm()) for label, out in outs.items()},
-        "samples": {label: [round(one, 2) for one in taken] for label, taken in samples.items()},
+        "samples": {label: [round(time, 2) for time in times] for label, times in samples.items()},
     }
 
 
@@ -175,8 +175,10 @@ def main() -> int:
         "--set", help="NAME=1,2,3: the first kernel also with these values in its configuration"
     )
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of replays before the samples of a case")
-    parser.add_argument("--floors", action="store_true", help="also the time of reading as many bytes")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="seconds of replays before the samples of a case"
+    )
+    parser.add_argument("--floors", action="store_true", help="also time a read of the same number of bytes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sweep = None

@@ -1,11 +1,11 @@
-"""What quantization costs: perplexity of models in every scheme by every method.
+"""The cost of quantization: perplexity of models in every scheme by every method.
 
     python -m lab.quality --models examples/models/docs-llama --tokens examples/models/eval_tokens.u16 --out quality.json
     python -m lab.quality --table bench/results/quality.json --readme README.md
 
-Each row is what its own `command` prints: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
-dequantized and multiplied in float32, so that rows differ by their weights alone. Rows of a quantized KV cache have the weights as
-stored, and a field ``kv``. The file is written after every row; rows that it has already are kept, so an interrupted sweep resumes.
+Each row has the `command` that reproduces it: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
+dequantized and multiplied in float32, so that rows differ only by their weights. Rows of a quantized KV cache have the weights as
+stored, and a field ``kv``. The file is written after every row, and rows in it are not measured again: an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from lab.quality_table import render
 METHODS = ("rtn", "gptq", "awq")
 SCHEMES = tuple(name for name in ALL_WEIGHT_SCHEMES if not QuantScheme.parse(name).is_dense)
 FLOAT = "float"
-"""The scheme's name in the row of the model as it is stored."""
+"""The scheme name of rows with the model as stored."""
 AUTO = "auto"
 KV_DTYPES = ("fp8", "fp8_token_head")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of every row. tokens: the file that losses are measured on, from its first token, and methods are calibrated on, from `first`
-    on."""
+    """The settings of all rows. tokens: the file for evaluation, from its first token, and for calibration, from token `first`."""
 
     tokens: str
     window: int = 1024
@@ -70,15 +69,15 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def kv_cases(models: Sequence[str], kv_dtypes: Sequence[str]) -> list[Case]:
-    """The rows of quantized KV caches, of models that take one."""
+    """The rows of quantized KV caches, for models that support them."""
     from gristmill.runtime.loader.config import load_config
 
-    taken = [model for model in models if load_config(model).mla is None]
-    return [Case(model, FLOAT, "rtn", kv) for kv in kv_dtypes for model in taken]
+    supported = [model for model in models if load_config(model).mla is None]
+    return [Case(model, FLOAT, "rtn", kv) for kv in kv_dtypes for model in supported]
 
 
 def cases(models: Sequence[str], schemes: Sequence[str], methods: Sequence[str]) -> list[Case]:
-    """All rows, the models as they are first."""
+    """All rows; those of the models as stored come first."""
     return [Case(model, FLOAT, "rtn") for model in models] + [
         Case(m, s, how) for s in schemes for m in models for how in methods
     ]
@@ -135,7 +134,7 @@ def command(case: Case, settings: Settings, out: str = "OUT") -> str:
 
 def measure(case: Case, settings: Settings) -> dict[str, Any]:
     """A row: {"model", "scheme", "method", "loss", "perplexity", "tokens", "seconds", "notes", "command", "window_losses"}; of a
-    quantized KV cache also {"kv", "kv_bits"}, bits of an element with its part of the scales."""
+    quantized KV cache also {"kv", "kv_bits"}, bits per element including scales."""
     import torch
 
     from gristmill.runtime.evaluate import evaluate, read_tokens
@@ -146,7 +145,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     from gristmill.runtime.quantizing.methods import make_method
 
     if settings.device != "cpu":
-        torch.set_num_threads(1)  # processes share the cores
+        torch.set_num_threads(1)  # the processes share the cores
     begin = time.perf_counter()
     model, scheme, method, kv = case
     tokens = read_tokens(settings.tokens)
@@ -174,7 +173,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
             max_batch_tokens=max(2048, settings.window),
             num_blocks=4 * cdiv(settings.window, 16),
         )
-        found = evaluate(llm.engine, tokens, settings.window, settings.windows)
+        evaluation = evaluate(llm.engine, tokens, settings.window, settings.windows)
     cache = llm.engine.runner.cache
     quantized = {"kv": kv, "kv_bits": 8 * cache.nbytes / cache.storage.numel()} if kv != AUTO else {}
     return {
@@ -182,18 +181,18 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
         "scheme": scheme,
         "method": method,
         **quantized,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "tokens": found.tokens,
+        "loss": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "tokens": evaluation.tokens,
         "seconds": round(time.perf_counter() - begin, 1),
         "notes": notes,
         "command": command(case, settings),
-        "window_losses": [round(loss, 6) for loss in found.window_losses],
+        "window_losses": [round(loss, 6) for loss in evaluation.window_losses],
     }
 
 
 def sweep(todo: Sequence[Case], settings: Settings, jobs: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Rows as they are done, by `jobs` processes; none is begun after `seconds`."""
+    """Yield rows as they complete, by `jobs` processes; none starts after `seconds`."""
     end, queue, running = time.monotonic() + seconds, list(todo), set[Future[dict[str, Any]]]()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         while queue or running:
@@ -216,13 +215,13 @@ def run(
     seconds: float,
     kv_dtypes: Sequence[str] = (),
 ) -> int:
-    """Measure what `out` lacks; how many rows are still missing."""
+    """Measure the rows that `out` lacks; returns the number of rows that are still missing."""
     from gristmill.autotune.environment import environment
 
     all_cases = cases(models, schemes, methods) + kv_cases(models, kv_dtypes)
     fixed = {
         name: value for name, value in asdict(settings).items() if name != "device"
-    }  # which every row's command says
+    }  # part of every row's command
     data: dict[str, Any] = {"schema": SCHEMA, "settings": fixed, "runs": [], "rows": []}
     if out.exists():
         data = json.loads(out.read_text(encoding="utf-8"))
@@ -232,9 +231,9 @@ def run(
     todo = [case for case in all_cases if case.key not in have]
     ordered = cases(models, SCHEMES, METHODS) + kv_cases(models, kv_dtypes)
     order = {case.key: place for place, case in enumerate(ordered)}
-    words = ["python", "-m", "lab.quality", *sys.argv[1:]]
+    arguments = ["python", "-m", "lab.quality", *sys.argv[1:]]
     data["runs"].append(
-        environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(words))
+        environment(place(None if settings.device != "cpu" else "cpu").target, shlex.join(arguments))
     )
     for row in sweep(todo, settings, jobs, seconds):
         data["rows"].append(row | {"run": len(data["runs"]) - 1})
@@ -261,49 +260,55 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[], help="model directories, unquantized")
     parser.add_argument("--tokens", help="token ids, little-endian uint16")
-    parser.add_argument("--schemes", default=",".join(SCHEMES), help="by commas; all of them if not given")
+    parser.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated; default: all")
     parser.add_argument("--methods", default=",".join(METHODS), help="by commas")
     parser.add_argument(
-        "--kv-dtypes", default=",".join(KV_DTYPES), help="of quantized KV caches, by commas; '' for none"
+        "--kv-dtypes",
+        default=",".join(KV_DTYPES),
+        help="dtypes of quantized KV caches, comma-separated; '' for none",
     )
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=96)
-    parser.add_argument("--first", type=int, default=200_000, help="token that calibration begins at")
+    parser.add_argument("--first", type=int, default=200_000, help="first token of calibration")
     parser.add_argument("--calibration-windows", type=int, default=64, help="of 512 tokens")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that")
-    parser.add_argument("--out", type=Path, help="result file, JSON; rows that it has are not measured again")
+    parser.add_argument("--out", type=Path, help="JSON result file; its rows are not measured again")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of this result file")
     parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="print the table of a result file, and do nothing else"
+        "--readme", type=Path, metavar="FILE", help="write the table between the marks of this document"
     )
-    parser.add_argument(
-        "--readme", type=Path, metavar="FILE", help="write that table between the marks of a document"
-    )
-    given = parser.parse_args()
-    if given.table is not None:
-        text = render(json.loads(given.table.read_text(encoding="utf-8")))
-        if given.readme is None:
+    options = parser.parse_args()
+    if options.table is not None:
+        text = render(json.loads(options.table.read_text(encoding="utf-8")))
+        if options.readme is None:
             print(text)
         else:
             from lab.quality_table import into
 
-            replace(given.readme, into(given.readme.read_text(encoding="utf-8"), text))
+            replace(options.readme, into(options.readme.read_text(encoding="utf-8"), text))
         return 0
-    if not given.models or given.tokens is None or given.out is None:
+    if not options.models or options.tokens is None or options.out is None:
         parser.error("--models, --tokens and --out are needed, or --table")
     settings = Settings(
-        given.tokens, given.window, given.windows, given.first, 512, given.calibration_windows, given.device
+        options.tokens,
+        options.window,
+        options.windows,
+        options.first,
+        512,
+        options.calibration_windows,
+        options.device,
     )
     missing = run(
-        given.models,
-        given.schemes.split(","),
-        given.methods.split(","),
+        options.models,
+        options.schemes.split(","),
+        options.methods.split(","),
         settings,
-        given.out,
-        given.jobs,
-        given.seconds,
-        list(filter(None, given.kv_dtypes.split(","))),
+        options.out,
+        options.jobs,
+        options.seconds,
+        list(filter(None, options.kv_dtypes.split(","))),
     )
     print(f"{missing} rows missing" if missing else "all rows measured")
     return 1 if missing else 0

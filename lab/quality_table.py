@@ -12,10 +12,10 @@ NAMES = {"rtn": "nearest", "gptq": "GPTQ", "awq": "AWQ"}
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """Perplexities, a line for each scheme, a column for each model and method; "-" where a row is missing.
+    """Perplexities, one line per scheme, one column per model and method; "-" for missing rows.
 
-    Below, for each model, the part of round to nearest's loss (over the model as stored, in nats) that remains with int4_g128; then
-    the table of quantized KV caches, where rows have one.
+    Below it, per model, the loss of int4_g128 by method (over the model as stored, in nats), also relative to round to nearest; then
+    the table of quantized KV caches, if there are rows of them.
     """
     rows = {(row["model"], row["scheme"], row["method"]): row for row in data["rows"] if "kv" not in row}
     models = list(dict.fromkeys(model for model, scheme, _ in rows if scheme == "float"))
@@ -36,7 +36,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _caches(data: Mapping[str, Any], models: list[str]) -> list[str]:
-    """The table of quantized KV caches, a line for each format; [] without rows."""
+    """The table of quantized KV caches, one line per format; [] without rows."""
     rows = {(row["model"], row["kv"]): row for row in data["rows"] if "kv" in row}
     plain = {row["model"]: row for row in data["rows"] if row["scheme"] == "float" and "kv" not in row}
     if not rows:
@@ -47,10 +47,10 @@ def _caches(data: Mapping[str, Any], models: list[str]) -> list[str]:
         f"| as activations | 32 | {' | '.join(_cell(plain.get(model)) for model in models)} | |",
     ]
     for kv in dict.fromkeys(kv for _, kv in rows):
-        own = {model: rows[model, kv] for model in models if (model, kv) in rows}
-        lost = ", ".join(f"{row['loss'] - plain[model]['loss']:+.4f}" for model, row in own.items())
-        width = next(iter(own.values()))["kv_bits"]
-        cells = " | ".join(_cell(own.get(model)) for model in models)
+        perplexities = {model: rows[model, kv] for model in models if (model, kv) in rows}
+        lost = ", ".join(f"{row['loss'] - plain[model]['loss']:+.4f}" for model, row in perplexities.items())
+        width = next(iter(perplexities.values()))["kv_bits"]
+        cells = " | ".join(_cell(perplexities.get(model)) for model in models)
         lines.append(f"| `{kv}` | {width:.3g} | {cells} | {lost} |")
     return ["", *lines]
 
@@ -70,7 +70,7 @@ def _sentence(model: str, rows: Mapping[tuple[str, str, str], Mapping[str, Any]]
 
 
 def bits(scheme: str) -> float:
-    """Bits of a weight with its part of the scales, of a large matrix."""
+    """Bits per weight including scales, for a large matrix."""
     import torch
 
     from gristmill.quant import quantize
@@ -79,7 +79,7 @@ def bits(scheme: str) -> float:
 
 
 def into(text: str, table: str) -> str:
-    """A document with the table between its marks; ValueError when it has none."""
+    """The document with the table between its marks; ValueError if it has no marks."""
     for mark in (BEGIN, END):
         if mark not in text:
             raise ValueError(f"the document has no {mark}")

@@ -1,1 +1,1 @@
-"""One module a kernelbench command."""
+"""One module per kernelbench command."""

@@ -128,7 +128,7 @@ def bench(
         )
     limits = ceilings(
         here.device or "cpu"
-    )  # before anything else is: damaged ones are refused, and nothing disturbs new ones
+    )  # measured first: damaged files are refused early, and nothing disturbs new measurements
     rows: list[dict[str, Any]] = []
     for one in console.progress(work, lambda item: f"{item.op.name} {item.problem}", quiet=as_json):
         base = baseline_of(one.op, one.problem, baseline, here) if baseline else None

@@ -44,9 +44,9 @@ def bisect(
 
     with (
         tempfile.TemporaryDirectory(prefix="kernelbench-bisect-") as work,
-        console.status(quiet=as_json) as tell,
+        console.status(quiet=as_json) as progress,
     ):
-        culprit = run(repository, good, bad, command, build=build, work=Path(work), tell=tell)
+        culprit = run(repository, good, bad, command, build=build, work=Path(work), progress=progress)
     if as_json:
         console.emit({"suspects": list(culprit.suspects), "tried": [vars(one) for one in culprit.tried]})
         return

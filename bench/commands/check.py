@@ -151,8 +151,8 @@ def check(
                 Case(op, problem, against, others) for problem in concrete(op, problem_texts or op.bench)
             ]
         here = imported(here, [k for case in cases for k in (case.baseline, *case.others)])
-        with console.status(quiet=as_json) as tell:
-            rows = compare(cases, here, rule, seconds=seconds, tell=tell)
+        with console.status(quiet=as_json) as progress:
+            rows = compare(cases, here, rule, seconds=seconds, progress=progress)
         written = baseline.update(file, here, rows, portable, dropped)
         lost = [row for row in rows if row.found is None]
         if as_json:
@@ -201,8 +201,8 @@ def check(
     missing = baseline.gone(entries)
     cases = baseline.cases([entry for entry in entries if entry not in missing])
     here = imported(here, [k for case in cases for k in (case.baseline, *case.others)])
-    with console.status(quiet=as_json) as tell:
-        rows = compare(cases, here, rule, seconds=seconds, shift=baseline.shifts(entries), tell=tell)
+    with console.status(quiet=as_json) as progress:
+        rows = compare(cases, here, rule, seconds=seconds, shift=baseline.shifts(entries), progress=progress)
     checked = baseline.against(entries, rows, rule, missing)
     code = baseline.exit_code(checked)
     _tell(file, here, checked, code, time.perf_counter() - begin, junit, markdown, as_json)
@@ -303,7 +303,7 @@ def _tell(
     markdown: Path | None,
     as_json: bool,
 ) -> None:
-    """What was found, on stdout and in the files asked for."""
+    """Write the outcome to stdout and to the requested files."""
     from gristmill.bench import report_ci
 
     _write(junit, report_ci.junit(checked, seconds))
@@ -348,7 +348,7 @@ def _write(path: Path | None, text: str) -> None:
 def _stop(
     context: click.Context, code: int, why: str, junit: Path | None, markdown: Path | None, as_json: bool
 ) -> NoReturn:
-    """End before anything was measured; the files that were asked for say so."""
+    """Stop before the measurements; the requested files say why."""
     from gristmill.bench import report_ci
 
     _write(junit, report_ci.stopped(why))

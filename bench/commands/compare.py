@@ -124,10 +124,10 @@ def compare(
         )
     limits = ceilings(
         here.device or "cpu"
-    )  # before anything else is: damaged ones are refused, and nothing disturbs new ones
-    with console.status(quiet=as_json) as tell:
-        rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, tell=tell)
-        tell("floors")
+    )  # measured first: damaged files are refused early, and nothing disturbs new measurements
+    with console.status(quiet=as_json) as progress:
+        rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, progress=progress)
+        progress("floors")
         add_floors(rows, cases, here)
     if kernels is None:
         rows += [
@@ -194,7 +194,7 @@ def compare(
 
 
 def _selected(op: Op, problem: Any, here: Place) -> Kernel:
-    """What runs here by default."""
+    """The kernel that selection runs here."""
     from gristmill.autotune.resolve import Resolver
 
     return Resolver(here.device or "cpu", here.policy).resolve(op, problem).require().kernel

@@ -93,7 +93,7 @@ def decode(
                 _show(name, row)
             if out:
                 write(out, here, rows, model=name)
-        gc.collect()  # the model goes before the next one is made
+        gc.collect()  # frees the model before the next one is made
     for row in rows:
         row.pop("samples_ms")
         row.pop("step_samples_ms")

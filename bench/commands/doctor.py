@@ -34,7 +34,7 @@ def doctor(measure: bool, as_json: bool) -> None:
     from gristmill.autotune.floor import (
         kept,
         remeasure,
-    )  # torch with it, which then says how many threads it has
+    )  # also imports torch, so that its number of threads is known
 
     found = probe_devices()
     build, policy, registry = Build.probe(), Policy.current(), default_registry()
@@ -84,7 +84,7 @@ def _device(target: Target) -> dict[str, Any]:
 
 
 def _state(target: Target) -> dict[str, Any] | None:
-    """What may change from one moment to the next."""
+    """The state that may change from one moment to the next."""
     if target.vendor == "cpu":
         from gristmill.autotune.environment import cpu_state
 

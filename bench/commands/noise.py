@@ -85,8 +85,8 @@ def noise(
     if gap or (gap := verified(op, kernel, config, problem, device)):
         raise click.UsageError(f"{kernel.name} cannot be timed on {problem}: {gap}")
     shared = shared_rotations(op, problem, device, [kernel], hot=hot)[kernel.name]
-    with console.status(quiet=as_json) as tell:
-        tell(f"{kernel.name} {problem}: {comparisons} comparisons with itself")
+    with console.status(quiet=as_json) as progress:
+        progress(f"{kernel.name} {problem}: {comparisons} comparisons with itself")
         measured = self_test(
             lambda side: KernelArm(kernel, config, shared, name=side),
             Rule(min_effect=min_effect),

@@ -80,21 +80,21 @@ def regret(
         if op_name or problem_texts or suite or target or results:
             raise click.UsageError("--replay takes problems and device from its file, and writes no file")
         here, studies = replay(read(replayed))
-        asked_for = len(studies)
+        job_count = len(studies)
     else:
         here = place(target)
         here_or_refuse(here)
         jobs = [Job(one.op, one.problem) for one in workloads(op_name, problem_texts, suite, ())]
-        asked_for = len(jobs)
+        job_count = len(jobs)
         store = Store.read_over_shipped(here.policy.store_path)
-        with console.status(quiet=as_json) as tell:
-            studies = study(jobs, here, store, seconds=60 * minutes, workers=workers, tell=tell)
+        with console.status(quiet=as_json) as progress:
+            studies = study(jobs, here, store, seconds=60 * minutes, workers=workers, progress=progress)
     figures = {name: None if one is None else vars(one) for name, one in summarized(studies).items()}
     rows = [one.as_dict() for one in studies]
     if results:
-        write(results, here, rows, regret=figures, asked=asked_for)
+        write(results, here, rows, regret=figures, asked=job_count)
     if as_json:
-        console.emit({"asked": asked_for, "studied": len(rows), "regret": figures, "problems": rows})
+        console.emit({"asked": job_count, "studied": len(rows), "regret": figures, "problems": rows})
         return
     console.table(
         f"Regret on {here.target.name} {here.target.device}",

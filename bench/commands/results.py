@@ -51,8 +51,8 @@ def rerun(
     data = result_file.read(file)
     if not data["rows"]:
         raise result_file.ResultError(f"{file}: it has no rows; there is nothing to repeat")
-    with console.status(quiet=as_json) as tell:
-        found = run(data, here, Rule(min_effect=min_effect, looks=1), tell=tell)
+    with console.status(quiet=as_json) as progress:
+        found = run(data, here, Rule(min_effect=min_effect, looks=1), progress=progress)
     rows, differs = [one.as_dict() for one in found], differences(data, here)
     if results:
         result_file.write(results, here, [row | {"us": row["now_us"]} for row in rows])

@@ -118,7 +118,7 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
             with contextlib.redirect_stdout(sys.stderr):
                 gristmill.main(args=list(arguments), prog_name="gristmill", standalone_mode=False)
         finally:
-            if counts:  # of a run that ended early too: what it called until then is what it calls
+            if counts:  # also after a run that ended early: the calls until then are valid
                 write(out, counts, "gristmill " + shlex.join(arguments))
     if not counts:
         raise click.UsageError(

@@ -155,8 +155,8 @@ def revalidate(
     here_or_refuse(here)
     path = here.policy.store_path
     found = again.groups(Store.read_over_shipped(path), here)
-    with console.status(quiet=as_json) as tell:
-        records = again.revalidate(found, here, sample=sample, seed=seed, tell=tell)
+    with console.status(quiet=as_json) as progress:
+        records = again.revalidate(found, here, sample=sample, seed=seed, progress=progress)
     if records and not dry_run:
         writing.update(path, lambda present: again.replaced(present, records))
     rows = [group.as_dict() for group in found]

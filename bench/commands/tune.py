@@ -108,9 +108,16 @@ def tune(
         return update(path, lambda present: with_tuned(present, records))
 
     try:
-        with console.status(quiet=as_json) as tell:
+        with console.status(quiet=as_json) as progress:
             found = run(
-                jobs, here, keep, seconds=60 * minutes, store=held, redo=redo, workers=workers, tell=tell
+                jobs,
+                here,
+                keep,
+                seconds=60 * minutes,
+                store=held,
+                redo=redo,
+                workers=workers,
+                progress=progress,
             )
     except KeyboardInterrupt:
         console.err().print(

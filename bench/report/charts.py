@@ -1,6 +1,6 @@
-"""Charts as SVG text, without a library: marks are few, the page has to open with no network, and text stays text.
+"""Charts as SVG text, without a library: there are few marks, the page must open without a network, and text remains text.
 
-A chart is drawn for about 400 pixels, which is a phone's width and a third of a desk's, so its text is legible on both.
+A chart is about 400 pixels wide, the width of a phone and a third of a desktop window, so its text is legible on both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ LABELLED = 10
 """Series whose names fit beside a chart; more have a legend below it."""
 
 Place = Callable[[float, float], tuple[float, float]]
-"""Where in the drawing a point (x, y) is."""
+"""The position of a data point (x, y) in the drawing."""
 
 LETTERS, LETTER = 19, 6.5
-"""Letters of a name beside a chart, and the width of one."""
+"""The maximum length of a name next to a chart, in letters, and the width of a letter."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A point. row: the row of the page that a click shows; low, high: ends of its bar; note: text drawn beside its ring."""
+    """A point. row: the row of the page that a click shows; low, high: the ends of its bar; note: text next to its ring."""
 
     x: float
     y: float
@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass
 class Series:
-    """Marks that are drawn alike. name: as drawn; title: in full. joined: connected by a line."""
+    """Marks with the same look. name: as drawn; title: the full name. joined: connected by a line."""
 
     name: str
     title: str
@@ -54,7 +54,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Roof:
-    """A limit: a line through points (x, y), with a text at a place of it ("slope": along its first piece where that is long enough, "end")."""
+    """A limit: a line through points (x, y). Its text is at "slope" (along the first segment, if that is long enough) or at "end"."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -63,7 +63,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Axis:
-    """name: with its unit. ticks: (place, text), chosen by the values where none are given. log: logarithmic."""
+    """name: with its unit. ticks: (position, text), by default chosen from the values. log: logarithmic."""
 
     name: str
     ticks: tuple[tuple[float, str], ...] = ()
@@ -73,10 +73,10 @@ class Axis:
 def chart(
     title: str, series: Sequence[Series], x: Axis, y: Axis, roofs: Sequence[Roof] = (), about: str = ""
 ) -> str:
-    """A figure. Series that are joined are named at their ends as long as they are few, the others in a legend."""
-    beside = len(series) <= LABELLED and all(one.joined for one in series)
-    right = RIGHT + (min(LETTERS, max(len(one.name) for one in series)) * LETTER + 10 if beside else 0)
-    marks = [mark for one in series for mark in one.marks]
+    """A figure. Joined series are named at their ends if there are few; otherwise there is a legend."""
+    beside = len(series) <= LABELLED and all(entry.joined for entry in series)
+    right = RIGHT + (min(LETTERS, max(len(entry.name) for entry in series)) * LETTER + 10 if beside else 0)
+    marks = [mark for entry in series for mark in entry.marks]
     limits = [point for roof in roofs for point in roof.points]
     across = _Scale([m.x for m in marks] + [p[0] for p in limits], x, WIDTH - LEFT - right)
     ends = [end for m in marks for end in (m.y, m.low, m.high) if end]
@@ -86,8 +86,8 @@ def chart(
         return LEFT + across.place(at), HEIGHT - BOTTOM - up.place(value)
 
     parts = [_frame(x, y, across, up, WIDTH - right), *(_roof(roof, place) for roof in roofs)]
-    for one in series:
-        parts.append(_series(one, place))
+    for entry in series:
+        parts.append(_series(entry, place))
     if beside:
         parts.append(_names(series, place, WIDTH - right))
     caption = broken(title) + (f"<small>{html.escape(about)}</small>" if about else "")
@@ -97,7 +97,7 @@ def chart(
 
 def legend(series: Sequence[Series]) -> str:
     """Names of series with their marks."""
-    return f'<ul class="legend">{"".join(f"<li>{key(one.look)}{html.escape(one.name)}</li>" for one in series)}</ul>'
+    return f'<ul class="legend">{"".join(f"<li>{key(entry.look)}{html.escape(entry.name)}</li>" for entry in series)}</ul>'
 
 
 def key(look: Look) -> str:
@@ -106,7 +106,7 @@ def key(look: Look) -> str:
 
 
 def _frame(x: Axis, y: Axis, across: _Scale, up: _Scale, edge: float) -> str:
-    """Grid, numbers and names of the axes. edge: where the plot ends on the right."""
+    """Grid, numbers and names of the axes. edge: the right end of the plot."""
     bottom, parts = HEIGHT - BOTTOM, []
     for value, text in across.ticks():
         at = LEFT + across.place(value)
@@ -139,15 +139,15 @@ def _roof(roof: Roof, place: Place) -> str:
     return f'<path class="roof" d="{path}"/>{text}'
 
 
-def _series(one: Series, place: Place) -> str:
-    classes, shape, parts = one.look.classes, one.look.outline, []
-    spots = [place(mark.x, mark.y) for mark in one.marks]
-    if one.joined and len(spots) > 1:
+def _series(series: Series, place: Place) -> str:
+    classes, shape, parts = series.look.classes, series.look.outline, []
+    spots = [place(mark.x, mark.y) for mark in series.marks]
+    if series.joined and len(spots) > 1:
         parts.append(f'<path class="line {classes}" d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in spots)}"/>')
-    for mark, (a, b) in zip(one.marks, spots, strict=True):
+    for mark, (a, b) in zip(series.marks, spots, strict=True):
         if mark.low and mark.high:
             (_, low), (_, high) = place(mark.x, mark.low), place(mark.x, mark.high)
-            parts.append(f'<path class="bar c{one.look.colour}" d="M{a:.1f} {low:.1f}V{high:.1f}"/>')
+            parts.append(f'<path class="bar c{series.look.colour}" d="M{a:.1f} {low:.1f}V{high:.1f}"/>')
         if mark.note:
             parts.append(
                 f'<circle class="ring" cx="{a:.1f}" cy="{b:.1f}" r="8"/>'
@@ -161,25 +161,25 @@ def _series(one: Series, place: Place) -> str:
 
 
 def _names(series: Sequence[Series], place: Place, edge: float) -> str:
-    """The series' names right of the plot, at the heights of their last marks, moved apart where they would meet."""
+    """The names of the series, right of the plot, at the heights of their last marks, moved apart if they would overlap."""
     ends = sorted(
-        ((place(one.marks[-1].x, one.marks[-1].y), one) for one in series), key=lambda end: end[0][1]
+        ((place(entry.marks[-1].x, entry.marks[-1].y), entry) for entry in series), key=lambda end: end[0][1]
     )
     heights = spread([spot[1] for spot, _ in ends], TOP + 4, HEIGHT - BOTTOM)
     parts = []
-    for ((a, b), one), height in zip(ends, heights, strict=True):
-        name = one.name if len(one.name) <= LETTERS else one.name[: LETTERS - 1] + "…"
+    for ((a, b), entry), height in zip(ends, heights, strict=True):
+        name = entry.name if len(entry.name) <= LETTERS else entry.name[: LETTERS - 1] + "…"
         if edge - a > 12 or abs(height - b) > 4:
             parts.append(f'<path class="lead" d="M{a + 5:.1f} {b:.1f}L{edge + 6:.1f} {height:.1f}"/>')
         parts.append(
-            f'<text x="{edge + 8:.1f}" y="{height + 4:.1f}" class="direct c{one.look.colour}">{html.escape(name)}'
-            f"<title>{html.escape(one.title)}</title></text>"
+            f'<text x="{edge + 8:.1f}" y="{height + 4:.1f}" class="direct c{entry.look.colour}">{html.escape(name)}'
+            f"<title>{html.escape(entry.title)}</title></text>"
         )
     return "".join(parts)
 
 
 def spread(heights: Sequence[float], low: float, high: float) -> list[float]:
-    """Ascending heights, moved as little as keeps them a line apart, between low and high where they fit."""
+    """Ascending heights, moved as little as necessary to be a line apart, between low and high if they fit."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + LINE if placed else low))
@@ -193,7 +193,7 @@ def spread(heights: Sequence[float], low: float, high: float) -> list[float]:
 
 
 class _Scale:
-    """Places on an axis `size` long that holds the values given."""
+    """Positions on an axis of length `size` that contains the given values."""
 
     def __init__(self, values: Sequence[float], axis: Axis, size: float) -> None:
         low, high = min(values), max(values)
@@ -212,7 +212,7 @@ class _Scale:
         return (self._number(value) - self.low) / (self.high - self.low) * self.size
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Those given, as far as their texts have room; else powers of ten, with 2 and 5 between where they are few."""
+        """The given ticks whose texts fit; else powers of ten, with 2 and 5 between them if there are few."""
         if self.axis.ticks:
             return self._room(self.axis.ticks)
         values: list[float] = []
@@ -251,10 +251,10 @@ def _tick(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A measurement for people: three digits that count, thousands apart."""
+    """A measurement as text: three significant digits, with thousands separators."""
     return f"{value:,.0f}" if 999.5 <= value < 1e6 else f"{value:#.3g}".rstrip(".") if value else "0"
 
 
 def broken(text: str) -> str:
-    """Text as HTML that may be broken after its commas, so that an axis and its value stay together."""
+    """Text as HTML with line breaks allowed after commas only, so that an axis and its value stay together."""
     return html.escape(text).replace(",", ",<wbr>")

@@ -1,4 +1,4 @@
-"""How series are drawn: colour and mark identify the provider, equal on every chart of every page; the fill tells its kernels apart."""
+"""The look of series: colour and mark identify the provider and are equal on all charts; the fill distinguishes its kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = (
 """Outlines of marks about their centre."""
 
 VARIANTS = 8
-"""Fills and sizes of a mark (page.css): kernels of one provider and operation before a drawing is used again."""
+"""Fills and sizes of a mark (page.css): the number of kernels of one provider and operation before a look repeats."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 'use strict';
 const rows = JSON.parse(document.getElementById('data').textContent);
-const panel = document.getElementById('panel'), told = document.getElementById('told');
-const REACH = 24;  // pixels from a mark within which a click means it
+const panel = document.getElementById('panel'), details = document.getElementById('details');
+const REACH = 24;  // a click within this many pixels of a mark selects it
 
 function make(name, text, parent) {
   const node = document.createElement(name);
@@ -10,22 +10,22 @@ function make(name, text, parent) {
   return node;
 }
 
-// The panel: what is known of a row, and the command that measures it again.
-function tell(number) {
+// The panel: the data of a row, and the command that measures it again.
+function show(number) {
   const row = rows[number];
   document.querySelectorAll('.chosen').forEach(node => node.classList.remove('chosen'));
   document.querySelectorAll(`.mark[data-row="${number}"]`).forEach(node => node.classList.add('chosen'));
-  told.replaceChildren();
-  make('b', `${row.kernel} ${row.problem}`, told);
-  const facts = make('dl', '', told);
+  details.replaceChildren();
+  make('b', `${row.kernel} ${row.problem}`, details);
+  const facts = make('dl', '', details);
   for (const [name, value] of Object.entries(row)) {
     if (['kernel', 'problem', 'repro'].includes(name)) continue;
     const pair = make('div', '', facts);
     make('dt', name, pair);
     make('dd', value, pair);
   }
-  const command = make('pre', row.repro, told);
-  const copy = make('button', 'Copy command', told);
+  const command = make('pre', row.repro, details);
+  const copy = make('button', 'Copy command', details);
   copy.addEventListener('click', async () => {
     try {
       await navigator.clipboard.writeText(row.repro);
@@ -35,7 +35,7 @@ function tell(number) {
       copy.textContent = 'Selected: copy it by key';
     }
   });
-  make('button', 'Close', told).addEventListener('click', close);
+  make('button', 'Close', details).addEventListener('click', close);
   panel.hidden = false;
 }
 
@@ -48,10 +48,10 @@ function close() {
 
 function choose(node) {
   origin = node;
-  tell(node.dataset.row);
+  show(node.dataset.row);
 }
 
-// Charts: one stop for the tabulator each; arrows go from mark to mark, Enter tells of it.
+// Charts: one tab stop each; arrow keys move between marks, Enter shows the row.
 function marks(chart) {
   return [...chart.querySelectorAll('.mark[data-row]')];
 }

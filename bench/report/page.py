@@ -135,7 +135,7 @@ def _table(rows: list[PageRow], shown: Looks) -> str:
     body = "".join(_line(row, shown[row.op, row.series]) for row in rows)
     table = (
         f'<label class="filter">Filter <input type="search" id="filter" placeholder="kernel, problem, file …"></label> '
-        f'<span id="count" role="status"></span><div class="wide" tabindex="0" role="region" aria-label="All rows"><table id="all">'
+        f'<span id="count" role="status"></span><div class="scroll" tabindex="0" role="region" aria-label="All rows"><table id="all">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     return sections.section(
@@ -194,7 +194,7 @@ def _untimed(files: Files) -> str:
         for name in ("operation", "problem", "kernel", "verdict", "why", "file")
     )
     return (
-        f'<details><summary>{len(lines):,} {"row has" if len(lines) == 1 else "rows have"} no time</summary><div class="wide" tabindex="0" '
+        f'<details><summary>{len(lines):,} {"row has" if len(lines) == 1 else "rows have"} no time</summary><div class="scroll" tabindex="0" '
         f'role="region" aria-label="Rows without a time"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
         "</div></details>"
     )
@@ -208,7 +208,7 @@ _PAGE = """<!doctype html>
 <main>
 {body}
 </main>
-<aside id="panel" aria-label="Selected row" hidden><div id="told" role="status"></div></aside>
+<aside id="panel" aria-label="Selected row" hidden><div id="details" role="status"></div></aside>
 <noscript><p>Scripts are off: <code>kernelbench repro FILE ROW</code> prints the command of a row.</p></noscript>
 <script type="application/json" id="data">{data}</script><script>{script}</script></body></html>
 """

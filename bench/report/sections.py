@@ -30,7 +30,7 @@ def section(name: str, title: str, about: str, body: Sequence[str], empty: str) 
 
 
 def charts(figures: Sequence[str]) -> list[str]:
-    """Charts beside each other, as many as there is room for."""
+    """Charts side by side, as many as fit."""
     return [f'<div class="charts">{"".join(figures)}</div>'] if figures else []
 
 
@@ -49,13 +49,13 @@ def rooflines(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
         series: dict[str, Series] = {}
         for row in members:
             assert row.flops and row.bytes
-            one = series.setdefault(row.series, Series(row.short, row.series, shown[op, row.series]))
+            entry = series.setdefault(row.series, Series(row.short, row.series, shown[op, row.series]))
             low, high = (
                 (row.flops / row.high / 1e6, row.flops / row.low / 1e6)
                 if row.low and row.high
                 else (None, None)
             )
-            one.marks.append(
+            entry.marks.append(
                 Mark(row.flops / row.bytes, row.flops / row.us / 1e6, row.number, label(row), low, high)
             )
         figures.append(
@@ -87,7 +87,7 @@ def _roofs(limits: dict[str, Any], rows: Sequence[PageRow]) -> list[Roof]:
     knees = {unit: rates[unit] * 1e3 / gbs for unit in units if unit in rates}
     end = (
         min(right, max(knees.values())) if len(knees) == len(units) else right
-    )  # no rate is known: memory alone limits
+    )  # no measured rate: only the memory roof
     roofs = []
     if end > left:
         roofs.append(Roof(f"{gbs:,.0f} GB/s", ((left, left * gbs / 1e3), (end, end * gbs / 1e3)), "slope"))
@@ -118,8 +118,8 @@ def shapes(rows: Iterable[PageRow]) -> dict[tuple[str, str, str], list[PageRow]]
             continue
         bucket = f"{default_registry().op(op).bucket}="
         for row in members:
-            rest = ",".join(part for part in row.problem.split(",") if not part.startswith(bucket))
-            by_shape.setdefault((device, op, rest), []).append(row)
+            fixed_part = ",".join(part for part in row.problem.split(",") if not part.startswith(bucket))
+            by_shape.setdefault((device, op, fixed_part), []).append(row)
     return by_shape
 
 
@@ -142,10 +142,10 @@ def latency(rows: Sequence[PageRow], shown: Looks) -> str:
         series: dict[str, Series] = {}
         for row in sorted(members, key=lambda row: row.size or 0):
             if row.size:
-                one = series.setdefault(
+                entry = series.setdefault(
                     row.series, Series(row.short, row.series, shown[op, row.series], joined=True)
                 )
-                one.marks.append(Mark(row.size, row.us, row.number, label(row), row.low, row.high))
+                entry.marks.append(Mark(row.size, row.us, row.number, label(row), row.low, row.high))
         ticks = tuple((float(size), f"{size:,}") for size in sizes)
         figures.append(
             chart(
@@ -186,7 +186,7 @@ def winners(rows: Sequence[PageRow], shown: Looks) -> str:
         )
         name = html.escape(f"{op} on {device}")
         sections.append(
-            f'<h3>{html.escape(op)}<small>{html.escape(device)}</small></h3><div class="wide" tabindex="0" role="region" '
+            f'<h3>{html.escape(op)}<small>{html.escape(device)}</small></h3><div class="scroll" tabindex="0" role="region" '
             f'aria-label="Fastest, {name}"><table class="map"><thead><tr><th scope="col">shape \\ {html.escape(size_name(op))}</th>'
             f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
@@ -226,10 +226,10 @@ FEW_CHARTS, FEW_CHANGES = 12, 8
 def _changes(lines: Sequence[str]) -> list[str]:
     """The largest changes, and the others behind a fold."""
     parts = [f'<ul class="changes">{"".join(lines[:FEW_CHANGES])}</ul>'] if lines else []
-    if rest := lines[FEW_CHANGES:]:
+    if smaller := lines[FEW_CHANGES:]:
         parts.append(
-            f"<details><summary>{len(rest)} smaller {'change' if len(rest) == 1 else 'changes'}</summary>"
-            f'<ul class="changes">{"".join(rest)}</ul></details>'
+            f"<details><summary>{len(smaller)} smaller {'change' if len(smaller) == 1 else 'changes'}</summary>"
+            f'<ul class="changes">{"".join(smaller)}</ul></details>'
         )
     return parts
 
@@ -238,19 +238,19 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
     """Rows that several files contain, by date, with the changes that the samples support."""
     where = {(row.file, row.op, row.problem, row.series, row.device): row for row in rows}
     groups: dict[tuple[str, str, str], list[RowHistory]] = {}
-    for one in history(files):
-        if len(one.points) > 1:
-            groups.setdefault((one.key[0], one.key[1], one.key[3]), []).append(one)
+    for member in history(files):
+        if len(member.points) > 1:
+            groups.setdefault((member.key[0], member.key[1], member.key[3]), []).append(member)
     changed: list[str] = []
     steady: list[str] = []
     lines: list[tuple[float, str]] = []
     for (op, problem, device), members in groups.items():
-        steps = sorted({(p.when, p.file) for one in members for p in one.points})
+        steps = sorted({(p.when, p.file) for member in members for p in member.points})
         series: list[Series] = []
         changes = False
-        for one in members:
-            name, marks = one.key[2], []
-            for point in one.points:
+        for member in members:
+            name, marks = member.key[2], []
+            for point in member.points:
                 row = where[point.file, op, problem, name, device]
                 note = f"{point.change - 1:+.0%}" if point.change is not None else ""
                 text = f"{name} in {point.file} {point.when}: {number(point.us)} µs" + (
@@ -279,7 +279,7 @@ def past(files: Files, rows: Sequence[PageRow], shown: Looks) -> str:
             series.append(Series(name.removeprefix(f"{op}_"), name, shown[op, name], marks, joined=True))
         day = (
             slice(11, 16) if len({when[:10] for when, _ in steps}) == 1 else slice(5, 10)
-        )  # the hour, where all are of one day
+        )  # the hour, if all are of one day
         ticks = tuple((float(n + 1), when[day] or str(n + 1)) for n, (when, _) in enumerate(steps))
         drawn = chart(
             f"{op} {problem}",

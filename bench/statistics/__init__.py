@@ -1,1 +1,1 @@
-"""Deciding from noisy samples: verdicts on pairs, rounds taken in turn, the noise floor of a machine."""
+"""Statistics of noisy samples: verdicts on pairs, interleaved rounds, the noise floor of a machine."""

@@ -1,4 +1,4 @@
-"""The noise floor of a machine: how far apart a thing seems to be from itself."""
+"""The noise floor of a machine: the measured difference of a kernel from itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class NoiseError(ValueError):
 
 @dataclass(frozen=True)
 class Noise:
-    """What A/A comparisons gave. floor: the largest |ratio - 1| but for the worst twentieth of them. false: verdicts that
-    were neither SAME nor UNCLEAR; undecided: those that were UNCLEAR.
+    """The outcome of A/A comparisons. floor: the 95 % quantile of |ratio - 1|. false: the number of FASTER and SLOWER
+    verdicts; undecided: the number of UNCLEAR ones.
     """
 
     floor: float
@@ -31,14 +31,14 @@ class Noise:
         if min_effect < self.floor:
             raise NoiseError(
                 f"a minimum effect of {min_effect:.2%} is below this machine's noise floor of {self.floor:.2%} "
-                f"({self.comparisons} comparisons of a thing with itself); ask for more, or use a quieter machine"
+                f"({self.comparisons} comparisons of a kernel with itself); choose a larger one, or use a quieter machine"
             )
 
 
 def self_test(
     make: Callable[[str], Arm], rule: Rule, *, comparisons: int = 20, rounds: int = ROUNDS, seed: int = 0
 ) -> Noise:
-    """Compare `make("a")` with `make("b")`, the same thing twice, `comparisons` times, each judged on its own."""
+    """Compare `make("a")` with `make("b")`, two arms of the same kernel, `comparisons` times, each judged separately."""
     verdicts = []
     for number in range(comparisons):
         heat = Heat([make("a"), make("b")])
@@ -47,9 +47,9 @@ def self_test(
 
 
 def summarize(verdicts: Sequence[Verdict]) -> Noise:
-    """The noise that some A/A verdicts show."""
+    """The noise in A/A verdicts."""
     if not verdicts:
-        raise ValueError("no A/A comparison was made, so nothing is known of the noise")
+        raise ValueError("no A/A comparison was made, so the noise is unknown")
     off = sorted(max(v.ratio, 1 / v.ratio) - 1 for v in verdicts)
     place = max(math.ceil(0.95 * len(off)) - 1, 0)
     return Noise(

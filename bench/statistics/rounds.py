@@ -1,4 +1,4 @@
-"""Rounds taken in turn: every arm is timed in every round, and rows that stay UNCLEAR get more rounds."""
+"""Interleaved rounds: every arm is timed in every round, and UNCLEAR rows get more rounds."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gristmill.autotune.clock import now
 from gristmill.bench.statistics.verdict import UNCLEAR, Rule, Verdict, judge
 
 REPEATS = 3
-"""Samples of each arm within a round; the least counts, because what disturbs a run only ever makes it longer."""
+"""Samples of each arm within a round. The minimum counts, because disturbances only make a run longer."""
 
 LONG_US = 50_000.0
-"""Microseconds over which a thing is timed once per round only: a disturbance is short next to it."""
+"""Calls longer than this many microseconds are timed once per round: disturbances are short in comparison."""
 
 CLOCK_WITHIN = 0.02
-"""A round whose clock is further from the median round's than this does not count."""
+"""A round does not count if its clock differs from the median clock by more than this fraction."""
 
 SECONDS = 30.0
-"""How long a heat may have taken and still be given more rounds."""
+"""Seconds after which a heat gets no more rounds."""
 
 ROUNDS = 16
-"""Rounds before rows are first judged. Each further look doubles what an UNCLEAR row has."""
+"""Rounds before rows are first judged. Each further look doubles the rounds of an UNCLEAR row."""
 
 
 class Arm(Protocol):
-    """Something to be timed: `sample` runs it once over and says microseconds per call."""
+    """Something to time: `sample` runs it and returns microseconds per call."""
 
     name: str
 
@@ -38,9 +38,9 @@ class Arm(Protocol):
 
 @dataclass
 class Heat:
-    """The arms of one problem, the first being the baseline, and what each measured in each round (microseconds).
+    """The arms of one problem, the baseline first, and their samples per round (microseconds).
 
-    clock: reads the device's clock (MHz), where it has one that moves; clocks: what it was at the end of each round.
+    clock: reads the device's clock (MHz), if that varies; clocks: its value at the end of each round.
     """
 
     arms: Sequence[Arm]
@@ -79,8 +79,8 @@ class Heat:
 
     @property
     def steady(self) -> list[int]:
-        """The rounds that count: those within CLOCK_WITHIN of the median clock. All of them where clocks are unknown, or where
-        so few are near the median that it says nothing."""
+        """The rounds that count: those within CLOCK_WITHIN of the median clock. All rounds if clocks are unknown, or if too
+        few are near the median."""
         known = [mhz for mhz in self.clocks if mhz]
         if not known:
             return [*range(self.rounds)]
@@ -89,7 +89,7 @@ class Heat:
         return kept if 2 * len(kept) >= len(self.clocks) else [*range(self.rounds)]
 
     def kept(self, name: str) -> list[float]:
-        """What an arm measured in the rounds that count."""
+        """The samples of an arm in the rounds that count."""
         return [self.times[name][n] for n in self.steady]
 
     def logs(self, name: str) -> list[float]:
@@ -109,14 +109,14 @@ def race(
     seconds: float = SECONDS,
     seed: int = 0,
     shift: Callable[[str, str, Sequence[float]], float] = lambda key, arm, logs: 0.0,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[tuple[str, str], Verdict]:
     """Run every heat, judge all their rows together, give heats with UNCLEAR rows as many rounds again, and so on.
 
     Returns the verdict of every (heat, arm) but the baselines'. At most `rule.looks` looks are taken, and none of a heat
-    that has taken `seconds`, so it has at most rounds · 2^(looks - 1) rounds; what is UNCLEAR then stays so.
+    that has taken `seconds`, so it has at most rounds · 2^(looks - 1) rounds; rows that are UNCLEAR then remain so.
 
-    shift: of a heat, an arm and its log ratios, the log that they are judged relative to; 0: relative to the baseline's times.
+    shift: (heat, arm, log ratios) -> the log that they are judged relative to; 0: relative to the baseline's times.
     """
     chance = random.Random(seed)
     rows = [(key, arm.name) for key, heat in heats.items() for arm in heat.arms[1:]]
@@ -124,7 +124,7 @@ def race(
     verdicts: dict[tuple[str, str], Verdict] = {}
     for look in range(rule.looks):
         for key in open_heats:
-            tell(f"{key}: look {look + 1} of {rule.looks}")
+            progress(f"{key}: look {look + 1} of {rule.looks}")
             heats[key].run(heats[key].rounds or rounds, chance)
         logs = {row: heats[row[0]].logs(row[1]) for row in rows}
         judged = judge(

@@ -1,12 +1,12 @@
-"""FASTER, SLOWER, SAME or UNCLEAR: what paired samples allow to be said, over many rows at once.
+"""FASTER, SLOWER, SAME or UNCLEAR: verdicts from paired samples, over many rows at once.
 
-A sample is the logarithm of candidate over baseline, both timed in the same round. Three things keep a verdict honest:
+A sample is the logarithm of candidate over baseline, both timed in the same round. Three measures keep verdicts valid:
 
 - a minimum effect: the null hypothesis of SLOWER is "not slower by more than the minimum effect", not "exactly equal";
-- rounds that resemble their neighbours (load that comes and goes) are merged until they do not, so that they are not
-  counted as independent evidence: the lag-1 autocorrelation says how many to merge;
-- false discoveries are held down over all rows judged together (Benjamini and Hochberg, 1995), and the level is shared
-  among the looks of a run that adds rounds (Bonferroni), so that looking again is not a second chance.
+- autocorrelated rounds (load that comes and goes) are merged until they are independent; the lag-1 autocorrelation
+  determines how many to merge;
+- the false discovery rate is controlled over all rows judged together (Benjamini and Hochberg, 1995), and the level is
+  divided among the looks of a run that adds rounds (Bonferroni).
 
 Tests are Wilcoxon's signed-rank test; intervals are percentile bootstraps of the median. Needs scipy (the extra `bench`).
 """
@@ -20,16 +20,16 @@ from typing import Any
 
 FASTER, SLOWER, SAME, UNCLEAR = "FASTER", "SLOWER", "SAME", "UNCLEAR"
 MERGED_ROUNDS = 8
-"""Independent rounds below which nothing is said: the signed-rank test cannot reach small p-values with fewer."""
+"""The minimum of independent rounds for a verdict: with fewer the signed-rank test cannot reach small p-values."""
 
 RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How much is enough. min_effect: the least relative change worth a verdict, 0.03 = 3 %. level: false discovery rate.
+    """The rule of verdicts. min_effect: the smallest relative change that gets one, 0.03 = 3 %. level: false discovery rate.
 
-    looks: how often the rows may be judged, the last time included; each look gets its share of the level.
+    looks: how often rows may be judged, including the last time; each look gets an equal share of the level.
     """
 
     min_effect: float = 0.03
@@ -49,9 +49,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may be said of one row. ratio: candidate over baseline, the median; low, high: its interval.
+    """The verdict on one row. ratio: candidate over baseline, the median; low, high: its interval.
 
-    p: of the likelier direction, adjusted for all rows. rounds: samples taken; independent: what they are worth.
+    p: of the likelier direction, adjusted for all rows. rounds: the number of samples; independent: after merging.
     """
 
     verdict: str
@@ -96,7 +96,9 @@ def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: in
         middle = float(np.median(samples)) if len(samples) else math.nan
         verdict, reason = UNCLEAR, ""
         if len(samples) < MERGED_ROUNDS:
-            reason = f"{len(row)} rounds are worth {len(samples)}; {MERGED_ROUNDS} are needed"
+            reason = (
+                f"{len(row)} rounds amount to {len(samples)} independent ones; {MERGED_ROUNDS} are needed"
+            )
         elif p <= level and direction == SLOWER and low > band:
             verdict = SLOWER
         elif p <= level and direction == FASTER and high < -band:
@@ -131,11 +133,11 @@ def merge(row: Sequence[float]) -> Any:
         raise ValueError("samples must be finite; a time of zero or below has no logarithm")
     if len(samples) < 4:
         return samples
-    # Outliers would hide the correlation of what is left: ranks show it.
+    # Ranks, because outliers would hide the correlation of the other samples.
     ranks = samples.argsort().argsort().astype(float)
     ranks -= ranks.mean()
     correlation = float((ranks[1:] * ranks[:-1]).sum() / (ranks * ranks).sum())
-    # Chance alone makes 2/sqrt(n) in one case of forty; only what is beyond it is believed.
+    # By chance the correlation exceeds 2/sqrt(n) in one case of forty; only the part above it counts.
     if correlation <= 2 / math.sqrt(len(samples)):
         return samples
     size = math.ceil((1 + correlation) / (1 - min(correlation, 0.9)))
@@ -156,7 +158,7 @@ def interval(samples: Sequence[float], level: float, generator: Any) -> tuple[fl
 
 
 def _direction(samples: Any, band: float) -> tuple[str, float]:
-    """The likelier direction, and the p-value of "not beyond the minimum effect that way", doubled for having chosen."""
+    """The likelier direction, and the p-value of "not beyond the minimum effect in that direction", doubled for the choice."""
     from scipy.stats import wilcoxon
 
     if len(samples) < 2:

@@ -13,7 +13,7 @@ from gristmill.autotune.store import dump, save
 from gristmill.autotune.store_tools import lint
 from gristmill.bench import revalidate as again
 from gristmill.bench.cli import cli
-from gristmill.bench.revalidate import DIFFERS, HOLDS, WRONG, Again
+from gristmill.bench.revalidate import DIFFERS, HOLDS, WRONG, Remeasured
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
 from gristmill.kernel_registry.times import Times
@@ -60,9 +60,9 @@ def outcome(us: float | None, off: int = 0, reason: str = ""):
     """A measurement that finds `us` now, and 50 % more in the first `off` cases."""
     left = [off]
 
-    def measure(timing: Timing, here: Place) -> Again:
+    def measure(timing: Timing, here: Place) -> Remeasured:
         left[0] -= 1
-        return Again(
+        return Remeasured(
             timing, None if us is None else us * (1.5 if left[0] >= 0 else 1.0), (us or 0.0,), reason=reason
         )
 
@@ -131,7 +131,7 @@ def test_wrong_results_are_kept_out() -> None:
 
 
 def test_what_cannot_be_tried_keeps_nothing_out() -> None:
-    def measure(timing: Timing, here: Place) -> Again:
+    def measure(timing: Timing, here: Place) -> Remeasured:
         raise UnverifiableError("no memory for it")
 
     found, records, after, here = run(held(place("cpu")), measure)

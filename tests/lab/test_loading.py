@@ -24,9 +24,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_cases, "SHAPES", SMALL)
 
 
-def best(case: str, folder: Path, who: str = "reader", take: loading.Turn = loading.turn) -> float:
+def best(case: str, folder: Path, who: str = "reader", run_turn: loading.Turn = loading.turn) -> float:
     """The least processor time, as a multiple of safetensors' least."""
-    return float(loading.measure(case, folder, 100_000_000, rounds=5, take=take)[0][f"{who}_cpu_min"])
+    return float(loading.measure(case, folder, 100_000_000, rounds=5, run_turn=run_turn)[0][f"{who}_cpu_min"])
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def best(case: str, folder: Path, who: str = "reader", take: loading.Turn = load
     ["fp8 fp8_block", "gptq int4_g128", "modelopt nvfp4", "compressed-tensors int4_g128", "mxfp4 experts"],
 )
 def test_loading_is_about_as_fast_as_a_copy(case: str, tmp_path: Path) -> None:
-    with loading.processes() as take:
-        assert best(case, tmp_path, "loader", take) < LIMIT
+    with loading.processes() as run_turn:
+        assert best(case, tmp_path, "loader", run_turn) < LIMIT
 
 
 def test_a_reader_that_converts_to_floats_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
