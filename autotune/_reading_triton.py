@@ -18,5 +18,5 @@ def read(data, sink, count, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     for part in tl.static_range(PARTS):
         at = base + part * BLOCK + tl.arange(0, BLOCK)
         total += tl.load(data + at, mask=at < count, other=0)
-    found = tl.sum(total)
-    tl.store(sink + tl.program_id(0), found, mask=found != 0)
+    block_sum = tl.sum(total)
+    tl.store(sink + tl.program_id(0), block_sum, mask=block_sum != 0)

@@ -51,8 +51,8 @@ def _torch_functions() -> tuple[tuple[Any, str, Any], ...]:
 
 def originals() -> tuple[tuple[Any, str, Any], ...]:
     """Every function that a measurement relies on: (owner, name, function), as they are now."""
-    mine = sys.modules[__name__]
-    return (*_HOST, *_torch_functions(), (mine, "now", now), (mine, "tampered", tampered))
+    this_module = sys.modules[__name__]
+    return (*_HOST, *_torch_functions(), (this_module, "now", now), (this_module, "tampered", tampered))
 
 
 def tampered(before: tuple[tuple[Any, str, Any], ...]) -> str:

@@ -177,21 +177,21 @@ def explain(
     if not isinstance(problem, str | Problem | Mapping):
         raise TypeError(f"problem is text, a Problem or a dict of axis values, got {type(problem).__name__}")
     parsed = definition.problem(problem)
-    here = place(target, policy)
+    location = place(target, policy)
     layer = definition.bucket is not None and definition.bucket in parsed.open_axes
     closed = definition.at_bucket(parsed, 1) if layer else _closed(definition, parsed)
-    asker = _Asker(definition, here)
-    plan = asker.plan(parsed) if layer else None
+    selector = _Selector(definition, location)
+    plan = selector.plan(parsed) if layer else None
     return Explanation(
         op=definition.name,
         problem=parsed if layer else closed,
-        target=here.target,
-        device=here.device,
-        policy=here.policy,
-        selection=asker.selection(closed),
+        target=location.target,
+        device=location.device,
+        policy=location.policy,
+        selection=selector.selection(closed),
         bucket=definition.bucket,
         plan=plan,
-        more_memory=asker.more_memory(parsed, plan) if plan is not None else None,
+        more_memory=selector.more_memory(parsed, plan) if plan is not None else None,
     )
 
 
@@ -210,20 +210,20 @@ def _closed(op: Op, problem: Problem) -> Problem:
     return op.problem({**dict(op.at_bucket(op.static(problem), problem.integer(op.bucket)).values), **given})
 
 
-class _Asker:
+class _Selector:
     """Selections and plans of one operation in one place; store and installation are read once for all of them."""
 
-    def __init__(self, op: Op, here: Place) -> None:
-        self.op, self.here, self.registry = op, here, default_registry()
+    def __init__(self, op: Op, location: Place) -> None:
+        self.op, self.location, self.registry = op, location, default_registry()
         self.resolver: Resolver | None = None
-        self.build = here.build
-        if here.device is not None:
-            self.resolver = Resolver(here.device, here.policy)
+        self.build = location.build
+        if location.device is not None:
+            self.resolver = Resolver(location.device, location.policy)
             self.build = self.resolver.build
         else:
-            self.store = Store.read_over_shipped(here.policy.store_path)
+            self.store = Store.read_over_shipped(location.policy.store_path)
         self.layouts = readable(
-            self.registry.kernels_of(op.name), self.registry.layouts, here.target, self.build
+            self.registry.kernels_of(op.name), self.registry.layouts, location.target, self.build
         )
 
     def selection(self, problem: Problem) -> Selection:
@@ -234,15 +234,15 @@ class _Asker:
         """Selection by the records as they are."""
         if self.resolver is not None:
             return self.resolver.select(self.op, problem, layouts)
-        kernels, here = self.registry.kernels_of(self.op.name), self.here
+        kernels, location = self.registry.kernels_of(self.op.name), self.location
         return select(
             self.op,
             problem,
             kernels,
-            here.target,
+            location.target,
             self.build,
             self.store,
-            here.policy,
+            location.policy,
             layouts=layouts,
             foreign=True,
         )
@@ -252,10 +252,12 @@ class _Asker:
         try:
             if self.resolver is not None:
                 return self.resolver.plan(self.op, static)
-            return make_plan(self.op, static, self.layouts, self.here.policy, self.peek, sizes=bucket_sizes())
+            return make_plan(
+                self.op, static, self.layouts, self.location.policy, self.peek, sizes=bucket_sizes()
+            )
         except NoKernelError:
             return None
 
     def more_memory(self, static: Problem, plan: Plan) -> MoreMemory | None:
         """What the policy's bound on memory keeps from the plan."""
-        return more_memory(self.op, static, self.layouts, self.here.policy, self.peek, plan)
+        return more_memory(self.op, static, self.layouts, self.location.policy, self.peek, plan)

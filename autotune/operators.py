@@ -38,9 +38,9 @@ def _define(op: Op) -> Callable[..., Any]:
     outputs = ", ".join(f"{kind} {name}" for kind, name in zip(written, op.outputs, strict=True))
     returned = _returned(["Tensor"] * len(written))
 
-    def fake(*given: Any) -> None:
+    def fake(*arguments: Any) -> None:
         # Also called for a meta tensor among real ones, which would get an empty tensor as its result.
-        devices = sorted({str(t.device) for a in given for t in tensors(a)})
+        devices = sorted({str(t.device) for a in arguments for t in tensors(a)})
         if len(devices) > 1:
             raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
 
@@ -55,9 +55,9 @@ def _define(op: Op) -> Callable[..., Any]:
     def register_new(overload: str, left_out: Sequence[str], plan: str) -> None:
         code = _implementations(op, left_out)
 
-        def fake_new(*given: Any) -> Any:
-            fake(*given)
-            return _one_or_tuple(_allocate(op, code["arguments"](*given)))
+        def fake_new(*arguments: Any) -> Any:
+            fake(*arguments)
+            return _one_or_tuple(_allocate(op, code["arguments"](*arguments)))
 
         parameters = f"{_typed(op, left_out, '=' in plan)}, int {plan}"
         register(overload, f"({parameters}) -> {returned}", code["new"], fake_new)
@@ -77,8 +77,8 @@ def _define(op: Op) -> Callable[..., Any]:
     register("out", f"({_typed(op, (), False)}, int plan, {outputs}) -> ()", code["run"], fake)
     if _inductor_allocates(op):
 
-        def fake_planned_out(*given: Any, **out_tensors: torch.Tensor) -> Any:
-            fake(*given)
+        def fake_planned_out(*arguments: Any, **out_tensors: torch.Tensor) -> Any:
+            fake(*arguments)
             return _one_or_tuple([out_tensors[name] for name in op.outputs])
 
         # Its last argument has another name than that of the default overload: torch treats overloads that differ only in defaults

@@ -154,16 +154,16 @@ def _slower(record: Timing, store: Store, registry: Registry, target: Target) ->
     default = config_key(kernel.config(op.problem(record.problem), target))
     if config_key(record.config) == default:
         return ""
-    for candidate in store.times(record.op, record.target):
+    for default_record in store.times(record.op, record.target):
         if (
-            candidate.kernel == record.kernel
-            and candidate.problem == record.problem
-            and candidate.toolchain == record.toolchain
-            and candidate.timing == record.timing
-            and config_key(candidate.config) == default
-            and candidate.us < record.us
+            default_record.kernel == record.kernel
+            and default_record.problem == record.problem
+            and default_record.toolchain == record.toolchain
+            and default_record.timing == record.timing
+            and config_key(default_record.config) == default
+            and default_record.us < record.us
         ):
-            return f"{record.us:.3g} us; the default configuration takes {candidate.us:.3g} us"
+            return f"{record.us:.3g} us; the default configuration takes {default_record.us:.3g} us"
     return ""
 
 

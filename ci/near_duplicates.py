@@ -81,8 +81,8 @@ def main() -> int:
     """Print the runs that KNOWN does not list, and what it lists for nothing; 1 if there are any."""
     files: dict[str, str] = {}
     for folder in FOLDERS:
-        found = (ROOT / folder).glob("*.py") if folder.startswith("src/") else (ROOT / folder).rglob("*.py")
-        files |= {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in found}
+        paths = (ROOT / folder).glob("*.py") if folder.startswith("src/") else (ROOT / folder).rglob("*.py")
+        files |= {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
     wrong, unused = 0, dict(KNOWN)
     for (left, i), (right, j), length in runs(dict(sorted(files.items()))):
         unused.pop((left, right), None)

@@ -105,9 +105,12 @@ class Times:
 
     def _scale(self, kernel: Kernel, at: Problem) -> float:
         if kernel.estimate is not None and kernel.accepts(at) is None:
-            here, there = kernel.estimate(self.problem, self.target), kernel.estimate(at, self.target)
-            if here and there:
-                return here / there
+            target_us, source_us = (
+                kernel.estimate(self.problem, self.target),
+                kernel.estimate(at, self.target),
+            )
+            if target_us and source_us:
+                return target_us / source_us
         return self._floor(self.problem) / self._floor(at)
 
     def _floor(self, problem: Problem) -> float:

@@ -152,8 +152,8 @@ def best_config(name: str) -> Callable[[Problem, Target], dict[str, str]]:
 
     def config(problem: Problem, target: Target) -> dict[str, str]:
         level = target.levels[0].partition(":")[2]  # not its name: features may have been taken away
-        here = set(LEVEL_CHAINS[level]) & set(manifest().get("cpu_levels", ()))
-        return {"level": best_level(name, level) if here else level}
+        available = set(LEVEL_CHAINS[level]) & set(manifest().get("cpu_levels", ()))
+        return {"level": best_level(name, level) if available else level}
 
     return config
 

@@ -27,10 +27,10 @@ _CHAINS: dict[str, tuple[tuple[str, str, frozenset[str]], ...]] = {
 def _tables() -> tuple[ArchFacts, ...]:
     arches = [ArchFacts("cpu:base", "cpu", "any", frozenset(), "any CPU, plain C++")]
     for arch, chain in _CHAINS.items():
-        held: frozenset[str] = frozenset()
+        features: frozenset[str] = frozenset()
         for level, title, added in chain:
-            held |= added
-            arches.append(ArchFacts(f"cpu:{level}", "cpu", arch, held, title))
+            features |= added
+            arches.append(ArchFacts(f"cpu:{level}", "cpu", arch, features, title))
     return tuple(arches)
 
 

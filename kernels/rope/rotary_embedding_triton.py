@@ -69,22 +69,22 @@ def rotary_embedding_kernel(
     sin = tl.load(entry + HALF, mask=known, other=float("nan"))[None, :]
     if tile < q_tiles:
         head = (tile * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        here = head < q_heads
+        is_head = head < q_heads
         base = q + token * q_token + head * q_head
     else:
         head = ((tile - q_tiles) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        here = head < k_heads
+        is_head = head < k_heads
         base = k + token * k_token + head * k_head
     if INTERLEAVED:
         # Pairs are loaded side by side and parted in registers: a load of every other element fills half of what it moves.
         at = tl.arange(0, 2 * BLOCK)[None, :]
-        inside = here & (at < 2 * HALF)
+        inside = is_head & (at < 2 * HALF)
         both = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(both, [HEADS, BLOCK, 2]))
         turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [HEADS, 2 * BLOCK])
         tl.store(base + at, turned.to(q.dtype.element_ty), mask=inside)
     else:
-        inside = here & (pair < HALF)[None, :]
+        inside = is_head & (pair < HALF)[None, :]
         first = base + pair[None, :]
         a = tl.load(first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(first + HALF, mask=inside, other=0.0).to(tl.float32)

@@ -111,8 +111,11 @@ def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
         words_of = packed[start : start + _CHUNK].t().contiguous()
         if words_of.shape[1] % 2:
             words_of = torch.nn.functional.pad(words_of, (0, 1))
-        here, after = words_of[:, 0::2], words_of[:, 1::2]
-        pairs = ((here & _LOW) | ((after & _LOW) << 4), ((here >> 4) & _LOW) | (after & ~_LOW))
+        even_words, odd_words = words_of[:, 0::2], words_of[:, 1::2]
+        pairs = (
+            (even_words & _LOW) | ((odd_words & _LOW) << 4),
+            ((even_words >> 4) & _LOW) | (odd_words & ~_LOW),
+        )
         for odd, word in enumerate(pairs):
             octets = word.view(torch.uint8).unflatten(1, (-1, 4))
             for i in range(4):

@@ -58,15 +58,15 @@ class Gristmill(Format):
         """The weight of a module; only matrices are stored so, experts one by one."""
         need(source, module, (".codes",), f"{self.scheme} by gristmill")
         names = {field: f"{module}.{field}" for field in FIELDS if f"{module}.{field}" in source}
-        held = {field: source.read(name) for field, name in names.items()}
+        tensors = {field: source.read(name) for field, name in names.items()}
         weight = make(
             module,
-            held["codes"],
-            held.get("scales"),
+            tensors["codes"],
+            tensors.get("scales"),
             shape,
             self.scheme,
-            held.get("zero"),
-            held.get("global_scale"),
+            tensors.get("zero"),
+            tensors.get("global_scale"),
         )
         return StoredWeight(weight, tuple(names.values()))
 

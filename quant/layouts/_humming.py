@@ -134,12 +134,15 @@ def _shapes(packed: Packed) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         scale_shape: tuple[int, ...] = tuple(scales.shape)
     else:
         scale_shape = (n // 128 if scheme.granularity == "block" else n, groups)
-    found = {"weight": ((n, k * scheme.bits // 32), torch.int32), "weight_scale": (scale_shape, scales.dtype)}
+    shapes = {
+        "weight": ((n, k * scheme.bits // 32), torch.int32),
+        "weight_scale": (scale_shape, scales.dtype),
+    }
     if slots["zeros"].numel():
-        found["zero_point"] = ((n // 8, groups), torch.int32)
+        shapes["zero_point"] = ((n // 8, groups), torch.int32)
     if slots["global_scale"].numel():
-        found["weight_scale_2"] = (tuple(slots["global_scale"].shape), slots["global_scale"].dtype)
-    return found
+        shapes["weight_scale_2"] = (tuple(slots["global_scale"].shape), slots["global_scale"].dtype)
+    return shapes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -148,7 +151,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.zeros(size, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
-def _moved_back(made: Tensor, like: Tensor, ask: Callable[[Tensor], Tensor]) -> Tensor:
+def _moved_back(last_output: Tensor, like: Tensor, ask: Callable[[Tensor], Tensor]) -> Tensor:
     """What became `made` under `ask`, which moves the bits of a tensor such as `like`, and may turn some of them over.
 
     ValueError if it does anything else.
@@ -161,9 +164,9 @@ def _moved_back(made: Tensor, like: Tensor, ask: Callable[[Tensor], Tensor]) -> 
         origin |= (_bits(ask(_tensor((address >> digit & 1).to(torch.uint8), like))) ^ turned).long() << digit
     if origin.numel() != count or not torch.equal(origin.sort().values, address):
         raise ValueError("humming_v1: humming does more than move bits here, so that nothing unpacks it")
-    found = torch.empty(count, dtype=torch.uint8, device=like.device)
-    found[origin] = _bits(made) ^ turned
-    return _tensor(found, like)
+    restored_bits = torch.empty(count, dtype=torch.uint8, device=like.device)
+    restored_bits[origin] = _bits(last_output) ^ turned
+    return _tensor(restored_bits, like)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -62,15 +62,15 @@ class _Quantized(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        held = {name: state_dict.pop(prefix + name) for name in FIELDS if prefix + name in state_dict}
+        stored = {name: state_dict.pop(prefix + name) for name in FIELDS if prefix + name in state_dict}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if "codes" not in held:
+        if "codes" not in stored:
             missing_keys.append(f"{prefix}codes")
             return
         try:
-            self.set_weight(from_fields(held, self.scheme, self.shape))
+            self.set_weight(from_fields(stored, self.scheme, self.shape))
         except (ValueError, TypeError) as error:
             error_msgs.append(f"{prefix}codes: {error}")
 
@@ -175,21 +175,21 @@ class Linear(_Quantized):
         )
         static = default_registry().op("linear").problem(problem)
         resolver = ops.resolver(weight.device, self.policy)
-        held = pack_linear(weight, static, resolver)
-        packed = {layout: held.packed[layout] for layout in sorted(held.packed)}
-        made = {f"{layout}_{slot}": t for layout, p in packed.items() for slot, t in p.slots.items()}
+        linear_weight = pack_linear(weight, static, resolver)
+        packed = {layout: linear_weight.packed[layout] for layout in sorted(linear_weight.packed)}
+        packed_slots = {f"{layout}_{slot}": t for layout, p in packed.items() for slot, t in p.slots.items()}
         for name in self._buffer_names:
-            if name not in made:
+            if name not in packed_slots:
                 del self._buffers[name]
-        for name, tensor in made.items():
+        for name, tensor in packed_slots.items():
             buffer = self._buffers.get(name)
             if buffer is not None and _alike(buffer, tensor):
                 buffer.copy_(tensor)
             else:
                 self.register_buffer(name, tensor, persistent=False)
-        self._buffer_names = list(made)
+        self._buffer_names = list(packed_slots)
         self._packed = {layout: replace(p, slots=dict.fromkeys(p.slots)) for layout, p in packed.items()}  # type: ignore[arg-type]
-        self.plan: BoundPlan = ops.bind("linear", static, weight.device, self.policy, held.layouts)
+        self.plan: BoundPlan = ops.bind("linear", static, weight.device, self.policy, linear_weight.layouts)
         if weight.device.type == "cuda":
             torch.cuda.synchronize(
                 weight.device
@@ -309,15 +309,15 @@ def quantize_module(
         if owners[id(module.weight)] > 1:
             continue
         try:
-            made: _Quantized
+            converted: _Quantized
             if isinstance(module, torch.nn.Embedding):
-                made = Embedding.from_float(module, scheme)
+                converted = Embedding.from_float(module, scheme)
             else:
-                made = Linear.from_float(module, scheme, policy=policy)
+                converted = Linear.from_float(module, scheme, policy=policy)
         except ValueError as error:
             raise ValueError(f"{name}: {error}; leave it out with skip=[{name!r}, ...]") from error
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, made.train(module.training))
+        setattr(model.get_submodule(parent), child, converted.train(module.training))
     return model
 
 
