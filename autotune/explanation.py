@@ -161,7 +161,7 @@ def explain(
             (``cpu``, ``cuda:1``); None = the first GPU of this machine, else its CPU.
         policy: None = the one that GRISTMILL_POLICY names.
 
-    On a device of this machine the winner is verified if it has no record yet, which runs it. On any other target nothing is, and
+    On a device of this machine the winner is verified if it has no record yet, which runs it. On any other target nothing is verified, and
     candidates that could run stay ``unverified``. Nothing is timed: expected times are microseconds from the store or a cost
     model.
 
@@ -203,7 +203,7 @@ def _number(value: float | None) -> str:
 
 
 def _closed(op: Op, problem: Problem) -> Problem:
-    """Dynamic axes that were left out take the size of the bucket axis, as a plan's buckets do."""
+    """`problem` with the size of the bucket axis for open dynamic axes, as in the buckets of a plan."""
     if not problem.open_axes or op.bucket is None:
         return problem
     given = {name: value for name, value in problem.values if value is not None}
@@ -211,7 +211,7 @@ def _closed(op: Op, problem: Problem) -> Problem:
 
 
 class _Selector:
-    """Selections and plans of one operation in one place; store and installation are read once for all of them."""
+    """Selections and plans of one operation at one `Place`; store and installation are read once."""
 
     def __init__(self, op: Op, location: Place) -> None:
         self.op, self.location, self.registry = op, location, default_registry()
@@ -227,11 +227,11 @@ class _Selector:
         )
 
     def selection(self, problem: Problem) -> Selection:
-        """What runs `problem`; on a device of this machine it is verified."""
+        """The selection for `problem`; on a device of this machine the winner is verified."""
         return self.peek(problem, None) if self.resolver is None else self.resolver.resolve(self.op, problem)
 
     def peek(self, problem: Problem, layouts: frozenset[str] | None) -> Selection:
-        """Selection by the records as they are."""
+        """Selection by the present records, without verification."""
         if self.resolver is not None:
             return self.resolver.select(self.op, problem, layouts)
         kernels, location = self.registry.kernels_of(self.op.name), self.location
@@ -248,7 +248,7 @@ class _Selector:
         )
 
     def plan(self, static: Problem) -> Plan | None:
-        """The plan of a layer; None where nothing runs it."""
+        """The plan of a layer; None if no kernel runs it."""
         try:
             if self.resolver is not None:
                 return self.resolver.plan(self.op, static)
@@ -259,5 +259,5 @@ class _Selector:
             return None
 
     def more_memory(self, static: Problem, plan: Plan) -> MoreMemory | None:
-        """What the policy's bound on memory keeps from the plan."""
+        """What the plan would gain without the policy's bound on memory."""
         return more_memory(self.op, static, self.layouts, self.location.policy, self.peek, plan)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program it compiles; imported, it leaves its importer's interpreter alone
+if __name__ == "__main__":  # only as a program: an import must not change the interpreter setting
     os.environ.pop("TRITON_INTERPRET", None)
 
 from gristmill.kernel_registry.kernel import Kernel, load_attribute
@@ -56,7 +56,7 @@ PROMISES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """One thing to compile."""
+    """One compilation."""
 
     kernel: Kernel
     case: str
@@ -203,7 +203,7 @@ def worker() -> None:
 
 
 def judge(pair: Pair, usage: dict[str, Any], baseline: dict[str, Any] | None) -> str | None:
-    """What is wrong with a result, or None."""
+    """The fault of a result, or None."""
     if "cannot" in usage:
         return None if baseline and "cannot" in baseline else f"does not compile: {usage['cannot']}"
     if usage["missing"]:
@@ -242,16 +242,16 @@ def main() -> int:
 
     version = importlib.metadata.version("triton")
     baseline = json.loads(options.baseline.read_text()) if options.baseline.exists() else {}
-    seen_path = default_cache() / "compile_matrix.json"
-    seen = json.loads(seen_path.read_text()) if seen_path.exists() else {}
+    stamps_path = default_cache() / "compile_matrix.json"
+    stamps = json.loads(stamps_path.read_text()) if stamps_path.exists() else {}
     today = datetime.date.today().toordinal()
     work = []
     for pair in pairs(options.only, options.target):
         stamp = f"{pair.kernel.code_hash()},{version}"
-        turn = int(hashlib.sha256(pair.key.encode()).hexdigest(), 16) % ROTATION == today % ROTATION
-        if options.full or options.only or options.target or seen.get(pair.key) != stamp or turn:
+        is_due = int(hashlib.sha256(pair.key.encode()).hexdigest(), 16) % ROTATION == today % ROTATION
+        if options.full or options.only or options.target or stamps.get(pair.key) != stamp or is_due:
             work.append(pair)
-    # A new order every day, so that a sample that ends early is another one tomorrow.
+    # A new order every day, so that truncated samples differ from day to day.
     work.sort(key=lambda pair: hashlib.sha256(f"{today}{pair.key}".encode()).hexdigest())
     chosen = options.full or options.only or options.target
     deadline = float("inf") if chosen else time.monotonic() + options.seconds
@@ -280,19 +280,19 @@ def main() -> int:
     work = [pair for pair in work if pair.key in results]
     for pair in work:
         usage = results[pair.key]
-        wrong = judge(pair, usage, usage if options.update else baseline.get(pair.key))
-        if wrong:
+        failure = judge(pair, usage, usage if options.update else baseline.get(pair.key))
+        if failure:
             failures += 1
-            print(f"FAILED {pair.key}: {wrong}")
+            print(f"FAILED {pair.key}: {failure}")
         else:
-            seen[pair.key] = f"{pair.kernel.code_hash()},{version}"
+            stamps[pair.key] = f"{pair.kernel.code_hash()},{version}"
     if options.update:
         existing = {pair.key for pair in pairs(None, None)}
         kept = {key: value for key, value in baseline.items() if key in existing}
-        shown = {key: {k: v for k, v in found.items() if k != "missing"} for key, found in results.items()}
+        shown = {key: {k: v for k, v in result.items() if k != "missing"} for key, result in results.items()}
         options.baseline.write_text(json.dumps(kept | shown, indent=0, sort_keys=True) + "\n")
-    seen_path.parent.mkdir(parents=True, exist_ok=True)
-    seen_path.write_text(json.dumps(seen, sort_keys=True))
+    stamps_path.parent.mkdir(parents=True, exist_ok=True)
+    stamps_path.write_text(json.dumps(stamps, sort_keys=True))
     cannot = sum("cannot" in results[pair.key] for pair in work)
     print(
         f"compile matrix (triton {version}): {len(work)} compiled, {cannot} known not to, {failures} worse than the baseline"

@@ -1,9 +1,9 @@
-"""Find code that stands in two places: runs of LINES or more equal lines of code, comments and blank lines aside.
+"""Find duplicated code: runs of LINES or more equal lines of code, without comments and blank lines.
 
     python ci/near_duplicates.py
 
-Parameter lists repeat by design and are left out: what stands between the parentheses of a ``def`` is the declaration of an
-operation, which tests/test_types.py compares. KNOWN lists the rest, each pair with its reason: anything else is merged.
+Parameter lists repeat by design and are left out: the parameters of a ``def`` are the declaration of an
+operation, which tests/test_types.py compares. KNOWN lists accepted pairs, each with its reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KNOWN = {
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),
 }
-"""Pairs of files, each sorted, and why they stay as they are."""
+"""Pairs of files, each sorted, and why their duplication is accepted."""
 
 Place = tuple[str, int]
 
@@ -78,7 +78,7 @@ def runs(files: dict[str, str]) -> Iterator[tuple[Place, Place, int]]:
 
 
 def main() -> int:
-    """Print the runs that KNOWN does not list, and what it lists for nothing; 1 if there are any."""
+    """Print the runs that KNOWN does not list, and its unused entries; 1 if there are any."""
     files: dict[str, str] = {}
     for folder in FOLDERS:
         paths = (ROOT / folder).glob("*.py") if folder.startswith("src/") else (ROOT / folder).rglob("*.py")

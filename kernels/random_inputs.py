@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Draw:
     """Draws the tensors of `problem`.
 
-    source: the device of the generator. Values are those of a CPU whatever `device` is, unless the source is `device` itself,
+    source: the device of the generator. By default values are drawn on the CPU and do not depend on `device`. The source may be `device` itself
     for tensors that are too large to be drawn on a CPU.
     """
 
@@ -44,7 +44,7 @@ class Draw:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float32, device=self.source)
 
     def rows(self, *shape: int, spread: float = 1.0) -> Tensor:
-        """Normal values, each row times its own e^(spread · normal): rows of very different sizes, so that a wrong row shows."""
+        """Normal values, each row times its own e^(spread · normal): rows of very different sizes, so that a wrong row is detected."""
         return self.normal(*shape) * (spread * self.normal(*shape[:-1], 1)).exp()
 
     def experts(self, *shape: int, power: float, foreign: float) -> Tensor:

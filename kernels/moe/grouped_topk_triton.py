@@ -44,7 +44,7 @@ def grouped_topk_kernel(
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -70,30 +70,30 @@ def grouped_topk_kernel(
     if BIAS:
         choice = scores + tl.load(bias + expert, mask=inside, other=0.0)
     keys = tl.where(inside, ordered_key(choice, expert), 0)
-    if KEPT < GROUPS:
+    if TOPK_GROUPS < GROUPS:
         clean = tl.where(inside & (choice == choice), choice, float("-inf"))
         best = tl.max(clean, 1)
         if BIAS and SIZE > 1:
-            # The first of the best is taken out; what remains has the second.
+            # Mask the first maximum; the maximum of the others is the second.
             at = tl.min(tl.where(clean == best[:, None], s[None, :], BLOCK_S), 1)
             best = best + tl.max(tl.where(s[None, :] == at[:, None], float("-inf"), clean), 1)
         group_keys = tl.where(g < GROUPS, ordered_key(best, g), 0)
-        kept = tl.zeros([BLOCK_G], dtype=tl.int32)
-        for _ in tl.static_range(KEPT):
+        is_kept = tl.zeros([BLOCK_G], dtype=tl.int32)
+        for _ in tl.static_range(TOPK_GROUPS):
             first = group_keys == tl.max(group_keys, 0)
-            kept = tl.where(first, 1, kept)
+            is_kept = tl.where(first, 1, is_kept)
             group_keys = tl.where(first, 0, group_keys)
-        keys = tl.where(kept[:, None] > 0, keys, 0)
+        keys = tl.where(is_kept[:, None] > 0, keys, 0)
     place = tl.arange(0, BLOCK_K)
     out_ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     out_weights = tl.zeros([BLOCK_K], dtype=tl.float32)
     for k in range(TOP_K):
-        taken = keys == tl.max(tl.max(keys, 1), 0)
-        chosen = tl.sum(tl.sum(tl.where(taken, expert, 0), 1), 0)
-        score = tl.sum(tl.sum(tl.where(taken, scores, 0.0), 1), 0)
+        is_best = keys == tl.max(tl.max(keys, 1), 0)
+        chosen = tl.sum(tl.sum(tl.where(is_best, expert, 0), 1), 0)
+        score = tl.sum(tl.sum(tl.where(is_best, scores, 0.0), 1), 0)
         out_ids = tl.where(place == k, chosen, out_ids)
         out_weights = tl.where(place == k, score, out_weights)
-        keys = tl.where(taken, 0, keys)
+        keys = tl.where(is_best, 0, keys)
     if RENORMALIZE:
         out_weights = out_weights / (tl.sum(out_weights, 0) + 1e-20)
     tl.store(weights + row * TOP_K + place, out_weights * scale, mask=place < TOP_K)
@@ -117,7 +117,7 @@ def launch(
     experts = logits.shape[-1]
     rows = logits.numel() // experts
     if rows:
-        # With every group kept, groups change nothing.
+        # If all groups are kept, they have no effect.
         groups = n_group if topk_group < n_group else 1
         grouped_topk_kernel[(rows,)](
             logits,
@@ -130,7 +130,7 @@ def launch(
             SIZE=experts // groups,
             TOP_K=top_k,
             GROUPS=groups,
-            KEPT=min(topk_group, groups),
+            TOPK_GROUPS=min(topk_group, groups),
             SIGMOID=scoring == "sigmoid",
             BIAS=bias is not None,
             RENORMALIZE=renormalize,
@@ -156,7 +156,7 @@ def aot(target: Target) -> list[AotCase]:
         "SIZE": 32,
         "TOP_K": 8,
         "GROUPS": 8,
-        "KEPT": 4,
+        "TOPK_GROUPS": 4,
         "SIGMOID": True,
         "BIAS": True,
         "RENORMALIZE": True,
@@ -169,7 +169,7 @@ def aot(target: Target) -> list[AotCase]:
         "SIZE": 128,
         "TOP_K": 8,
         "GROUPS": 1,
-        "KEPT": 1,
+        "TOPK_GROUPS": 1,
         "SIGMOID": False,
         "BIAS": False,
         "RENORMALIZE": True,

@@ -1,7 +1,7 @@
 """RMSNorm by ONNX Runtime's CPU provider (Microsoft, MIT): its SimplifiedLayerNormalization, over torch's memory.
 
 A graph of that one node, one session for each dtype, eps and number of threads; weights are inputs of the graph, so nothing is
-packed ahead and content may change in place. For comparison: it runs when pinned, and in benchmarks.
+prepacked, and their content may change in place. For comparison only: it runs when pinned, and in benchmarks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def _session(kind: str, eps: float, threads: int) -> Any:
-    """The session; ONNX Runtime's threads live as long as it does."""
+    """A session, which owns its threads."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -46,17 +46,17 @@ def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -
     n = x.shape[-1]
     if x.numel() == 0:
         return
-    given = x.reshape(-1, n).contiguous()
-    made = out.view(-1, n) if out.is_contiguous() else torch.empty_like(given)
+    rows = x.reshape(-1, n).contiguous()
+    out_rows = out.view(-1, n) if out.is_contiguous() else torch.empty_like(rows)
     kind, element = ("fp32", numpy.float32) if x.dtype == torch.float32 else ("fp16", numpy.float16)
     session = _session(kind, float(eps), torch.get_num_threads())
     binding = session.io_binding()
-    for name, tensor in (("x", given), ("weight", weight)):
+    for name, tensor in (("x", rows), ("weight", weight)):
         binding.bind_input(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
-    binding.bind_output("out", "cpu", 0, element, tuple(made.shape), made.data_ptr())
+    binding.bind_output("out", "cpu", 0, element, tuple(out_rows.shape), out_rows.data_ptr())
     session.run_with_iobinding(binding)
     if not out.is_contiguous():
-        out.copy_(made.view(out.shape))
+        out.copy_(out_rows.view(out.shape))
 
 
 def accepts(problem: Problem) -> str | None:

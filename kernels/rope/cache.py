@@ -1,4 +1,4 @@
-"""Tables of cosines and sines for rotary embeddings, with the scalings that checkpoints ask for.
+"""Tables of cosines and sines for rotary embeddings, with the scalings of checkpoints.
 
 `rope_cache` follows the arithmetic of the models' own code (float32 frequencies, angles as float32 products) because
 that is what checkpoints were trained and are evaluated with; with precision="float64" it gives the mathematical values.
@@ -26,8 +26,8 @@ class RopeParameters:
     factor, short ones kept, between them interpolated); ``yarn`` (Peng et al., 2023: interpolation by wavelength and
     a factor on cosines and sines). original: positions that the model was trained on before scaling.
     attention_factor, mscale, mscale_all_dim: yarn's factor, or the two coefficients whose quotient gives it.
-    truncate: yarn's correction range is widened to whole dimensions. factors: what the frequency of each pair is divided by,
-    of the kind ``default`` (the rope_freqs of GGUF files).
+    truncate: yarn's correction range is widened to whole dimensions. factors: divisors of the frequency of each pair,
+    for the kind ``default`` (the rope_freqs of GGUF files).
     """
 
     theta: float = 10000.0
@@ -69,7 +69,7 @@ class RopeParameters:
     def parse(
         cls, table: Mapping[str, Any], theta: float | None = None, max_positions: int | None = None
     ) -> RopeParameters:
-        """From a checkpoint's ``rope_parameters`` (or ``rope_scaling``, whose theta stands elsewhere: pass `theta`).
+        """From a checkpoint's ``rope_parameters`` (or ``rope_scaling``, which does not contain theta: pass `theta`).
 
         max_positions: the configuration's max_position_embeddings, for tables without factor or original length.
         ValueError names a missing entry or an unsupported type.
@@ -83,30 +83,32 @@ class RopeParameters:
             table.get("original_max_position_embeddings") or (max_positions if kind == "yarn" else 0) or 0
         )
         ratio = max_positions / original if kind == "yarn" and max_positions and original else None
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if kind == "llama3":
-            given = {key: float(_entry(table, key, kind)) for key in ("low_freq_factor", "high_freq_factor")}
+            options = {
+                key: float(_entry(table, key, kind)) for key in ("low_freq_factor", "high_freq_factor")
+            }
         elif kind == "yarn":
-            given = {
+            options = {
                 key: None if table.get(key) is None else float(table[key])
                 for key in ("attention_factor", "mscale", "mscale_all_dim")
             }
-            given |= {
+            options |= {
                 "beta_fast": float(table.get("beta_fast") or 32),
                 "beta_slow": float(table.get("beta_slow") or 1),
             }
-            given["truncate"] = bool(table.get("truncate", True))
+            options["truncate"] = bool(table.get("truncate", True))
         return cls(
             theta=float(_entry(table, "rope_theta", kind, theta)),
             kind=kind,
             factor=float(_entry(table, "factor", kind, ratio)),
             original=original,
-            **given,
+            **options,
         )
 
     @property
     def table_factor(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for yarn."""
+        """The factor of cosines and sines: 1 except for yarn."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -117,7 +119,7 @@ class RopeParameters:
 
     @property
     def softmax_factor(self) -> float:
-        """What DeepSeek's attention multiplies its softmax scale by: the square of yarn's mscale_all_dim, else 1."""
+        """The factor of the softmax scale in DeepSeek's attention: the square of yarn's mscale_all_dim, else 1."""
         if self.kind != "yarn" or not self.mscale_all_dim:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
@@ -136,7 +138,7 @@ def _mscale(factor: float, coefficient: float) -> float:
 
 
 def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "float32") -> Tensor:
-    """Radians a position for each pair, [rot / 2], in `precision` (``float32`` or ``float64``)."""
+    """Radians per position for each pair, [rot / 2], in `precision` (``float32`` or ``float64``)."""
     import torch
 
     if rot < 2 or rot % 2:
@@ -153,8 +155,8 @@ def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "
     if parameters.kind == "yarn":
         low, high = _correction_range(rot, parameters)
         ramp = ((torch.arange(rot // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
-        kept = 1 - ramp
-        return 1.0 / (parameters.factor * periods) * (1 - kept) + plain * kept
+        unscaled_share = 1 - ramp
+        return 1.0 / (parameters.factor * periods) * (1 - unscaled_share) + plain * unscaled_share
     if not parameters.factors:
         return plain
     if len(parameters.factors) != rot // 2:
