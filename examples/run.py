@@ -42,7 +42,7 @@ def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[
         [[1 + i] * 8 for i in range(4)],
         SamplingParams(temperature=0, max_tokens=32, ignore_eos=True),
     )
-    llm.generate(prompts, params)  # the kernels of these sizes are verified and loaded
+    llm.generate(prompts, params)  # verifies and loads the kernels of these sizes
     speeds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--schemes", default=SCHEMES, help=f"comma-separated (default {SCHEMES})")
     options = parser.parse_args()
     print(
-        "Every kernel is compared with its reference here before it first runs: the first start takes longer.\n",
+        "Every kernel is compared with its reference before its first run on this machine: the first start takes longer.\n",
         flush=True,
     )
     for name in NAMES:
