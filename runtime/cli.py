@@ -131,7 +131,7 @@ def generate(
     logprobs: list[dict[str, Any]] = []
     with _draining(llm, drain_seconds):
         for chunk in llm.stream(prompt, params):
-            logprobs += [asdict(one) for one in chunk.logprobs or ()]
+            logprobs += [asdict(token) for token in chunk.logprobs or ()]
             text += chunk.text
             ids += chunk.token_ids
             reason = chunk.finish_reason or reason
@@ -415,12 +415,12 @@ def supported(as_json: bool) -> None:
         console.err().print(str(failure), highlight=False, markup=False)
 
 
-def _load(options: dict[str, Any], quiet: bool, **more: Any) -> LLM:
+def _load(options: dict[str, Any], quiet: bool, **engine_options: Any) -> LLM:
     with console.err().status(f"loading {options['model']}") if not quiet else _silence():
         from gristmill.runtime.llm import LLM
 
         model = options.pop("model")
-        llm = LLM(model, **options, **more)
+        llm = LLM(model, **options, **engine_options)
         options["model"] = model
         return llm
 
@@ -431,12 +431,12 @@ def _silence() -> Iterator[None]:
 
 
 @contextmanager
-def _bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def _bar(description: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr; yields a function to call with (done, total)."""
     from rich.progress import Progress
 
     with Progress(console=console.err(), transient=True, disable=quiet) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

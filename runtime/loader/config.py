@@ -107,24 +107,24 @@ def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) 
 def _rope(fields: Fields) -> RopeParameters:
     """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier files."""
     theta, longest = fields.number("rope_theta", 10000.0), fields.size("max_position_embeddings")
-    given = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    if given.get("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
+    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    if entries.get("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{fields.origin}: partial rotary embeddings are not supported")
     original = fields.get("original_max_position_embeddings", int, None)
     if original is not None:
-        given = {"original_max_position_embeddings": original, **given}
+        entries = {"original_max_position_embeddings": original, **entries}
     try:
-        return RopeParameters.parse(given, theta, longest)
+        return RopeParameters.parse(entries, theta, longest)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{fields.origin}: {error}") from error
 
 
 def _quantization(fields: Fields) -> Mapping[str, Any] | None:
     """The entry, after its format has validated it."""
-    given: Mapping[str, Any] | None = fields.get("quantization_config", dict, None)
-    if given is not None:
+    entry: Mapping[str, Any] | None = fields.get("quantization_config", dict, None)
+    if entry is not None:
         try:
-            open_format(given, f"{fields.origin}: quantization_config")
+            open_format(entry, f"{fields.origin}: quantization_config")
         except FormatError as error:
             raise ConfigError(str(error)) from error
-    return given
+    return entry

@@ -73,7 +73,7 @@ def write_quantized(
     missing = [name for name in shapes if name not in checkpoint]
     if missing:
         raise CheckpointError(f"{source} has no tensor {missing[0]}")
-    config["quantization_config"] = target.config(_kept(checkpoint, shapes))
+    config["quantization_config"] = target.config(_unquantized_modules(checkpoint, shapes))
     method = method or RoundToNearest()
     identity = {
         "model": str(source.resolve()),
@@ -84,19 +84,19 @@ def write_quantized(
         **method.identity,
     }
     stored = open_format(config["quantization_config"])
-    done = resumed = 0
+    tensors_done = resumed = 0
 
     def report(names: Collection[str]) -> None:
-        nonlocal done
-        done += len(names)
+        nonlocal tensors_done
+        tensors_done += len(names)
         if progress is not None:
-            progress(done, len(checkpoint.entries))
+            progress(tensors_done, len(checkpoint.entries))
 
     with Unfinished(out, identity) as unfinished:
-        rest = set(checkpoint)
+        other_names = set(checkpoint)
         for index, weights in enumerate(_layers(table)):
             names = [name for name in _names(weights) if name in checkpoint]
-            rest -= {*names}
+            other_names -= {*names}
             part = unfinished.read(f"{index:05d}")
             if part is None:
                 part = _layer(index, weights, names, checkpoint, shapes, target, method)
@@ -107,9 +107,9 @@ def write_quantized(
             method.advance(index, part, stored)
             report(names)
         unfinished.write(
-            "rest", {name: checkpoint.read(name) for name in sorted(rest)}
+            "rest", {name: checkpoint.read(name) for name in sorted(other_names)}
         )  # mapped, not read into memory
-        report(rest)
+        report(other_names)
         notes = unfinished.notes()
         after = _name_files(unfinished)
         (unfinished.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -211,7 +211,7 @@ def _layer(
     return part
 
 
-def _kept(checkpoint: SafetensorsCheckpoint, quantized: Collection[str]) -> list[str]:
+def _unquantized_modules(checkpoint: SafetensorsCheckpoint, quantized: Collection[str]) -> list[str]:
     """Modules whose matrices remain in floats, without embeddings, which no format counts as linear layers."""
     matrices = (
         n

@@ -156,7 +156,7 @@ class Weights:
         parts = []
         for name, rows in zip(weight.sources, weight.rows, strict=True):
             shape = (rows,) if weight.columns is None else (rows, weight.columns)
-            parts.append(self._kept(name, shape, weight).to(dtype))
+            parts.append(self._float_tensor(name, shape, weight).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         placed = joined.to(self.device)
         return (
@@ -175,13 +175,13 @@ class Weights:
         """
         weight = self._take(target)
         if weight.stacked:
-            return self._own(Part(self._stacked(weight))).weight
+            return self._on_device(Part(self._stacked(weight))).weight
         names, count = weight.part_names(), len(weight.sources)
         matrices = (
             self._joined(names[i : i + count], weight).to(self.device) for i in range(0, len(names), count)
         )
         if not weight.experts:
-            return self._own(Part(next(matrices))).weight
+            return self._on_device(Part(next(matrices))).weight
         try:
             return stack(matrices, weight.experts)
         except UsageError:  # of one of them
@@ -206,10 +206,12 @@ class Weights:
         )
         if alike:
             try:
-                return [self._own(Part(concat([p.weight for p in made], -2, codes), first))]
+                return [self._on_device(Part(concat([p.weight for p in made], -2, codes), first))]
             except ValueError:
                 pass  # concat cannot be exact; separate parts always are
-        return [self._own(replace(part, weight=part.weight.narrow(0, 0, part.weight.n))) for part in made]
+        return [
+            self._on_device(replace(part, weight=part.weight.narrow(0, 0, part.weight.n))) for part in made
+        ]
 
     def cache_scales(self, target: str, kv_heads: int) -> tuple[Tensor, Tensor]:
         """(k_scale, v_scale) of the e4m3 cache of the attention that the linear parameter `target` belongs to, as the operations take
@@ -222,8 +224,8 @@ class Weights:
         module = self._pending[target].sources[0].rpartition(".")[0]
         try:
             names = kv_scale_names(self.checkpoint)
-            found = [names.get((module, which)) for which in "kv"]
-            if found == [None, None]:
+            scale_names = [names.get((module, letter)) for letter in "kv"]
+            if scale_names == [None, None]:
                 self.without_cache_scales.append(module)
                 one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
                 return one, one.clone()
@@ -233,14 +235,14 @@ class Weights:
                     f"{self.checkpoint.path} has scales of a KV cache in {form}, not in fp8; use kv_dtype='fp8_token_head', "
                     "which needs none, or 'auto'"
                 )
-            if None in found:
+            if None in scale_names:
                 raise FormatError(
-                    f"{module} has the scale {found[0] or found[1]} and not that of its other cache"
+                    f"{module} has the scale {scale_names[0] or scale_names[1]} and not that of its other cache"
                 )
-            k_scale, v_scale = (kv_scale(self.checkpoint, str(name), kv_heads) for name in found)
+            k_scale, v_scale = (kv_scale(self.checkpoint, str(name), kv_heads) for name in scale_names)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
-        self._read.update(str(name) for name in found)
+        self._read.update(str(name) for name in scale_names)
         count = max(k_scale.numel(), v_scale.numel())
         placed = [scale.expand(count).reshape(1, 1, count).to(self.device) for scale in (k_scale, v_scale)]
         return placed[0].contiguous(), placed[1].contiguous()
@@ -249,17 +251,17 @@ class Weights:
         """CheckpointError if a parameter was not read, a tensor is left over, or the copy of a tied tensor differs."""
         if self._pending:
             raise CheckpointError(f"parameters left unwritten: {_some(self._pending)}")
-        for copy, taken in self.table.copies:
-            if copy in self.checkpoint and taken in self.checkpoint:
-                one, other = (self.checkpoint.read(name) for name in (copy, taken))
+        for copy, kept_name in self.table.copies:
+            if copy in self.checkpoint and kept_name in self.checkpoint:
+                copied, original = (self.checkpoint.read(name) for name in (copy, kept_name))
                 alike = (
-                    torch.equal(one, other)
-                    if one.dtype == other.dtype
-                    else torch.equal(one.float(), other.float())
+                    torch.equal(copied, original)
+                    if copied.dtype == original.dtype
+                    else torch.equal(copied.float(), original.float())
                 )
                 if not alike:
                     raise CheckpointError(
-                        f"{self.checkpoint.path}: config.json ties {copy} to {taken}, and they differ: is "
+                        f"{self.checkpoint.path}: config.json ties {copy} to {kept_name}, and they differ: is "
                         "tie_word_embeddings to be false?"
                     )
         known = self._read | self._side_tensors()
@@ -287,7 +289,7 @@ class Weights:
             raise KeyError(f"no weight {target!r} in the model's table, or it was taken before")
         return weight
 
-    def _kept(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
+    def _float_tensor(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
         """A float tensor, dequantized if the checkpoint stores it quantized."""
         module = name.removesuffix(".weight")
         if self.stored is not None and len(shape) == 2 and module != name:
@@ -324,7 +326,7 @@ class Weights:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
         stored = self._stored(name, (rows, columns), place)
         if stored is not None:
-            return self._wanted(name, stored)
+            return self._converted(name, stored)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return Part(QuantTensor.from_dense(tensor.to(self.dtype)))
@@ -337,7 +339,7 @@ class Weights:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
         stored = self._stored(name, (weight.experts, rows, columns))
         if stored is not None:
-            return self._wanted(name, stored).weight
+            return self._converted(name, stored).weight
         tensor = self._source(name, (weight.experts, columns, rows), weight).transpose(1, 2)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))
@@ -346,7 +348,7 @@ class Weights:
             (quantize_part(f"{name}[{i}]", expert, scheme) for i, expert in enumerate(tensor)), weight.experts
         )
 
-    def _wanted(self, name: str, part: Part) -> Part:
+    def _converted(self, name: str, part: Part) -> Part:
         """A stored part, converted to the requested scheme."""
         scheme, weight = self.scheme, part.weight
         if scheme is None:
@@ -398,7 +400,7 @@ class Weights:
                 f"{self.checkpoint.path}: {', '.join(names)} are one matrix, and cannot be joined: {error}"
             ) from error
 
-    def _own(self, part: Part) -> Part:
+    def _on_device(self, part: Part) -> Part:
         """The part on the device, in separate memory."""
         scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
         return Part(owned(part.weight.to(self.device)), scale)
@@ -414,5 +416,5 @@ def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor
 
 def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-    return ", ".join(listed[:5]) + more
+    suffix = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return ", ".join(listed[:5]) + suffix

@@ -149,10 +149,10 @@ class Gptq(Calibrated):
             raise UsageError(
                 f"GPTQ does not round {start.scheme}: schemes with minimums are rounded to nearest or by AWQ"
             )
-        seen, needed = moments.tokens.get(module, 0), weight.shape[1]
-        if seen < needed:
+        token_count, needed = moments.tokens.get(module, 0), weight.shape[1]
+        if token_count < needed:
             self.notes.append(
-                f"{module}: rounded to nearest: {seen} calibration tokens reached it, GPTQ needs {needed}"
+                f"{module}: rounded to nearest: {token_count} calibration tokens reached it, GPTQ needs {needed}"
             )
             return start.to("cpu")
         hessian = moments.sums[module]

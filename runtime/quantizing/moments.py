@@ -65,11 +65,11 @@ def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
 class _ObservedLinear:
     """A linear layer whose inputs are recorded."""
 
-    def __init__(self, layer: Linear | SplitLinear, modules: list[str], found: Moments) -> None:
-        self.layer, self.modules, self.found = layer, modules, found
+    def __init__(self, layer: Linear | SplitLinear, modules: list[str], moments: Moments) -> None:
+        self.layer, self.modules, self.moments = layer, modules, moments
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.found.add(self.modules, x)
+        self.moments.add(self.modules, x)
         return self.layer(x)
 
 
@@ -80,10 +80,10 @@ class _Experts:
         self,
         layer: MixtureOfExperts,
         table: Mapping[str, Weight],
-        found: Moments,
+        moments: Moments,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        self.layer, self.found, self.tensors = layer, found, tensors
+        self.layer, self.moments, self.tensors = layer, moments, tensors
         self.gate_up = table[f"{layer.target}.gate_up"]
         self.down = table[f"{layer.target}.down"]
 
@@ -92,7 +92,9 @@ class _Experts:
         for expert in ids.unique().tolist():
             rows = x[(ids == expert).any(1)].float()
             names = [source.format(expert=expert) for source in self.gate_up.sources]
-            self.found.add(names, rows)
+            self.moments.add(names, rows)
             gate, up = (rows @ self.tensors[f"{name}.weight"].to(rows).T for name in names)
-            self.found.add([self.down.sources[0].format(expert=expert)], torch.nn.functional.silu(gate) * up)
+            self.moments.add(
+                [self.down.sources[0].format(expert=expert)], torch.nn.functional.silu(gate) * up
+            )
         return self.layer(x)
