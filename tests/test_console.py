@@ -71,8 +71,8 @@ def left(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess.Com
 
 
 def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
-    done = left("{}['x']", tmp_path)
-    assert done.returncode == console.CRASHED and "KeyError: 'x'" in done.stderr
+    result = left("{}['x']", tmp_path)
+    assert result.returncode == console.CRASHED and "KeyError: 'x'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_2(tmp_path: Path, body: str, complaint: str) -> None:
-    done = left(body, tmp_path)
-    assert (done.returncode, done.stderr) == (2, complaint)
+    result = left(body, tmp_path)
+    assert (result.returncode, result.stderr) == (2, complaint)
 
 
 def test_an_interrupt_says_so(tmp_path: Path) -> None:
-    done = left("raise KeyboardInterrupt", tmp_path)
-    assert done.returncode == console.INTERRUPTED and done.stderr.strip() == "program: interrupted"
+    result = left("raise KeyboardInterrupt", tmp_path)
+    assert result.returncode == console.INTERRUPTED and result.stderr.strip() == "program: interrupted"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_an_interrupt_says_so(tmp_path: Path) -> None:
 def test_a_reader_that_left_is_no_verdict_either(tmp_path: Path, body: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = left(body, tmp_path, stdout=writer)
+    result = left(body, tmp_path, stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (console.READER_GONE, "")
+    assert (result.returncode, result.stderr) == (console.READER_GONE, "")

@@ -104,8 +104,8 @@ def test_a_planted_circle_is_found(line: str) -> None:
     texts = {"gristmill": "", "gristmill.a": "import gristmill.b.c", "gristmill.b": "", "gristmill.b.c": ""}
     assert cycles(graph(texts, frozenset({"gristmill", "gristmill.b"}))) == []
     back = line.replace("from .", "from ..") if line.startswith("from .") else line
-    found = cycles(graph(texts | {"gristmill.b.c": back}, frozenset({"gristmill", "gristmill.b"})))
-    assert found == [["gristmill.a", "gristmill.b.c"]]
+    found_cycles = cycles(graph(texts | {"gristmill.b.c": back}, frozenset({"gristmill", "gristmill.b"})))
+    assert found_cycles == [["gristmill.a", "gristmill.b.c"]]
 
 
 def test_a_package_may_name_its_modules_for_type_checkers() -> None:

@@ -31,14 +31,14 @@ def own_policy(policy_file) -> None:
 
 def fresh(code: str) -> str:
     """What a new process prints, under the same policy."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "random"},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 def test_the_same_plan_has_one_handle() -> None:

@@ -21,8 +21,8 @@ QUIET = {"quota": 5.0, "steal": 7.0}
     ],
 )
 def test_counters_in_words(after: dict[str, float], load: float, said: list[str]) -> None:
-    found = disturbances(QUIET, after, 10.0, 2, load)
-    assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))
+    loaded = disturbances(QUIET, after, 10.0, 2, load)
+    assert len(loaded) == len(said) and all(text in line for text, line in zip(said, loaded, strict=True))
 
 
 def test_a_system_without_counters_says_nothing() -> None:

@@ -45,8 +45,8 @@ def test_the_floor_is_the_largest_part(
     cost: Cost, read_us: float | None, us: float, bound: str, source: str
 ) -> None:
     read = replace(READ, size=cost.bytes, us=read_us, how=READ.how if read_us else "no room")
-    found = LIMITS.floor(cost, read)
-    assert (found.us, found.bound, found.source) == (pytest.approx(us), bound, source)
+    actual = LIMITS.floor(cost, read)
+    assert (actual.us, actual.bound, actual.source) == (pytest.approx(us), bound, source)
 
 
 def test_a_row_below_its_floor_says_which_measurement_to_doubt() -> None:
@@ -84,12 +84,12 @@ def test_a_rows_bytes_are_read_as_the_row_was_timed(monkeypatch: pytest.MonkeyPa
 def test_ceilings_are_measured_once_and_kept(policy_file, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     policy_file()
     floor.ceilings.cache_clear()
-    found = floor.ceilings("cpu")
-    assert 0.5 < found.read_gbs < 2000 and 0.5 < found.copy_gbs < 2000 and found.launch_us == 0.0
-    assert {"fp32", "bf16"} <= dict(found.tflops).keys() and all(rate > 0.0005 for _, rate in found.tflops)
+    actual = floor.ceilings("cpu")
+    assert 0.5 < actual.read_gbs < 2000 and 0.5 < actual.copy_gbs < 2000 and actual.launch_us == 0.0
+    assert {"fp32", "bf16"} <= dict(actual.tflops).keys() and all(rate > 0.0005 for _, rate in actual.tflops)
     floor.ceilings.cache_clear()
     monkeypatch.setattr(floor, "_measure", lambda device: pytest.fail("measured twice"))
-    assert floor.ceilings("cpu") == found
+    assert floor.ceilings("cpu") == actual
     path = tmp_path / "cache" / "ceilings.json"
     path.write_text(path.read_text()[:-20])
     floor.ceilings.cache_clear()

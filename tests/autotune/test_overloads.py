@@ -98,10 +98,10 @@ def with_lse(q: torch.Tensor, rest: list[Any], lse: torch.Tensor) -> tuple[torch
 def test_lse_and_keys_that_are_given_compile_too() -> None:
     q, *rest = CALLS["varlen_attention"][:-1]
     expected = with_lse(q, rest, torch.full(q.shape[:2], float("nan"), dtype=torch.float32))
-    found = torch.compile(with_lse, fullgraph=True)(
+    actual = torch.compile(with_lse, fullgraph=True)(
         q, rest, torch.full(q.shape[:2], float("nan"), dtype=torch.float32)
     )
-    assert_equal(found, expected)
+    assert_equal(actual, expected)
     op = REGISTRY.op("rotary_embedding")
     given = op.inputs(op.problem("t=5,hq=4,hk=2,d=64,rot=64"), 1, "cpu")
     assert given[1] is not None

@@ -45,11 +45,11 @@ def seen(spec: Kernel, op=OP, problem=PROBLEM):
 
 
 def test_what_is_declared_and_not_kept_is_said() -> None:
-    found = seen(kernel(wobbles))
-    assert found.deterministic is False and "equal arguments gave different bits" in found.broken[0]
-    found = seen(kernel(looks_around))
-    assert found.deterministic and found.batch_invariant is False
-    assert found.broken == ("declared batch invariant, but a row's bits depend on the rows around it",)
+    actual = seen(kernel(wobbles))
+    assert actual.deterministic is False and "equal arguments gave different bits" in actual.broken[0]
+    actual = seen(kernel(looks_around))
+    assert actual.deterministic and actual.batch_invariant is False
+    assert actual.broken == ("declared batch invariant, but a row's bits depend on the rows around it",)
 
 
 def test_what_real_kernels_declare_they_keep() -> None:
@@ -65,8 +65,10 @@ def test_what_real_kernels_declare_they_keep() -> None:
     ):
         op = registry.op(op_name)
         spec = registry.kernel(op_name, f"{op_name}_cpu")
-        found = seen(spec, op, op.problem(op.examples[2]))
+        actual = seen(spec, op, op.problem(op.examples[2]))
         cannot = op_name in ("combine", "grouped_linear", "paged_attention")
         assert (
-            found.broken == () and found.deterministic and found.batch_invariant is (None if cannot else True)
+            actual.broken == ()
+            and actual.deterministic
+            and actual.batch_invariant is (None if cannot else True)
         ), op_name

@@ -118,12 +118,12 @@ def test_the_fastest_reader_and_its_least_sample_count(monkeypatch: pytest.Monke
 def test_what_does_not_fit_into_free_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "free_bytes", lambda device: 8 * SIZE)
     assert read(SIZE, 4).us is not None
-    found = read(SIZE, 5)
-    assert found.us is not None  # what is held already counts as free
+    reads = read(SIZE, 5)
+    assert reads.us is not None  # what is held already counts as free
     reading.forget()
-    found = read(SIZE, 5)
-    assert found.us is None and found.how == f"5 x {SIZE} bytes are more than half of the memory that is free"
-    assert read(SIZE, 5, beaten=0.0) is found and not reading._memory
+    reads = read(SIZE, 5)
+    assert reads.us is None and reads.how == f"5 x {SIZE} bytes are more than half of the memory that is free"
+    assert read(SIZE, 5, beaten=0.0) is reads and not reading._memory
 
     def none(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -62,14 +62,14 @@ def run_with_bad_kernels(tmp_path: Path) -> tuple[dict[str, dict], str]:
         f"import gristmill.kernels.norm as family\nfamily.__path__.append({str(extra)!r})\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path / "cache")],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    return {row["kernel"]: row for row in json.loads(done.stdout)}, done.stderr
+    return {row["kernel"]: row for row in json.loads(process.stdout)}, process.stderr
 
 
 def test_wrong_and_crashing_kernels_are_quarantined_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Res
         resolver.resolve(OP, PROBLEM)
     assert not resolver.store.verifications and not Store.read(resolver.policy.store_path).verifications
     resolver.worker = Recording(RIGHT)
-    found = resolver.resolve(OP, PROBLEM)
-    assert found.best is not None and found.best.verdict == "selected"
+    resolved = resolver.resolve(OP, PROBLEM)
+    assert resolved.best is not None and resolved.best.verdict == "selected"
     assert [v.ok for v in Store.read(resolver.policy.store_path).verifications.values()] == [True]
 
 
@@ -247,8 +247,8 @@ def test_a_mark_of_a_dead_process_quarantines(h200: Callable[[object], Resolver]
     dead.kill()
     dead.wait()
     with pytest.warns(RuntimeWarning, match=f"{best} is quarantined .*ended before the verification did"):
-        found = resolver.resolve(OP, PROBLEM)
-    assert found.best is None or found.best.kernel.name != best
+        resolved = resolver.resolve(OP, PROBLEM)
+    assert resolved.best is None or resolved.best.kernel.name != best
     again = next(c for c in h200(RIGHT).select(OP, PROBLEM).candidates if c.kernel.name == best)
     assert again.verdict == "quarantined", "the mark did not reach the store"
 
@@ -258,9 +258,12 @@ def test_a_mark_of_a_living_process_is_waited_for(h200: Callable[[object], Resol
     resolver = h200(RIGHT)
     best = resolver.select(OP, PROBLEM).candidates[0].kernel.name
     living = another_process_tries(resolver, best, 0.5)
-    found = resolver.resolve(OP, PROBLEM)
+    resolved = resolver.resolve(OP, PROBLEM)
     assert living.wait() == 0
-    assert found.best is not None and (found.best.kernel.name, found.best.verdict) == (best, "selected")
+    assert resolved.best is not None and (resolved.best.kernel.name, resolved.best.verdict) == (
+        best,
+        "selected",
+    )
 
 
 def test_a_mark_that_is_held_for_ever_is_an_error(h200: Callable[[object], Resolver]) -> None:

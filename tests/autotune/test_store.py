@@ -139,8 +139,8 @@ def test_a_diff_says_what_changed() -> None:
     other.add(verification(ok=False, reason="error 9"))
     other.add(timing(us=5.0))
     other.add(timing("m=8,n=64"))
-    found = {(d.kind, d.what) for d in diff(one, other)}
-    assert found == {
+    changes = {(d.kind, d.what) for d in diff(one, other)}
+    assert changes == {
         ("changed", "matched, then failed: error 9"),
         ("changed", "4 us, then 5 us (+25.0%)"),
         ("added", "3 us"),
@@ -177,8 +177,8 @@ def test_lint_finds(record, kind: str, reason: str) -> None:
     held.add(timing())
     held.add(verification("m=5,n=64"))
     held.add(record)
-    found = lint(held, default_registry(), HERE.target, WHERE["target"], HERE.build)
-    assert [(f.kind, f.record) for f in found] == [(kind, record)] and reason in found[0].reason
+    findings = lint(held, default_registry(), HERE.target, WHERE["target"], HERE.build)
+    assert [(f.kind, f.record) for f in findings] == [(kind, record)] and reason in findings[0].reason
 
 
 def test_lint_leaves_other_devices_records_alone() -> None:
@@ -198,8 +198,8 @@ def test_the_command_line(tmp_path: Path, policy_file) -> None:
     save(b, [timing("m=8,n=64", us=5.0), replace(timing(), problem="m=1,n=1,x=red")])
 
     def run(*arguments: str):
-        done = CliRunner().invoke(cli, ["store", *arguments, "--json"])
-        return done.exit_code, json.loads(done.stdout)
+        result = CliRunner().invoke(cli, ["store", *arguments, "--json"])
+        return result.exit_code, json.loads(result.stdout)
 
     assert run("merge", "--into", str(a), str(b))[1]["timings"] == 3
     code, rows = run("lint", "--target", "cpu")

@@ -59,12 +59,12 @@ class Opened:
 
     def faults(self, axe: bool = True) -> list[str]:
         """All that is wrong with the page as it stands, a line each."""
-        found = list(self.heard)
+        actual = list(self.heard)
         width, content = self.page.evaluate(
             "[document.documentElement.clientWidth, document.documentElement.scrollWidth]"
         )
         if content > width:
-            found.append(f"overflow: {content} pixels wide in {width}")
+            actual.append(f"overflow: {content} pixels wide in {width}")
         if axe:
             from axe_playwright_python.sync_playwright import Axe
 
@@ -72,10 +72,10 @@ class Opened:
             assert answer["passes"], "axe-core looked at nothing"
             for one in answer["violations"]:
                 if one["impact"] in ("serious", "critical"):
-                    found.append(
+                    actual.append(
                         f"axe: {one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}: {one['nodes'][0]['failureSummary']}"
                     )
-        return found
+        return actual
 
 
 @contextmanager
@@ -83,16 +83,16 @@ def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[Opened
     """A page in a window `width` pixels wide. scheme: ``light`` or ``dark``."""
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:
-        found = Opened(context.new_page())
-        found.page.on(
-            "console", lambda said: said.type == "error" and found.heard.append(f"console: {said.text}")
+        actual = Opened(context.new_page())
+        actual.page.on(
+            "console", lambda said: said.type == "error" and actual.heard.append(f"console: {said.text}")
         )
-        found.page.on("pageerror", lambda error: found.heard.append(f"console: {error}"))
-        found.page.on(
+        actual.page.on("pageerror", lambda error: actual.heard.append(f"console: {error}"))
+        actual.page.on(
             "request",
-            lambda asked: asked.url.startswith(LOCAL) or found.heard.append(f"network: {asked.url}"),
+            lambda asked: asked.url.startswith(LOCAL) or actual.heard.append(f"network: {asked.url}"),
         )
-        found.page.goto(path.resolve().as_uri())
-        yield found
+        actual.page.goto(path.resolve().as_uri())
+        yield actual
     finally:
         context.close()

@@ -62,14 +62,14 @@ COMMAND = (sys.executable, "-c", "import sys; sys.exit(int(open('status').read()
 
 
 def test_the_command_line_names_the_commit(repository: Path) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         ["bisect", "--good", "c0", "--bad", "c6", "--repository", str(repository), "--json", "--", *COMMAND],
     )
-    found = json.loads(done.stdout)
-    assert done.exit_code == 0 and len(found["suspects"]) == 1
-    subjects = {t["commit"]: t["subject"] for t in found["tried"]}
-    assert subjects[found["suspects"][0]] == "commit 4"
+    output = json.loads(result.stdout)
+    assert result.exit_code == 0 and len(output["suspects"]) == 1
+    subjects = {t["commit"]: t["subject"] for t in output["tried"]}
+    assert subjects[output["suspects"][0]] == "commit 4"
     trees = subprocess.run(
         ["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -77,7 +77,7 @@ def test_the_command_line_names_the_commit(repository: Path) -> None:
 
 
 def test_a_build_that_fails_makes_a_commit_unknown(repository: Path) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "bisect",
@@ -94,11 +94,11 @@ def test_a_build_that_fails_makes_a_commit_unknown(repository: Path) -> None:
             *COMMAND,
         ],
     )
-    found = json.loads(done.stdout)
+    output = json.loads(result.stdout)
     assert (
-        len(found["suspects"]) == 5
+        len(output["suspects"]) == 5
     )  # 2 was too noisy, 3 and 4 do not build, 5 is elsewhere: the first bad one is among 2 to 6
-    assert {t["status"] for t in found["tried"] if t["said"] == UNKNOWN} == {None, 3, 4}
+    assert {t["status"] for t in output["tried"] if t["said"] == UNKNOWN} == {None, 3, 4}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_build_that_fails_makes_a_commit_unknown(repository: Path) -> None:
     ],
 )
 def test_ends_that_are_not_as_said_are_refused(repository: Path, good: str, bad: str, complaint: str) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli, ["bisect", "--good", good, "--bad", bad, "--repository", str(repository), "--", *COMMAND]
     )
-    assert done.exit_code != 0 and complaint in str(done.exception)
+    assert result.exit_code != 0 and complaint in str(result.exception)

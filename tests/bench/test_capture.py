@@ -30,10 +30,10 @@ def test_calls_are_counted_by_problem(policy_file, tmp_path: Path) -> None:
     write(path, counts, "test")
     assert [(c.problem, c.count) for c in read(path)] == [("m=3,n=64,x=fp32", 2), ("m=5,n=64,x=fp32", 1)]
     assert [str(job.problem) for job in jobs_of(read(path))] == ["m=3,n=64,x=fp32", "m=5,n=64,x=fp32"]
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli, ["tune", "--shapes", str(path), "--target", "cpu", "--minutes", "0.3", "--json"]
     )
-    rows = json.loads(done.stdout)["problems"]
+    rows = json.loads(result.stdout)["problems"]
     assert rows[0]["weight"] == 2 and rows[0]["state"] == "tuned" and rows[0]["saved_us"] is not None
 
 
@@ -72,24 +72,26 @@ def test_a_run_that_fails_leaves_what_it_called(
         raise RuntimeError("no memory after an hour")
 
     monkeypatch.setattr("gristmill.runtime.cli.cli.main", run)
-    done = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(out), "--", "generate"])
-    assert str(done.exception) == "no memory after an hour" and [(c.problem, c.count) for c in read(out)] == [
-        ("m=3,n=64,x=fp32", 1)
-    ]
+    result = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(out), "--", "generate"])
+    assert str(result.exception) == "no memory after an hour" and [
+        (c.problem, c.count) for c in read(out)
+    ] == [("m=3,n=64,x=fp32", 1)]
 
 
 def test_a_run_that_calls_nothing_is_a_mistake(tmp_path: Path) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli, ["shapes", "capture", "--out", str(tmp_path / "x.json"), "--", "generate", "--help"]
     )
-    assert done.exit_code == 2 and "called no kernel" in done.output and not (tmp_path / "x.json").exists()
+    assert (
+        result.exit_code == 2 and "called no kernel" in result.output and not (tmp_path / "x.json").exists()
+    )
 
 
 def test_a_model_is_captured(policy_file, tmp_path: Path) -> None:
     policy_file()
     models = Path(__file__).parents[2] / "examples" / "models" / "docs-llama"
     out = tmp_path / "live.json"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "shapes",
@@ -107,7 +109,7 @@ def test_a_model_is_captured(policy_file, tmp_path: Path) -> None:
             "4",
         ],
     )
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
     assert {"linear", "fused_add_rms_norm", "paged_attention", "sample"} <= {row["op"] for row in rows}
     assert sum(row["count"] for row in rows if row["op"] == "sample") == 4 and len(read(out)) == len(rows)

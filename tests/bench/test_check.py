@@ -62,9 +62,9 @@ def own_store(policy_file) -> None:
 
 
 def run(*arguments: str) -> Result:
-    done = CliRunner().invoke(cli, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done
+    result = CliRunner().invoke(cli, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
 
 
 def written(path: Path, ratio: float = 1.0) -> Path:
@@ -94,7 +94,7 @@ def written(path: Path, ratio: float = 1.0) -> Path:
 
 def test_nothing_is_slower(tmp_path: Path) -> None:
     path = written(tmp_path / "b.json")
-    done = run(
+    result = run(
         "check",
         str(path),
         "--target",
@@ -107,9 +107,9 @@ def test_nothing_is_slower(tmp_path: Path) -> None:
         "--markdown",
         str(tmp_path / "m.md"),
     )
-    found = json.loads(done.stdout)
-    assert done.exit_code == 0 and found["exit"] == 0, found
-    assert [row["verdict"] for row in found["rows"]] == [SAME] and abs(found["rows"][0]["change"] - 1) < 0.3
+    output = json.loads(result.stdout)
+    assert result.exit_code == 0 and output["exit"] == 0, output
+    assert [row["verdict"] for row in output["rows"]] == [SAME] and abs(output["rows"][0]["change"] - 1) < 0.3
     suite = ElementTree.parse(tmp_path / "j.xml").getroot().find("testsuite")
     assert suite is not None and suite.get("failures") == "0" and suite.get("tests") == "1"
     assert "| SAME | rms_norm_cpu | `m=100,n=2048` |" in (tmp_path / "m.md").read_text()
@@ -117,10 +117,10 @@ def test_nothing_is_slower(tmp_path: Path) -> None:
 
 def test_something_is_slower_is_1(tmp_path: Path) -> None:
     path = written(tmp_path / "b.json", ratio=0.5)  # it took half as long when the baseline was written
-    done = run(
+    result = run(
         "check", str(path), "--target", "cpu", "--min-effect", "0.3", "--junit", str(tmp_path / "j.xml")
     )
-    assert done.exit_code == 1 and "something is slower" in done.stdout and SLOWER in done.stdout
+    assert result.exit_code == 1 and "something is slower" in result.stdout and SLOWER in result.stdout
     failure = ElementTree.parse(tmp_path / "j.xml").getroot().find(".//failure")
     assert failure is not None and re.search(
         r"SLOWER: \+\d+\.\d% against the baseline", failure.get("message", "")
@@ -129,8 +129,8 @@ def test_something_is_slower_is_1(tmp_path: Path) -> None:
 
 def test_faster_is_fine(tmp_path: Path) -> None:
     path = written(tmp_path / "b.json", ratio=2.0)
-    found = json.loads(run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--json").stdout)
-    assert found["exit"] == 0 and found["rows"][0]["verdict"] == FASTER
+    output = json.loads(run("check", str(path), "--target", "cpu", "--min-effect", "0.3", "--json").stdout)
+    assert output["exit"] == 0 and output["rows"][0]["verdict"] == FASTER
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_one_wrong_block_scale_is_2_every_time(
     part = {"environment": baseline.environment(place("cpu"), portable=True), "entries": [entry]}
     path.write_text(json.dumps({"schema": 1, "parts": [part]}))
     monkeypatch.setattr(baseline, "named", lambda op, pattern: [planted()])
-    found = json.loads(run("check", str(path), "--target", "cpu", "--json").stdout)
-    assert found["exit"] == 2 and found["rows"][0]["verdict"] == WRONG
-    assert "over the tolerance" in found["rows"][0]["reason"]
+    output = json.loads(run("check", str(path), "--target", "cpu", "--json").stdout)
+    assert output["exit"] == 2 and output["rows"][0]["verdict"] == WRONG
+    assert "over the tolerance" in output["rows"][0]["reason"]
 
 
 def test_too_noisy_is_3() -> None:
@@ -173,12 +173,12 @@ def test_too_noisy_is_3() -> None:
 
 def test_another_environment_is_4_and_none_is_5(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
-    done = run("check", str(path), "--target", "cpu")
-    assert done.exit_code == 5 and done.stdout == "" and "--update" in done.stderr
+    result = run("check", str(path), "--target", "cpu")
+    assert result.exit_code == 5 and result.stdout == "" and "--update" in result.stderr
     part = {"environment": {"target": "sm_90", "torch": "2.13", "threads": 1}, "entries": []}
     path.write_text(json.dumps({"schema": 1, "parts": [part]}))
-    done = run("check", str(path), "--target", "cpu", "--json")
-    assert done.exit_code == 4 and "the baseline's is sm_90" in json.loads(done.stdout)["reason"]
+    result = run("check", str(path), "--target", "cpu", "--json")
+    assert result.exit_code == 4 and "the baseline's is sm_90" in json.loads(result.stdout)["reason"]
     part["environment"] = baseline.environment(place("cpu"), portable=False)
     path.write_text(json.dumps({"schema": 1, "parts": [part]}))
     assert run("check", str(path), "--target", "cpu").exit_code == 5
@@ -204,14 +204,15 @@ def test_a_line_whose_kernel_is_gone_is_a_gap_and_the_others_are_checked(tmp_pat
     entry = data["parts"][0]["entries"][0]
     data["parts"][0]["entries"] += [entry | {"kernel": "rms_norm_gone"}, entry | {"problem": "m=1,colour=2"}]
     path.write_text(json.dumps(data))
-    done = run("check", str(path), "--target", "cpu", "--min-effect", "0.6", "--json")
-    found = {row["kernel"] + row["problem"]: row for row in json.loads(done.stdout)["rows"]}
-    assert done.exit_code == 4 and found["rms_norm_gone" + PROBLEM]["verdict"] == GAP
+    result = run("check", str(path), "--target", "cpu", "--min-effect", "0.6", "--json")
+    output = {row["kernel"] + row["problem"]: row for row in json.loads(result.stdout)["rows"]}
+    assert result.exit_code == 4 and output["rms_norm_gone" + PROBLEM]["verdict"] == GAP
     assert (
-        "did you mean" in found["rms_norm_gone" + PROBLEM]["reason"] and found["rms_norm_cpu" + PROBLEM]["us"]
+        "did you mean" in output["rms_norm_gone" + PROBLEM]["reason"]
+        and output["rms_norm_cpu" + PROBLEM]["us"]
     )
-    done = run("check", str(path), "--target", "cpu", "--update", "--json")
-    assert done.exit_code == 0 and "dropped: rms_norm_gone" in done.stderr
+    result = run("check", str(path), "--target", "cpu", "--update", "--json")
+    assert result.exit_code == 0 and "dropped: rms_norm_gone" in result.stderr
     assert [e["kernel"] for e in json.loads(path.read_text())["parts"][0]["entries"]] == ["rms_norm_cpu"]
 
 
@@ -226,7 +227,7 @@ def test_a_wrong_yardstick_is_2(tmp_path: Path) -> None:
 
 def test_a_baseline_of_no_ratio_is_a_mistake(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
-    done = run(
+    result = run(
         "check",
         str(path),
         "--update",
@@ -237,7 +238,7 @@ def test_a_baseline_of_no_ratio_is_a_mistake(tmp_path: Path) -> None:
         "--yardstick",
         "rms_norm_torch",
     )
-    assert done.exit_code == 2 and "nothing but the yardstick" in done.output and not path.exists()
+    assert result.exit_code == 2 and "nothing but the yardstick" in result.output and not path.exists()
 
 
 def test_rounds_go_on_until_the_change_is_clear() -> None:
@@ -284,8 +285,8 @@ def test_an_update_keeps_what_it_does_not_touch(tmp_path: Path) -> None:
     }
     data = json.loads(path.read_text())
     path.write_text(json.dumps({"schema": 1, "parts": [other, *data["parts"]]}))
-    done = run("check", str(path), "--update", "--target", "cpu", "--json")
-    assert done.exit_code == 0 and [e["kernel"] for e in json.loads(done.stdout)] == ["rms_norm_cpu"]
+    result = run("check", str(path), "--update", "--target", "cpu", "--json")
+    assert result.exit_code == 0 and [e["kernel"] for e in json.loads(result.stdout)] == ["rms_norm_cpu"]
     parts = json.loads(path.read_text())["parts"]
     assert parts[0] == other and len(parts) == 2 and len(parts[1]["entries"]) == 1
 
@@ -329,11 +330,11 @@ def test_compare_calls_slow_cheating_and_missing_kernels_what_they_are() -> None
     cheat = cheats.kernel(cheats.results_cached_by_pointer)
     gpu = default_registry().kernel("rms_norm", "rms_norm_flashinfer")
     rows = compare([_case(slowed.SLOWER, cheat, gpu)], place("cpu"), Rule())
-    found = {row.kernel: row for row in rows}
-    assert found["rms_norm_slower"].verdict == SLOWER and found["rms_norm_slower"].noise is not None
-    assert found[cheat.name].verdict == WRONG and found[cheat.name].us is None
-    assert found[gpu.name].verdict == GAP and "runs on" in found[gpu.name].reason
-    fields: Any = found["rms_norm_slower"].as_dict()
+    actual = {row.kernel: row for row in rows}
+    assert actual["rms_norm_slower"].verdict == SLOWER and actual["rms_norm_slower"].noise is not None
+    assert actual[cheat.name].verdict == WRONG and actual[cheat.name].us is None
+    assert actual[gpu.name].verdict == GAP and "runs on" in actual[gpu.name].reason
+    fields: Any = actual["rms_norm_slower"].as_dict()
     assert fields["low"] <= fields["ratio"] <= fields["high"] and fields["timing"] == "eager,cold"
 
 
@@ -345,7 +346,7 @@ def test_a_wrong_baseline_spoils_its_rows() -> None:
 
 
 def test_compare_on_the_command_line(tmp_path: Path) -> None:
-    done = run(
+    result = run(
         "compare",
         "rms_norm",
         "--target",
@@ -362,9 +363,9 @@ def test_compare_on_the_command_line(tmp_path: Path) -> None:
         str(tmp_path / "r.json"),
         "--json",
     )
-    row = json.loads(done.stdout)[0]
+    row = json.loads(result.stdout)[0]
     assert (
-        done.exit_code == 0
+        result.exit_code == 0
         and row["verdict"] in (FASTER, SAME, "UNCLEAR")
         and row["baseline"] == "rms_norm_torch"
     )
@@ -372,7 +373,7 @@ def test_compare_on_the_command_line(tmp_path: Path) -> None:
     assert len(stored["rows"][0]["samples"]) == row["rounds"] and stored["environment"]["command"].startswith(
         "kernelbench"
     )
-    done = run(
+    result = run(
         "compare", "rms_norm", "--target", "cpu", "--baseline", "rms_norm_cpu", "--kernels", "rms_norm_cpu"
     )
-    assert done.exit_code != 0 and "nothing to compare" in done.output
+    assert result.exit_code != 0 and "nothing to compare" in result.output

@@ -32,9 +32,9 @@ def kernelbench(*arguments: str, cache: Path, policy: Path | None = None) -> sub
 
 
 def answer(*arguments: str, cache: Path, status: int = 0, policy: Path | None = None) -> Any:
-    done = kernelbench(*arguments, "--json", cache=cache, policy=policy)
-    assert done.returncode == status, done.stderr
-    return json.loads(done.stdout)
+    result = kernelbench(*arguments, "--json", cache=cache, policy=policy)
+    assert result.returncode == status, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_list_has_exactly_the_promised_fields(tmp_path: Path) -> None:
@@ -52,32 +52,32 @@ def test_list_imports_no_torch(tmp_path: Path) -> None:
         "import sys; sys.argv = ['kernelbench', 'list', '--json']\nfrom gristmill.bench import cli\n"
         "try: cli.main()\nexcept SystemExit: pass\nassert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def test_explain_here_selects_and_verifies(tmp_path: Path) -> None:
-    found = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu", cache=tmp_path)
-    assert list(found) == ["op", "problem", "target", "selected", "candidates"]
-    assert {tuple(row) for row in found["candidates"]} == {
+    output = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu", cache=tmp_path)
+    assert list(output) == ["op", "problem", "target", "selected", "candidates"]
+    assert {tuple(row) for row in output["candidates"]} == {
         ("kernel", "verdict", "reasons", "expected_us", "source")
     }
-    assert {row["verdict"] for row in found["candidates"]} <= VERDICTS
-    assert {row["source"] for row in found["candidates"]} <= SOURCES
-    chosen = [row["kernel"] for row in found["candidates"] if row["verdict"] == "selected"]
-    assert chosen == [found["selected"]]
+    assert {row["verdict"] for row in output["candidates"]} <= VERDICTS
+    assert {row["source"] for row in output["candidates"]} <= SOURCES
+    chosen = [row["kernel"] for row in output["candidates"] if row["verdict"] == "selected"]
+    assert chosen == [output["selected"]]
 
 
 def test_explain_elsewhere_verifies_nothing(tmp_path: Path) -> None:
-    found = answer("explain", "rms_norm", "--problem", "m=4,n=64", "--target", "sm_121", cache=tmp_path)
-    assert found["target"] == "sm_121" and found["selected"] == "rms_norm_triton"
-    assert {row["verdict"] for row in found["candidates"]} <= {
+    output = answer("explain", "rms_norm", "--problem", "m=4,n=64", "--target", "sm_121", cache=tmp_path)
+    assert output["target"] == "sm_121" and output["selected"] == "rms_norm_triton"
+    assert {row["verdict"] for row in output["candidates"]} <= {
         "unverified",
         "hardware",
         "build",
@@ -88,8 +88,8 @@ def test_explain_elsewhere_verifies_nothing(tmp_path: Path) -> None:
 
 
 def test_explain_without_the_dynamic_size_prints_a_plan(tmp_path: Path) -> None:
-    found = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu", cache=tmp_path)
-    assert [row["m_max"] for row in found["plan"]] == [
+    output = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu", cache=tmp_path)
+    assert [row["m_max"] for row in output["plan"]] == [
         1,
         2,
         4,
@@ -105,12 +105,12 @@ def test_explain_without_the_dynamic_size_prints_a_plan(tmp_path: Path) -> None:
         4096,
         None,
     ]
-    assert all({"m_max", "kernel", "layout", "config"} <= row.keys() for row in found["plan"])
+    assert all({"m_max", "kernel", "layout", "config"} <= row.keys() for row in output["plan"])
 
 
 def test_axes_are_listed(tmp_path: Path) -> None:
-    found = answer("explain", "rms_norm", "--axes", cache=tmp_path)
-    assert [row["axis"] for row in found["axes"]] == ["m", "n", "x"]
+    output = answer("explain", "rms_norm", "--axes", cache=tmp_path)
+    assert [row["axis"] for row in output["axes"]] == ["m", "n", "x"]
 
 
 def test_verify_and_bench_rows(tmp_path: Path) -> None:
@@ -135,23 +135,25 @@ def test_verify_and_bench_rows(tmp_path: Path) -> None:
     assert all((row["us"] is None) == bool(row["reason"]) for row in timed)
     timed = [row for row in timed if row["us"]]
     fastest = min(timed, key=lambda row: row["us"])["kernel"]
-    found = answer("explain", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--target", "cpu", cache=tmp_path)
-    assert found["selected"] == fastest and found["candidates"][0]["source"] == "measured"
+    output = answer(
+        "explain", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--target", "cpu", cache=tmp_path
+    )
+    assert output["selected"] == fastest and output["candidates"][0]["source"] == "measured"
 
 
 def test_noise_states_the_floor_and_refuses_less(tmp_path: Path) -> None:
     given = ("noise", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--comparisons", "3")
-    found = answer(*given, "--min-effect", "0.0000001", cache=tmp_path, status=3)
-    assert found["comparisons"] == 3 and 0 < found["floor"] <= found["worst"]
-    assert "is below this machine's noise floor of" in found["refused"]
-    found = answer(*given, "--min-effect", "0.99", "--kernel", "rms_norm_torch", cache=tmp_path)
-    assert found["refused"] == "" and found["kernel"] == "rms_norm_torch" and found["false"] == 0
+    output = answer(*given, "--min-effect", "0.0000001", cache=tmp_path, status=3)
+    assert output["comparisons"] == 3 and 0 < output["floor"] <= output["worst"]
+    assert "is below this machine's noise floor of" in output["refused"]
+    output = answer(*given, "--min-effect", "0.99", "--kernel", "rms_norm_torch", cache=tmp_path)
+    assert output["refused"] == "" and output["kernel"] == "rms_norm_torch" and output["false"] == 0
 
 
 def test_doctor_reports(tmp_path: Path) -> None:
-    found = answer("doctor", cache=tmp_path)
-    assert found["devices"][-1]["vendor"] == "cpu" and found["registry"]["kernels"] > 0
-    assert found["devices"][-1]["measured"] is None and found["devices"][-1]["state"]["threads"] >= 1
+    output = answer("doctor", cache=tmp_path)
+    assert output["devices"][-1]["vendor"] == "cpu" and output["registry"]["kernels"] > 0
+    assert output["devices"][-1]["measured"] is None and output["devices"][-1]["state"]["threads"] >= 1
     assert "None" not in kernelbench("doctor", cache=tmp_path).stdout
 
 
@@ -214,20 +216,20 @@ def test_mistakes_are_one_line_and_status_2(
     monkeypatch.setattr(sys, "argv", ["kernelbench", *arguments])
     with pytest.raises(SystemExit) as status:
         main()
-    done = capfd.readouterr()
-    assert status.value.code == 2 and done.out == ""
-    assert complaint in done.err and done.err.count("\n") == 1, done.err
+    result = capfd.readouterr()
+    assert status.value.code == 2 and result.out == ""
+    assert complaint in result.err and result.err.count("\n") == 1, result.err
 
 
 def test_a_mistake_ends_the_program_with_status_2(tmp_path: Path) -> None:
-    done = kernelbench("list", "--op", "rms_nrom", cache=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "did you mean rms_norm" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    result = kernelbench("list", "--op", "rms_nrom", cache=tmp_path)
+    assert result.returncode == 2 and result.stdout == ""
+    assert "did you mean rms_norm" in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
 def test_a_wrong_policy_file_is_a_mistake_too(tmp_path: Path) -> None:
-    done = kernelbench("list", cache=tmp_path, policy=tmp_path / "absent.toml")
-    assert done.returncode == 2 and "absent.toml" in done.stderr and done.stderr.count("\n") == 1
+    result = kernelbench("list", cache=tmp_path, policy=tmp_path / "absent.toml")
+    assert result.returncode == 2 and "absent.toml" in result.stderr and result.stderr.count("\n") == 1
 
 
 def commands() -> list[tuple[str, ...]]:
@@ -246,5 +248,5 @@ def test_every_command_helps(command: tuple[str, ...]) -> None:
 
     from gristmill.bench.cli import cli
 
-    done = CliRunner().invoke(cli, [*command, "--help"])
-    assert done.exit_code == 0 and "--json" in done.stdout and len(done.stdout.splitlines()) > 8
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0 and "--json" in result.stdout and len(result.stdout.splitlines()) > 8

@@ -26,16 +26,16 @@ pytestmark = pytest.mark.skipif(bool(counts.missing(HERE)), reason=counts.missin
 
 
 def run(*arguments: str) -> Result:
-    done = CliRunner().invoke(cli, ["check", *arguments, "--instructions", "--target", TARGET])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done
+    result = CliRunner().invoke(cli, ["check", *arguments, "--instructions", "--target", TARGET])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A baseline of rms_norm_cpu."""
     path = tmp_path_factory.mktemp("counts") / "b.json"
-    done = run(
+    result = run(
         str(path),
         "--update",
         "--op",
@@ -46,8 +46,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(PROBLEM),
         "--json",
     )
-    assert done.exit_code == 0 and [e["kernel"] for e in json.loads(done.stdout)] == ["rms_norm_cpu"], (
-        done.output
+    assert result.exit_code == 0 and [e["kernel"] for e in json.loads(result.stdout)] == ["rms_norm_cpu"], (
+        result.output
     )
     return path
 
@@ -62,11 +62,11 @@ def changed(source: Path, path: Path, factor: float = 1.0, **environment: str) -
 
 
 def test_counts_repeat_and_nothing_is_slower(written: Path, tmp_path: Path) -> None:
-    done = run(
+    result = run(
         str(written), "--json", "--junit", str(tmp_path / "j.xml"), "--markdown", str(tmp_path / "m.md")
     )
-    row = json.loads(done.stdout)["rows"][0]
-    assert done.exit_code == 0 and row["verdict"] == SAME and abs(row["change"] - 1) < 1e-3
+    row = json.loads(result.stdout)["rows"][0]
+    assert result.exit_code == 0 and row["verdict"] == SAME and abs(row["change"] - 1) < 1e-3
     assert row["instructions"] > 50 * 1024 / 8, "less than a vector instruction for every eight numbers"
     assert (
         'failures="0"' in (tmp_path / "j.xml").read_text()
@@ -77,14 +77,14 @@ def test_counts_repeat_and_nothing_is_slower(written: Path, tmp_path: Path) -> N
 def test_eight_percent_longer_is_1(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     longer = replace(slowed.SLOWER, name="rms_norm_cpu")
     monkeypatch.setattr(count_baseline, "named", lambda op, pattern: [longer])
-    done = run(str(written), "--json")
-    row = json.loads(done.stdout)["rows"][0]
-    assert done.exit_code == 1 and row["verdict"] == SLOWER and 1.075 < row["change"] < 1.085
+    result = run(str(written), "--json")
+    row = json.loads(result.stdout)["rows"][0]
+    assert result.exit_code == 1 and row["verdict"] == SLOWER and 1.075 < row["change"] < 1.085
 
 
 def test_fewer_are_fine(written: Path, tmp_path: Path) -> None:
-    done = run(str(changed(written, tmp_path / "b.json", 2.0)), "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout)["rows"][0]["verdict"] == FASTER
+    result = run(str(changed(written, tmp_path / "b.json", 2.0)), "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["rows"][0]["verdict"] == FASTER
 
 
 def test_one_wrong_block_scale_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,34 +100,34 @@ def test_one_wrong_block_scale_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert run(str(path)).exit_code == 1, "the right kernel is only slower than one instruction"
     monkeypatch.setattr(count_baseline, "named", lambda op, pattern: [planted()])
-    done = run(str(path), "--json")
-    assert done.exit_code == 2 and "over the tolerance" in json.loads(done.stdout)["rows"][0]["reason"]
+    result = run(str(path), "--json")
+    assert result.exit_code == 2 and "over the tolerance" in json.loads(result.stdout)["rows"][0]["reason"]
 
 
 @pytest.mark.parametrize("other", [{"compiler": "GNU 99"}, {"target": "cpu:neon"}, {"libc": "musl 1"}])
 def test_another_environment_is_4(written: Path, tmp_path: Path, other: dict[str, str]) -> None:
-    done = run(str(changed(written, tmp_path / "b.json", **other)), "--json")
+    result = run(str(changed(written, tmp_path / "b.json", **other)), "--json")
     (value,) = other.values()
-    assert done.exit_code == 4 and f"the baseline's is {value}" in json.loads(done.stdout)["reason"]
+    assert result.exit_code == 4 and f"the baseline's is {value}" in json.loads(result.stdout)["reason"]
 
 
 def test_without_valgrind_it_is_4_and_says_so(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         counts.shutil, "which", lambda name: None if name == "valgrind" else f"/usr/bin/{name}"
     )
-    done = run(str(written), "--json")
-    assert done.exit_code == 4 and "valgrind not installed" in json.loads(done.stdout)["reason"]
+    result = run(str(written), "--json")
+    assert result.exit_code == 4 and "valgrind not installed" in json.loads(result.stdout)["reason"]
 
 
 def test_what_callgrind_cannot_run_is_4(written: Path) -> None:
-    done = CliRunner().invoke(cli, ["check", str(written), "--instructions", "--target", "cpu", "--json"])
+    result = CliRunner().invoke(cli, ["check", str(written), "--instructions", "--target", "cpu", "--json"])
     if place("cpu").target.name.partition(":")[2] not in counts.LEVELS:
-        assert done.exit_code == 4 and "callgrind runs no code of" in json.loads(done.stdout)["reason"]
+        assert result.exit_code == 4 and "callgrind runs no code of" in json.loads(result.stdout)["reason"]
 
 
 def test_no_baseline_is_5(tmp_path: Path) -> None:
-    done = run(str(tmp_path / "none.json"))
-    assert done.exit_code == 5 and "--instructions --update" in done.stderr
+    result = run(str(tmp_path / "none.json"))
+    assert result.exit_code == 5 and "--instructions --update" in result.stderr
 
 
 def test_an_update_keeps_other_parts(written: Path, tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_an_update_keeps_other_parts(written: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_recorded_is_said(op: str, kernel: str, problem: str, why: str) -> None:
-    found = default_registry().op(op)
+    actual = default_registry().op(op)
     with pytest.raises(counts.CountError, match=f"{kernel} {why}"):
-        counts.record(found, default_registry().kernel(op, kernel), found.problem(problem), HERE)
+        counts.record(actual, default_registry().kernel(op, kernel), actual.problem(problem), HERE)
 
 
 def test_a_replay_that_leaves_other_bytes_is_refused() -> None:

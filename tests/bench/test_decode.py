@@ -36,7 +36,7 @@ def tiny(tmp_path: Path) -> str:
 def test_rows_and_result_file(tiny: str, tmp_path: Path, policy_file: Any) -> None:
     policy_file()
     out = tmp_path / "decode.json"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "decode",
@@ -57,8 +57,8 @@ def test_rows_and_result_file(tiny: str, tmp_path: Path, policy_file: Any) -> No
             "--json",
         ],
     )
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.output)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output)
     assert [(row["quant"], row["batch"]) for row in rows] == [
         ("int4_g128", 1),
         ("int4_g128", 3),
@@ -122,5 +122,5 @@ def test_mistakes(tiny: str) -> None:
         (["--context", "9000"], "positions"),
         (["--target", "h100"], "not a device"),
     ):
-        done = CliRunner().invoke(cli, ["decode", "--model", tiny, "--target", "cpu", *arguments])
-        assert done.exit_code != 0 and said in done.output
+        result = CliRunner().invoke(cli, ["decode", "--model", tiny, "--target", "cpu", *arguments])
+        assert result.exit_code != 0 and said in result.output

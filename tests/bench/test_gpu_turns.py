@@ -12,13 +12,13 @@ from tests.gpu.turns import turn
 def test_who_is_alone_is_alone(tmp_path: Path) -> None:
     inside: list[str] = []
     seen: list[list[str]] = []
-    together, done = threading.Barrier(4), threading.Event()
+    together, result = threading.Barrier(4), threading.Event()
 
     def beside(first: bool) -> None:
         if first:
             with turn(tmp_path, alone=False):
                 together.wait(timeout=20)  # three at once, before anybody wants to be alone
-        while not done.is_set():
+        while not result.is_set():
             with turn(tmp_path, alone=False):
                 inside.append("beside")
                 time.sleep(0.002)
@@ -32,7 +32,7 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
                 time.sleep(0.01)
                 seen.append(list(inside))
                 inside.remove("alone")
-        done.set()
+        result.set()
 
     threads = [threading.Thread(target=beside, args=(True,), daemon=True) for _ in range(3)] + [
         threading.Thread(target=alone, daemon=True)

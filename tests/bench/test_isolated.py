@@ -57,9 +57,9 @@ def own_store(policy_file):
 
 def us(kernel, *, isolated: bool) -> float:
     arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu", hot=True), isolated=isolated)
-    found = statistics.median(arm.sample() for _ in range(40))
+    actual = statistics.median(arm.sample() for _ in range(40))
     arm.conclude()  # no audit minds
-    return found
+    return actual
 
 
 def test_an_overlap_with_the_neighbour_shows_in_isolated_calls_alone() -> None:
@@ -144,7 +144,7 @@ def test_names_of_timing_modes_read_back() -> None:
 def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_back_to_back(
     own_store: Path,
 ) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "bench",
@@ -161,7 +161,7 @@ def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_
             "--json",
         ],
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     kept = Store.read(Policy.current().store_path).timings
     assert {t.timing for t in kept} == {"eager,cold", "eager,hot", "eager,cold,isolated"} and len(
         {t.key for t in kept}

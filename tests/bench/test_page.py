@@ -184,11 +184,11 @@ def test_rows_without_a_time_say_why() -> None:
     "heights", [[10.0, 10.0, 10.0], [229.0, 229.5, 230.0], [20.0, 100.0], [float(n) for n in range(10)]]
 )
 def test_names_beside_a_chart_stay_apart_and_inside(heights: list[float]) -> None:
-    found = spread(heights, 10, 230)
+    placed = spread(heights, 10, 230)
     assert (
-        all(b - a >= LINE - 1e-9 for a, b in zip(found, found[1:], strict=False))
-        and found[0] >= 10 - LINE
-        and found[-1] <= 230
+        all(b - a >= LINE - 1e-9 for a, b in zip(placed, placed[1:], strict=False))
+        and placed[0] >= 10 - LINE
+        and placed[-1] <= 230
     )
 
 
@@ -221,8 +221,8 @@ def test_files_of_another_day_still_show() -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     source, out = tmp_path / "a.json", tmp_path / "deep" / "page.html"
     source.write_text(json.dumps(content(6)))
-    done = CliRunner().invoke(cli, ["report", str(source), "--html", str(out), "--json"])
-    assert json.loads(done.stdout) == {"page": str(out), "bytes": out.stat().st_size, "rows": 6}
+    result = CliRunner().invoke(cli, ["report", str(source), "--html", str(out), "--json"])
+    assert json.loads(result.stdout) == {"page": str(out), "bytes": out.stat().st_size, "rows": 6}
 
 
 def test_a_time_below_its_floor_is_marked() -> None:

@@ -55,14 +55,14 @@ def ask(folder: Path, *arguments: str) -> list[dict]:
         "PYTHONPATH": os.pathsep.join((str(folder), *filter(None, sys.path))),
         "GRISTMILL_POLICY": str(policy),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "gristmill.bench.cli", *arguments, "--target", "cpu", "--json"],
         env=env,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 PROBLEM = ("--problem", "m=4,n=256")

@@ -68,7 +68,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
         key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
     }  # says that this suite is shared out
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -88,14 +88,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
         check=False,
         env={**outer, "PYTHONPATH": path, "GRISTMILL_POLICY": str(place / "policy.toml")},
     )
-    assert (place / "out.json").exists(), done.stdout + done.stderr
-    return done.stdout, json.loads((place / "out.json").read_text())
+    assert (place / "out.json").exists(), process.stdout + process.stderr
+    return process.stdout, json.loads((place / "out.json").read_text())
 
 
 def test_times_are_those_of_the_kernel(outcome: tuple[str, dict[str, Any]]) -> None:
     shown, stored = outcome
-    found = {one["name"]: one for one in stored["benchmarks"]}
-    named = found["test_named"]
+    actual = {one["name"]: one for one in stored["benchmarks"]}
+    named = actual["test_named"]
     assert (
         named["stats"]["rounds"] == 9
         and named["group"] == "rms_norm m=100,n=2048"
@@ -115,8 +115,8 @@ def test_times_are_those_of_the_kernel(outcome: tuple[str, dict[str, Any]]) -> N
         and 1e-6 < named["stats"]["median"] < 1e-3
     )
     assert (
-        found["test_selected"]["group"] == "mine"
-        and found["test_selected"]["extra_info"]["timing"] == "eager,hot"
+        actual["test_selected"]["group"] == "mine"
+        and actual["test_selected"]["extra_info"]["timing"] == "eager,hot"
     )
     assert "PASSED test_theirs.py::test_named" in shown and "PASSED test_theirs.py::test_selected" in shown
 

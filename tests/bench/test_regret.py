@@ -55,23 +55,23 @@ def timing(text: str, name: str, us: float) -> Timing:
 
 
 def test_a_store_with_wrong_times_is_seen_to_lose() -> None:
-    found = [studied("m=64,n=512", cpu=10.0, torch=15.0), studied("m=96,n=512", cpu=10.0, torch=15.0)]
+    actual = [studied("m=64,n=512", cpu=10.0, torch=15.0), studied("m=96,n=512", cpu=10.0, torch=15.0)]
     store = Store()
     for name, us in (("rms_norm_cpu", 30.0), ("rms_norm_torch", 20.0)):
         store.add(timing("m=64,n=512", name, us))  # the wrong way around
-    regret.ask(found, place("cpu"), store, [])
-    assert [one.regrets["store"] for one in found] == pytest.approx([0.5, 0.5])
-    assert [one.regrets["tuned"] for one in found] == [0.0, 0.0]
-    figures = summary(found)["store, tuned problems"]
+    regret.ask(actual, place("cpu"), store, [])
+    assert [one.regrets["store"] for one in actual] == pytest.approx([0.5, 0.5])
+    assert [one.regrets["tuned"] for one in actual] == [0.0, 0.0]
+    figures = summary(actual)["store, tuned problems"]
     assert figures is not None and figures.mean == pytest.approx(0.5) and figures.problems == 2
 
 
 def test_left_out_means_without_its_own_records() -> None:
     """Neighbours speak for a problem that is left out; where they are of another mind, that is its regret."""
-    found = [studied("m=64,n=512", cpu=10.0, torch=12.0), studied("m=96,n=512", cpu=20.0, torch=10.0)]
-    regret.ask(found, place("cpu"), Store(), [])
-    assert [one.regrets["tuned"] for one in found] == [0.0, 0.0]
-    assert [one.regrets["left out"] for one in found] == pytest.approx([0.2, 1.0])
+    problems = [studied("m=64,n=512", cpu=10.0, torch=12.0), studied("m=96,n=512", cpu=20.0, torch=10.0)]
+    regret.ask(problems, place("cpu"), Store(), [])
+    assert [one.regrets["tuned"] for one in problems] == [0.0, 0.0]
+    assert [one.regrets["left out"] for one in problems] == pytest.approx([0.2, 1.0])
 
 
 def test_a_choice_is_judged_by_rounds_that_did_not_make_it() -> None:
@@ -93,7 +93,7 @@ def test_problems_with_untried_candidates_do_not_count() -> None:
 
 def test_the_command_measures_and_writes(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "regret",
@@ -109,8 +109,8 @@ def test_the_command_measures_and_writes(tmp_path: Path) -> None:
             "--json",
         ],
     )
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert found["asked"] == found["studied"] == 2 and found["regret"]["tuned in this run"]["problems"] == 2
     row = json.loads(path.read_text())["rows"][0]
     assert (

@@ -45,11 +45,11 @@ def studied(text: str) -> Studied:
 
 @pytest.fixture
 def written() -> tuple[list[Studied], dict]:
-    found = [studied(text) for text in PROBLEMS]
-    ask(found, HERE, Store(), [])
-    data = record(HERE, [one.as_dict() for one in found], regret={}, asked=2)
+    problems = [studied(text) for text in PROBLEMS]
+    ask(problems, HERE, Store(), [])
+    data = record(HERE, [one.as_dict() for one in problems], regret={}, asked=2)
     data["environment"] |= {"device": "NVIDIA H200", "target": "sm_90"}
-    return found, json.loads(json.dumps(data))
+    return problems, json.loads(json.dumps(data))
 
 
 def test_a_replay_by_the_same_code_says_the_same(written: tuple[list[Studied], dict]) -> None:
@@ -102,9 +102,9 @@ def test_the_command_replays_and_refuses_other_files(
 ) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(written[1]))
-    done = CliRunner().invoke(cli, ["regret", "--replay", str(path), "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["studied"] == 2
+    result = CliRunner().invoke(cli, ["regret", "--replay", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["studied"] == 2
     assert CliRunner().invoke(cli, ["regret", "linear", "--replay", str(path)]).exit_code == 2
     del written[1]["regret"]
     with pytest.raises(ResultError, match="it has no regret"):

@@ -40,7 +40,7 @@ def own_store(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def results(own_store: Path) -> Path:
     path = own_store / "r.json"
-    done = run(
+    result = run(
         "bench",
         "rms_norm",
         "--problem",
@@ -55,7 +55,7 @@ def results(own_store: Path) -> Path:
         str(path),
         "--json",
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     return path
 
 
@@ -69,11 +69,11 @@ def test_rerun_says_where_it_differs(results: Path, tmp_path: Path) -> None:
     data["environment"]["device"] = "Abacus"
     changed = tmp_path / "changed.json"
     changed.write_text(json.dumps(data))
-    done = run("rerun", str(changed), "--target", "cpu", "--min-effect", "0.9", "--json")
-    found = json.loads(done.stdout)
-    slower, same, gap, new = found["rows"]  # what had no time and has none does not differ
+    result = run("rerun", str(changed), "--target", "cpu", "--min-effect", "0.9", "--json")
+    output = json.loads(result.stdout)
+    slower, same, gap, new = output["rows"]  # what had no time and has none does not differ
     assert (
-        done.exit_code == 0
+        result.exit_code == 0
         and (slower["verdict"], gap["verdict"]) == ("SLOWER", "GAP")
         and slower["ratio"] > 20
     )
@@ -85,7 +85,7 @@ def test_rerun_says_where_it_differs(results: Path, tmp_path: Path) -> None:
         and new["now_us"] > 0
         and "torch was not installed" in new["reason"]
     )
-    assert any(line.startswith("device: Abacus then") for line in found["environment"])
+    assert any(line.startswith("device: Abacus then") for line in output["environment"])
 
 
 def test_what_was_uncertain_then_is_not_counted_against_now(
@@ -101,23 +101,23 @@ def test_what_was_uncertain_then_is_not_counted_against_now(
         ([9.9, 10, 10, 10, 10.1], "SLOWER"),
     ):  # a median of 10 both times
         data["rows"][0] |= {"us": 10, "samples": then}
-        found = again.rerun(data, place("cpu"), Rule(min_effect=0.1, looks=1))[0]
-        assert found.verdict == verdict and abs(found.as_dict()["ratio"] - 1.2) < 0.02
+        actual = again.rerun(data, place("cpu"), Rule(min_effect=0.1, looks=1))[0]
+        assert actual.verdict == verdict and abs(actual.as_dict()["ratio"] - 1.2) < 0.02
 
 
 def test_a_repro_runs(results: Path) -> None:
-    found = json.loads(run("repro", str(results), "0", "--json").stdout)
-    assert found["command"].startswith(
+    output = json.loads(run("repro", str(results), "0", "--json").stdout)
+    assert output["command"].startswith(
         "kernelbench bench rms_norm --kernels rms_norm_cpu --problem m=64,n=1024 --target cpu"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", found["script"]],
+    process = subprocess.run(
+        [sys.executable, "-c", output["script"]],
         capture_output=True,
         text=True,
         check=False,
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""},
     )
-    assert done.returncode == 0 and done.stdout.endswith("us\n"), done.stderr
+    assert process.returncode == 0 and process.stdout.endswith("us\n"), process.stderr
     assert run("repro", str(results), "7").exit_code != 0
 
 
@@ -140,12 +140,12 @@ def test_a_repro_is_of_the_rows_own_configuration_and_way(results: Path, tmp_pat
     }
     path = tmp_path / "r.json"
     path.write_text(json.dumps(data | {"rows": [row, tuned]}))
-    found = json.loads(run("repro", str(path), "0", "--json").stdout)
+    output = json.loads(run("repro", str(path), "0", "--json").stdout)
     assert (
-        "config = {'level': 'base'}" in found["script"]
-        and "hot=True), eager=True, isolated=False)" in found["script"]
+        "config = {'level': 'base'}" in output["script"]
+        and "hot=True), eager=True, isolated=False)" in output["script"]
     )
-    assert "--config" not in found["command"]  # it has one alone here
+    assert "--config" not in output["command"]  # it has one alone here
     assert "--config ctas=1,mt=8" in json.loads(run("repro", str(path), "1", "--json").stdout)["command"]
 
 
@@ -169,8 +169,8 @@ def test_a_configuration_can_be_timed() -> None:
         ("tile=3", "rms_norm_cpu", "has no 'tile' in its configuration; it has level"),
         ("level=base", "rms_norm_*", "--config is of one kernel"),
     ):
-        done = run(*given, wrong, "--kernels", kernels)
-        assert done.exit_code == 2 and complaint in done.output
+        result = run(*given, wrong, "--kernels", kernels)
+        assert result.exit_code == 2 and complaint in result.output
 
 
 def file(when: str, us: float, rng: np.random.Generator) -> dict:
@@ -239,10 +239,10 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 )
 def test_where_nothing_can_be_written_nothing_is_measured(command: tuple[str, ...]) -> None:
     begin = time.monotonic()
-    done = run(*command, "/dev/null/r.json", *(["--", "generate"] if "capture" in command else []))
+    result = run(*command, "/dev/null/r.json", *(["--", "generate"] if "capture" in command else []))
     assert (
-        done.exit_code == 2
-        and "/dev/null/r.json cannot be written" in done.output
+        result.exit_code == 2
+        and "/dev/null/r.json cannot be written" in result.output
         and time.monotonic() - begin < 2
     )
 
@@ -256,8 +256,8 @@ def test_neither_is_it_for_a_store_that_cannot_be_added_to(
         (tmp_path / name).with_suffix(".toml").write_text(f'store = "{path}"\n')
     for command in (("bench", "rms_norm", "--save"), ("tune", "rms_norm")):
         monkeypatch.setenv("GRISTMILL_POLICY", str(tmp_path / "absent.toml"))
-        done = run(*command, "--target", "cpu")
-        assert done.exit_code == 2 and "the store /dev/null/store.json cannot be written" in done.output
+        result = run(*command, "--target", "cpu")
+        assert result.exit_code == 2 and "the store /dev/null/store.json cannot be written" in result.output
         monkeypatch.setenv("GRISTMILL_POLICY", str(tmp_path / "damaged.toml"))
         with pytest.raises(StoreError, match="line 2"):
             CliRunner().invoke(cli, [*command, "--target", "cpu"], catch_exceptions=False)

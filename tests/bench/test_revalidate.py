@@ -71,9 +71,9 @@ def outcome(us: float | None, off: int = 0, reason: str = ""):
 
 def run(store: Store, measure, sample: int = 8):
     here = place("cpu")
-    found = again.groups(store, here)
-    records = again.revalidate(found, here, sample=sample, measure=measure)
-    return found, records, again.replaced(store, records), here
+    actual = again.groups(store, here)
+    records = again.revalidate(actual, here, sample=sample, measure=measure)
+    return actual, records, again.replaced(store, records), here
 
 
 def source(store: Store, here: Place, m: int) -> str:
@@ -178,9 +178,9 @@ def test_the_command_times_verifies_and_writes() -> None:
     assert json.loads(dry.stdout)["written"] == 0 and {t.toolchain for t in Store.read(path).timings} == {
         tools(here)
     }
-    done = CliRunner().invoke(cli, arguments)
-    assert done.exit_code == 0, done.output
-    row = json.loads(done.stdout)["kernels"][0]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)["kernels"][0]
     assert (row["kernel"], row["records"], row["sampled"], row["reasons"]) == (
         "rms_norm_cpu",
         3,
@@ -191,5 +191,7 @@ def test_the_command_times_verifies_and_writes() -> None:
     assert len(fresh) == (3 if row["outcome"] == HOLDS else 2)  # a busy machine may well find other times
     wrong = old(here, 1, problem="m=8,n=64", config={"level": "no such level"})
     save(path, [wrong])
-    done = CliRunner().invoke(cli, [*arguments, "--sample", "20"])
-    assert done.exit_code == 1 and any(row["outcome"] == WRONG for row in json.loads(done.stdout)["kernels"])
+    result = CliRunner().invoke(cli, [*arguments, "--sample", "20"])
+    assert result.exit_code == 1 and any(
+        row["outcome"] == WRONG for row in json.loads(result.stdout)["kernels"]
+    )

@@ -74,8 +74,8 @@ def test_what_may_be_chance_among_many_rows_says_so() -> None:
 
 
 def test_too_few_rounds_say_nothing() -> None:
-    found = judge([[0.5] * 4, []])
-    assert [v.verdict for v in found] == [UNCLEAR, UNCLEAR] and "8 are needed" in found[0].reason
+    verdicts = judge([[0.5] * 4, []])
+    assert [v.verdict for v in verdicts] == [UNCLEAR, UNCLEAR] and "8 are needed" in verdicts[0].reason
 
 
 def test_a_time_of_zero_is_refused() -> None:
@@ -147,13 +147,13 @@ arm.shared = {}
 
 def slower_called(times: int) -> int:
     honest, slower = arm(slowed.HONEST), arm(slowed.SLOWER)
-    found = [race({"": Heat([honest, slower])}, Rule(), seed=seed)["", slower.name] for seed in range(times)]
-    return sum(v.verdict == SLOWER for v in found)
+    actual = [race({"": Heat([honest, slower])}, Rule(), seed=seed)["", slower.name] for seed in range(times)]
+    return sum(v.verdict == SLOWER for v in actual)
 
 
 def test_a_kernel_is_the_same_as_itself() -> None:
-    found = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=10)
-    assert found.false == 0, found
+    noise = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=10)
+    assert noise.false == 0, noise
 
 
 def test_eight_percent_slower_is_called_slower() -> None:
@@ -163,8 +163,8 @@ def test_eight_percent_slower_is_called_slower() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # 150 to 700 seconds where two cores had five to thirteen things to do
 def test_200_comparisons_of_a_kernel_with_itself() -> None:
-    found = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=200)
-    assert found.false <= 2, found
+    noise = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=200)
+    assert noise.false <= 2, noise
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ def own_store(policy_file):
 
 
 def answer(*arguments: str) -> list[dict]:
-    done = CliRunner().invoke(cli, [*arguments, "--target", "cpu", "--json"])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    result = CliRunner().invoke(cli, [*arguments, "--target", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_cold_and_hot_stand_side_by_side_with_a_speed_up(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_kernel_caught_late_loses_its_time_too() -> None:
 def test_a_wrong_kernel_is_status_1(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     monkeypatch.setattr(compare, "verified", lambda *which: "error 3 is over the tolerance" if wrong else "")
     monkeypatch.setattr(timings, "verified", compare.verified)
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "bench",
@@ -115,8 +115,8 @@ def test_a_wrong_kernel_is_status_1(monkeypatch: pytest.MonkeyPatch, wrong: bool
             "--json",
         ],
     )
-    row = json.loads(done.stdout)[0]
-    assert done.exit_code == wrong and row["wrong"] == wrong and (row["us"] is None) == wrong
+    row = json.loads(result.stdout)[0]
+    assert result.exit_code == wrong and row["wrong"] == wrong and (row["us"] is None) == wrong
 
 
 HUGE = "m=40000000,n=40000"
@@ -127,10 +127,10 @@ def test_a_problem_larger_than_the_memory_is_a_gap_everywhere(tmp_path: Path) ->
     assert rows[0]["us"] is None and "GiB are free" in rows[0]["reason"] and not rows[0]["wrong"]
     rows = answer("compare", "rms_norm", "--problem", HUGE, "--kernels", "*_torch", "--baseline", "*_cpu")
     assert rows[0]["verdict"] == "GAP" and "GiB are free" in rows[0]["reason"]
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli, ["tune", "rms_norm", "--problem", HUGE, "--minutes", "0.1", "--target", "cpu", "--json"]
     )
-    row = json.loads(done.stdout)["problems"][0]
+    row = json.loads(result.stdout)["problems"][0]
     assert row["state"] == "nothing ran" and "GiB are free" in row["reason"] and row["wrong"] == []
     path = tmp_path / "r.json"
     path.write_text(
@@ -138,9 +138,9 @@ def test_a_problem_larger_than_the_memory_is_a_gap_everywhere(tmp_path: Path) ->
             {"schema": 1, "rows": [{"op": "rms_norm", "problem": HUGE, "kernel": "rms_norm_cpu", "us": 1.0}]}
         )
     )
-    done = CliRunner().invoke(cli, ["rerun", str(path), "--target", "cpu", "--json"])
-    row = json.loads(done.stdout)["rows"][0]
-    assert done.exit_code == 0 and row["verdict"] == "GAP" and "GiB are free" in row["reason"]
+    result = CliRunner().invoke(cli, ["rerun", str(path), "--target", "cpu", "--json"])
+    row = json.loads(result.stdout)["rows"][0]
+    assert result.exit_code == 0 and row["verdict"] == "GAP" and "GiB are free" in row["reason"]
 
 
 def test_what_cannot_be_judged_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ def test_what_cannot_be_judged_is_no_wrong_result(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_options_that_say_nothing_are_mistakes(arguments: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(cli, [*arguments, "--target", "cpu"])
-    assert isinstance(done.exception, UnknownError) or done.exit_code == 2, done.output
+    result = CliRunner().invoke(cli, [*arguments, "--target", "cpu"])
+    assert isinstance(result.exception, UnknownError) or result.exit_code == 2, result.output
 
 
 def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,10 +302,10 @@ def test_a_suite_of_ones_own_and_its_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_models_calls_are_asked_once_each_with_their_weight() -> None:
-    found = workloads(None, (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
-    assert len({(one.op.name, str(one.problem)) for one in found}) == len(found)
-    assert {"linear", "paged_attention", "sample", "rms_norm"} <= {one.op.name for one in found} and all(
-        one.weight for one in found
+    loaded = workloads(None, (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
+    assert len({(one.op.name, str(one.problem)) for one in loaded}) == len(loaded)
+    assert {"linear", "paged_attention", "sample", "rms_norm"} <= {one.op.name for one in loaded} and all(
+        one.weight for one in loaded
     )
     only = workloads("linear", (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
     assert only and {one.op.name for one in only} == {"linear"}

@@ -77,17 +77,17 @@ def job(text: str) -> Job:
 
 
 def test_what_is_called_most_goes_first() -> None:
-    found = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("1x1024")], "int4_g128"))
-    assert len({(j.op.name, str(j.problem)) for j in found}) == len(found)
-    assert str(found[0].problem) == "m=1,n=28672,k=4096,w=int4_g128,epilogue=silu_mul"
+    loaded = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("1x1024")], "int4_g128"))
+    assert len({(j.op.name, str(j.problem)) for j in loaded}) == len(loaded)
+    assert str(loaded[0].problem) == "m=1,n=28672,k=4096,w=int4_g128,epilogue=silu_mul"
 
 
 def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(policy_file) -> None:
     policy_file()
     arguments = ["tune", "rms_norm", "--target", "cpu", "--problem", "m=64,n=512", "--json"]
-    done = CliRunner().invoke(cli, [*arguments, "--minutes", "0.5"])
-    assert done.exit_code == 0, done.output
-    row = json.loads(done.stdout)["problems"][0]
+    result = CliRunner().invoke(cli, [*arguments, "--minutes", "0.5"])
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)["problems"][0]
     assert (
         row["state"] == "tuned"
         and row["options"] == 2
@@ -104,18 +104,18 @@ def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(pol
 
 def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
     policy_file()
-    found = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
-    assert tuning.sampled(found) == 32 * 3 + 2  # one per sequence, of each step as often as it is made
+    loaded = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
+    assert tuning.sampled(loaded) == 32 * 3 + 2  # one per sequence, of each step as often as it is made
     live = tmp_path / "live.json"
     rows = [
         {"op": "rms_norm", "problem": "m=3,n=64", "count": 7},
         {"op": "sample", "problem": "m=2,v=100", "count": 5},
     ]
     live.write_text(json.dumps({"schema": 1, "calls": rows}))
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli, ["tune", "--shapes", str(live), "--target", "cpu", "--minutes", "0.5", "--json"]
     )
-    answer = json.loads(done.stdout)
+    answer = json.loads(result.stdout)
     for row in answer["problems"]:
         assert row["saved_ms_per_token"] == pytest.approx(
             row["weight"] * (row["default_us"] - row["us"]) / 10 / 1e3
@@ -237,12 +237,12 @@ def test_a_budget_is_kept(policy_file) -> None:
     here, saved = place("cpu"), []
     begin = time.perf_counter()
     jobs = [job(f"m={m},n=4096") for m in range(64, 512, 8)]
-    found = tuning.tune(
+    tuned = tuning.tune(
         jobs, here, lambda records: saved.append(records) or Store(), seconds=10, store=Store()
     )
     taken = time.perf_counter() - begin
     assert taken < 11.0 + 2.0, taken  # a tenth more, and the children's start
-    states = [one.state for one in found]
+    states = [one.state for one in tuned]
     assert "out of time" in states and states[0] == "tuned" and len(saved) == states.count("tuned")
 
 
@@ -257,34 +257,38 @@ def test_wrong_and_cheating_candidates_do_not_win(policy_file, monkeypatch: pyte
 
     def verify(pairs, *rest):
         """The zoo is unknown to child processes: as if it had passed there, which it would."""
-        found = real([pair for pair in pairs if pair[1].kernel.provider != "test"], *rest)
-        template = next(r for r in found if r.kernel == honest.kernel.name)
-        return [*found, type(template)(**{**vars(template), "kernel": cheat.kernel.name, "config": ""})]
+        actual = real([pair for pair in pairs if pair[1].kernel.provider != "test"], *rest)
+        template = next(r for r in actual if r.kernel == honest.kernel.name)
+        return [*actual, type(template)(**{**vars(template), "kernel": cheat.kernel.name, "config": ""})]
 
     monkeypatch.setattr(tuning, "verify_all", verify)
     saved: list = []
-    found = tuning.tune(
+    actual = tuning.tune(
         [Job(slowed.OP, slowed.PROBLEM)],
         place("cpu"),
         lambda r: saved.extend(r) or Store(),
         seconds=60,
         store=Store(),
     )
-    assert found[0].kernel == "rms_norm_cpu" and any("over the tolerance" in text for text in found[0].wrong)
+    assert actual[0].kernel == "rms_norm_cpu" and any(
+        "over the tolerance" in text for text in actual[0].wrong
+    )
 
 
 def test_a_space_is_sampled_and_cost_models_prune() -> None:
     here = place("h200")
     op = default_registry().op("linear")
-    found = options(Job(op, op.problem("m=1,n=4096,k=4096,w=int4_g128")), here)
-    counts = {name: sum(o.kernel.name == name for o in found) for name in {o.kernel.name for o in found}}
+    candidates = options(Job(op, op.problem("m=1,n=4096,k=4096,w=int4_g128")), here)
+    counts = {
+        name: sum(o.kernel.name == name for o in candidates) for name in {o.kernel.name for o in candidates}
+    }
     assert counts and max(counts.values()) <= MOST + 1
-    assert all(sum(o.default for o in found if o.kernel.name == name) == 1 for name in counts)
+    assert all(sum(o.default for o in candidates if o.kernel.name == name) == 1 for name in counts)
 
 
 def test_mistakes(policy_file) -> None:
     policy_file()
-    done = CliRunner().invoke(cli, ["tune"])
-    assert done.exit_code != 0 and "give one of: an operation, a model" in done.output
-    done = CliRunner().invoke(cli, ["tune", "--model", "llama-3-8b", "--target", "sm_90"])
-    assert done.exit_code != 0 and "not a device of this machine" in done.output
+    result = CliRunner().invoke(cli, ["tune"])
+    assert result.exit_code != 0 and "give one of: an operation, a model" in result.output
+    result = CliRunner().invoke(cli, ["tune", "--model", "llama-3-8b", "--target", "sm_90"])
+    assert result.exit_code != 0 and "not a device of this machine" in result.output

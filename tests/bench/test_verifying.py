@@ -26,9 +26,9 @@ def pairs() -> list[tuple[Job, Option]]:
 
 
 def test_each_candidate_of_each_cut_out_is_asked_once() -> None:
-    wanted = {(str(job.op.verification(job.problem)), option.name) for job, option in pairs()}
+    expected = {(str(job.op.verification(job.problem)), option.name) for job, option in pairs()}
     dealt = [(str(small), option.name) for chunk in chunks(pairs(), 14) for _, option, small in chunk]
-    assert len(wanted) < len(pairs()) and len(dealt) == len(wanted) and set(dealt) == wanted
+    assert len(expected) < len(pairs()) and len(dealt) == len(expected) and set(dealt) == expected
 
 
 def test_a_chunk_shares_its_arguments_or_its_compilation() -> None:
@@ -57,8 +57,8 @@ def test_few_candidates_are_spread_over_all_workers() -> None:
 
 def test_past_the_deadline_only_defaults_are_verified() -> None:
     pool = [Recorder(), Recorder()]
-    found = verify_all(pairs(), place("h200"), pool, deadline=0.0)
+    records = verify_all(pairs(), place("h200"), pool, deadline=0.0)
     defaults = {
         (str(job.op.verification(job.problem)), option.name) for job, option in pairs() if option.default
     }
-    assert len(found) == len(defaults) == sum(len(worker.asked) for worker in pool)
+    assert len(records) == len(defaults) == sum(len(worker.asked) for worker in pool)

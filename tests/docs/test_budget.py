@@ -55,7 +55,7 @@ def test_the_plugin_fails_a_run_that_is_over_budget(tmp_path: Path, seconds: int
     (tmp_path / "CONTRIBUTING.md").write_text(TABLE.replace("| 10 |", f"| {seconds} |"))
     (tmp_path / "tests" / "one" / "test_it.py").write_text("def test_it():\n    sum(range(3_000_000))\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "ci.budget", "-p", "no:benchmark"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--rootdir", str(tmp_path), "tests"],
         cwd=tmp_path,
         env={"PATH": ""},
@@ -63,6 +63,6 @@ def test_the_plugin_fails_a_run_that_is_over_budget(tmp_path: Path, seconds: int
         text=True,
         check=False,
     )
-    assert done.returncode == status, done.stdout + done.stderr
-    assert ("over budget: tests/one took" in done.stdout) == bool(status), done.stdout
-    assert "1 passed" in done.stdout
+    assert process.returncode == status, process.stdout + process.stderr
+    assert ("over budget: tests/one took" in process.stdout) == bool(status), process.stdout
+    assert "1 passed" in process.stdout

@@ -64,7 +64,7 @@ def test_a_command_prints_what_is_shown(command: str, shown: str, measured: bool
     program, *arguments = shlex.split(command[2:])
     environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *PROGRAMS[program], *arguments],
         cwd=ROOT,
         capture_output=True,
@@ -72,8 +72,8 @@ def test_a_command_prints_what_is_shown(command: str, shown: str, measured: bool
         env=environment,
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr
-    found, expected = lines_of(done.stdout, measured), lines_of(shown, measured)
+    assert process.returncode == 0, process.stderr
+    found, expected = lines_of(process.stdout, measured), lines_of(shown, measured)
     assert matches(expected, found), "\n".join(["shown:", *expected, "", "printed:", *found])
 
 

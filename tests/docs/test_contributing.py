@@ -83,20 +83,20 @@ def write(folder: Path, found: dict[str, str]) -> Path:
 
 
 def test_the_worked_examples_run_and_match(tmp_path: Path) -> None:
-    found = files()
-    assert set(found) == {"scale_rows.py", "scale_rows_triton.py"}
-    done = run(write(tmp_path / "worked", found), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["scale_rows_torch", "scale_rows_triton"]
+    paths = files()
+    assert set(paths) == {"scale_rows.py", "scale_rows_triton.py"}
+    result = run(write(tmp_path / "worked", paths), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["scale_rows_torch", "scale_rows_triton"]
 
 
 def test_a_fault_in_a_worked_example_is_caught(tmp_path: Path) -> None:
-    found = files()
-    good = found["scale_rows_triton.py"]
-    found["scale_rows_triton.py"] = good.replace("tl.load(s + row)", "tl.load(s)")
-    assert found["scale_rows_triton.py"] != good
-    done = run(write(tmp_path / "worked", found), tmp_path)
-    assert done.returncode != 0 and "scale_rows_triton" in done.stderr
+    paths = files()
+    good = paths["scale_rows_triton.py"]
+    paths["scale_rows_triton.py"] = good.replace("tl.load(s + row)", "tl.load(s)")
+    assert paths["scale_rows_triton.py"] != good
+    result = run(write(tmp_path / "worked", paths), tmp_path)
+    assert result.returncode != 0 and "scale_rows_triton" in result.stderr
 
 
 CUDA_CHECK = """
@@ -131,23 +131,23 @@ except ValueError as error:  # the entry was called, and refuses device -1, wher
 )
 def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
     """Two files: built by CMake as any other source, loaded, called with the launcher's arguments; a misspelt entry is noticed."""
-    found = files(cuda=True)
-    assert set(found) == {"scale_rows_sm90.py", "_scale_rows_sm90.cu"}
-    folder = write(tmp_path / "worked", {**found, "scale_rows.py": files()["scale_rows.py"]})
+    paths = files(cuda=True)
+    assert set(paths) == {"scale_rows_sm90.py", "_scale_rows_sm90.cu"}
+    folder = write(tmp_path / "worked", {**paths, "scale_rows.py": files()["scale_rows.py"]})
     source = folder / "_scale_rows_sm90.cu"
-    done = configure(tmp_path / "build", "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={source}")
-    assert done.returncode == 0, done.stderr
+    result = configure(tmp_path / "build", "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={source}")
+    assert result.returncode == 0, result.stderr
     build = ["cmake", "--build", str(tmp_path / "build"), "--target", "gristmill_cuda_sm90a"]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
     def checked() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", CUDA_CHECK, str(folder), str(tmp_path / "build" / "_lib")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
-    done = checked()
-    assert done.returncode == 0, done.stderr
+    result = checked()
+    assert result.returncode == 0, result.stderr
     spec = folder / "scale_rows_sm90.py"
     spec.write_text(spec.read_text().replace('"gm_scale_rows_sm90"', '"gm_scale_row_sm90"'))
     assert "has no function gm_scale_row_sm90" in checked().stderr

@@ -37,19 +37,19 @@ def recipe(folder: str) -> dict[str, str]:
 @pytest.fixture
 def install(tmp_path: Path) -> Iterator[Callable[[ModuleType, str], None]]:
     """Puts files beside a package's own, as if the tree held them, and takes them out again."""
-    done: list[tuple[ModuleType, str]] = []
+    result: list[tuple[ModuleType, str]] = []
 
     def put(package: ModuleType, name: str, text: str) -> None:
         folder = tmp_path / package.__name__.rpartition(".")[2]
         folder.mkdir()
         (folder / name).write_text(text, encoding="utf-8")
         package.__path__.append(str(folder))
-        done.append((package, str(folder)))
+        result.append((package, str(folder)))
         importlib.invalidate_caches()
         package._declared.cache_clear()
 
     yield put
-    for package, folder in done:
+    for package, folder in result:
         package.__path__.remove(folder)
         package._declared.cache_clear()
         for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(folder)]:
@@ -109,8 +109,8 @@ def test_a_model_family_is_one_file(
     mine, reference = window_logits(llm.engine, IDS), theirs(model)
     assert float((mine - reference).abs().max() / reference.abs().max()) < 2e-4
     (answer,) = llm.generate(IDS, SamplingParams(max_tokens=8))
-    wanted = model.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False)[0, len(IDS) :]
-    assert list(answer.token_ids) == wanted.tolist()
+    expected = model.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False)[0, len(IDS) :]
+    assert list(answer.token_ids) == expected.tolist()
     assert (
         make(tmp_path / "m", quant="int8_ch").weight_bytes < llm.weight_bytes
     )  # quantizes as every family does
@@ -164,9 +164,9 @@ def test_a_checkpoint_format_is_one_file(
     source = Tensors(load_file(tmp_path / "m" / "model.safetensors"))
     assert len(values) == 14
     for name, value in values.items():
-        found = form.read(source, name.removesuffix(".weight"), tuple(value.shape))
-        assert found is not None and str(found.weight.scheme) == "int8_ch"
-        assert torch.equal(found.weight.dequantize(), value)
+        read_back = form.read(source, name.removesuffix(".weight"), tuple(value.shape))
+        assert read_back is not None and str(read_back.weight.scheme) == "int8_ch"
+        assert torch.equal(read_back.weight.dequantize(), value)
     assert form.read(source, "lm_head", (160, 64)) is None
     for name, value in values.items():
         model.get_parameter(name).data.copy_(value)
@@ -182,5 +182,5 @@ def test_a_fault_in_the_format_is_caught(install: Callable[..., None]) -> None:
     install(formats, Path(path).name, text.replace("0x80", "0x00"))
     form = open_format({"quant_method": "bitsandbytes", "load_in_8bit": True})
     codes = torch.tensor([[1, -2, 127, 0]], dtype=torch.int8)
-    found = form.read(Tensors({"m.weight": codes, "m.SCB": torch.ones(1)}), "m", (1, 4))
-    assert found is not None and not torch.equal(found.weight.dequantize(), codes.float() / 127)
+    read_back = form.read(Tensors({"m.weight": codes, "m.SCB": torch.ones(1)}), "m", (1, 4))
+    assert read_back is not None and not torch.equal(read_back.weight.dequantize(), codes.float() / 127)

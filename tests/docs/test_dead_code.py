@@ -60,8 +60,8 @@ def test_unused_definitions_are_named(
     (tmp_path / "tests" / "test_it.py").write_text(TEST)
     (tmp_path / "integrations" / "host.py").write_text(HOST)
     assert dead_code.main() == 1
-    found = [line.partition(": unused ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(found) == [
+    actual = [line.partition(": unused ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(actual) == [
         "attribute unread",
         "class Box",
         "function forgotten",

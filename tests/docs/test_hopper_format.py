@@ -89,14 +89,14 @@ def test_the_kernels_take_it(tmp_path: Path) -> None:
     assert sorted(changed) == [f"{FOLDER}/decoders_mma.cuh", f"{FOLDER}/instances.json"], (
         "the recipe's two files"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ASK],
         env={**os.environ, "PYTHONPATH": str(folder / "src")},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    lines = [line.split() for line in process.stdout.splitlines()]
     assert [line[0] for line in lines] == ["decode", "decode_ws"], "it has no decoder for wgmma"
     assert all(int(count) > 5 and rest == ["int4_g16", "1280"] for _, count, *rest in lines)
 
@@ -107,8 +107,8 @@ def test_it_compiles_and_a_tile_of_another_size_does_not(tmp_path: Path) -> None
     row = row.replace('"fp16/any": "Int4G16Tile<T>"', "").replace('"Int4G16Tile<T>", }', '"Int4G16Tile<T>"}')
     folder = tree(tmp_path / "tree", decoder, row)
     targets = [f"cuda_sm90a/linear_int4_g16_decode_sm90.{kind}" for kind in ("cubin", "o")]
-    done = build(folder, *targets)
-    assert done.returncode == 0, done.stdout
+    result = build(folder, *targets)
+    assert result.returncode == 0, result.stdout
     cubin = (folder / "build" / targets[0]).read_bytes()
     assert b"linear_decode_int4_g16_bf16_1x4x8" in cubin and b"linear_decode_int4_g16_bf16_2x2x8" in cubin
     source = folder / "build" / "frag16_sm90" / "linear_int4_g16_decode_ws_sm90.cu"
@@ -120,5 +120,5 @@ def test_it_compiles_and_a_tile_of_another_size_does_not(tmp_path: Path) -> None
         text.replace("kCodeBytes + kGroups * kTileRows * 2;", "kCodeBytes + kGroups * kTileRows;")
     )
     assert header.read_text(encoding="utf-8") != text
-    done = build(folder, targets[0])
-    assert done.returncode != 0 and "tile_bytes of instances.json" in done.stdout
+    result = build(folder, targets[0])
+    assert result.returncode != 0 and "tile_bytes of instances.json" in result.stdout

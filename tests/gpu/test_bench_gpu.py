@@ -123,12 +123,12 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
     row = compare([Case(OP, OP.problem(PROBLEM), theirs, (ours,))], here, Rule(), seconds=10)[0]
     assert row.verdict in (FASTER, SLOWER) and row.noise is not None and row.noise < 0.02, row
     shared = Rotation(OP, ours, OP.problem(PROBLEM), "cuda:0")
-    found = self_test(
+    configuration = self_test(
         lambda name: KernelArm(ours, ours.config(OP.problem(PROBLEM), here.target), shared, name=name),
         Rule(),
         comparisons=20,
     )
-    assert found.false == 0 and found.floor < 0.02, found
+    assert configuration.false == 0 and configuration.floor < 0.02, configuration
 
 
 def test_five_timings_stand_side_by_side(policy_file) -> None:
@@ -168,9 +168,9 @@ def test_an_old_graph_freed_meanwhile_does_not_spoil_a_capture() -> None:
 
 def test_ceilings_say_what_held_the_device_back(policy_file) -> None:
     policy_file()
-    found = remeasure("cuda:0")
-    assert found.read_gbs > 100 and dict(found.tflops)["bf16"] > 10 and found.launch_us > 0.2
-    assert set(found.throttled) <= set(GPU_REASONS.values())
+    measured = remeasure("cuda:0")
+    assert measured.read_gbs > 100 and dict(measured.tflops)["bf16"] > 10 and measured.launch_us > 0.2
+    assert set(measured.throttled) <= set(GPU_REASONS.values())
 
 
 def test_tuning_finds_nothing_slower_than_the_default(policy_file) -> None:
@@ -178,6 +178,6 @@ def test_tuning_finds_nothing_slower_than_the_default(policy_file) -> None:
     op = default_registry().op("linear")
     kept: list = []
     job = Job(op, op.problem("m=16,n=4096,k=4096,w=int4_g128"))
-    found = tune([job], place(None), lambda r: kept.extend(r) or Store(), seconds=60, store=Store())[0]
-    assert found.state == "tuned" and found.us is not None and found.default_us is not None
-    assert found.us <= found.default_us * 1.001 and kept
+    tuned = tune([job], place(None), lambda r: kept.extend(r) or Store(), seconds=60, store=Store())[0]
+    assert tuned.state == "tuned" and tuned.us is not None and tuned.default_us is not None
+    assert tuned.us <= tuned.default_us * 1.001 and kept

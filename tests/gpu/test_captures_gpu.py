@@ -66,14 +66,14 @@ def test_the_fault_is_real() -> None:
         "capture_while_an_owner_goes(torch.cuda.graph)\n"
     )
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode != 0 and "during capture" in done.stderr, done.stderr
+    assert process.returncode != 0 and "during capture" in process.stderr, process.stderr
 
 
 @pytest.mark.usefixtures("eager_collector")

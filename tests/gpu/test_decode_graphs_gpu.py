@@ -98,8 +98,8 @@ def test_default_kernels_in_bf16(name: str) -> None:
 def test_a_kernel_that_cannot_be_captured_is_named() -> None:
     policy = Policy(pins={"moe": ("moe_chain_torch",)}, origin="torch experts")
     llm = LLM(MODELS / DEEPSEEK, dtype="fp32", device="cuda", policy=policy, num_blocks=64)
-    found = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert len(found[0].token_ids) == 5
+    completions = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(completions[0].token_ids) == 5
     (row,) = [r for r in llm.explain_graphs() if r["seqs"]]
     assert not row["captured"] and "moe_chain_torch" in row["reason"] and row["steps"] == 0
 

@@ -42,13 +42,13 @@ def test_a_plan_of_the_second_device_runs_there(op: Op, tmp_path) -> None:
         plan(*packed, *outputs)
         assert torch.cuda.current_device() == 0
         torch.cuda.synchronize(SECOND)
-        found = outputs + [
+        actual = outputs + [
             a
             for a, p in zip(packed, op.parameters, strict=True)
             if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"
         ]
         fresh = op.inputs(problem, 7, SECOND)  # a kernel that adds in place has changed the others
-        assert error_of(op, problem, fresh, found, run_reference(op, fresh)) <= op.tolerance(problem).limit
+        assert error_of(op, problem, fresh, actual, run_reference(op, fresh)) <= op.tolerance(problem).limit
 
 
 def test_a_plan_refuses_the_other_device() -> None:

@@ -257,9 +257,9 @@ def test_a_chain_of_dependent_calls_on_a_side_stream(kernel: Kernel, scheme: str
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = chain(wait=False)
+        actual = chain(wait=False)
     stream.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

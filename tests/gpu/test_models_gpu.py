@@ -20,10 +20,10 @@ TRITON = Policy(pins={"*": ("*_triton", "*_triton_split", "moe_chain*")}, strict
 def test_greedy_ids(name: str, policy: Policy | None) -> None:
     llm = LLM(MODELS / name, dtype="fp32", device="cuda", policy=policy, num_blocks=512)
     prompts = oracle.prompts()[2:18:3]
-    found = Comparison(f"{name} on the GPU")
+    actual = Comparison(f"{name} on the GPU")
     for prompt, result in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
-        found.add(result.token_ids, answer(name, tuple(prompt)))
-    found.finish()
+        actual.add(result.token_ids, answer(name, tuple(prompt)))
+    actual.finish()
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "fp8_block", "mxfp4", "nvfp4"])

@@ -56,7 +56,7 @@ def test_a_suite_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "policy.toml").write_text(f'cache = "{tmp_path}"\n')
     outer = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -81,20 +81,20 @@ def test_a_suite_on_a_gpu(tmp_path: Path) -> None:
             "COLUMNS": "200",
         },
     )
-    assert "2 failed, 5 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 5 passed" in process.stdout, process.stdout + process.stderr
     for name in ("left_on_another_stream", "cached"):
-        assert f"FAILED test_theirs.py::test_{name} - gristmill.bench.arms.WrongResultError" in done.stdout, (
-            done.stdout
-        )
-    found = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]}
+        assert (
+            f"FAILED test_theirs.py::test_{name} - gristmill.bench.arms.WrongResultError" in process.stdout
+        ), process.stdout
+    output = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]}
     cold, hot, eager, long = (
-        found[f"test_{name}"]["stats"]["median"] for name in ("cold", "hot", "eager", "long")
+        output[f"test_{name}"]["stats"]["median"] for name in ("cold", "hot", "eager", "long")
     )
     # Arguments come from memory where they are to be cold; an eager chain of torch's operations takes longer than one kernel.
     assert hot < 0.98 * cold < eager
     # 2 GiB read and written: a sample that ended before the device had done its work would be shorter than any memory allows.
     moved = 2 * 65536 * 8192 * 2
-    assert moved / 2e13 < long < moved / 5e10 and found["test_long"]["extra_info"]["gbs"] == pytest.approx(
+    assert moved / 2e13 < long < moved / 5e10 and output["test_long"]["extra_info"]["gbs"] == pytest.approx(
         moved / long / 1e9, rel=0.01
     )
-    assert found["test_cold"]["extra_info"]["config"] and found["test_cold"]["extra_info"]["device"]
+    assert output["test_cold"]["extra_info"]["config"] and output["test_cold"]["extra_info"]["device"]

@@ -31,9 +31,11 @@ def fresh(policy_file) -> Iterator[None]:
 
 
 def read(size: int, *, hot: bool = False, captured: bool = True, **more) -> float:
-    found = reading.reading(DEVICE, size, copies=list_count(size, DEVICE, hot=hot), captured=captured, **more)
-    assert found.us is not None, found
-    return found.us
+    actual = reading.reading(
+        DEVICE, size, copies=list_count(size, DEVICE, hot=hot), captured=captured, **more
+    )
+    assert actual.us is not None, actual
+    return actual.us
 
 
 def test_many_bytes_take_what_the_bandwidth_says_and_few_take_what_a_launch_does() -> None:

@@ -96,12 +96,12 @@ def test_kernel_is_right_in_a_cuda_graph_and_on_a_side_stream(op: Op, kernel: Ke
             out.fill_(float("nan") if out.is_floating_point() else -1)
         graph.replay()
     stream.synchronize()
-    found = outputs + [
+    actual = outputs + [
         a
         for a, p in zip(packed, op.parameters, strict=True)
         if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"
     ]
-    assert error_of(op, problem, arguments, found, reference) <= op.tolerance(problem).limit
+    assert error_of(op, problem, arguments, actual, reference) <= op.tolerance(problem).limit
 
 
 @pytest.mark.parametrize(("op", "kernel", "text"), _once())

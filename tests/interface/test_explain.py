@@ -37,9 +37,9 @@ def test_every_way_to_ask() -> None:
 
 def test_a_device_here_is_verified_by_any_of_its_names() -> None:
     for target in ("cpu", torch.device("cpu")):
-        found = gristmill.explain("rms_norm", PROBLEM, target)
-        assert found.device == "cpu" and found.candidates[0].verdict == "selected"
-        assert found.selected == found.candidates[0].kernel.name
+        explanation = gristmill.explain("rms_norm", PROBLEM, target)
+        assert explanation.device == "cpu" and explanation.candidates[0].verdict == "selected"
+        assert explanation.selected == explanation.candidates[0].kernel.name
     if not torch.cuda.is_available():
         assert gristmill.explain("rms_norm", PROBLEM).device == "cpu"
         with pytest.raises(ValueError, match="device cuda:3: this machine has 0"):
@@ -47,11 +47,11 @@ def test_a_device_here_is_verified_by_any_of_its_names() -> None:
 
 
 def test_verdicts_have_reasons_and_a_policy_counts() -> None:
-    found = gristmill.explain("rms_norm", PROBLEM, "sm_90")
-    verdicts = {c.kernel.name: c.verdict for c in found.candidates}
+    explanation = gristmill.explain("rms_norm", PROBLEM, "sm_90")
+    verdicts = {c.kernel.name: c.verdict for c in explanation.candidates}
     assert set(verdicts) == {kernel.name for kernel in default_registry().kernels_of("rms_norm")}
     assert verdicts["rms_norm_cpu"] == "hardware" and verdicts["rms_norm_torch"] == "unverified"
-    assert all(c.reasons for c in found.candidates)
+    assert all(c.reasons for c in explanation.candidates)
     policy = gristmill.Policy(exclude=("*triton*",), origin="a test")
     without = gristmill.explain("rms_norm", PROBLEM, "sm_90", policy=policy)
     assert without.selected == "rms_norm_torch"
@@ -59,19 +59,19 @@ def test_verdicts_have_reasons_and_a_policy_counts() -> None:
 
 
 def test_a_layer_gets_its_plan() -> None:
-    found = gristmill.explain("linear", "n=256,k=512,w=int4_g128", "h200")
-    assert found.plan is not None and found.plan.layouts == ("w4_frag16_v1",)
-    assert [row["m_max"] for row in found.as_dict()["plan"]][-2:] == [4096, None]
-    assert "m up to" in str(found) and "Plan over w4_frag16_v1" in str(found)
+    explanation = gristmill.explain("linear", "n=256,k=512,w=int4_g128", "h200")
+    assert explanation.plan is not None and explanation.plan.layouts == ("w4_frag16_v1",)
+    assert [row["m_max"] for row in explanation.as_dict()["plan"]][-2:] == [4096, None]
+    assert "m up to" in str(explanation) and "Plan over w4_frag16_v1" in str(explanation)
     one = gristmill.explain("linear", "m=3,n=256,k=512,w=int4_g128", "h200")
     assert one.plan is None and "plan" not in one.as_dict()
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, "n=64"])
 def test_the_command_prints_what_the_function_answers(problem: str) -> None:
-    found = gristmill.explain("rms_norm", problem, "sm_121")
+    explanation = gristmill.explain("rms_norm", problem, "sm_121")
     printed = CliRunner().invoke(command, ["rms_norm", "--problem", problem, "--target", "sm_121"]).output
-    for part in found.parts():
+    for part in explanation.parts():
         lines = (
             [part.title, *("  ".join(row).split() for row in part.rows)]
             if isinstance(part, Table)
@@ -83,7 +83,7 @@ def test_the_command_prints_what_the_function_answers(problem: str) -> None:
     data = (
         CliRunner().invoke(command, ["rms_norm", "--problem", problem, "--target", "sm_121", "--json"]).output
     )
-    assert json.loads(data) == found.as_dict()
+    assert json.loads(data) == explanation.as_dict()
 
 
 def test_tables_are_aligned() -> None:

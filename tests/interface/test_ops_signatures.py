@@ -91,17 +91,17 @@ def test_a_type_checker_reports_wrong_calls_and_no_others(tmp_path: Path) -> Non
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(program)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     reported = {
         int(line): code
-        for line, code in re.findall(r"program\.py:(\d+): error: .*(\[[\w-]+\])$", done.stdout, re.M)
+        for line, code in re.findall(r"program\.py:(\d+): error: .*(\[[\w-]+\])$", process.stdout, re.M)
     }
     expected = {
         number: line.rpartition("wrong: ")[2]
         for number, line in enumerate(PROGRAM.splitlines(), 1)
         if "# wrong" in line
     }
-    assert reported == expected, done.stdout + done.stderr
+    assert reported == expected, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_the_module_that_the_stub_hides_is_checked(tmp_path: Path, faulty: str, 
     copy = tmp_path / "ops_copy.py"
     copy.write_text(source, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(copy)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.count(": error: ") == errors and done.returncode == bool(errors), done.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.stdout.count(": error: ") == errors and process.returncode == bool(errors), process.stdout
 
 
 def test_the_stub_and_the_page_are_what_the_code_says() -> None:

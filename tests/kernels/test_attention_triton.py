@@ -55,8 +55,8 @@ def test_split_contexts(op: Op, name: str, static: str) -> None:
     problem, kernel = op.problem(text), REGISTRY.kernel(op.name, name)
     size = kernel.workspace(problem, kernel.config(problem, SMALL)).bytes
     memory = torch.full((size + 512,), 255, dtype=torch.uint8)
-    a, got = run(op, name, text, workspace=memory[256 : 256 + size])
-    assert error_of(op, problem, a, got, run_reference(op, a)) <= op.tolerance(problem).limit
+    a, actual = run(op, name, text, workspace=memory[256 : 256 + size])
+    assert error_of(op, problem, a, actual, run_reference(op, a)) <= op.tolerance(problem).limit
     assert (memory[:256] == 255).all() and (memory[256 + size :] == 255).all()
     assert (memory[256 : 256 + size] != 255).any(), "the workspace was not used: contexts were not split"
     with pytest.raises(ValueError, match="workspace of"):
@@ -98,14 +98,14 @@ def test_blocks_behind_the_window_are_not_followed() -> None:
         "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20",
     )
     a = op.inputs(op.problem(text), 0, "cpu")
-    want = run_reference(op, a)
+    expected = run_reference(op, a)
     for i, context in enumerate(a[5].tolist()):
         gone = max(0, context - 20) // 16
         a[1][a[3][i, :gone].long()] = math.nan
         a[3][i, :gone] = 0
     for name in ("paged_attention_triton", "paged_attention_triton_split"):
-        _, got = run(op, name, text, a=a)
-        assert error_of(op, op.problem(text), a, got, want) <= op.tolerance(op.problem(text)).limit
+        _, actual = run(op, name, text, a=a)
+        assert error_of(op, op.problem(text), a, actual, expected) <= op.tolerance(op.problem(text)).limit
 
 
 @pytest.mark.parametrize("counts", [[0], [1, 1, 1], [0, 5, 0, 64, 1], [33, 0, 31, 16, 17], [7] * 9])

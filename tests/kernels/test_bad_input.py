@@ -149,21 +149,21 @@ def verdict(
     """What is wrong with how a call ended, or None. neutral: what the reference takes instead (packed weights)."""
     given = fresh(arguments)
     try:
-        found = call(given)
+        actual = call(given)
     except (ValueError, TypeError) as error:
         said = str(error)
         return None if len(said) > 20 and "object has no attribute" not in said else f"says only {said!r}"
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the finding)
         return f"{type(error).__name__}: {str(error)[:150]}"
     everything = [t for a in given for t in (a if isinstance(a, list) else [a]) if tensors(t)]
-    if any(t.is_meta for t in (*everything, *_tuple(found))):
+    if any(t.is_meta for t in (*everything, *_tuple(actual))):
         return None if all(t.is_meta for t in everything) else "answered for tensors of two devices"
     expected = fresh(arguments if neutral is None else neutral)
     try:
         wanted = op.reference(*expected)
     except Exception as error:  # noqa: BLE001
         return f"answered, where the reference raises {type(error).__name__}: {str(error)[:100]}"
-    pairs = list(zip(_tuple(found), _tuple(wanted), strict=True))
+    pairs = list(zip(_tuple(actual), _tuple(wanted), strict=True))
     pairs += [
         (a, b)
         for a, b, p in zip(given, expected, op.parameters, strict=True)

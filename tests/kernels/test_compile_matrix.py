@@ -81,7 +81,7 @@ def matrix(tmp_path: Path, policy_file):
             **os.environ,
             "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT / 'src')}",
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [
                 sys.executable,
                 ROOT / "ci" / "compile_matrix.py",
@@ -102,8 +102,8 @@ def matrix(tmp_path: Path, policy_file):
             check=False,
         )
         return (
-            done.returncode,
-            done.stdout + done.stderr,
+            process.returncode,
+            process.stdout + process.stderr,
             json.loads(path.read_text()) if path.exists() else {},
         )
 
@@ -115,11 +115,11 @@ def test_more_registers_than_the_baseline_fail(matrix) -> None:
     status, said, baseline = matrix("good", {"gone/case@sm_90": {"registers": 1, "spills": 0}}, "--update")
     assert status == 0, said
     assert list(baseline) == ["good/only@sm_90"], "--update forgets kernels that are no more"
-    found = baseline["good/only@sm_90"]
+    actual = baseline["good/only@sm_90"]
     assert matrix("good")[0] == 0
-    assert found["registers"] > 9
-    status, said, _ = matrix("good", {"good/only@sm_90": {**found, "registers": 0}})
-    assert status == 1 and f"registers rose from 0 to {found['registers']}" in said
+    assert actual["registers"] > 9
+    status, said, _ = matrix("good", {"good/only@sm_90": {**actual, "registers": 0}})
+    assert status == 1 and f"registers rose from 0 to {actual['registers']}" in said
 
 
 def test_a_missing_instruction_fails_even_an_update(matrix) -> None:
@@ -135,10 +135,10 @@ def test_a_kernel_that_stops_compiling_fails(matrix) -> None:
 def test_spills_are_judged() -> None:
     """Spills beyond the baseline fail, and so do those of a kernel that is not in it."""
     pair = next(iter(compile_matrix.pairs("rms_norm", "sm_90")))
-    found = {"registers": 40, "spills": 64, "shared": 0, "missing": []}
-    assert compile_matrix.judge(pair, found, {"registers": 40, "spills": 0}) == "spills rose from 0 to 64"
-    assert "not in the baseline" in str(compile_matrix.judge(pair, found, None))
-    assert compile_matrix.judge(pair, found, {"registers": 40, "spills": 64}) is None
+    actual = {"registers": 40, "spills": 64, "shared": 0, "missing": []}
+    assert compile_matrix.judge(pair, actual, {"registers": 40, "spills": 0}) == "spills rose from 0 to 64"
+    assert "not in the baseline" in str(compile_matrix.judge(pair, actual, None))
+    assert compile_matrix.judge(pair, actual, {"registers": 40, "spills": 64}) is None
 
 
 def test_baseline_is_of_kernels_that_exist_and_all_compile() -> None:

@@ -255,8 +255,8 @@ def test_every_declared_property_is_checked(op: Op) -> None:
     problem, call = call_of(op)
     assert op.static(op.describe(*call[: len(op.arguments)])) == op.static(problem)
     assert op.guard(op.static(problem))(*call) == problem.integer(str(op.bucket))
-    found = findings(op)
-    assert not found, "\n".join(found)
+    actual = findings(op)
+    assert not actual, "\n".join(actual)
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,13 @@ def offsets(header: str, folder: Path) -> dict[str, tuple[int, int]]:
         f'int main() {{\n{asked}std::printf("size-of 0 %zu\\n", sizeof(S));\n}}\n'
     )
     subprocess.run([str(COMPILER), "main.cpp", "-o", "main"], cwd=folder, check=True, capture_output=True)
-    said = subprocess.run([folder / "main"], check=True, capture_output=True, text=True).stdout
-    return {name: (int(at), int(size)) for name, at, size in (line.split() for line in said.splitlines())}
+    process = subprocess.run([folder / "main"], check=True, capture_output=True, text=True).stdout
+    return {name: (int(at), int(size)) for name, at, size in (line.split() for line in process.splitlines())}
 
 
 def of_python() -> dict[str, tuple[int, int]]:
-    found = {name: (getattr(Args, name).offset, getattr(Args, name).size) for name, *_ in Args._fields_}
-    return found | {"size-of": (0, ctypes.sizeof(Args))}
+    actual = {name: (getattr(Args, name).offset, getattr(Args, name).size) for name, *_ in Args._fields_}
+    return actual | {"size-of": (0, ctypes.sizeof(Args))}
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -123,9 +123,9 @@ def test_ids_stay_valid_with_nan_and_infinity(implementation: Runnable) -> None:
     )
     bias = torch.zeros(8)
     weights, ids = _run(implementation, logits, 3, bias, 4, 2, "sigmoid", False)
-    wanted, wanted_ids = grouped_topk.reference(logits, 3, bias, 4, 2, "sigmoid", False)
+    expected, wanted_ids = grouped_topk.reference(logits, 3, bias, 4, 2, "sigmoid", False)
     assert torch.equal(ids, wanted_ids)
-    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0, equal_nan=True)
     for row in ids.tolist():
         assert len(set(row)) == 3 and all(0 <= e < 8 for e in row)
     weights, ids = _run(implementation, logits[:2], 2)
@@ -140,9 +140,9 @@ def test_ids_stay_valid_with_nan_and_infinity(implementation: Runnable) -> None:
 def test_row_strides(implementation: Runnable) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
     weights, ids = _run(implementation, padded_rows(logits), 4, None, 4, 2)
-    wanted, wanted_ids = grouped_topk.reference(logits, 4, None, 4, 2)
+    expected, wanted_ids = grouped_topk.reference(logits, 4, None, 4, 2)
     assert torch.equal(ids, wanted_ids)
-    torch.testing.assert_close(weights, wanted, rtol=2e-6, atol=0)
+    torch.testing.assert_close(weights, expected, rtol=2e-6, atol=0)
 
 
 def test_refusals() -> None:
@@ -167,9 +167,9 @@ def test_through_the_operator(policy_file: Any) -> None:
     policy_file("strict = true\n[pins]\ngrouped_topk = ['grouped_topk_cpu', 'grouped_topk_torch']\n")
     logits = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(3))
     weights, ids = ops.grouped_topk(logits, 2, scoring="sigmoid", scale=2.0)
-    wanted, wanted_ids = grouped_topk.reference(logits, 2, None, 1, 1, "sigmoid", True, 2.0)
+    expected, wanted_ids = grouped_topk.reference(logits, 2, None, 1, 1, "sigmoid", True, 2.0)
     assert weights.shape == (3, 7, 2) and torch.equal(ids, wanted_ids)
-    torch.testing.assert_close(weights, wanted)
+    torch.testing.assert_close(weights, expected)
 
 
 FAULT = "m=33,e=64,top_k=4,n_group=8,topk_group=3,scoring=sigmoid,bias=true"

@@ -97,9 +97,11 @@ except ImportError as error:
     print(error.name)
 """
     path = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False
+    )
     here = [kernel for kernel in default_registry().all_kernels() if kernel.language == "triton"]
-    assert done.stdout.split() == [str(len(here)), "False", "triton.language"], done.stderr
+    assert process.stdout.split() == [str(len(here)), "False", "triton.language"], process.stderr
     assert len(here) >= 20
 
 

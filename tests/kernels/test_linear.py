@@ -48,8 +48,8 @@ def run(
     silu_mul: bool = False,
 ) -> torch.Tensor:
     """One launch with the output poisoned."""
-    found = OP.problem(problem)
-    config = kernel.config(found, Target.parse(f"cpu:{level or LEVELS[-1]}"))
+    actual = OP.problem(problem)
+    config = kernel.config(actual, Target.parse(f"cpu:{level or LEVELS[-1]}"))
     if layout is None:
         tensors = kernel_arguments(OP, kernel, [x, weight])[1]
     else:
@@ -114,13 +114,13 @@ def identity_rows(kernel: Kernel, scheme: str, name: str, level: str = "", layou
         level=level,
         layout=layout,
     )
-    want = weight.dequantize().T.to(dtype)
-    assert torch.equal(out, want), (
-        f"{(out != want).sum()} of {want.numel()} differ, max {(out - want).abs().max()}"
+    expected = weight.dequantize().T.to(dtype)
+    assert torch.equal(out, expected), (
+        f"{(out != expected).sum()} of {expected.numel()} differ, max {(out - expected).abs().max()}"
     )
     few = torch.eye(k, dtype=dtype)[[0, k - 1]]
     out = run(kernel, f"m=2,n={n},k={k},x={name},w={scheme}", few, weight, level=level, layout=layout)
-    assert torch.equal(out, want[[0, k - 1]])
+    assert torch.equal(out, expected[[0, k - 1]])
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -335,9 +335,9 @@ def test_planned_calls(policy_file: Any) -> None:
     for shape in ((k,), (1, k), (2, 5, k), (16, k), (0, k)):
         x = torch.randn(shape).bfloat16()
         out = ops.linear(x, held.tensors(), bias, None, True, n, plan=bound)
-        want = OP.reference(x, weight, bias, None, True)
-        assert out.shape == want.shape
-        torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+        expected = OP.reference(x, weight, bias, None, True)
+        assert out.shape == expected.shape
+        torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
     x = torch.randn(2, k).bfloat16()
     with pytest.raises(ValueError, match="planned for"):
         ops.linear(x.float(), held.tensors(), bias.float(), None, True, n, plan=bound)

@@ -29,9 +29,9 @@ needs_library = pytest.mark.skipif(not BUILT, reason="the CUDA library is not bu
 
 
 def format_of(scheme: str) -> Format:
-    found = decode.SCHEDULE.format_of(QuantScheme.parse(scheme))
-    assert found is not None and found is decode_ws.SCHEDULE.format_of(QuantScheme.parse(scheme))
-    return found
+    parsed = decode.SCHEDULE.format_of(QuantScheme.parse(scheme))
+    assert parsed is not None and parsed is decode_ws.SCHEDULE.format_of(QuantScheme.parse(scheme))
+    return parsed
 
 
 def ask(form: str, schedule: str, **fields: int) -> int:

@@ -53,8 +53,8 @@ def test_far_apart_and_huge_log_sum_exps(implementation: Runnable) -> None:
     out, lse = torch.empty_like(a), torch.empty_like(a_lse)
     implementation(a, a_lse, b, b_lse, out, lse)
     far = math.exp(-10)
-    wanted = torch.tensor([1.0, (far - 1) / (far + 1), 0.0, 0.0])
-    torch.testing.assert_close(out[:, 0, 0], wanted, rtol=1e-6, atol=1e-7)
+    expected = torch.tensor([1.0, (far - 1) / (far + 1), 0.0, 0.0])
+    torch.testing.assert_close(out[:, 0, 0], expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(
         lse[:, 0], torch.tensor([300.0, -290.0 + math.log1p(far), 1e30, -1e30]), rtol=1e-6, atol=1e-6
     )
@@ -65,11 +65,11 @@ def test_nan_stays_in_its_row_and_out_may_be_a(implementation: Runnable) -> None
     a, b = torch.randn(3, 2, 37).bfloat16(), torch.randn(3, 2, 37).bfloat16()
     a_lse, b_lse = torch.randn(3, 2), torch.randn(3, 2)
     a_lse[1, 0] = math.nan
-    wanted, wanted_lse = reference(a, a_lse, b, b_lse)
-    assert wanted[1, 0].isnan().all() and wanted.isnan().sum() == 37
+    expected, wanted_lse = reference(a, a_lse, b, b_lse)
+    assert expected[1, 0].isnan().all() and expected.isnan().sum() == 37
     lse = torch.empty_like(a_lse)
     implementation(a, a_lse, b, b_lse, a, lse)
-    torch.testing.assert_close(a, wanted, rtol=8e-3, atol=1e-3, equal_nan=True)
+    torch.testing.assert_close(a, expected, rtol=8e-3, atol=1e-3, equal_nan=True)
     torch.testing.assert_close(lse, wanted_lse, rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
@@ -144,7 +144,7 @@ def test_operator(policy_file: Any) -> None:
     policy_file()
     a, b, a_lse, b_lse = torch.randn(4, 2, 8), torch.randn(4, 2, 8), torch.randn(4, 2), torch.randn(4, 2)
     out, lse = ops.merge_attention_states(a, a_lse, b, b_lse)
-    wanted = reference(a, a_lse, b, b_lse)
-    torch.testing.assert_close(out, wanted[0], rtol=4e-6, atol=1e-6)
-    torch.testing.assert_close(lse, wanted[1], rtol=4e-6, atol=1e-6)
+    expected = reference(a, a_lse, b, b_lse)
+    torch.testing.assert_close(out, expected[0], rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(lse, expected[1], rtol=4e-6, atol=1e-6)
     torch.library.opcheck(torch.ops.gristmill.merge_attention_states.default, (a, a_lse, b, b_lse))

@@ -42,15 +42,15 @@ def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
     seen: dict[str, Any] = {}
 
     def keep(module: Any, q: Any, k: Any, v: Any, mask: Any, **rest: Any) -> Any:
-        found = model.eager_attention_forward(module, q, k, v, mask, **rest)
+        actual = model.eager_attention_forward(module, q, k, v, mask, **rest)
         seen.update(
             q=q[0].transpose(0, 1),
             k=k[0].transpose(0, 1),
             v=v[0].transpose(0, 1),
-            out=found[0][0],
+            out=actual[0][0],
             scale=rest["scaling"],
         )
-        return found
+        return actual
 
     AttentionInterface.register("keep", keep)
     torch.manual_seed(0)
@@ -82,12 +82,12 @@ def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
 def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
     """The last `new` of 21 tokens, through both operations, are what transformers computes un-absorbed."""
     module, latents, seen = deepseek(21)
-    want, q = seen["out"][-new:], seen["q"][-new:].contiguous()
+    expected, q = seen["out"][-new:], seen["q"][-new:].contiguous()
     starts, contexts = torch.tensor([0, new], dtype=torch.int32), torch.tensor([0, 21], dtype=torch.int32)
     plain = varlen_attention.reference(
         q, seen["k"].contiguous(), seen["v"].contiguous(), starts, contexts, new, 21, seen["scale"]
     )
-    torch.testing.assert_close(plain, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(plain, expected, rtol=1e-4, atol=1e-5)
 
     up = module.kv_b_proj.weight.detach().view(4, 24 + 40, 64)
     absorbed = torch.cat((torch.einsum("thn,hnl->thl", q[..., :24], up[:, :24]), q[..., 24:]), -1)
@@ -98,10 +98,12 @@ def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
         cache[block, : len(rows)] = rows
     table = order[None].to(torch.int32)
     for run in (mla_attention.reference, _cpp_mla):
-        got = run(
+        actual = run(
             absorbed, cache, table, starts, torch.tensor([21], dtype=torch.int32), new, 21, seen["scale"], 64
         )
-        torch.testing.assert_close(torch.einsum("thl,hvl->thv", got, up[:, 24:]), want, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            torch.einsum("thl,hvl->thv", actual, up[:, 24:]), expected, rtol=1e-4, atol=2e-5
+        )
 
 
 def _cpp_mla(*arguments: Any) -> torch.Tensor:
@@ -171,12 +173,12 @@ def test_planted_fault_is_caught(op: Op, kernel: Kernel, fault: Callable[[dict[s
             continue
         if fault is context_late and problem["seqs"] == 1:
             continue
-        want, limit = run_reference(op, list(right.values())), op.tolerance(problem).limit
-        assert error_of(op, problem, list(right.values()), run(op, kernel, {}, right), want) <= limit
+        expected, limit = run_reference(op, list(right.values())), op.tolerance(problem).limit
+        assert error_of(op, problem, list(right.values()), run(op, kernel, {}, right), expected) <= limit
         wrong = dict(right)
         fault(wrong)
-        got = [x.nan_to_num() for x in run(op, kernel, {}, wrong)]
-        assert not error_of(op, problem, list(right.values()), got, want) <= 4 * limit, (
+        actual = [x.nan_to_num() for x in run(op, kernel, {}, wrong)]
+        assert not error_of(op, problem, list(right.values()), actual, expected) <= 4 * limit, (
             f"{fault.__name__} passes {text}"
         )
 
@@ -206,9 +208,9 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str) -> None:
                 assert torch.equal(x[rows], y)
     finally:
         torch.set_num_threads(before)
-    want = run_reference(mla_attention.OP, list(a.values()))
+    expected = run_reference(mla_attention.OP, list(a.values()))
     assert (
-        error_of(mla_attention.OP, problem, list(a.values()), runs[0], want)
+        error_of(mla_attention.OP, problem, list(a.values()), runs[0], expected)
         <= mla_attention.OP.tolerance(problem).limit
     )
 

@@ -48,13 +48,15 @@ def _deepseek(experts: int = 16, hidden: int = 64, inner: int = 48) -> DeepseekV
 def test_routing_and_experts_are_those_of_deepseek_v3() -> None:
     layer, x = _deepseek(), torch.randn(21, 64, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        wanted = layer(x[None])[0] - layer.shared_experts(x)
+        expected = layer(x[None])[0] - layer.shared_experts(x)
         logits = x @ layer.gate.weight.T
         weights, ids = grouped_topk.reference(
             logits, 4, layer.gate.e_score_correction_bias, 4, 2, "sigmoid", layer.gate.norm_topk_prob, 2.5
         )
-        found = moe.reference(x, weights, ids, layer.experts.gate_up_proj.data, layer.experts.down_proj.data)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+        results = moe.reference(
+            x, weights, ids, layer.experts.gate_up_proj.data, layer.experts.down_proj.data
+        )
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_reference_against_a_float64_loop() -> None:
@@ -63,14 +65,18 @@ def test_reference_against_a_float64_loop() -> None:
         op.problem("m=11,top_k=3,e=4,h=37,i=21,x=fp32,w=fp32"), 5, "cpu"
     )
     first, second = w13.dequantize().double(), w2.dequantize().double()
-    wanted = torch.zeros(11, 37, dtype=torch.float64)
+    expected = torch.zeros(11, 37, dtype=torch.float64)
     for t in range(11):
         for k in range(3):
             e = int(ids[t, k])
             if e >= 0:
                 z = first[e] @ x[t].double()
-                wanted[t] += weights[t, k] * (second[e] @ (z[:inner] / (1 + (-z[:inner]).exp()) * z[inner:]))
-    torch.testing.assert_close(moe.reference(x, weights, ids, w13, w2).double(), wanted, rtol=1e-5, atol=1e-6)
+                expected[t] += weights[t, k] * (
+                    second[e] @ (z[:inner] / (1 + (-z[:inner]).exp()) * z[inner:])
+                )
+    torch.testing.assert_close(
+        moe.reference(x, weights, ids, w13, w2).double(), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_permute_places() -> None:
@@ -91,9 +97,9 @@ def test_permute_extremes(implementation: Runnable) -> None:
         torch.empty(0, 2).int(),
         torch.arange(1030, dtype=torch.int32).view(-1, 2) % 8,
     ):
-        found = [torch.full(shape, -9, dtype=dtype) for shape, dtype in permute.OP.like(ids, 8)]
-        implementation(ids, 8, *found)
-        for out, wanted in zip(found, permute.reference(ids, 8), strict=True):
+        actual = [torch.full(shape, -9, dtype=dtype) for shape, dtype in permute.OP.like(ids, 8)]
+        implementation(ids, 8, *actual)
+        for out, wanted in zip(actual, permute.reference(ids, 8), strict=True):
             assert torch.equal(out, wanted)
 
 
@@ -274,16 +280,16 @@ def late_offset(config, ids, experts, offsets, permutation, inverse) -> None:
 
 
 def unstable(config, ids, experts, offsets, permutation, inverse) -> None:
-    found = permute.reference(ids.flatten().flip(0).view_as(ids), experts)
-    offsets.copy_(found[0])
-    permutation.copy_(ids.numel() - 1 - found[1])
-    inverse.copy_(found[2].flip(0))
+    results = permute.reference(ids.flatten().flip(0).view_as(ids), experts)
+    offsets.copy_(results[0])
+    permutation.copy_(ids.numel() - 1 - results[1])
+    inverse.copy_(results[2].flip(0))
 
 
 def dropped_token(config, y, inverse, weights, out) -> None:
-    found = combine.reference(y, inverse, weights)
-    found[-1] = combine.reference(y, torch.full_like(inverse, -1), weights)[-1]
-    out.copy_(found)
+    results = combine.reference(y, inverse, weights)
+    results[-1] = combine.reference(y, torch.full_like(inverse, -1), weights)[-1]
+    out.copy_(results)
 
 
 def forgotten_last_k(config, y, inverse, weights, out) -> None:

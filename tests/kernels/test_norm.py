@@ -43,8 +43,8 @@ def test_rms_norm_reference_against_float64_in_every_dtype() -> None:
         x, weight = _rows(9, 769, dtype), (1 + 0.3 * torch.randn(769)).to(dtype)
         wide = x.double()
         exact = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-        found = rms_norm.reference(x, weight, EPS).double()
-        assert ((found - exact).abs() <= exact.abs() * (half_ulp + 5e-7) + 1e-7).all()
+        results = rms_norm.reference(x, weight, EPS).double()
+        assert ((results - exact).abs() <= exact.abs() * (half_ulp + 5e-7) + 1e-7).all()
 
 
 def test_fused_add_means_what_the_decoder_layer_means() -> None:
@@ -56,13 +56,13 @@ def test_fused_add_means_what_the_decoder_layer_means() -> None:
             (1 + 0.3 * torch.randn(300)).to(dtype),
         )
         stored = residual.clone()
-        found = fused_add_rms_norm.reference(x, stored, weight, EPS)
+        results = fused_add_rms_norm.reference(x, stored, weight, EPS)
         assert torch.equal(stored, residual + x), "the stored sum is the model's own, bit for bit"
         with torch.no_grad():
             theirs = _theirs(weight)(residual + x)
         # In bf16 the model rounds once more, before the weight.
         rtol = 1e-6 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(found, theirs, rtol=rtol, atol=1e-7)
+        torch.testing.assert_close(results, theirs, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize("implementation", runnables("rms_norm"), ids=str)
@@ -87,10 +87,10 @@ def test_fused_add_takes_row_strides_and_out_may_be_x(implementation: Runnable, 
     )
     weight = (1 + 0.3 * torch.randn(131)).to(DTYPES[dtype])
     stored = residual.clone()
-    wanted = fused_add_rms_norm.reference(x, stored, weight, EPS)
+    expected = fused_add_rms_norm.reference(x, stored, weight, EPS)
     implementation(x, residual, weight, EPS, x)
     assert torch.equal(residual, stored)
-    assert close(x, wanted, "fused_add_rms_norm", text)
+    assert close(x, expected, "fused_add_rms_norm", text)
 
 
 @pytest.mark.parametrize("implementation", runnables("fused_add_rms_norm"), ids=str)
@@ -265,14 +265,14 @@ def test_operators_run_in_place_and_into_out(policy_file: Any) -> None:
     policy_file()
     x, residual, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
     stored = residual.clone()
-    wanted = fused_add_rms_norm.reference(x, stored, weight, EPS)
+    expected = fused_add_rms_norm.reference(x, stored, weight, EPS)
     out = torch.empty_like(x)
     given = residual.clone()
     assert ops.fused_add_rms_norm(x, given, weight, EPS, out=out) is out
     assert torch.equal(given, stored)
-    torch.testing.assert_close(out, wanted, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=4e-6, atol=1e-6)
     given = residual.clone()
-    torch.testing.assert_close(ops.fused_add_rms_norm(x, given, weight, EPS), wanted, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(ops.fused_add_rms_norm(x, given, weight, EPS), expected, rtol=4e-6, atol=1e-6)
     assert torch.equal(given, stored)
 
 

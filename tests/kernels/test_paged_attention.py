@@ -73,9 +73,9 @@ def test_reference_matches_float64(text: str) -> None:
     _, a = arguments_of(text)
     a["lse"] = torch.empty(a["q"].shape[:2])
     out, lse = by_hand(a)
-    got = OP.reference(**a)
-    half_ulp = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}[got.dtype]
-    assert np.allclose(got.double().numpy(), out, rtol=half_ulp, atol=3e-6)
+    results = OP.reference(**a)
+    half_ulp = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}[results.dtype]
+    assert np.allclose(results.double().numpy(), out, rtol=half_ulp, atol=3e-6)
     assert np.allclose(a["lse"].numpy(), lse, rtol=2e-6, atol=2e-6)
 
 
@@ -90,7 +90,7 @@ def test_reference_matches_transformers(sinks: bool, window: int) -> None:
         f"q_tokens=19,seqs=3,max_q=9,max_ctx=30,total_ctx=60,heads=6,kv_heads=2,head_dim=64,x=fp32,window={window},"
         f"sinks={str(sinks).lower()}"
     )
-    got = OP.reference(**a)
+    results = OP.reference(**a)
     begin, size = a["query_start"].tolist(), a["k_cache"].shape[1]
     for i, context in enumerate(a["seq_lens"].tolist()):
         count = begin[i + 1] - begin[i]
@@ -105,10 +105,10 @@ def test_reference_matches_transformers(sinks: bool, window: int) -> None:
         module = torch.nn.Module()
         module.num_key_value_groups, module.sinks, module.training = 3, a["sinks"], False
         q = a["q"][begin[i] : begin[i + 1]].transpose(0, 1)[None]
-        want, _ = (gpt_oss if sinks else llama)(
+        expected, _ = (gpt_oss if sinks else llama)(
             module, q, keys, values, mask, scaling=a["scale"], dropout=0.0
         )
-        torch.testing.assert_close(got[begin[i] : begin[i + 1]], want[0], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(results[begin[i] : begin[i + 1]], expected[0], rtol=2e-5, atol=2e-6)
 
 
 def without_nan(x: torch.Tensor) -> torch.Tensor:
@@ -249,8 +249,8 @@ def test_planted_fault_is_caught(
         assert figure(problem, right, run(TORCH.load(), {}, right)) <= limit
         wrong = dict(right)
         fault(wrong)
-        got = run(TORCH.load(), {}, wrong)
-        assert not figure(problem, right, [x.nan_to_num() for x in got]) <= 4 * limit, (
+        actual = run(TORCH.load(), {}, wrong)
+        assert not figure(problem, right, [x.nan_to_num() for x in actual]) <= 4 * limit, (
             f"{fault.__name__} passes {text}"
         )
 
@@ -258,9 +258,9 @@ def test_planted_fault_is_caught(
 @pytest.mark.parametrize("head", [0, 3])
 def test_one_unwritten_row_is_caught(head: int) -> None:
     problem, right = arguments_of(OP.examples[2])
-    got = run(TORCH.load(), {}, right)
-    got[0][-1, head] = 0
-    assert figure(problem, right, got) > 0.5
+    actual = run(TORCH.load(), {}, right)
+    actual[0][-1, head] = 0
+    assert figure(problem, right, actual) > 0.5
 
 
 @pytest.mark.parametrize("size", [1, 4, 64, 8192])
@@ -338,14 +338,14 @@ def test_blocks_behind_the_window_are_not_followed(kernel: str) -> None:
     problem, a = arguments_of(
         "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20"
     )
-    want = run_reference(OP, list(a.values()))
+    expected = run_reference(OP, list(a.values()))
     a["block_table"] = a["block_table"].clone()
     for i, context in enumerate(a["seq_lens"].tolist()):
         gone = max(0, context - 20) // 16
         a["k_cache"][a["block_table"][i, :gone].long()] = math.nan
         a["block_table"][i, :gone] = 2**30
-    got = cpp(a) if kernel == "cpp" else run(TORCH.load(), {}, a)
-    assert error_of(OP, problem, list(a.values()), got, want) <= OP.tolerance(problem).limit
+    actual = cpp(a) if kernel == "cpp" else run(TORCH.load(), {}, a)
+    assert error_of(OP, problem, list(a.values()), actual, expected) <= OP.tolerance(problem).limit
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def test_codes_and_scales_are_those_of_the_oracle(
     whole = codes(4, 4, 3, 33 + 18)
     key_cache, value_cache = whole[..., :33], whole[..., 33:]
     k_scale, v_scale = scales(kind, 4, 4, 3, 1), scales(kind, 4, 4, 3, 2)
-    wanted = written(key, key_cache, k_scale), written(value, value_cache, v_scale)
+    expected = written(key, key_cache, k_scale), written(value, value_cache, v_scale)
     implementation(key, value, key_cache, value_cache, SLOTS, k_scale, v_scale)
-    assert same(key_cache, wanted[0][0]) and same(value_cache, wanted[1][0])
-    assert same(k_scale, wanted[0][1]) and same(v_scale, wanted[1][1])
+    assert same(key_cache, expected[0][0]) and same(value_cache, expected[1][0])
+    assert same(k_scale, expected[0][1]) and same(v_scale, expected[1][1])
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
@@ -129,9 +129,9 @@ def test_scales_of_tokens_inside_a_padded_cache(implementation: Runnable) -> Non
     allocation = codes(2, 4, 4, 2, 16).view(torch.uint8)
     key_cache, value_cache = (part[..., :12].view(torch.float8_e4m3fn) for part in allocation)
     k_scale, v_scale = (part[..., 12:].view(torch.float32)[..., 0] for part in allocation)
-    wanted = written(key, key_cache, k_scale), written(value, value_cache, v_scale)
+    expected = written(key, key_cache, k_scale), written(value, value_cache, v_scale)
     implementation(key, value, key_cache, value_cache, SLOTS, k_scale, v_scale)
-    for (held, own), cache, scale in zip(wanted, (key_cache, value_cache), (k_scale, v_scale), strict=True):
+    for (held, own), cache, scale in zip(expected, (key_cache, value_cache), (k_scale, v_scale), strict=True):
         assert same(cache, held) and same(scale, own)
 
 
@@ -227,15 +227,15 @@ def test_attention_reads_what_the_codes_and_scales_say(implementation: Runnable,
     plain = dict(
         a, q=a["q"].float(), k_cache=keys, v_cache=values, k_scale=None, v_scale=None, lse=torch.empty(9, 6)
     )
-    want = paged_attention.reference(**plain)
+    expected = paged_attention.reference(**plain)
     together = torch.cat((a["k_cache"].view(torch.uint8), a["v_cache"].view(torch.uint8)), -1)
     both = torch.stack((a["k_scale"], a["v_scale"]), -1)
     a["k_cache"], a["v_cache"] = together.view(torch.float8_e4m3fn).split(32, -1)
     a["k_scale"], a["v_scale"] = both.unbind(-1)
     out = torch.full(a["q"].shape, math.nan, dtype=a["q"].dtype)
     implementation(*a.values(), out)
-    rms = want.square().mean(-1, keepdim=True).sqrt()
-    assert float(((out.float() - want).abs() / torch.maximum(want.abs(), rms)).max()) <= 1.3e-2
+    rms = expected.square().mean(-1, keepdim=True).sqrt()
+    assert float(((out.float() - expected).abs() / torch.maximum(expected.abs(), rms)).max()) <= 1.3e-2
     assert (a["lse"] - plain["lse"]).abs().max() <= 2e-4
 
 
@@ -247,16 +247,17 @@ def test_scales_of_any_size(implementation: Runnable, kind: str, power: int) -> 
     a = attention_arguments(kind)
     a["q"], a["v_scale"] = a["q"].half(), a["v_scale"] * 2.0**power
     a["q"] = a["q"] if power < 6 else a["q"].float()
-    want = paged_attention.reference(**dict(a, q=a["q"].float(), lse=torch.empty(9, 6)))
+    expected = paged_attention.reference(**dict(a, q=a["q"].float(), lse=torch.empty(9, 6)))
     out = torch.full(a["q"].shape, math.nan, dtype=a["q"].dtype)
     implementation(*a.values(), out)
     if power == -14:  # the output itself is rounded to float16's subnormals
         assert (
-            (out.float() - want).abs() <= 2.0**-24 + want.abs() * 2e-3 + 2e-3 * want.square().mean().sqrt()
+            (out.float() - expected).abs()
+            <= 2.0**-24 + expected.abs() * 2e-3 + 2e-3 * expected.square().mean().sqrt()
         ).all()
     elif power > 0:
-        rms = want.square().mean(-1, keepdim=True).sqrt()
-        assert float(((out - want).abs() / torch.maximum(want.abs(), rms)).max()) <= 4e-5
+        rms = expected.square().mean(-1, keepdim=True).sqrt()
+        assert float(((out - expected).abs() / torch.maximum(expected.abs(), rms)).max()) <= 4e-5
     else:
         assert (out.float() == 0).all()
 
@@ -344,7 +345,7 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
     scores = torch.einsum("qhd,khd->hqk", q.double(), read[0]) * dim**-0.5
     own_place = torch.arange(context - 3, context)[:, None]
     weights = scores.masked_fill(torch.arange(context) > own_place, -math.inf).softmax(-1)
-    want = torch.einsum("hqk,khd->qhd", weights, read[1])
+    expected = torch.einsum("hqk,khd->qhd", weights, read[1])
     index = {"dtype": torch.int32}
     out = torch.full(q.shape, math.nan, dtype=q.dtype)
     implementation(
@@ -363,8 +364,8 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
         *own,
         out,
     )
-    rms = want.square().mean(-1, keepdim=True).sqrt()
-    assert float(((out.double() - want).abs() / torch.maximum(want.abs(), rms)).max()) <= 1.3e-2
+    rms = expected.square().mean(-1, keepdim=True).sqrt()
+    assert float(((out.double() - expected).abs() / torch.maximum(expected.abs(), rms)).max()) <= 1.3e-2
 
 
 def test_inductor_compiles_the_write_and_the_read(policy_file: Callable[..., Path]) -> None:

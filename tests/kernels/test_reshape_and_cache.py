@@ -44,18 +44,18 @@ def test_every_order_of_the_cache_and_strided_tokens(implementation: Runnable, o
     qkv = torch.randn(6, 5 * 20)
     key, value = qkv[:, 20:60].view(6, 2, 20), qkv[:, 60:].view(6, 2, 20)
     key_cache, value_cache = _caches(order, 2, 20)
-    wanted = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
+    expected = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
     implementation(key, value, key_cache, value_cache, SLOTS)
-    assert torch.equal(key_cache, wanted[0]) and torch.equal(value_cache, wanted[1])
+    assert torch.equal(key_cache, expected[0]) and torch.equal(value_cache, expected[1])
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
 def test_heads_of_keys_and_values_may_differ_in_size(implementation: Runnable) -> None:
     key, value = torch.randn(6, 3, 24).half(), torch.randn(6, 3, 10).half()
     key_cache, value_cache = torch.randn(5, 3, 3, 24).half(), torch.randn(5, 3, 3, 10).half()
-    wanted = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
+    expected = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
     implementation(key, value, key_cache, value_cache, SLOTS)
-    assert torch.equal(key_cache, wanted[0]) and torch.equal(value_cache, wanted[1])
+    assert torch.equal(key_cache, expected[0]) and torch.equal(value_cache, expected[1])
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache_mla"), ids=str)
@@ -63,9 +63,9 @@ def test_latents_from_a_slice_into_a_cache_of_layers(implementation: Runnable) -
     latent = torch.randn(6, 100).bfloat16()[:, 30:88]
     layers = torch.randn(5, 2, 3, 58).bfloat16()
     before = layers.clone()
-    wanted = _loop(latent, layers[:, 1], SLOTS)
+    expected = _loop(latent, layers[:, 1], SLOTS)
     implementation(latent, layers[:, 1], SLOTS)
-    assert torch.equal(layers[:, 1], wanted) and torch.equal(layers[:, 0], before[:, 0])
+    assert torch.equal(layers[:, 1], expected) and torch.equal(layers[:, 0], before[:, 0])
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache_mla"), ids=str)
@@ -234,9 +234,9 @@ def test_operators(policy_file: Any) -> None:
     policy_file()
     key, value = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
     key_cache, value_cache = torch.randn(4, 4, 2, 8), torch.randn(4, 4, 2, 8)
-    wanted = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
+    expected = _loop(key, key_cache, SLOTS), _loop(value, value_cache, SLOTS)
     ops.reshape_and_cache(key, value, key_cache, value_cache, SLOTS)
-    assert torch.equal(key_cache, wanted[0]) and torch.equal(value_cache, wanted[1])
+    assert torch.equal(key_cache, expected[0]) and torch.equal(value_cache, expected[1])
     torch.library.opcheck(
         torch.ops.gristmill.reshape_and_cache.default, (key, value, key_cache, value_cache, SLOTS)
     )

@@ -53,7 +53,7 @@ def test_strides_leading_dimensions_and_eps(host: None) -> None:
 def test_it_is_timed_and_audited_like_any_other(host: None, policy_file) -> None:
     """Content that changes in place is followed: nothing of the weights is packed inside the session."""
     policy_file()
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli,
         [
             "bench",
@@ -69,6 +69,6 @@ def test_it_is_timed_and_audited_like_any_other(host: None, policy_file) -> None
             "--json",
         ],
     )
-    assert done.exit_code == 0, done.output
-    (row,) = json.loads(done.stdout)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
     assert row["us"] > 0 and row["error"] <= row["tolerance"] and row["reason"] == ""

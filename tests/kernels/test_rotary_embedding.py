@@ -100,11 +100,11 @@ def test_tables_are_those_of_transformers(name: str, head: int) -> None:
         assert parameters.table_factor == pytest.approx(factor, rel=1e-12)
     cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
     ours = rope_cache(head, 3000, parameters)
-    wanted = torch.cat([cos[0, :, : head // 2], sin[0, :, : head // 2]], -1)
+    expected = torch.cat([cos[0, :, : head // 2], sin[0, :, : head // 2]], -1)
     # One step of a float32 frequency turns position 3,000 by 3,000 · 2⁻²⁴ radians.
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=5e-4)
-    assert (ours - wanted).abs().mean() < 1e-5
-    assert torch.equal(ours[:2], wanted[:2]) or (ours[:2] - wanted[:2]).abs().max() < 3e-7
+    torch.testing.assert_close(ours, expected, rtol=0, atol=5e-4)
+    assert (ours - expected).abs().mean() < 1e-5
+    assert torch.equal(ours[:2], expected[:2]) or (ours[:2] - expected[:2]).abs().max() < 3e-7
 
 
 def test_default_table_against_float64_mathematics() -> None:
@@ -175,9 +175,9 @@ def _arguments(t: int, hq: int, hk: int, d: int, rot: int, dtype: torch.dtype) -
 def test_halves_mean_what_llama_means() -> None:
     q, k, positions, table = _arguments(6, 4, 2, 32, 32, torch.float32)
     cos, sin = (torch.cat([half, half], -1)[None] for half in table[positions].chunk(2, -1))
-    wanted = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     reference(q, k, positions, table)
-    for found, theirs in zip((q, k), wanted, strict=True):
+    for found, theirs in zip((q, k), expected, strict=True):
         torch.testing.assert_close(found, theirs[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
@@ -211,10 +211,10 @@ def test_a_slice_of_the_heads_turns_and_nothing_else(
     before_q, before_latent = whole_q.clone(), latent.clone()
     q, k = whole_q[..., 18:], latent[:, None, 38:]
     positions, table = torch.tensor([3, 0, 499, 7, 7]), rope_cache(22, 500, RopeParameters())
-    wanted = [q.clone(), k.clone()]
-    reference(*wanted, positions, table, style == "gptj")
+    expected = [q.clone(), k.clone()]
+    reference(*expected, positions, table, style == "gptj")
     implementation(q, k, positions, table, style == "gptj")
-    assert _worst([q, k], wanted, f"t=5,hq=3,hk=1,d=22,rot=22,style={style},x={dtype}")
+    assert _worst([q, k], expected, f"t=5,hq=3,hk=1,d=22,rot=22,style={style},x={dtype}")
     assert torch.equal(whole_q[..., :18], before_q[..., :18]) and torch.equal(
         latent[:, :38], before_latent[:, :38]
     )
@@ -227,16 +227,16 @@ def test_views_of_one_qkv_buffer_and_heads_outside_tokens(implementation: Runnab
     q, k = qkv[:, :80].view(7, 4, 20), qkv[:, 80:120].view(7, 2, 20)
     value = qkv[:, 120:].clone()
     positions, table = torch.arange(7), rope_cache(12, 16, RopeParameters())
-    wanted = [q.clone(), k.clone()]
-    reference(*wanted, positions, table)
+    expected = [q.clone(), k.clone()]
+    reference(*expected, positions, table)
     implementation(q, k, positions, table)
-    assert _worst([q, k], wanted, "t=7,hq=4,hk=2,d=20,rot=12,x=fp32")
+    assert _worst([q, k], expected, "t=7,hq=4,hk=2,d=20,rot=12,x=fp32")
     assert torch.equal(qkv[:, 120:], value)
     by_head = torch.randn(4, 7, 20).transpose(0, 1)
-    wanted = [by_head.clone()]
-    reference(wanted[0], None, positions, table)
+    expected = [by_head.clone()]
+    reference(expected[0], None, positions, table)
     implementation(by_head, None, positions, table)
-    assert _worst([by_head], wanted, "t=7,hq=4,d=20,rot=12,x=fp32")
+    assert _worst([by_head], expected, "t=7,hq=4,d=20,rot=12,x=fp32")
 
 
 @pytest.mark.parametrize("implementation", runnables("rotary_embedding"), ids=str)
@@ -363,9 +363,9 @@ def test_verification_catches_wrong_kernels(fault: str, style: str) -> None:
 def test_operator(policy_file: Any) -> None:
     policy_file()
     q, k, positions, table = _arguments(4, 2, 1, 16, 16, torch.float32)
-    wanted = [q.clone(), k.clone()]
-    reference(*wanted, positions, table, True)
+    expected = [q.clone(), k.clone()]
+    reference(*expected, positions, table, True)
     ops.rotary_embedding(q, k, positions, table, interleaved=True)
-    assert _worst([q, k], wanted, "t=4,hq=2,hk=1,d=16,rot=16,style=gptj,x=fp32")
+    assert _worst([q, k], expected, "t=4,hq=2,hk=1,d=16,rot=16,style=gptj,x=fp32")
     torch.library.opcheck(torch.ops.gristmill.rotary_embedding.default, (q, k, positions, table))
     torch.library.opcheck(torch.ops.gristmill.rotary_embedding.default, (q, None, positions, table, True))

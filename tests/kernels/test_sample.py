@@ -64,8 +64,8 @@ def test_philox_known_answers(
     counter: tuple[int, ...], key: tuple[int, ...], answer: tuple[int, ...]
 ) -> None:
     """Random123's kat_vectors for philox4x32, 10 rounds."""
-    found = philox4x32(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
-    assert tuple(int(word) for word in found) == answer
+    actual = philox4x32(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
+    assert tuple(int(word) for word in actual) == answer
 
 
 def test_counter_is_index_then_token_and_key_is_seed() -> None:
@@ -111,15 +111,15 @@ def test_kept_sets_are_those_of_transformers(top_k: int, top_p: float, min_p: fl
     ):
         scores = scores if warper is None else warper(None, scores)
     parameters = _parameters(16, 0.5, top_k, top_p, min_p)
-    found = sample.kept(z, *parameters[1:4])
+    actual = sample.kept(z, *parameters[1:4])
     if not ties:
-        assert torch.equal(found, scores > -math.inf)
+        assert torch.equal(actual, scores > -math.inf)
     for row, theirs in zip(range(16), scores, strict=True):
         assert torch.equal(
-            z[row, found[row]].sort().values.double(), theirs[theirs > -math.inf].sort().values
+            z[row, actual[row]].sort().values.double(), theirs[theirs > -math.inf].sort().values
         )
         for value in z[row].unique():
-            of_value = found[row, z[row] == value].tolist()
+            of_value = actual[row, z[row] == value].tolist()
             assert of_value == sorted(of_value, reverse=True)
 
 
@@ -213,12 +213,12 @@ def test_parts_of_rows_and_long_candidate_lists(
         (1e4 * noise, _parameters(2, 1.0, 40, 0.5, 0.0, 7)),
     ):
         logits[1, ::5] = -math.inf
-        wanted = sample.reference(logits, *parameters)
+        expected = sample.reference(logits, *parameters)
         for splits in (1, 3) if listed > 299 else (3,):
             ids = torch.full((2,), -99)
             config = {"block": 64, "splits": splits, "warps": 4, "search": 256, "search_warps": 4}
             implementation.kernel.load()(config, logits, *parameters, None, ids)
-            assert torch.equal(ids, wanted), (splits, parameters)
+            assert torch.equal(ids, expected), (splits, parameters)
 
 
 @pytest.mark.parametrize("listed", [8192, 100])

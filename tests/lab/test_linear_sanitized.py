@@ -17,13 +17,13 @@ def test_every_way_is_reached(scheme: str, monkeypatch: pytest.MonkeyPatch) -> N
         for k in default_registry().kernels_of("linear")
         if k.language == "cuda" and k.provider == "gristmill"
     ]
-    found = [
+    configurations = [
         config
         for text in program.PROBLEMS.split(",")
         for kernel in kernels
         for config in program.configs(kernel, scheme, *(int(part) for part in text.split("x")))
     ]
-    decode, gemm = [c for c in found if "nt" in c], [c for c in found if "mt" in c]
+    decode, gemm = [c for c in configurations if "nt" in c], [c for c in configurations if "mt" in c]
     assert (
         {c["nt"] for c in decode} == {1, 2}
         and {c["split"] for c in decode} >= {1, 2}

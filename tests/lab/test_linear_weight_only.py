@@ -37,17 +37,17 @@ def samples(**us: float) -> dict[str, list[float]]:
     ],
 )
 def test_the_bar(m: int, scheme: str, ours: float, peer: float, floor: float, met: bool) -> None:
-    found = program.verdict(samples(a=ours, b=ours + 1, p=peer, q=peer + 1), {"a", "b"}, m, scheme, floor)
-    assert found["met"] is met
-    assert found["best"] == "a" and found["peer"] == "p"
+    judgement = program.verdict(samples(a=ours, b=ours + 1, p=peer, q=peer + 1), {"a", "b"}, m, scheme, floor)
+    assert judgement["met"] is met
+    assert judgement["best"] == "a" and judgement["peer"] == "p"
 
 
 def test_clocks_that_fall_in_the_middle_do_not_decide() -> None:
     """Both take 10 % longer from some round on; by medians alone the one whose step came a round earlier would lose."""
     taken = {"ours": [100.0] * 5 + [110.0] * 6, "peer": [100.5] * 6 + [110.5] * 5}
-    found = program.verdict(taken, {"ours"}, 1024, "int4_g128", 1.0)
-    assert found["bar_us"] == 100.5 and found["met"]
-    low, ratio, high = found["over_peer"]
+    judgement = program.verdict(taken, {"ours"}, 1024, "int4_g128", 1.0)
+    assert judgement["bar_us"] == 100.5 and judgement["met"]
+    low, ratio, high = judgement["over_peer"]
     assert [low, ratio, high] == pytest.approx(
         [0.995] * 3, abs=1e-3
     )  # the round between the two steps is left out
@@ -98,7 +98,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     monkeypatch.setattr(program, "Graphs", Calls)
     monkeypatch.setattr(program, "environment", dict)
     out, kept = tmp_path / "found.json", tmp_path / "store.json"
-    wanted = [
+    expected = [
         "--out",
         str(out),
         "--store",
@@ -114,7 +114,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
         "--kernels",
         "linear_cpu,linear_torch",
     ]
-    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--isolated", "--tuned"])
+    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *expected, "--isolated", "--tuned"])
     assert program.main() == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["m"] for row in rows] == [1, 20]
@@ -134,7 +134,9 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     kernels = {timing.kernel for timing in Store.read(kept).timings}
     assert kernels == {name.split("/")[0] for name in rows[0]["configs"]}
     assert "bars met: " in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *wanted, "--alone", "--kernels", "linear_torch"])
+    monkeypatch.setattr(
+        sys, "argv", ["linear_weight_only", *expected, "--alone", "--kernels", "linear_torch"]
+    )
     with pytest.raises(RuntimeError, match="nothing that is registered runs"):
         program.main()
 

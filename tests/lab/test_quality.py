@@ -35,9 +35,9 @@ def test_a_row_is_what_its_command_prints(
     row = measure(case, QUICK)
     assert row["command"] == command(case, QUICK) and row["tokens"] == 126 and key_of(row) == case.key
     for part in row["command"].replace(" OUT", f" {tmp_path}/out").split(" && "):
-        done = CliRunner().invoke(cli, [*shlex.split(part)[1:], "--json"])
-        assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["loss"] == pytest.approx(row["loss"], abs=1e-6)
+        result = CliRunner().invoke(cli, [*shlex.split(part)[1:], "--json"])
+        assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["loss"] == pytest.approx(row["loss"], abs=1e-6)
 
 
 def test_a_sweep_goes_on_where_it_ended(
@@ -114,8 +114,8 @@ def test_the_table_says_what_the_rows_say() -> None:
 
 
 def test_every_scheme_and_method_is_a_row() -> None:
-    found = cases(["a", "b"], SCHEMES, quality.METHODS)
-    assert len(found) == len({*found}) == 2 + 2 * 3 * len(SCHEMES) and len(SCHEMES) >= 16
+    all_cases = cases(["a", "b"], SCHEMES, quality.METHODS)
+    assert len(all_cases) == len({*all_cases}) == 2 + 2 * 3 * len(SCHEMES) and len(SCHEMES) >= 16
     line = command(Case("m dir", "mxfp4", "gptq"), QUICK)
     assert (
         "--model 'm dir' --quant mxfp4 --out OUT --method gptq --calibration" in line
@@ -124,6 +124,8 @@ def test_every_scheme_and_method_is_a_row() -> None:
 
 
 def test_models_with_a_latent_cache_have_no_rows_of_quantized_ones() -> None:
-    found = kv_cases([LLAMA, str(MODELS / "docs-deepseek")], quality.KV_DTYPES)
-    assert [case.kv for case in found] == [*quality.KV_DTYPES] and {case.model for case in found} == {LLAMA}
-    assert command(found[1], QUICK).endswith("--device cpu --kv-dtype fp8_token_head")
+    all_cases = kv_cases([LLAMA, str(MODELS / "docs-deepseek")], quality.KV_DTYPES)
+    assert [case.kv for case in all_cases] == [*quality.KV_DTYPES] and {case.model for case in all_cases} == {
+        LLAMA
+    }
+    assert command(all_cases[1], QUICK).endswith("--device cpu --kv-dtype fp8_token_head")

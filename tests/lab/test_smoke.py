@@ -123,11 +123,11 @@ def test_programs_start_from_the_checkout() -> None:
         "    try: runpy.run_module(f'lab.{name}', run_name='__main__')\n"
         "    except SystemExit as end: assert not end.code, name\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.lower().count("usage: ") == len(PROGRAMS)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.lower().count("usage: ") == len(PROGRAMS)
 
 
 def test_the_package_imports_nothing_of_the_lab() -> None:
@@ -141,10 +141,10 @@ def test_the_package_imports_nothing_of_the_lab() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("source", sorted((ROOT / "lab").glob("*.cu")), ids=lambda path: path.name)
 def test_cuda_programs_compile(source: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         ["nvcc", "-arch=sm_90a", "-cubin", "-o", tmp_path / "out.cubin", source],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

@@ -67,12 +67,12 @@ def lib(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("dtype", CODES)
 def test_widen_every_pattern(lib: dict[str, Any], dtype: torch.dtype) -> None:
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    want = bits.view(dtype).float()
+    expected = bits.view(dtype).float()
     vector, scalar = torch.empty(1 << 16), torch.empty(1 << 16)
     assert lib["t_widen"](bits.data_ptr(), vector.data_ptr(), scalar.data_ptr(), 1 << 16, CODES[dtype]) == 0
-    finite = ~want.isnan()
+    finite = ~expected.isnan()
     for got in (vector, scalar):
-        assert torch.equal(got[finite].view(torch.int32), want[finite].view(torch.int32))
+        assert torch.equal(got[finite].view(torch.int32), expected[finite].view(torch.int32))
         assert got[~finite].isnan().all()
 
 
@@ -106,13 +106,13 @@ def test_narrow_rounds_to_nearest_even(lib: dict[str, Any], dtype: torch.dtype) 
         ]
     )
     x = torch.cat([points, extra, torch.zeros(16 - (points.numel() + extra.numel()) % 16)])
-    want = x.to(dtype)
+    expected = x.to(dtype)
     vector, scalar = (torch.empty(x.numel(), dtype=torch.uint16) for _ in range(2))
     assert lib["t_narrow"](x.data_ptr(), vector.data_ptr(), scalar.data_ptr(), x.numel(), CODES[dtype]) == 0
     nan = x.isnan()
     for got in (vector, scalar):
-        wrong = (got.view(torch.int16) != want.view(torch.int16)) & ~nan
-        assert not wrong.any(), (x[wrong][:5], got.view(dtype)[wrong][:5], want[wrong][:5])
+        wrong = (got.view(torch.int16) != expected.view(torch.int16)) & ~nan
+        assert not wrong.any(), (x[wrong][:5], got.view(dtype)[wrong][:5], expected[wrong][:5])
         assert got.view(dtype)[nan].isnan().all()
 
 
@@ -122,9 +122,9 @@ def test_exp_within_two_ulp(lib: dict[str, Any]) -> None:
     )
     out = np.empty_like(x)
     assert lib["t_exp"](x.ctypes.data, out.ctypes.data, x.size) == 0
-    want = np.exp(x.astype(np.float64))
-    ulp = np.spacing(want.astype(np.float32)).astype(np.float64)
-    assert (np.abs(out - want) / ulp).max() <= 2.0
+    expected = np.exp(x.astype(np.float64))
+    ulp = np.spacing(expected.astype(np.float32)).astype(np.float64)
+    assert (np.abs(out - expected) / ulp).max() <= 2.0
 
 
 def test_exp_edges(lib: dict[str, Any]) -> None:

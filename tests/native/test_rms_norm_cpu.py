@@ -50,18 +50,18 @@ def test_matches_float64(level: str, dtype: torch.dtype, rows: int, cols: int) -
     guard[:rows, :cols] = x
     sink = torch.full((rows + 1, cols + 3), -7.0, dtype=dtype)
     run(level, guard[:rows, :cols], w, sink[:rows, :cols])
-    want = exact(x, w)
-    error = (sink[:rows, :cols].double() - want).abs()
-    assert (error <= want.abs() * (DTYPES[dtype] * 1.01 + 6e-7) + 1e-7).all(), error.max()
+    expected = exact(x, w)
+    error = (sink[:rows, :cols].double() - expected).abs()
+    assert (error <= expected.abs() * (DTYPES[dtype] * 1.01 + 6e-7) + 1e-7).all(), error.max()
     assert (sink[:, cols:] == -7).all() and (sink[rows] == -7).all()
 
 
 @pytest.mark.parametrize("level", runnable_levels())
 def test_in_place_and_empty(level: str) -> None:
     x, w = torch.randn(4, 33), torch.randn(33)
-    want = exact(x, w)
+    expected = exact(x, w)
     run(level, x, w, x)
-    torch.testing.assert_close(x.double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.double(), expected, rtol=1e-6, atol=1e-6)
     out = torch.full((0, 33), 1.0)
     run(level, torch.empty(0, 33), w, out)
 

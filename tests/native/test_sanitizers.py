@@ -69,7 +69,7 @@ def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
     text = (ROOT / CORE).read_text()
     assert text.count(old) >= 1, f"{CORE} has no {old!r} any more: plant the fault elsewhere"
     (tree / CORE).write_text("// gm-levels: base neon\n" + (text.replace(old, new) if old else text))
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "ci/sanitize.sh"],
         cwd=tree,
         capture_output=True,
@@ -78,7 +78,7 @@ def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
         check=False,
         env=os.environ | {"JOBS": "1"},
     )
-    return done.returncode, done.stdout + done.stderr
+    return process.returncode, process.stdout + process.stderr
 
 
 @needs_tools

@@ -63,8 +63,8 @@ def status_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_off(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DGRISTMILL_CUDA=off", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
-    assert "off, by GRISTMILL_CUDA" in status_line(done)
+    process = configure(tmp_path, "-DGRISTMILL_CUDA=off", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
+    assert "off, by GRISTMILL_CUDA" in status_line(process)
     assert not (tmp_path / "_lib" / "manifest.json").exists(), "nothing is built yet"
     subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
     made = json.loads((tmp_path / "_lib" / "manifest.json").read_text())
@@ -73,34 +73,34 @@ def test_off(tmp_path: Path) -> None:
 
 
 def test_unknown_mode_is_refused(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DGRISTMILL_CUDA=perhaps")
-    assert done.returncode != 0 and "expected auto, on or off" in done.stderr
+    process = configure(tmp_path, "-DGRISTMILL_CUDA=perhaps")
+    assert process.returncode != 0 and "expected auto, on or off" in process.stderr
 
 
 @needs_nvcc
 def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DGRISTMILL_RARE=off")
-    assert "without 9 rare source(s) (GRISTMILL_RARE=off)" in status_line(done)
+    process = configure(tmp_path, "-DGRISTMILL_RARE=off")
+    assert "without 9 rare source(s) (GRISTMILL_RARE=off)" in status_line(process)
     made = json.loads((tmp_path / "manifest_base.json").read_text())
     assert len(made["left_out"]) == 9 and "linear_int4_g64_gemm_ws_sm90" in made["left_out"]
     assert "linear_int4_g64_gemm_ws_sm90" not in (tmp_path / "compiled.cmake").read_text()
     assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))
     assert json.loads((tmp_path / "manifest_base.json").read_text())["left_out"] == []
-    done = configure(tmp_path, "-DGRISTMILL_RARE=perhaps")
-    assert done.returncode != 0 and "GRISTMILL_RARE=perhaps: expected on or off" in done.stderr
+    process = configure(tmp_path, "-DGRISTMILL_RARE=perhaps")
+    assert process.returncode != 0 and "GRISTMILL_RARE=perhaps: expected on or off" in process.stderr
 
 
 def test_without_nvcc(tmp_path: Path) -> None:
     assert "no nvcc found" in status_line(configure(tmp_path / "auto", nvcc=False))
-    done = configure(tmp_path / "on", "-DGRISTMILL_CUDA=on", nvcc=False)
-    assert done.returncode != 0 and "no nvcc was found" in done.stderr
+    process = configure(tmp_path / "on", "-DGRISTMILL_CUDA=on", nvcc=False)
+    assert process.returncode != 0 and "no nvcc was found" in process.stderr
 
 
 @needs_nvcc
 def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
     options = (f"-DGRISTMILL_SM90_SOURCES={SCALE}", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
-    done = configure(tmp_path, "-DGRISTMILL_CUDA=on", *options)
-    assert "sm_90a by nvcc" in status_line(done)
+    process = configure(tmp_path, "-DGRISTMILL_CUDA=on", *options)
+    assert "sm_90a by nvcc" in status_line(process)
     subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
     entry = json.loads((tmp_path / "_lib" / "manifest.json").read_text())["cuda"]["sm_90a"]
     path = tmp_path / "_lib" / entry["file"]

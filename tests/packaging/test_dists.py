@@ -72,10 +72,10 @@ def test_extra_file_is_found(tmp_path: Path, extra: str, complaint: str) -> None
 def test_missing_module_and_python_tag_are_found(tmp_path: Path) -> None:
     left_out = ("gristmill/kernels/native.py", "gristmill/ops.pyi")
     names = [name for name in good_wheel_names() if name not in left_out]
-    found = check_wheel.problems(wheel(tmp_path, names, "gristmill-0.1.0-cp311-cp311-linux_x86_64.whl"))
-    assert "lacks gristmill/ops.pyi" in found
-    assert "lacks gristmill/kernels/native.py" in found
-    assert any("tied to one Python" in line for line in found)
+    report = check_wheel.problems(wheel(tmp_path, names, "gristmill-0.1.0-cp311-cp311-linux_x86_64.whl"))
+    assert "lacks gristmill/ops.pyi" in report
+    assert "lacks gristmill/kernels/native.py" in report
+    assert any("tied to one Python" in line for line in report)
 
 
 def test_sdist_without_native_sources_is_found(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def project() -> dict:
 
 
 def test_requirements_follow_extras_of_extras() -> None:
-    found = requirements.requirements(project(), ["dev"])
-    names = {line.split(">")[0].split("<")[0].split(";")[0] for line in found}
+    actual = requirements.requirements(project(), ["dev"])
+    names = {line.split(">")[0].split("<")[0].split(";")[0] for line in actual}
     assert {
         "torch",
         "numpy",
@@ -103,7 +103,7 @@ def test_requirements_follow_extras_of_extras() -> None:
         "ruff",
         "scikit-build-core",
     } <= names
-    assert not any(line.startswith("gristmill") for line in found)
+    assert not any(line.startswith("gristmill") for line in actual)
     with pytest.raises(SystemExit, match="unknown extra 'gpu'"):
         requirements.requirements(project(), ["gpu"])
 
@@ -133,11 +133,11 @@ def distributions(extra: str | None) -> set[str]:
 def impostors(loaded: dict) -> dict[str, set[str]]:
     """Extra -> names of NOT_OURS among its requirements, as written; empty when all is well."""
     written = {"": loaded["dependencies"], **loaded["optional-dependencies"]}
-    found = {
+    actual = {
         extra: {normal_name(re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0]) for line in lines} & NOT_OURS
         for extra, lines in written.items()
     }
-    return {extra: names for extra, names in found.items() if names}
+    return {extra: names for extra, names in actual.items() if names}
 
 
 def test_no_extra_installs_another_project_of_a_librarys_name() -> None:
@@ -183,12 +183,12 @@ def test_kernels_alone_need_three_packages() -> None:
     ],
 )
 def test_setup_says_what_is_missing(arguments: list[str], complaint: str) -> None:
-    done = subprocess.run(["bash", "ci/setup.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and complaint in done.stderr
+    process = subprocess.run(["bash", "ci/setup.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1 and complaint in process.stderr
 
 
 def test_make_lists_its_targets() -> None:
-    done = subprocess.run(["make", "--no-print-directory", "-s"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(["make", "--no-print-directory", "-s"], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     for target in ("run", "test", "test-full", "build", "lint", "clean"):
-        assert f"make {target} " in done.stdout
+        assert f"make {target} " in process.stdout

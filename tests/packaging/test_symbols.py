@@ -54,8 +54,8 @@ def test_list_has_what_we_use() -> None:
 def test_planted_faults_are_found(
     tmp_path: Path, text: str, options: tuple[str, ...], complaint: str
 ) -> None:
-    found = check_symbols.problems(build(tmp_path, text, *options), check_symbols.torch_symbols())
-    assert any(complaint in line for line in found), found
+    report = check_symbols.problems(build(tmp_path, text, *options), check_symbols.torch_symbols())
+    assert any(complaint in line for line in report), report
 
 
 @needs_compiler

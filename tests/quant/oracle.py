@@ -104,7 +104,7 @@ def act_order(scheme: str | QuantScheme, k: int, seed: int = 0) -> torch.Tensor:
 def variants(name: str, n: int = 37, k: int = 256) -> list[QuantTensor]:
     """QuantTensors of one scheme in every shape they come in: experts, segments, act-order, cut groups and blocks."""
     scheme = QuantScheme.parse(name)
-    found = [
+    quantized = [
         quantize(weight(n, k), name),
         quantize(weight(n, k, 1), name).narrow(1, 9, k - 57),
         quantize(weight(300, k, 2), name).narrow(0, 9, 211),
@@ -114,10 +114,10 @@ def variants(name: str, n: int = 37, k: int = 256) -> list[QuantTensor]:
         quantize(weight(1, k, 6), name),
     ]
     if scheme.requires_k_multiple == 1:
-        found.append(quantize(weight(n, 137, 7), name))
+        quantized.append(quantize(weight(n, 137, 7), name))
     if scheme.is_integer and scheme.granularity == "group":
         g_idx = act_order(scheme, k)
-        found.append(quantize(weight(n, k, 8), name, g_idx=g_idx))
-        found.append(quantize(weight(n, k, 9), name, g_idx=g_idx).narrow(1, 9, k - 57))
-        found.append(quantize(weight(n, k, 10, (2,)), name, g_idx=g_idx))
-    return found
+        quantized.append(quantize(weight(n, k, 8), name, g_idx=g_idx))
+        quantized.append(quantize(weight(n, k, 9), name, g_idx=g_idx).narrow(1, 9, k - 57))
+        quantized.append(quantize(weight(n, k, 10, (2,)), name, g_idx=g_idx))
+    return quantized

@@ -40,7 +40,7 @@ def test_the_error_is_that_of_the_outputs() -> None:
 def test_the_best_of_the_grid_is_found() -> None:
     """Against float64 numpy on the inputs themselves."""
     w, x = case()
-    found = search_channel_scales([(w, x.T @ x)], rtn)
+    scales = search_channel_scales([(w, x.T @ x)], rtn)
     errors = []
     for alpha in ALPHAS:
         s = channel_scales((x.double() ** 2).sum(0), alpha)
@@ -48,7 +48,7 @@ def test_the_best_of_the_grid_is_found() -> None:
         errors.append(float(np.square(x.double().numpy() @ (rounded - w.double().numpy()).T).sum()))
     best = int(np.argmin(errors))
     assert best > 0 and errors[best] < 0.5 * errors[0]
-    assert torch.allclose(found, channel_scales((x**2).sum(0), ALPHAS[best]), rtol=1e-4)
+    assert torch.allclose(scales, channel_scales((x**2).sum(0), ALPHAS[best]), rtol=1e-4)
 
 
 def test_without_large_channels_nothing_is_lost() -> None:
@@ -61,10 +61,10 @@ def test_without_large_channels_nothing_is_lost() -> None:
 def test_columns_share_a_scale() -> None:
     w, x = case()
     columns = torch.arange(64).repeat(2)
-    found = search_channel_scales([(w, x.T @ x)], rtn, columns)
-    assert found.shape == (64,)
+    scales = search_channel_scales([(w, x.T @ x)], rtn, columns)
+    assert scales.shape == (64,)
     energy = (x**2).sum(0).view(2, 64).sum(0)
-    assert any(torch.allclose(found, channel_scales(energy, alpha), rtol=1e-4) for alpha in ALPHAS[1:])
+    assert any(torch.allclose(scales, channel_scales(energy, alpha), rtol=1e-4) for alpha in ALPHAS[1:])
 
 
 def test_refusals() -> None:

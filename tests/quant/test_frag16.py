@@ -273,7 +273,7 @@ def test_the_packing_kernel_agrees_with_torch() -> None:
     )
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,
         capture_output=True,
@@ -281,4 +281,4 @@ def test_the_packing_kernel_agrees_with_torch() -> None:
         check=False,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]

@@ -75,17 +75,17 @@ def test_searched_scales_round_better() -> None:
     w[:, 7] *= 6  # what decides the scale of its group, and has little energy
     x[:, 7] *= 0.01
     start, h = quantize(w, "int4_g64"), x.T @ x
-    found = search_scales(w, h, start)
+    actual = search_scales(w, h, start)
     energy = h.diagonal()
 
     def error(q: torch.Tensor) -> torch.Tensor:
         return (energy * (w - q).square()).unflatten(1, (4, 64)).sum(2)
 
-    mine, theirs = error(found.dequantize()), error(start.dequantize())
+    mine, theirs = error(actual.dequantize()), error(start.dequantize())
     assert bool((mine <= theirs).all()) and float(mine.sum()) < 0.8 * float(theirs.sum())
-    ratio = found.scales.float() / start.scales.float()
+    ratio = actual.scales.float() / start.scales.float()
     assert float(ratio.max()) <= 1 and float(ratio.min()) > 0.59
-    assert float(error(gptq(w, h, found).dequantize()).sum()) < float(theirs.sum())
+    assert float(error(gptq(w, h, actual).dequantize()).sum()) < float(theirs.sum())
     for scheme in ("int4_g64_zp", "nvfp4"):
         same = quantize(w, scheme)
         assert search_scales(w, h, same) is same

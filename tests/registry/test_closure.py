@@ -34,8 +34,8 @@ def modules_of(kernel: Kernel) -> tuple[str, str]:
 
 def names(*patterns: str) -> list[str]:
     """Files by pattern, as names within the package."""
-    found = (path for pattern in patterns for path in PACKAGE.glob(pattern))
-    return sorted({str(path.relative_to(PACKAGE)) for path in found})
+    actual = (path for pattern in patterns for path in PACKAGE.glob(pattern))
+    return sorted({str(path.relative_to(PACKAGE)) for path in actual})
 
 
 PYTHON = names("kernels/**/*.py", "quant/**/*.py", "kernel_registry/*.py")
@@ -129,8 +129,8 @@ def included(name: str) -> frozenset[str]:
             *side,
             name,
         ]
-        said = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=True).stdout
-        found |= {os.path.normpath(part) for part in said.replace("\\\n", " ").split()[1:]}
+        process = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=True).stdout
+        found |= {os.path.normpath(part) for part in process.replace("\\\n", " ").split()[1:]}
     if name.endswith(".in"):  # and the table that it is filled from
         (table,) = re.findall(r"gm-table: (\S+)", (PACKAGE / name).read_text())
         found.add(str(Path(name).parent / table))

@@ -63,8 +63,8 @@ def plan(scheme: str, build: str, us: dict[str, float], policy: Policy | None = 
     ],
 )
 def test_the_fastest_is_chosen_whoever_wrote_it(scheme: str, build: str, kernel: str, layout: str) -> None:
-    found = plan(scheme, build, {kernel: 5.0})
-    assert found.layouts == (layout,) and {entry.kernel for entry in found.entries} == {kernel}
+    planned = plan(scheme, build, {kernel: 5.0})
+    assert planned.layouts == (layout,) and {entry.kernel for entry in planned.entries} == {kernel}
     slow = plan(scheme, build, {kernel: 500.0})
     assert kernel not in {entry.kernel for entry in slow.entries}
 

@@ -56,9 +56,9 @@ def test_a_size_falls_in_the_smallest_bucket_that_holds_it(size, bucket):
 def test_one_layout_serves_all_buckets_with_the_best_kernel_of_each():
     small, large = kernel("small", layouts=("one_v1",)), kernel("large", layouts=("one_v1",))
     store = times(times(verified(small, large), "small", lambda m: m), "large", lambda m: 100.0)
-    found = plan([small, large], [layout("one_v1", 1.0)], store)
-    assert [e.kernel for e in found.entries] == ["small"] * 7 + ["large"] * 7
-    assert found.layouts == ("one_v1",) and {e.source for e in found.entries} == {"measured"}
+    planned = plan([small, large], [layout("one_v1", 1.0)], store)
+    assert [e.kernel for e in planned.entries] == ["small"] * 7 + ["large"] * 7
+    assert planned.layouts == ("one_v1",) and {e.source for e in planned.entries} == {"measured"}
 
 
 def test_two_layouts_are_kept_only_when_memory_allows_and_they_pay():
@@ -89,11 +89,11 @@ def test_what_more_memory_buys_is_told_when_it_pays():
         )
 
     faster = times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 50.0 if m > 1 else 200.0)
-    found = told(faster)
+    actual = told(faster)
     assert (
-        found.layouts == ("one_v1", "two_v1")
-        and found.memory == pytest.approx(2.5)
-        and found.faster == pytest.approx(2 ** (13 / 14))
+        actual.layouts == ("one_v1", "two_v1")
+        and actual.memory == pytest.approx(2.5)
+        and actual.faster == pytest.approx(2 ** (13 / 14))
     )
     assert told(faster, Policy(weight_memory=3.0)) is None, "the bound keeps nothing out"
     assert told(times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 99.9)) is None, (
@@ -127,8 +127,8 @@ def test_a_pinned_kernel_decides_the_layout_however_fast_another_one_is():
 
 def test_a_layout_past_the_memory_bound_is_no_choice_unless_nothing_else_is_there():
     a, b = kernel("a", layouts=("one_v1",), priority=1), kernel("wide", layouts=("wide_v1",), priority=9)
-    found = plan([a, b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(a, b))
-    assert found.layouts == ("one_v1",)
+    planned = plan([a, b], [layout("one_v1", 1.0), layout("wide_v1", 4.0)], verified(a, b))
+    assert planned.layouts == ("one_v1",)
     assert plan([b], [layout("wide_v1", 4.0)], verified(b)).layouts == ("wide_v1",)
     with pytest.raises(
         NoKernelError, match=r"layout wide_v1 takes \d+ bytes; the policy's weight_memory 1.05 allows"
@@ -163,9 +163,9 @@ def test_layouts_that_cannot_win_are_not_resolved():
         asked.append(chosen)
         return peek(p, chosen)
 
-    found = make_plan(OP, STATIC, both, Policy(), resolve, peek=peek)
-    assert found.layouts == ("one_v1",) and set(asked) == {frozenset({"one_v1"})}
-    assert found == make_plan(OP, STATIC, both, Policy(), peek)
+    planned = make_plan(OP, STATIC, both, Policy(), resolve, peek=peek)
+    assert planned.layouts == ("one_v1",) and set(asked) == {frozenset({"one_v1"})}
+    assert planned == make_plan(OP, STATIC, both, Policy(), peek)
 
 
 def test_a_plan_is_for_sizes_of_buckets():
@@ -178,7 +178,7 @@ def test_every_operation_can_be_planned(op):
     registry = default_registry()
     for text in op.bench:
         static = op.static(op.problem(text))
-        found = make_plan(
+        selection = make_plan(
             op,
             static,
             registry.layouts,
@@ -195,7 +195,7 @@ def test_every_operation_can_be_planned(op):
                 foreign=True,
             ),
         )
-        assert len(found.entries) == len(bucket_sizes()) and found.entries[-1].m_max is None
+        assert len(selection.entries) == len(bucket_sizes()) and selection.entries[-1].m_max is None
 
 
 @pytest.mark.parametrize("n", [1, 8, 15, 17, 257])
@@ -206,7 +206,7 @@ def test_padding_of_few_rows_does_not_rule_a_layout_out(scheme: str, n: int):
     cpu, policy = Target.parse("cpu:avx2"), Policy()
     build = Build.of({"torch": "2.13.0"}, cpu_levels=("base", "avx2"))
     op = registry.op("linear")
-    found = make_plan(
+    selection = make_plan(
         op,
         op.problem(f"n={n},k=4096,w={scheme}"),
         registry.layouts,
@@ -215,4 +215,4 @@ def test_padding_of_few_rows_does_not_rule_a_layout_out(scheme: str, n: int):
             op, p, registry.kernels_of("linear"), cpu, build, Store(), policy, layouts=chosen
         ),
     )
-    assert {entry.kernel for entry in found.entries} == {"linear_cpu"}
+    assert {entry.kernel for entry in selection.entries} == {"linear_cpu"}

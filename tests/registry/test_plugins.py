@@ -104,9 +104,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_list_gives_the_reason_of_each_fault_and_every_other_kernel(folder: Path) -> None:
-    done = kernelbench(folder, "list", "--target", "cpu", "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    result = kernelbench(folder, "list", "--target", "cpu", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
     failed = {row["provider"]: row for row in rows if row["op"] is None}
     assert failed.keys() == {f"gm-{name} 1.0" for name in FAULTS}
     for name, (_, reason) in FAULTS.items():
@@ -119,12 +119,12 @@ def test_list_gives_the_reason_of_each_fault_and_every_other_kernel(folder: Path
 
 
 def test_doctor_prints_one_line_for_each(folder: Path) -> None:
-    found = json.loads(kernelbench(folder, "doctor", "--json").stdout)["failed_plugins"]
-    assert {row["name"] for row in found} == FAULTS.keys()
-    assert {tuple(row) for row in found} == {("group", "name", "module", "distribution", "reason")}
-    done = kernelbench(folder, "doctor")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "failed plugin" in line]
+    output = json.loads(kernelbench(folder, "doctor", "--json").stdout)["failed_plugins"]
+    assert {row["name"] for row in output} == FAULTS.keys()
+    assert {tuple(row) for row in output} == {("group", "name", "module", "distribution", "reason")}
+    result = kernelbench(folder, "doctor")
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "failed plugin" in line]
     assert len(lines) == len(FAULTS)
     assert any("missing (gm_missing, from gm-missing 1.0): ModuleNotFoundError" in line for line in lines)
 
@@ -141,9 +141,9 @@ def test_operations_are_functions_beside_plugins_that_failed(folder: Path, tmp_p
     )
     path = os.pathsep.join((str(folder), str(tmp_path), *filter(None, sys.path)))
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    total, has, late = done.stdout.splitlines()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+    total, has, late = process.stdout.splitlines()
     assert float(total) == 3.0 and has == "True False False False"
     assert late == "plugin late (gm_late, from gm-late 1.0): IndexError: string index out of range"
 

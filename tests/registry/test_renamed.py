@@ -49,10 +49,10 @@ def shipped() -> Store:
 
 def chosen(text: str, store: Store) -> tuple[str, str]:
     kernels = default_registry().kernels_of("linear")
-    found = select(
+    selection = select(
         OP, OP.problem(text), kernels, Target.parse("h200"), BUILD, store, Policy(), foreign=True
     ).require()
-    return found.kernel.name, config_key(found.config or {})
+    return selection.kernel.name, config_key(selection.config or {})
 
 
 def differing(rows: list[list[str]], store: Store) -> list[Any]:

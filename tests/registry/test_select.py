@@ -29,16 +29,24 @@ def reasons(selection: Selection, name: str) -> str:
 
 
 def test_priority_decides_before_anything_was_measured():
-    found = choose(kernel("slow", priority=1), kernel("fast", priority=2))
-    assert found.best is not None and found.best.kernel.name == "fast" and found.best.source == "priority"
-    assert verdict(found, "fast") == "selected" and verdict(found, "slow") == "eligible"
+    selection = choose(kernel("slow", priority=1), kernel("fast", priority=2))
+    assert (
+        selection.best is not None
+        and selection.best.kernel.name == "fast"
+        and selection.best.source == "priority"
+    )
+    assert verdict(selection, "fast") == "selected" and verdict(selection, "slow") == "eligible"
 
 
 def test_measured_time_beats_priority():
     store = verified(low := kernel("low", priority=1), high := kernel("high", priority=9))
     timed(timed(store, "low", 5.0), "high", 7.0)
-    found = choose(low, high, store=store)
-    assert found.best is not None and (found.best.kernel.name, found.best.expected_us, found.best.source) == (
+    selection = choose(low, high, store=store)
+    assert selection.best is not None and (
+        selection.best.kernel.name,
+        selection.best.expected_us,
+        selection.best.source,
+    ) == (
         "low",
         5.0,
         "measured",
@@ -56,8 +64,11 @@ def test_a_near_problem_speaks_within_a_factor_of_two_and_no_further():
     close, far = problem("m=24,n=4096,k=4096"), problem("m=16,n=8192,k=8192")
     for at, expected, source in ((close, "a", "near"), (far, "b", "priority")):
         verified(a, b, at=at, store=store)
-        found = choose(a, b, store=store, at=at)
-        assert found.best is not None and (found.best.kernel.name, found.best.source) == (expected, source)
+        selection = choose(a, b, store=store, at=at)
+        assert selection.best is not None and (selection.best.kernel.name, selection.best.source) == (
+            expected,
+            source,
+        )
 
 
 def test_near_times_scale_with_the_bytes_of_the_problem():
@@ -67,8 +78,8 @@ def test_near_times_scale_with_the_bytes_of_the_problem():
         10.0,
         at=problem("m=16,n=4000,k=4096"),
     )
-    found = choose(a, store=store, at=problem("m=16,n=6000,k=4096"))
-    assert found.best is not None and found.best.expected_us == pytest.approx(15.0)
+    selection = choose(a, store=store, at=problem("m=16,n=6000,k=4096"))
+    assert selection.best is not None and selection.best.expected_us == pytest.approx(15.0)
 
 
 def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
@@ -79,24 +90,35 @@ def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
     store = verified(even, unsure, plain := kernel("plain"), at=here)
     for name in ("even", "unsure", "plain"):
         timed(store, name, 10.0, at=near)
-    found = {
+    selection = {
         c.kernel.name: c.expected_us for c in choose(even, unsure, plain, store=store, at=here).candidates
     }
-    assert found == {"even": pytest.approx(10.0), "unsure": pytest.approx(15.0), "plain": pytest.approx(15.0)}
+    assert selection == {
+        "even": pytest.approx(10.0),
+        "unsure": pytest.approx(15.0),
+        "plain": pytest.approx(15.0),
+    }
 
 
 def test_other_schemes_and_dtypes_never_speak_for_each_other():
     at = problem("m=16,n=4096,k=4096,w=mxfp4")
     store = timed(verified(a := kernel("a"), at=at), "a", 5.0)
-    found = choose(a, store=store, at=at)
-    assert found.best is not None and found.best.source == "priority" and found.best.expected_us is None
+    selection = choose(a, store=store, at=at)
+    assert (
+        selection.best is not None
+        and selection.best.source == "priority"
+        and selection.best.expected_us is None
+    )
 
 
 def test_a_sibling_device_speaks_when_this_one_was_never_measured():
     h100 = Target.parse("h100")
     store = timed(verified(a := kernel("a"), b := kernel("b", priority=5)), "a", 5.0, target=h100)
-    found = choose(a, b, store=store)
-    assert found.best is not None and (found.best.kernel.name, found.best.source) == ("a", "sibling")
+    selection = choose(a, b, store=store)
+    assert selection.best is not None and (selection.best.kernel.name, selection.best.source) == (
+        "a",
+        "sibling",
+    )
 
 
 def test_estimates_rank_before_declared_priority_and_others_change_nothing():
@@ -108,17 +130,20 @@ def test_estimates_rank_before_declared_priority_and_others_change_nothing():
 
 def test_unverified_best_is_returned_as_such_and_never_selected():
     a, b = kernel("a", priority=9), kernel("b")
-    found = choose(a, b, store=verified(b))
-    assert found.best is not None and (found.best.kernel.name, found.best.verdict) == ("a", "unverified")
-    assert all(c.verdict != "selected" for c in found.candidates)
+    selection = choose(a, b, store=verified(b))
+    assert selection.best is not None and (selection.best.kernel.name, selection.best.verdict) == (
+        "a",
+        "unverified",
+    )
+    assert all(c.verdict != "selected" for c in selection.candidates)
 
 
 def test_a_failed_verification_quarantines_with_its_error():
     a, b = kernel("a", priority=9), kernel("b")
     store = verified(a, ok=False, store=verified(b))
-    found = choose(a, b, store=store)
-    assert found.best is not None and found.best.kernel.name == "b"
-    assert verdict(found, "a") == "quarantined" and "over the tolerance" in reasons(found, "a")
+    selection = choose(a, b, store=store)
+    assert selection.best is not None and selection.best.kernel.name == "b"
+    assert verdict(selection, "a") == "quarantined" and "over the tolerance" in reasons(selection, "a")
 
 
 @pytest.mark.parametrize("changed", ["code", "config", "toolchain", "target"])
@@ -127,25 +152,25 @@ def test_a_verification_counts_for_its_code_configuration_toolchain_and_device_o
     store = Store()
     for record in verified(a).verifications.values():
         store.add(dataclasses.replace(record, **{changed: "other"}))
-    found = choose(a, store=store)
-    assert found.best is not None and found.best.verdict == "unverified"
+    selection = choose(a, store=store)
+    assert selection.best is not None and selection.best.verdict == "unverified"
 
 
 def test_hardware_build_and_problem_refuse_with_sentences():
     wgmma = kernel("wgmma", requires=Requirement.any({"wgmma", "tma"}))
     package = kernel("package", requires=Requirement(packages=(("no-such-package", "1.0"),)))
     picky = kernel("picky", accepts=lambda p: "only m <= 8" if p.integer("m") > 8 else None)
-    found = choose(wgmma, package, picky, target=Target.parse("sm_120"))
-    assert found.best is None
-    assert {n: verdict(found, n) for n in ("wgmma", "package", "picky")} == {
+    parsed = choose(wgmma, package, picky, target=Target.parse("sm_120"))
+    assert parsed.best is None
+    assert {n: verdict(parsed, n) for n in ("wgmma", "package", "picky")} == {
         "wgmma": "hardware",
         "package": "build",
         "picky": "problem",
     }
-    assert "sm_120 lacks wgmma" in reasons(found, "wgmma")
-    assert "no-such-package is not installed" in reasons(found, "package")
+    assert "sm_120 lacks wgmma" in reasons(parsed, "wgmma")
+    assert "no-such-package is not installed" in reasons(parsed, "package")
     with pytest.raises(NoKernelError, match="only m <= 8"):
-        found.require()
+        parsed.require()
 
 
 def test_pins_come_first_and_strict_pins_come_alone():
@@ -159,8 +184,8 @@ def test_pins_come_first_and_strict_pins_come_alone():
 
 
 def test_strict_says_nothing_about_operations_without_pins():
-    found = choose(kernel("a"), policy=Policy(pins={"other": ("b",)}, strict=True))
-    assert found.best is not None and found.best.verdict == "selected"
+    selection = choose(kernel("a"), policy=Policy(pins={"other": ("b",)}, strict=True))
+    assert selection.best is not None and selection.best.verdict == "selected"
 
 
 def test_policy_excludes_and_asks_for_properties():
@@ -169,8 +194,8 @@ def test_policy_excludes_and_asks_for_properties():
     good = kernel("good", batch_invariant=True)
     assert verdict(choose(bad, good, policy=Policy(exclude=("b*",))), "bad") == "policy"
     assert verdict(choose(bad, good, policy=Policy(deterministic=True)), "bad") == "policy"
-    found = choose(batch, good, policy=Policy(batch_invariant=True))
-    assert found.best is not None and found.best.kernel.name == "good"
+    selection = choose(batch, good, policy=Policy(batch_invariant=True))
+    assert selection.best is not None and selection.best.kernel.name == "good"
 
 
 def test_kernels_outside_automatic_choice_run_when_pinned():
@@ -181,14 +206,14 @@ def test_kernels_outside_automatic_choice_run_when_pinned():
 
 
 def test_on_a_foreign_target_everything_that_could_run_is_unverified():
-    found = choose(
+    selection = choose(
         kernel("a", priority=2),
         kernel("b"),
         kernel("c", requires=Requirement(vendors=("amd",))),
         foreign=True,
     )
-    assert found.best is not None and found.best.kernel.name == "a"
-    assert {c.kernel.name: c.verdict for c in found.candidates} == {
+    assert selection.best is not None and selection.best.kernel.name == "a"
+    assert {c.kernel.name: c.verdict for c in selection.candidates} == {
         "a": "unverified",
         "b": "unverified",
         "c": "hardware",
@@ -197,13 +222,16 @@ def test_on_a_foreign_target_everything_that_could_run_is_unverified():
 
 def test_only_kernels_of_the_packed_layouts_are_candidates():
     a, b, c = kernel("a", layouts=("one_v1",), priority=9), kernel("b", layouts=("two_v1",)), kernel("c")
-    found = choose(a, b, c, layouts=frozenset({"two_v1"}))
+    selection = choose(a, b, c, layouts=frozenset({"two_v1"}))
     assert (
-        found.best is not None
-        and verdict(found, "a") == "problem"
-        and "packed as two_v1" in reasons(found, "a")
+        selection.best is not None
+        and verdict(selection, "a") == "problem"
+        and "packed as two_v1" in reasons(selection, "a")
     )
-    assert {x.kernel.name for x in found.candidates if x.verdict in ("selected", "eligible")} == {"b", "c"}
+    assert {x.kernel.name for x in selection.candidates if x.verdict in ("selected", "eligible")} == {
+        "b",
+        "c",
+    }
 
 
 def test_select_reads_no_environment(monkeypatch):
@@ -244,14 +272,14 @@ def test_a_failed_tuned_configuration_leaves_the_default_one():
     assert first.best is not None and (first.best.config, first.best.verdict) == ({"tile": 64}, "unverified")
     good = next(iter(verified(a, at=problem()).verifications.values()))
     store.add(dataclasses.replace(good, config="tile=64", ok=False, reason="wrong"))
-    found = choose(a, b, store=store)
-    assert found.best is not None and (found.best.kernel.name, found.best.config) == ("a", {})
-    assert found.best.source == "priority", (
+    selection = choose(a, b, store=store)
+    assert selection.best is not None and (selection.best.kernel.name, selection.best.config) == ("a", {})
+    assert selection.best.source == "priority", (
         "a time of the failed configuration says nothing of the default one"
     )
     store.add(dataclasses.replace(good, ok=False, reason="wrong too"))
-    found = choose(a, b, store=store)
-    assert verdict(found, "a") == "quarantined" and reasons(found, "a") == "wrong; wrong too"
+    selection = choose(a, b, store=store)
+    assert verdict(selection, "a") == "quarantined" and reasons(selection, "a") == "wrong; wrong too"
 
 
 def test_a_tuned_configuration_serves_other_sizes_of_the_same_static_problem_only():
@@ -262,8 +290,8 @@ def test_a_tuned_configuration_serves_other_sizes_of_the_same_static_problem_onl
     )
     same, other = problem("m=24,n=4096,k=4096"), problem("m=16,n=6000,k=4096")
     assert choose(a, store=store, at=same).candidates[0].config == {"n": 4096, "tile": 64}
-    found = choose(a, store=store, at=other).candidates[0]
-    assert found.config == {"n": 6000} and found.source == "near"
+    selection = choose(a, store=store, at=other).candidates[0]
+    assert selection.config == {"n": 6000} and selection.source == "near"
 
 
 @pytest.mark.parametrize(
@@ -289,9 +317,9 @@ def test_a_kernel_timed_nearer_does_not_silence_the_others():
     at = problem("m=17,n=4096,k=4096")
     store = timed(verified(fast, slow, at=at), "fast", 5.0)
     timed(store, "slow", 50.0, at=problem("m=18,n=4096,k=4096"))
-    found = choose(fast, slow, store=store, at=at)
-    assert [c.kernel.name for c in found.candidates] == ["fast", "slow"] and {
-        c.source for c in found.candidates
+    selection = choose(fast, slow, store=store, at=at)
+    assert [c.kernel.name for c in selection.candidates] == ["fast", "slow"] and {
+        c.source for c in selection.candidates
     } == {"near"}
 
 
@@ -317,5 +345,5 @@ def test_an_expected_time_follows_the_roofline_where_the_device_is_known():
         100.0,
         at=problem("m=4096,n=4096,k=4096"),
     )
-    found = choose(a, store=store, at=problem("m=8192,n=4096,k=4096"))
-    assert found.best is not None and found.best.expected_us == pytest.approx(200.0)
+    selection = choose(a, store=store, at=problem("m=8192,n=4096,k=4096"))
+    assert selection.best is not None and selection.best.expected_us == pytest.approx(200.0)

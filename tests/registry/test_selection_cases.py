@@ -67,14 +67,16 @@ def _of(selection: Selection, name: str) -> Candidate:
 def test_selected(row: list[str]) -> None:
     op, problem, target, build, policy, expected = row
     name, _, level = expected.partition("@")
-    found = _choose(op, problem, target, build, policy)
-    assert found.best is not None and found.best.kernel.name == name, [c.as_dict() for c in found.candidates]
-    assert found.best.verdict == "unverified"  # for a device that is not here
+    selection = _choose(op, problem, target, build, policy)
+    assert selection.best is not None and selection.best.kernel.name == name, [
+        c.as_dict() for c in selection.candidates
+    ]
+    assert selection.best.verdict == "unverified"  # for a device that is not here
     if level:
-        assert (found.best.config or {})["level"] == level
+        assert (selection.best.config or {})["level"] == level
     definition = REGISTRY.op(op)
     store = _verify(
-        definition, definition.problem(problem), Target.parse(target), BUILDS[build], found.candidates
+        definition, definition.problem(problem), Target.parse(target), BUILDS[build], selection.candidates
     )
     here = _choose(op, problem, target, build, policy, store)
     assert here.best is not None and (here.best.kernel.name, here.best.verdict) == (name, "selected")
@@ -91,7 +93,7 @@ def test_refused(row: list[str]) -> None:
 def test_walls_between_architectures(row: list[str]) -> None:
     name, target, build, verdict = row[:4]
     fallback = fakes.kernel("fallback")
-    found = select(
+    selection = select(
         fakes.OP,
         fakes.problem(),
         [FAKES[name], fallback],
@@ -101,9 +103,11 @@ def test_walls_between_architectures(row: list[str]) -> None:
         Policy(),
         foreign=True,
     )
-    assert found.best is not None and found.best.kernel.name == (name if verdict == "serves" else "fallback")
+    assert selection.best is not None and selection.best.kernel.name == (
+        name if verdict == "serves" else "fallback"
+    )
     if verdict != "serves":
-        candidate = _of(found, name)
+        candidate = _of(selection, name)
         assert candidate.verdict == verdict and row[4] in "; ".join(candidate.reasons), candidate.as_dict()
 
 

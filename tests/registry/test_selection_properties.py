@@ -99,20 +99,20 @@ def test_ranking_is_a_total_order_that_knows_nothing_of_the_order_given(
     world, shuffle: random.Random, foreign: bool
 ) -> None:
     these, store, policy = world
-    found = _choose(these, store, policy, foreign)
+    selection = _choose(these, store, policy, foreign)
     mixed = list(these)
     shuffle.shuffle(mixed)
-    assert _choose(mixed, store, policy, foreign) == found
-    assert sorted(c.kernel.name for c in found.candidates) == sorted(k.name for k in these)
-    assert sum(c.verdict == "selected" for c in found.candidates) <= 1
+    assert _choose(mixed, store, policy, foreign) == selection
+    assert sorted(c.kernel.name for c in selection.candidates) == sorted(k.name for k in these)
+    assert sum(c.verdict == "selected" for c in selection.candidates) <= 1
 
 
 @SETTINGS
 @given(worlds())
 def test_every_verdict_has_its_reason_and_a_policy_never_lets_an_excluded_kernel_win(world) -> None:
     these, store, policy = world
-    found = _choose(these, store, policy)
-    for c in found.candidates:
+    selection = _choose(these, store, policy)
+    for c in selection.candidates:
         assert c.reasons or c.verdict in ("selected", "eligible")
         if c.verdict in ("selected", "eligible", "unverified"):
             assert policy.excludes(c.kernel.name) is None
@@ -121,8 +121,11 @@ def test_every_verdict_has_its_reason_and_a_policy_never_lets_an_excluded_kernel
             pinned = policy.rank("mix", c.kernel.name) is not None
             assert pinned or c.kernel.auto
             assert pinned or not (policy.strict and policy.pinned("mix"))
-    if found.best is not None:
-        assert found.best is found.candidates[0] and found.best.verdict in ("selected", "unverified")
+    if selection.best is not None:
+        assert selection.best is selection.candidates[0] and selection.best.verdict in (
+            "selected",
+            "unverified",
+        )
 
 
 @SETTINGS

@@ -254,11 +254,11 @@ def test_probe_amd(tmp_path: Path) -> None:
     for node, version in enumerate(("0", "90402", "90010", "110501", "130000")):
         text = f"simd_count 1216\nsimd_per_cu 4\ngfx_target_version {version}\n"
         write(tmp_path, f"sys/class/kfd/kfd/topology/nodes/{node}/properties", text)
-    found = probe_amd(tmp_path)
-    assert [t.name for t in found.targets] == ["gfx942", "gfx90a", "gfx1151"] and found.targets[
+    actual = probe_amd(tmp_path)
+    assert [t.name for t in actual.targets] == ["gfx942", "gfx90a", "gfx1151"] and actual.targets[
         0
     ].multiprocessors == 304
-    assert "gfx1300" in found.reasons[0]
+    assert "gfx1300" in actual.reasons[0]
 
 
 def test_probe_intel(tmp_path: Path) -> None:
@@ -301,12 +301,12 @@ class FakeCuda:
 
 
 def test_probe_cuda_mixed() -> None:
-    found = probe_cuda(
+    actual = probe_cuda(
         FakeCuda([("NVIDIA H200", 9, 0), ("NVIDIA GH200 480GB", 9, 0), ("Odd", 12, 1), ("Future", 13, 0)])
     )
-    assert [t.name for t in found.targets] == ["sm_90", "sm_90", "sm_121"]
-    assert found.targets[0].bandwidth_gbs == 4250 and found.targets[0].multiprocessors == 131
-    assert found.targets[1].bandwidth_gbs is None and found.targets[2].device == "Odd"
-    assert "sm_130" in found.reasons[0]
+    assert [t.name for t in actual.targets] == ["sm_90", "sm_90", "sm_121"]
+    assert actual.targets[0].bandwidth_gbs == 4250 and actual.targets[0].multiprocessors == 131
+    assert actual.targets[1].bandwidth_gbs is None and actual.targets[2].device == "Odd"
+    assert "sm_130" in actual.reasons[0]
     assert "error 100" in probe_cuda(FakeCuda([], status=100)).reasons[0]
     assert probe_cuda(FakeCuda([])).reasons

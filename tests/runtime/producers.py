@@ -34,14 +34,14 @@ def convert(name: str, folder: Path, config: Mapping[str, Any], produce: Produce
             for key in source.keys():  # noqa: SIM118
                 tensor = source.get_tensor(key)
                 match = LINEAR.fullmatch(key)
-                found = produce(match[1], tensor.float()) if match else None
-                if found is None or match is None:
+                actual = produce(match[1], tensor.float()) if match else None
+                if actual is None or match is None:
                     tensors[key], values[key] = tensor, tensor.float()
                 else:
                     tensors.update(
-                        {f"{match[1]}.{suffix}": t.clone().contiguous() for suffix, t in found[0].items()}
+                        {f"{match[1]}.{suffix}": t.clone().contiguous() for suffix, t in actual[0].items()}
                     )
-                    values[key] = found[1].float().contiguous()
+                    values[key] = actual[1].float().contiguous()
     for out, held, extra in ((made, tensors, {"quantization_config": dict(config)}), (plain, values, {})):
         out.mkdir()
         save_file(held, out / "model.safetensors", metadata={"format": "pt"})

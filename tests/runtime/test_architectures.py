@@ -147,8 +147,8 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
     theirs = oracle.logits(model, prompt)
     assert worst(llm, prompt, theirs) <= LIMIT
     # From the cache, one token after another: what one window does not show.
-    found = Comparison(f"{family}, {name}")
-    found.add(
+    actual = Comparison(f"{family}, {name}")
+    actual.add(
         llm.generate([prompt[:21]], PARAMS)[0].token_ids,
         oracle.answer_of(model, prompt[:21], PARAMS.max_tokens),
     )
@@ -181,8 +181,8 @@ def test_every_way(
         ids(5 if kernel_set == "triton" else 24),
     )
     assert worst(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
-    found = Comparison(f"{family}, {kernel_set}")
-    found.add(
+    actual = Comparison(f"{family}, {kernel_set}")
+    actual.add(
         llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2)
     )
     kernel_sets.check(llm, kernel_set)

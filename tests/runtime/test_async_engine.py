@@ -64,7 +64,7 @@ def test_32_streams_are_what_generate_says(make: Callable[..., LLM]) -> None:
         SamplingParams(max_tokens=6, temperature=1.2, seed=8, n=3, min_tokens=2),
     ]
     params = [kinds[i % 4] for i in range(32)]
-    wanted = llm.generate(prompts, params)  # type: ignore[arg-type]
+    expected = llm.generate(prompts, params)  # type: ignore[arg-type]
 
     async def main() -> list[list[Any]]:
         async with AsyncEngine(llm) as engine:
@@ -72,11 +72,11 @@ def test_32_streams_are_what_generate_says(make: Callable[..., LLM]) -> None:
                 *(engine.generate(prompt, wish) for prompt, wish in zip(prompts, params, strict=True))
             )
 
-    found = [one for several in run(main()) for one in several]
-    assert [(o.token_ids, o.text, o.finish_reason, o.stop_reason, o.choice) for o in found] == [
-        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.choice) for o in wanted
+    actual = [one for several in run(main()) for one in several]
+    assert [(o.token_ids, o.text, o.finish_reason, o.stop_reason, o.choice) for o in actual] == [
+        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.choice) for o in expected
     ]
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
         for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
@@ -86,13 +86,13 @@ def test_32_streams_are_what_generate_says(make: Callable[..., LLM]) -> None:
 
 def test_streams_come_in_pieces_and_leaving_aborts(make: Callable[..., LLM]) -> None:
     llm = make(LLAMA)
-    [wanted] = llm.generate(TEXT, SamplingParams(max_tokens=20))
+    [expected] = llm.generate(TEXT, SamplingParams(max_tokens=20))
 
     async def main() -> None:
         engine = AsyncEngine(llm)
         chunks = await collect(engine, TEXT, SamplingParams(max_tokens=20))
-        assert "".join(chunk.text for chunk in chunks) == wanted.text
-        assert tuple(t for chunk in chunks for t in chunk.token_ids) == wanted.token_ids
+        assert "".join(chunk.text for chunk in chunks) == expected.text
+        assert tuple(t for chunk in chunks for t in chunk.token_ids) == expected.token_ids
         stream = engine.stream(TEXT, LONG)
         await anext(stream)
         assert llm.engine.has_unfinished()
@@ -102,7 +102,9 @@ def test_streams_come_in_pieces_and_leaving_aborts(make: Callable[..., LLM]) -> 
 
     run(main())
     llm.engine.scheduler.check()
-    assert llm.generate(TEXT, SamplingParams(max_tokens=20)) == [wanted], "after close it is an LLM as before"
+    assert llm.generate(TEXT, SamplingParams(max_tokens=20)) == [expected], (
+        "after close it is an LLM as before"
+    )
 
 
 def test_cancelled_callers_leave_nothing_behind() -> None:
@@ -196,11 +198,11 @@ def test_a_slow_reader_gets_fewer_chunks_and_every_token() -> None:
     async def main() -> None:
         async with AsyncEngine(core) as engine:
             stream = engine.stream([1, 2], SamplingParams(max_tokens=400))
-            got = list((await anext(stream)).token_ids)
+            actual = list((await anext(stream)).token_ids)
             await until(lambda: not core.has_unfinished())
             rest = [chunk async for chunk in stream]
             assert len(rest) == 1 and rest[0].finish_reason == "length"
-            assert got + list(rest[0].token_ids) == expected_ids([1, 2], 400)
+            assert actual + list(rest[0].token_ids) == expected_ids([1, 2], 400)
 
     run(main())
 
@@ -355,8 +357,8 @@ def test_pause_and_resume() -> None:
             later = asyncio.create_task(engine.generate([7], params))
             await until(lambda: len(core.scheduler.waiting) == 2)
             await engine.resume()
-            done = [one.token_ids for task in [*first, later] for one in await task]
-            assert done == [tuple(expected_ids(p, 200)) for p in ([1, 0], [1, 1], [1, 2], [7])]
+            result = [one.token_ids for task in [*first, later] for one in await task]
+            assert result == [tuple(expected_ids(p, 200)) for p in ([1, 0], [1, 1], [1, 2], [7])]
             aborted = asyncio.create_task(engine.generate([1], LONG))
             await until(lambda: len(core.scheduler.running) == 1)
             await engine.pause("abort")
@@ -431,8 +433,10 @@ def test_a_tokenizer_that_fails_ends_its_own_request(
         async with AsyncEngine(llm) as engine:
             bad = engine.generate([1, 2, 3], SamplingParams(max_tokens=9, allowed_token_ids=[7]))
             good = engine.generate(TEXT, SamplingParams(max_tokens=9, bad_words=[[7]]))
-            failed, done = await asyncio.gather(bad, good, return_exceptions=True)
-            assert isinstance(failed, ValueError) and isinstance(done, list) and len(done[0].token_ids) == 9
+            failed, result = await asyncio.gather(bad, good, return_exceptions=True)
+            assert (
+                isinstance(failed, ValueError) and isinstance(result, list) and len(result[0].token_ids) == 9
+            )
             await until(lambda: not llm.engine.has_unfinished())
 
     run(main())

@@ -70,8 +70,8 @@ def test_as_a_program(cache: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
     options = ("generate", "--model", MODEL, "--dtype", "fp32")
-    done = run(*options, "--prompt", "The SELECT", "--max-tokens", "4")
-    assert done.returncode == 0 and done.stdout.strip() and "4 tokens in" in done.stderr
+    result = run(*options, "--prompt", "The SELECT", "--max-tokens", "4")
+    assert result.returncode == 0 and result.stdout.strip() and "4 tokens in" in result.stderr
     wrong = run(*options, "--prompt", "")
     assert (wrong.returncode, wrong.stdout) == (2, "") and len(wrong.stderr.strip().splitlines()) == 1
 
@@ -91,11 +91,11 @@ def test_generate_with_every_sampling_option(gristmill: Command) -> None:
         "--json",
     )
     text = json.loads(gristmill(*options).stdout)["text"]
-    done = gristmill(*options, "--stop", text[9:13], "--stop", "never there", "--logprobs", "2")
-    found = json.loads(done.stdout)
-    assert found["text"] == text[: text.index(text[9:13])] and found["finish_reason"] == "stop"
-    assert [one["token_id"] for one in found["logprobs"]] == found["token_ids"]
-    assert all(len(one["top"]) == 2 and one["rank"] == 1 for one in found["logprobs"])
+    result = gristmill(*options, "--stop", text[9:13], "--stop", "never there", "--logprobs", "2")
+    output = json.loads(result.stdout)
+    assert output["text"] == text[: text.index(text[9:13])] and output["finish_reason"] == "stop"
+    assert [one["token_id"] for one in output["logprobs"]] == output["token_ids"]
+    assert all(len(one["top"]) == 2 and one["rank"] == 1 for one in output["logprobs"])
     wishes = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "min_tokens": 12}
     flags = [part for name, value in wishes.items() for part in ("--" + name.replace("_", "-"), str(value))]
     edited = json.loads(gristmill(*options, *flags, "--bad-word", "query").stdout)
@@ -128,9 +128,9 @@ def test_sigterm_ends_generation_with_what_there_is(gristmill: Command) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLM, "stream", watched)
-        done = gristmill(*options, "--json", "--ignore-eos")
-    found = json.loads(done.stdout)
-    assert found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 4000
+        result = gristmill(*options, "--json", "--ignore-eos")
+    output = json.loads(result.stdout)
+    assert output["finish_reason"] == "abort" and 0 < len(output["token_ids"]) < 4000
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -138,8 +138,8 @@ def test_generate(gristmill: Command) -> None:
     options = ("generate", "--model", MODEL, "--prompt", "The SELECT", "--max-tokens", "8", "--dtype", "fp32")
     plain, as_json = gristmill(*options, "--explain"), gristmill(*options, "--json")
     assert (plain.returncode, as_json.returncode) == (0, 0), plain.stderr + as_json.stderr
-    found = json.loads(as_json.stdout)
-    assert found.keys() == {
+    output = json.loads(as_json.stdout)
+    assert output.keys() == {
         "prompt",
         "text",
         "token_ids",
@@ -152,17 +152,22 @@ def test_generate(gristmill: Command) -> None:
         "explain",
         "decode_graphs",
     }
-    assert (len(found["token_ids"]), found["finish_reason"], found["explain"], found["decode_graphs"]) == (
+    assert (
+        len(output["token_ids"]),
+        output["finish_reason"],
+        output["explain"],
+        output["decode_graphs"],
+    ) == (
         8,
         "length",
         None,
         None,
     )
-    assert plain.stdout.startswith(found["text"]) and "paged_attention" in plain.stdout
+    assert plain.stdout.startswith(output["text"]) and "paged_attention" in plain.stdout
     assert "8 tokens in" in plain.stderr
     graphs = gristmill(*options, "--decode-graphs", "--explain", "--json")
     same = json.loads(graphs.stdout)
-    assert same["token_ids"] == found["token_ids"]
+    assert same["token_ids"] == output["token_ids"]
     assert [(r["seqs"], r["captured"], r["steps"]) for r in same["decode_graphs"]] == [
         (1, False, 7),
         (None, False, 1),
@@ -173,25 +178,25 @@ def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:
     options = ("--tokens", TOKENS, "--window", "64", "--windows", "3", "--dtype", "fp32", "--json")
     rounded = gristmill("eval", "--model", MODEL, "--quant", "int4_g128", *options)
     assert rounded.returncode == 0, rounded.stderr
-    found = json.loads(rounded.stdout)
-    assert found.keys() == {"loss", "perplexity", "tokens", "seconds"} and found["tokens"] == 3 * 63
+    output = json.loads(rounded.stdout)
+    assert output.keys() == {"loss", "perplexity", "tokens", "seconds"} and output["tokens"] == 3 * 63
     out = str(tmp_path / "out")
     written = gristmill("quantize", "--model", MODEL, "--quant", "int4_g128", "--out", out, "--json")
     assert written.returncode == 0, written.stderr
     assert json.loads(written.stdout)["scheme"] == "int4_g128"
     again = gristmill("eval", "--model", out, *options)
-    assert json.loads(again.stdout)["loss"] == found["loss"]
+    assert json.loads(again.stdout)["loss"] == output["loss"]
     refused = gristmill("quantize", "--model", MODEL, "--quant", "nvfp4", "--out", out)
     assert refused.returncode == 2 and f"{out} exists and is not an empty folder" in refused.stderr
 
 
 @pytest.mark.parametrize("command", [(), ("generate",), ("eval",), ("quantize",)])
 def test_help(gristmill: Command, command: tuple[str, ...]) -> None:
-    done = gristmill(*command, "--help")
+    result = gristmill(*command, "--help")
     assert (
-        done.returncode == 0
-        and "--help" in done.stdout
-        and "--json" in done.stdout + ("" if command else "--json")
+        result.returncode == 0
+        and "--help" in result.stdout
+        and "--json" in result.stdout + ("" if command else "--json")
     )
 
 

@@ -98,8 +98,8 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
 
     original = DecodeGraphs._make
     monkeypatch.setattr(DecodeGraphs, "_make", refuse)
-    found = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert found == make(LLAMA).generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    completions = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert completions == make(LLAMA).generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     assert {
         "seqs": None,
         "max_ctx": None,

@@ -59,13 +59,13 @@ def test_wait_lets_what_has_begun_end_and_nothing_else() -> None:
 def test_keep_goes_on_with_the_same_ids() -> None:
     engine, runner = fake_engine()
     engine.add_request("a", [1, 2, 3], PARAMS)
-    got = [token for output in engine.step() for token in output.new_ids]
+    actual = [token for output in engine.step() for token in output.new_ids]
     engine.pause("keep")
     assert engine.paused and engine.step() == [] and runner.steps == 1 and engine.has_unfinished()
     engine.resume()
     while engine.has_unfinished():
-        got += [token for output in engine.step() for token in output.new_ids]
-    assert got == expected_ids([1, 2, 3], 6)
+        actual += [token for output in engine.step() for token in output.new_ids]
+    assert actual == expected_ids([1, 2, 3], 6)
 
 
 def test_abort_ends_all_with_outputs() -> None:
@@ -171,14 +171,14 @@ def test_the_options_of_llm_reach_the_scheduler(make: Callable[..., LLM]) -> Non
 
 def test_llm_paused_between_chunks(make: Callable[..., LLM]) -> None:
     llm = make(LLAMA)
-    wanted = llm.generate(TEXT, PARAMS)[0].token_ids
+    expected = llm.generate(TEXT, PARAMS)[0].token_ids
     stream = llm.stream(TEXT, PARAMS)
     first = next(stream)
     llm.pause("keep")
     with pytest.raises(UsageError, match="the engine is paused: call resume"):
         llm.generate("x", PARAMS)
     llm.resume()
-    assert (*first.token_ids, *(t for chunk in stream for t in chunk.token_ids)) == wanted
+    assert (*first.token_ids, *(t for chunk in stream for t in chunk.token_ids)) == expected
 
 
 def test_a_signal_drains_a_running_generate(make: Callable[..., LLM]) -> None:

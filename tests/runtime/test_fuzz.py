@@ -218,14 +218,14 @@ def attempt(folder: Path, config: Any, original: list[torch.Tensor], same: bool)
     """What became of a damaged directory: "error" or "loaded"."""
     begin = time.perf_counter()
     try:
-        found = read(folder, config)
+        read_back = read(folder, config)
     except (FormatError, UsageError) as error:
         assert str(error), "an exception without a word"
         outcome = "error"
     else:
-        assert all(t.shape == SHAPE and bool(torch.isfinite(t).all()) for t in found)
+        assert all(t.shape == SHAPE and bool(torch.isfinite(t).all()) for t in read_back)
         if same:
-            assert all(torch.equal(a, b) for a, b in zip(found, original, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(read_back, original, strict=True))
         outcome = "loaded"
     assert time.perf_counter() - begin < LIMIT
     return outcome
@@ -360,8 +360,8 @@ def read_gguf(path: Path) -> None:
     file.config()
     for name in file:
         if name.endswith("_proj.weight"):
-            found = Gguf().read(file, name.removesuffix(".weight"), file.shape(name))
-            assert found is None or bool(torch.isfinite(found.weight.dequantize()).all())
+            read_back = Gguf().read(file, name.removesuffix(".weight"), file.shape(name))
+            assert read_back is None or bool(torch.isfinite(read_back.weight.dequantize()).all())
     fields = file.tokenizer_fields()
     if fields:
         gguf_tokenizer(fields, str(path)).encode("ab a")

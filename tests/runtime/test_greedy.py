@@ -20,10 +20,10 @@ def expected(name: str, prompts: list[list[int]]) -> list[Answer]:
 
 
 def compare(what: str, llm: LLM, name: str, prompts: list[list[int]]) -> None:
-    found = Comparison(f"{name}, {what}")
+    actual = Comparison(f"{name}, {what}")
     for result, wanted in zip(llm.generate(prompts, PARAMS), expected(name, prompts), strict=True):
-        found.add(result.token_ids, wanted)
-    found.finish()
+        actual.add(result.token_ids, wanted)
+    actual.finish()
     llm.engine.scheduler.check()
 
 

@@ -201,15 +201,15 @@ def test_engine_step_by_step(llm: LLM) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             engine.add_request(*wrong)  # type: ignore[arg-type]
-    got: dict[str, list[int]] = {"a": [], "b": []}
+    actual: dict[str, list[int]] = {"a": [], "b": []}
     for _ in range(3):
         for output in engine.step():
-            got[output.id] += output.new_ids
-    assert [len(got["a"]), len(got["b"])] == [3, 3]
+            actual[output.id] += output.new_ids
+    assert [len(actual["a"]), len(actual["b"])] == [3, 3]
     ended = engine.abort(["a", "b", "c"])
     assert [(o.id, o.finish_reason) for o in ended] == [("b", FinishReason.ABORT)]
     assert engine.step() == [] and not engine.has_unfinished()
-    assert tuple(got["a"]) == llm.generate(prompt, SamplingParams(max_tokens=3))[0].token_ids
+    assert tuple(actual["a"]) == llm.generate(prompt, SamplingParams(max_tokens=3))[0].token_ids
 
 
 def test_nan_logits_end_their_own_request_alone(
@@ -231,17 +231,17 @@ def test_nan_logits_end_their_own_request_alone(
 
 def test_a_failed_step_can_be_tried_again(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make(LLAMA)
-    wanted = llm.generate(TEXT, SamplingParams(max_tokens=5))[0].token_ids
+    expected = llm.generate(TEXT, SamplingParams(max_tokens=5))[0].token_ids
     llm.engine.add_request("x", llm.tokenizer.encode(TEXT), SamplingParams(max_tokens=5))
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner.model, "logits", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.engine.step()
-    got: list[int] = []
+    actual: list[int] = []
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
-            got += output.new_ids
-    assert tuple(got) == wanted
+            actual += output.new_ids
+    assert tuple(actual) == expected
 
 
 def test_explain_and_weight_bytes(make: Callable[..., LLM]) -> None:

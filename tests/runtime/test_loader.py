@@ -238,11 +238,11 @@ def test_end_ids_come_from_generation_config_and_nothing_else() -> None:
 def test_recommended_sampling_is_left_to_the_caller(llama: Path, make: Callable[..., LLM]) -> None:
     """generation_config.json may ask for sampling; without SamplingParams the answer stays greedy, as documented."""
     path = llama / "generation_config.json"
-    wanted = make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids
+    expected = make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "do_sample": True, "temperature": 1.5, "top_k": 500})
     )
-    assert make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids == wanted
+    assert make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids == expected
 
 
 def test_not_a_model_directory(tmp_path: Path) -> None:

@@ -102,13 +102,15 @@ def compare(params: Sequence[SamplingParams], seed: int = 0, steps: int = 6) -> 
         order = torch.randperm(len(tokens), generator=rng).tolist()
         logits = 3 * torch.randn(len(tokens), VOCAB, generator=rng)
         kept = logits.clone()
-        got = mine.apply(logits, [str(i) for i in order])
+        processed = mine.apply(logits, [str(i) for i in order])
         assert torch.equal(logits, kept), "the logits that came in were changed"
         for row, i in enumerate(order):
-            wanted = theirs(params[i], prompts[i], STOP_IDS)(torch.tensor([tokens[i]]), logits[row][None])[0]
-            assert torch.equal(got[row].isinf(), wanted.isinf()), params[i]
-            finite = wanted.isfinite()
-            worst = max(worst, float((got[row] - wanted)[finite].abs().max()))
+            expected = theirs(params[i], prompts[i], STOP_IDS)(torch.tensor([tokens[i]]), logits[row][None])[
+                0
+            ]
+            assert torch.equal(processed[row].isinf(), expected.isinf()), params[i]
+            finite = expected.isfinite()
+            worst = max(worst, float((processed[row] - expected)[finite].abs().max()))
         for some in tokens:
             some.append(int(torch.randint(0, 8, (), generator=rng)))
     return worst
@@ -131,8 +133,8 @@ def test_more_rows_than_are_processed_at_a_time() -> None:
     mine = LogitsProcessors(VOCAB, CPU)
     for i in range(rows):
         mine.add(str(i), SamplingParams(logit_bias={i: 1.0 + i}), [1], 1, [])
-    got = mine.apply(torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
-    assert torch.equal(got, torch.zeros(rows, VOCAB).diagonal_scatter(1.0 + torch.arange(rows)))
+    processed = mine.apply(torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
+    assert torch.equal(processed, torch.zeros(rows, VOCAB).diagonal_scatter(1.0 + torch.arange(rows)))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +164,10 @@ def test_slots_are_given_back_and_written_anew() -> None:
     mine = LogitsProcessors(VOCAB, CPU)
     for i in range(5 * FIRST_SLOTS):
         mine.add("r", SamplingParams(logit_bias={i: -3.0}, repetition_penalty=2.0), [i, i], 1, [])
-        got = mine.apply(torch.ones(1, VOCAB), ["r"])
-        wanted = torch.ones(1, VOCAB)
-        wanted[0, i] = -2 * 2.0
-        assert torch.equal(got, wanted)
+        processed = mine.apply(torch.ones(1, VOCAB), ["r"])
+        expected = torch.ones(1, VOCAB)
+        expected[0, i] = -2 * 2.0
+        assert torch.equal(processed, expected)
         mine.remove("r")
     assert mine._slots == FIRST_SLOTS and len(mine) == 0
     mine.remove("nobody")
@@ -176,8 +178,8 @@ def test_rows_without_wishes_are_the_same_tensor() -> None:
     mine.add("r", SamplingParams(min_tokens=1), [1], 1, [2])
     logits = torch.randn(3, VOCAB)
     assert mine.apply(logits, ["a", "b", "c"]) is logits
-    got = mine.apply(logits, ["a", "r", "c"])
-    assert torch.equal(got[[0, 2]], logits[[0, 2]]) and got[1, 2] == -torch.inf
+    processed = mine.apply(logits, ["a", "r", "c"])
+    assert torch.equal(processed[[0, 2]], logits[[0, 2]]) and processed[1, 2] == -torch.inf
 
 
 def test_steps_without_wishes_do_not_meet_the_processors(
@@ -193,8 +195,8 @@ def test_steps_without_wishes_do_not_meet_the_processors(
 def test_bf16_logits_are_processed_in_float32() -> None:
     mine = LogitsProcessors(VOCAB, CPU)
     mine.add("r", SamplingParams(logit_bias={1: 0.001}), [1], 1, [])
-    got = mine.apply(torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
-    assert got.dtype is torch.float32 and float(got[0, 1]) == pytest.approx(100.001)
+    processed = mine.apply(torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
+    assert processed.dtype is torch.float32 and float(processed[0, 1]) == pytest.approx(100.001)
 
 
 def test_a_step_that_failed_counts_nothing_twice() -> None:
@@ -237,10 +239,10 @@ def test_generation_like_transformers(shared: Callable[..., LLM], decode_graphs:
     plain = greedy(llm, prompt, 16, params[0])
     params.append(SamplingParams(max_tokens=16, bad_words=[plain[2:4], [plain[6]]]))
     params.append(SamplingParams(max_tokens=16, stop_token_ids=[plain[2]], min_tokens=9))
-    got = llm.generate([prompt] * len(params), params)
-    for one, wish in zip(got, params, strict=True):
+    completions = llm.generate([prompt] * len(params), params)
+    for one, wish in zip(completions, params, strict=True):
         assert list(one.token_ids) == greedy(llm, prompt, 16, wish), wish
-    assert len({one.token_ids for one in got}) > 5, "the edits change nothing: the test shows nothing"
+    assert len({one.token_ids for one in completions}) > 5, "the edits change nothing: the test shows nothing"
     assert not llm.engine.runner.processors
     if decode_graphs:
         graphs = {row["samples"]: row["steps"] for row in llm.explain_graphs() if row["seqs"]}

@@ -24,10 +24,10 @@ PROMPT = oracle.eval_tokens()[2000:2070]
 
 def differences(name: str, ids: Sequence[int], found: Sequence[TokenLogprobs], first: int) -> float:
     """The largest difference to transformers; found: of the tokens of `ids` from `first` on."""
-    wanted = oracle.logits(oracle.oracle(name), ids).log_softmax(-1)
+    expected = oracle.logits(oracle.oracle(name), ids).log_softmax(-1)
     worst = 0.0
     for place, one in enumerate(found, first):
-        row = wanted[place - 1]
+        row = expected[place - 1]
         assert one.token_id == ids[place]
         worst = max(worst, abs(float(row[one.token_id]) - one.logprob))
         worst = max([worst, *(abs(float(row[token]) - value) for token, value in one.top)])
@@ -75,12 +75,12 @@ def test_the_prompt_is_computed_where_it_is_cached(make: Callable[..., LLM]) -> 
     """And its blocks are read again after a preemption, and by others."""
     llm = make(LLAMA)
     plain, asked = SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, prompt_logprobs=0)
-    [wanted] = llm.generate([PROMPT], asked)
+    [expected] = llm.generate([PROMPT], asked)
     llm.generate([PROMPT], plain)
     [found] = llm.generate([PROMPT], asked)
     assert found.prompt_logprobs is not None and None not in found.prompt_logprobs[1:]
     assert [one.token_id for one in found.prompt_logprobs[1:] if one] == PROMPT[1:]
-    assert found == wanted
+    assert found == expected
 
 
 def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
@@ -128,9 +128,9 @@ def test_rows_in_slices_and_a_top_past_the_vocabulary(monkeypatch: pytest.Monkey
     whole = token_logprobs(logits, ids, tops)
     monkeypatch.setattr(module, "ROWS", 2)
     assert token_logprobs(logits, ids, tops) == whole
-    wanted = logits.float().log_softmax(-1)
+    expected = logits.float().log_softmax(-1)
     for row, (token, top, one) in enumerate(zip(ids, tops, whole, strict=True)):
-        assert one.logprob == pytest.approx(float(wanted[row, token]), abs=1e-6) and len(one.top) == top
+        assert one.logprob == pytest.approx(float(expected[row, token]), abs=1e-6) and len(one.top) == top
     assert token_logprobs(logits[:0], [], []) == []
 
 

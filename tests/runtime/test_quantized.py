@@ -57,9 +57,9 @@ def their_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
     def get(name: str, scheme: str) -> torch.Tensor:
         folder = dequantized(name, scheme, tmp_path_factory.mktemp("dequantized"))
         model = oracle.load(folder)
-        found = torch.stack([oracle.losses(model, oracle.window(index)) for index in range(4)])
+        actual = torch.stack([oracle.losses(model, oracle.window(index)) for index in range(4)])
         shutil.rmtree(folder)
-        return found
+        return actual
 
     return get
 

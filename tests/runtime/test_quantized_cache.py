@@ -169,15 +169,15 @@ def test_ids_do_not_depend_on_chunks_cache_or_preemption(kv_dtype: str, make: Ca
     """Chunked and shared prompts, and requests that are computed again, read the codes that others wrote."""
     params, asked = SamplingParams(max_tokens=24), prompts()[2:14:3] + prompts()[2:14:3]
     alone = make(LLAMA, kv_dtype=kv_dtype, enable_prefix_cache=False)
-    want = [alone.generate([prompt], params)[0].token_ids for prompt in asked]
+    expected = [alone.generate([prompt], params)[0].token_ids for prompt in asked]
     for options in (
         {"max_chunk": 7},
         {"block_size": 64, "max_chunk": 50},
         {"num_blocks": 12, "max_batch_tokens": 64},
     ):
         llm = make(LLAMA, kv_dtype=kv_dtype, **options)
-        assert [one.token_ids for one in llm.generate(asked, params)] == want, options
-        assert [one.token_ids for one in llm.generate(asked[:2], params)] == want[:2], options
+        assert [one.token_ids for one in llm.generate(asked, params)] == expected, options
+        assert [one.token_ids for one in llm.generate(asked[:2], params)] == expected[:2], options
         llm.engine.scheduler.check()
 
 
@@ -265,11 +265,11 @@ def test_names_of_fp8(make: Callable[..., LLM]) -> None:
 def test_the_command_line(policy_file: Callable[..., Path]) -> None:
     policy_file()
     line = ["generate", "--model", str(MODELS / LLAMA), "--prompt", "The index", "--max-tokens", "4"]
-    done = CliRunner().invoke(cli, [*line, "--kv-dtype", "fp8_token_head", "--explain", "--json"])
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["explain"]
+    result = CliRunner().invoke(cli, [*line, "--kv-dtype", "fp8_token_head", "--explain", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["explain"]
     assert [
         row for row in rows if row["op"] == "paged_attention" and "kv=fp8,kv_scale=token" in row["problem"]
     ]
-    done = CliRunner().invoke(cli, [*line, "--kv-dtype", "fp9"])
-    assert isinstance(done.exception, UsageError) and "unknown kv_dtype 'fp9'" in str(done.exception)
+    result = CliRunner().invoke(cli, [*line, "--kv-dtype", "fp9"])
+    assert isinstance(result.exception, UsageError) and "unknown kv_dtype 'fp9'" in str(result.exception)

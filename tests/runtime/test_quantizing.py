@@ -73,20 +73,20 @@ def test_moments_are_those_of_transformers(name: str, policy: Policy) -> None:
     theirs = moments_by_transformers(oracle.oracle(name), 2, 64)
     for index in range(stream.config.num_layers):
         tensors = tensors_of(stream, index)
-        found = stream.moments(index, tensors)
-        assert difference(found.sums, theirs) < 1e-3
+        actual = stream.moments(index, tensors)
+        assert difference(actual.sums, theirs) < 1e-3
         stream.advance(index, tensors)
-    assert max(found.tokens.values()) == 128
+    assert max(actual.tokens.values()) == 128
     if name == DEEPSEEK:  # experts: the tokens that go to all experts together are top_k times all tokens
         gates = {
             n: h
-            for n, h in found.sums.items()
+            for n, h in actual.sums.items()
             if n.endswith("gate_proj") and ".experts." in n and ".shared" not in n
         }
-        shared = found.sums["model.layers.3.mlp.shared_experts.gate_proj"]
+        shared = actual.sums["model.layers.3.mlp.shared_experts.gate_proj"]
         total = torch.stack(list(gates.values())).sum(0)
         assert torch.allclose(total, 4 * shared, rtol=1e-3, atol=1e-3 * float(shared.abs().max()))
-        assert sum(found.tokens[n] for n in gates) == 4 * 128
+        assert sum(actual.tokens[n] for n in gates) == 4 * 128
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
@@ -252,6 +252,6 @@ def test_windows_of_one_step_are_as_if_alone(
     assert together.loss == pytest.approx(alone.loss, abs=1e-6)
     three = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
     assert len(three.states) == 2
-    found = [stream.moments(0, tensors_of(stream, 0)) for stream in (one, three)]
-    assert difference(found[1].sums, {n: h.double() for n, h in found[0].sums.items()}) < 1e-4
-    assert found[0].tokens == found[1].tokens
+    actual = [stream.moments(0, tensors_of(stream, 0)) for stream in (one, three)]
+    assert difference(actual[1].sums, {n: h.double() for n, h in actual[0].sums.items()}) < 1e-4
+    assert actual[0].tokens == actual[1].tokens

@@ -37,16 +37,16 @@ def by_characters(text: str, strings: Sequence[str], include: bool) -> tuple[str
     st.data(),
 )
 def test_any_pieces_give_the_same(text: str, strings: list[str], include: bool, data: st.DataObject) -> None:
-    wanted, string = by_characters(text, strings, include)
+    expected, string = by_characters(text, strings, include)
     stop = StopStrings(strings, include)
     out, rest = "", text
     while rest:
         cut = data.draw(st.integers(1, len(rest)))
         piece, rest = rest[:cut], rest[cut:]
         out += stop.push(piece)
-        assert wanted.startswith(out), "text came out that a stop string takes back"
+        assert expected.startswith(out), "text came out that a stop string takes back"
     out += stop.finish()
-    assert (out, stop.matched) == (wanted, string)
+    assert (out, stop.matched) == (expected, string)
 
 
 def pieces(stop: StopStrings, *text: str) -> list[str]:

@@ -38,14 +38,14 @@ SUM = 'start: NUMBER ("+" NUMBER)* ";"\nNUMBER: /[1-9][0-9]?/'
 
 
 def fits_person(text: str) -> bool:
-    found = json.loads(text)
+    output = json.loads(text)
     return (
-        found.keys() == PERSON["properties"].keys()  # type: ignore[attr-defined]
-        and len(found["name"]) <= 12
-        and 0 <= found["age"] <= 150
-        and found["role"] in ("reader", "writer")
-        and len(found["tags"]) <= 3
-        and all(type(tag) is bool for tag in found["tags"])
+        output.keys() == PERSON["properties"].keys()  # type: ignore[attr-defined]
+        and len(output["name"]) <= 12
+        and 0 <= output["age"] <= 150
+        and output["role"] in ("reader", "writer")
+        and len(output["tags"]) <= 3
+        and all(type(tag) is bool for tag in output["tags"])
     )
 
 
@@ -77,13 +77,13 @@ def test_every_kind_in_one_batch(shared: Callable[..., LLM], decode_graphs: bool
     wishes = [params(wish, seed) for wish, _ in CASES for seed in (None, 1, 2)]
     plain = SamplingParams(max_tokens=30)
     prompts = [prompt(i) for i in range(len(wishes))]
-    found = llm.generate([*prompts, prompt(0)], [*wishes, plain])
-    for place, completion in enumerate(found[:-1]):
+    completions = llm.generate([*prompts, prompt(0)], [*wishes, plain])
+    for place, completion in enumerate(completions[:-1]):
         assert completion.finish_reason in ("stop", "length")
         if completion.finish_reason == "stop":
             assert CASES[place // 3][1](completion.text), completion.text
-    assert sum(completion.finish_reason == "stop" for completion in found[:-1]) >= len(wishes) - 3
-    assert found[-1] == llm.generate([prompt(0)], plain)[0]
+    assert sum(completion.finish_reason == "stop" for completion in completions[:-1]) >= len(wishes) - 3
+    assert completions[-1] == llm.generate([prompt(0)], plain)[0]
     assert not llm.engine.runner.processors
 
 
@@ -120,7 +120,7 @@ def test_preemption_and_steps_that_fail(make: Callable[..., LLM], monkeypatch: p
     roomy, tight = make(LLAMA), make(LLAMA, num_blocks=6, max_seqs=3)
     wishes = [params(CASES[0][0], seed) for seed in range(3)]
     prompts = [oracle.eval_tokens()[90 * i :][:20] for i in range(3)]
-    wanted = roomy.generate(prompts, wishes)
+    expected = roomy.generate(prompts, wishes)
     commit, preempted = tight.engine.scheduler.commit, []
     tight.engine.scheduler.commit = lambda plan: (preempted.extend(plan.preempted), commit(plan))  # type: ignore[method-assign]
     step, sampler, calls = tight.engine.step, tight.engine.runner.sampler.draw, []
@@ -139,7 +139,7 @@ def test_preemption_and_steps_that_fail(make: Callable[..., LLM], monkeypatch: p
 
     monkeypatch.setattr(tight.engine.runner.sampler, "draw", draw)
     monkeypatch.setattr(tight.engine, "step", stubborn)
-    for mine, other in zip(tight.generate(prompts, wishes), wanted, strict=True):
+    for mine, other in zip(tight.generate(prompts, wishes), expected, strict=True):
         if other.finish_reason == "stop" and mine.finish_reason == "stop":
             assert mine.text == other.text
     assert preempted and len(calls) > 10
@@ -150,10 +150,10 @@ def test_async_engine_compiles_beside_the_event_loop(shared: Callable[..., LLM])
 
     async def main() -> None:
         async with AsyncEngine(llm) as engine:
-            found = await asyncio.gather(
+            completions = await asyncio.gather(
                 *(engine.generate(prompt(i), params(CASES[2][0], i)) for i in range(6))
             )
-            assert all(CASES[2][1](one.text) for [one] in found)
+            assert all(CASES[2][1](one.text) for [one] in completions)
             with pytest.raises(UsageError, match="cannot be compiled"):
                 await engine.generate("x", params(StructuredOutput(regex="[a")))
             assert not engine._requests

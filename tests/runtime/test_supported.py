@@ -66,18 +66,18 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def supported() -> Any:
-    done = CliRunner().invoke(cli, ["supported", "--json"], catch_exceptions=False)
-    assert done.exit_code == 0
-    return json.loads(done.stdout)
+    result = CliRunner().invoke(cli, ["supported", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
 
 
 def test_plugins_are_found_like_our_own(plugins: Callable[..., None]) -> None:
     plain = supported()
     assert plain["plugins_left_out"] == [] and len(plain["families"]) == 5 and len(plain["formats"]) == 8
     plugins(grain=("gristmill.models", FAMILY), grist=("gristmill.formats", FORMAT))
-    found = supported()
-    assert {"name": "Grain", "architectures": ["GrainForCausalLM"], "gguf": []} in found["families"]
-    assert {"name": "grain", "written": False} in found["formats"]
+    listing = supported()
+    assert {"name": "Grain", "architectures": ["GrainForCausalLM"], "gguf": []} in listing["families"]
+    assert {"name": "grain", "written": False} in listing["formats"]
     config = parse_config(
         {**CONFIG, "architectures": ["GrainForCausalLM"], "quantization_config": {"quant_method": "grain"}}
     )
@@ -109,11 +109,11 @@ def test_a_plugin_that_fails_is_reported_and_breaks_nothing(
 ) -> None:
     before = supported()
     plugins(bad=(group, source), good=("gristmill.models", FAMILY))
-    found = supported()
-    (failure,) = found.pop("plugins_left_out")
+    listing = supported()
+    (failure,) = listing.pop("plugins_left_out")
     assert (failure["group"], failure["name"]) == (group, "bad") and re.search(reason, failure["reason"])
-    assert found["formats"] == before["formats"]
-    assert len(found["families"]) == len(before["families"]) + 1
+    assert listing["formats"] == before["formats"]
+    assert len(listing["families"]) == len(before["families"]) + 1
     text = CliRunner().invoke(cli, ["supported"], catch_exceptions=False)
     assert "plugin bad (gm_bad, from gm-bad 1.0): " in text.output
     if group == "gristmill.models":
@@ -143,7 +143,7 @@ def test_nobody_else_names_a_family_or_a_format() -> None:
     assert named.search("from gristmill.runtime.models.llama import Llama") and named.search(
         "LlamaForCausalLM"
     )
-    found = [
+    match = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for folder in ("quant", "runtime", "kernels", "autotune", "kernel_registry", "src/gristmill")
         for file in (ROOT / folder).glob("*.py" if folder.startswith("src") else "**/*.py")
@@ -152,4 +152,4 @@ def test_nobody_else_names_a_family_or_a_format() -> None:
         and file.parent not in (ROOT / "runtime" / "models", ROOT / "quant" / "formats")
         and not re.fullmatch(r" *from gristmill\.runtime\.models\.llama import (\w+) as \1", line)
     ]
-    assert found == []
+    assert match == []

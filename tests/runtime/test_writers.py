@@ -136,9 +136,9 @@ def by_hand(folder: Path) -> Any:
             ):
                 parameter.copy_(checkpoint.read(name))
             elif parameter.dim() == 2:
-                found = form.read(checkpoint, name.removesuffix(".weight"), tuple(parameter.shape))
-                assert found is not None, name
-                parameter.copy_(found.weight.dequantize())
+                read_back = form.read(checkpoint, name.removesuffix(".weight"), tuple(parameter.shape))
+                assert read_back is not None, name
+                parameter.copy_(read_back.weight.dequantize())
             else:  # experts of a layer in one tensor: gate and up together
                 for expert, matrix in enumerate(parameter):
                     base = f"{name.rpartition('.')[0]}.{expert}"
@@ -148,7 +148,9 @@ def by_hand(folder: Path) -> Any:
                         form.read(checkpoint, f"{base}.{part}", (rows, matrix.shape[1])) for part in parts
                     ]
                     matrix.copy_(
-                        torch.cat([found.weight.dequantize() for found in read if found is not None])
+                        torch.cat(
+                            [read_back.weight.dequantize() for read_back in read if read_back is not None]
+                        )
                     )
     return model
 

@@ -46,9 +46,9 @@ def test_it_is_what_quantize_module_makes(scheme: str) -> None:
 
 
 def test_a_filter_chooses_layers() -> None:
-    found = model()
-    quantize_(found, GristmillConfig("int4_g64"), filter_fn=lambda module, name: name == "2")
-    assert [type(m) for m in found] == [torch.nn.Linear, torch.nn.SiLU, nn.Linear]
+    actual = model()
+    quantize_(actual, GristmillConfig("int4_g64"), filter_fn=lambda module, name: name == "2")
+    assert [type(m) for m in actual] == [torch.nn.Linear, torch.nn.SiLU, nn.Linear]
 
 
 def test_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

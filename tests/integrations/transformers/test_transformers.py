@@ -162,8 +162,8 @@ def test_continuous_batching(calls: list[int]) -> None:
     expected = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        found = theirs.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
-        expected.append(found[0, len(prompt) :].tolist())
+        completions = theirs.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        expected.append(completions[0, len(prompt) :].tolist())
     assert [answer.generated_tokens for answer in batch.values()] == expected and len(calls) >= 8 * 6
 
 

@@ -14,9 +14,9 @@ CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True
 
 
 def read(tensors: dict[str, torch.Tensor], shape: tuple[int, int], **change: object) -> QuantTensor:
-    found = Awq(CONFIG | change).read(Tensors(tensors), NAME, shape)
-    assert found is not None and set(found.names) == set(tensors)
-    return found.weight
+    read_back = Awq(CONFIG | change).read(Tensors(tensors), NAME, shape)
+    assert read_back is not None and set(read_back.names) == set(tensors)
+    return read_back.weight
 
 
 def test_bytes_by_hand() -> None:

@@ -64,9 +64,9 @@ def outside(w: torch.Tensor, form: str, args: dict[str, Any], inputs: dict[str, 
 
 
 def read(tensors: dict[str, torch.Tensor], config: dict[str, Any], shape: tuple[int, ...]) -> Any:
-    found = CompressedTensors(config).read(Tensors(tensors), NAME, shape)
-    assert found is not None and set(found.names) == set(tensors)
-    return found
+    read_back = CompressedTensors(config).read(Tensors(tensors), NAME, shape)
+    assert read_back is not None and set(read_back.names) == set(tensors)
+    return read_back
 
 
 def integers(bits: int, strategy: str, symmetric: bool) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def integers(bits: int, strategy: str, symmetric: bool) -> dict[str, Any]:
 def test_pack_quantized(bits: int, strategy: str, symmetric: bool, dtype: torch.dtype) -> None:
     w = weight(37, 96 if strategy == "group" else 50).to(dtype)
     tensors, config, values = outside(w, "pack-quantized", integers(bits, strategy, symmetric))
-    found = read(tensors, config, tuple(w.shape))
-    assert found.weight.scheme == QuantScheme.integer(
+    read_back = read(tensors, config, tuple(w.shape))
+    assert read_back.weight.scheme == QuantScheme.integer(
         bits, 32 if strategy == "group" else None, zero_points=not symmetric
     )
-    assert torch.equal(found.weight.dequantize(), values)
-    assert torch.equal(found.weight.scales, tensors[f"{NAME}.weight_scale"])
+    assert torch.equal(read_back.weight.dequantize(), values)
+    assert torch.equal(read_back.weight.scales, tensors[f"{NAME}.weight_scale"])
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
@@ -123,10 +123,10 @@ def test_pack_quantized_with_padding_before_2026(bits: int, symmetric: bool) -> 
     if not symmetric:
         tensors[f"{NAME}.weight_zero_point"] = words(zeros.t()).t().contiguous()
     group = {"targets": ["Linear"], "weights": integers(bits, "group", symmetric)}
-    found = read(tensors, {"format": "pack-quantized", "config_groups": {"a": group}}, (n, k))
+    read_back = read(tensors, {"format": "pack-quantized", "config_groups": {"a": group}}, (n, k))
     zero = torch.full_like(zeros, 1 << (bits - 1)) if symmetric else zeros
     expected = (codes - zero.repeat_interleave(32, 1)).float() * scale.repeat_interleave(32, 1)
-    assert torch.equal(found.weight.dequantize(), expected)
+    assert torch.equal(read_back.weight.dequantize(), expected)
 
 
 def test_act_order() -> None:
@@ -138,10 +138,11 @@ def test_act_order() -> None:
         torch.int32
     )
     for g_idx, same in ((torch.full((96,), -1), True), (torch.arange(96) // 32, True), (shuffled, False)):
-        found = read(tensors | {f"{NAME}.weight_g_idx": g_idx.to(torch.int32)}, config, (8, 96)).weight
-        assert found.identical(plain) == same
+        read_back = read(tensors | {f"{NAME}.weight_g_idx": g_idx.to(torch.int32)}, config, (8, 96)).weight
+        assert read_back.identical(plain) == same
     assert torch.equal(
-        found.dequantize(), (found.unpacked().float() - 8) * found.scales.float()[:, shuffled.long()]
+        read_back.dequantize(),
+        (read_back.unpacked().float() - 8) * read_back.scales.float()[:, shuffled.long()],
     )
     with pytest.raises(FormatError, match=r"groups 0\.\.2, got 0\.\.7"):
         read(tensors | {f"{NAME}.weight_g_idx": torch.arange(96) // 12}, config, (8, 96))
@@ -163,11 +164,15 @@ def test_float_quantized(strategy: str, static: bool) -> None:
     tensors, config, values = outside(w, "float-quantized", args, inputs)
     if static:
         tensors[f"{NAME}.input_scale"] = torch.tensor([0.25], dtype=torch.bfloat16)
-    found = read(tensors, config, (200, 300))
-    assert str(found.weight.scheme) == {"tensor": "fp8", "channel": "fp8_ch", "block": "fp8_block"}[strategy]
-    assert torch.equal(found.weight.dequantize(), values)
-    assert found.activation == ("fp8" if static else "fp8_token")
-    assert (found.input_scale is not None) == static and (not static or float(found.input_scale) == 0.25)
+    read_back = read(tensors, config, (200, 300))
+    assert (
+        str(read_back.weight.scheme) == {"tensor": "fp8", "channel": "fp8_ch", "block": "fp8_block"}[strategy]
+    )
+    assert torch.equal(read_back.weight.dequantize(), values)
+    assert read_back.activation == ("fp8" if static else "fp8_token")
+    assert (read_back.input_scale is not None) == static and (
+        not static or float(read_back.input_scale) == 0.25
+    )
     if static:
         del tensors[f"{NAME}.input_scale"]
         with pytest.raises(FormatError, match="static activation scales need tensor .*input_scale"):
@@ -181,12 +186,12 @@ def test_int_quantized(strategy: str, symmetric: bool) -> None:
     args = {"num_bits": 8, "type": "int", "strategy": strategy, "symmetric": symmetric}
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     tensors, config, values = outside(w, "int-quantized", args, inputs)
-    found = read(tensors, config, (20, 96))
+    read_back = read(tensors, config, (20, 96))
     assert (
-        str(found.weight.scheme) == ("int8_ch" if symmetric else "int8_ch_zp")
-        and found.activation == "int8_token"
+        str(read_back.weight.scheme) == ("int8_ch" if symmetric else "int8_ch_zp")
+        and read_back.activation == "int8_token"
     )
-    assert torch.equal(found.weight.dequantize(), values)
+    assert torch.equal(read_back.weight.dequantize(), values)
 
 
 def in_float32(tensors: dict[str, torch.Tensor], args: dict[str, Any]) -> torch.Tensor:
@@ -211,14 +216,18 @@ def test_nvfp4_global_is_a_divisor() -> None:
     args = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
     tensors, config, _ = outside(w, "nvfp4-pack-quantized", args)
     values = in_float32(tensors, config["config_groups"]["group_0"]["weights"])
-    found = read(tensors, config, (20, 96)).weight
-    assert torch.equal(found.codes, tensors[f"{NAME}.weight_packed"])
-    assert torch.equal(found.scales.view(torch.uint8), tensors[f"{NAME}.weight_scale"].view(torch.uint8))
+    read_back = read(tensors, config, (20, 96)).weight
+    assert torch.equal(read_back.codes, tensors[f"{NAME}.weight_packed"])
+    assert torch.equal(read_back.scales.view(torch.uint8), tensors[f"{NAME}.weight_scale"].view(torch.uint8))
     # scale / divisor and scale * (1 / divisor) differ in the last bit at most
-    assert torch.allclose(found.dequantize(), values, rtol=2.4e-7, atol=0)
+    assert torch.allclose(read_back.dequantize(), values, rtol=2.4e-7, atol=0)
     # planted fault: taken for a multiplier, as ModelOpt's is
     wrong = QuantTensor(
-        found.codes, found.scales, found.shape, "nvfp4", global_scale=tensors[f"{NAME}.weight_global_scale"]
+        read_back.codes,
+        read_back.scales,
+        read_back.shape,
+        "nvfp4",
+        global_scale=tensors[f"{NAME}.weight_global_scale"],
     )
     assert not torch.allclose(wrong.dequantize(), values, rtol=0.5, atol=0)
     config["config_groups"]["group_0"]["input_activations"] = {
@@ -244,10 +253,10 @@ def test_mx(form: str, bits: int) -> None:
         "scale_dtype": "torch.uint8",
     }
     tensors, config, values = outside(w, form, args)
-    found = read(tensors, config, (20, 96)).weight
-    assert str(found.scheme) == f"mxfp{bits}"
-    assert torch.equal(found.scales, tensors[f"{NAME}.weight_scale"])
-    assert torch.equal(found.dequantize(), values)
+    read_back = read(tensors, config, (20, 96)).weight
+    assert str(read_back.scheme) == f"mxfp{bits}"
+    assert torch.equal(read_back.scales, tensors[f"{NAME}.weight_scale"])
+    assert torch.equal(read_back.dequantize(), values)
 
 
 def test_experts_are_packed_matrix_by_matrix() -> None:
@@ -261,8 +270,8 @@ def test_experts_are_packed_matrix_by_matrix() -> None:
         f"{NAME}.weight_zero_point": pack_to_int32(zeros, 4, packed_dim=0),
     }
     group = {"targets": ["Linear"], "weights": integers(4, "group", False)}
-    found = read(tensors, {"format": "pack-quantized", "config_groups": {"a": group}}, (3, 16, 64))
-    assert found.weight.identical(q)
+    read_back = read(tensors, {"format": "pack-quantized", "config_groups": {"a": group}}, (3, 16, 64))
+    assert read_back.weight.identical(q)
 
 
 def rules(groups: dict[str, Any], ignore: tuple[str, ...] = ()) -> CompressedTensors:
@@ -274,7 +283,7 @@ def rules(groups: dict[str, Any], ignore: tuple[str, ...] = ()) -> CompressedTen
 
 
 def test_a_name_goes_before_an_expression_and_that_before_the_class() -> None:
-    found = rules(
+    parsed_rules = rules(
         {
             "c": (["Linear"], 4),
             "b": ([r"re:.*\.mlp\..*"], 8),
@@ -284,7 +293,7 @@ def test_a_name_goes_before_an_expression_and_that_before_the_class() -> None:
     )
 
     def bits(module: str) -> int | None:
-        rule = found.rule(module)
+        rule = parsed_rules.rule(module)
         return None if rule is None else rule.scheme.bits
 
     assert bits("model.layers.0.self_attn.q_proj") == 4
@@ -298,16 +307,16 @@ def test_matching_is_that_of_the_package() -> None:
     match = pytest.importorskip("compressed_tensors.utils.match")
     modules = ["lm_head", "model.layers.0.mlp.gate", "model.layers.10.mlp.up_proj", "visual.blocks.0.q"]
     for target in ["lm_head", "re:.*mlp.*", r"re:model\.layers\.1\..*", "re:layers", "visual", "Linear"]:
-        found = rules({"a": ([target], 4)})
+        parsed_rules = rules({"a": ([target], 4)})
         for module in modules:
             theirs = match.is_match(module, torch.nn.Linear(1, 1), target)
-            assert (found.rule(module) is not None) == theirs, (target, module)
+            assert (parsed_rules.rule(module) is not None) == theirs, (target, module)
 
 
 def test_groups_that_disagree() -> None:
-    found = rules({"a": (["re:.*mlp.*"], 4), "b": (["re:.*up.*"], 8)})
+    parsed_rules = rules({"a": (["re:.*mlp.*"], 4), "b": (["re:.*up.*"], 8)})
     with pytest.raises(FormatError, match=r"mlp\.up: config groups a, b match it"):
-        found.rule("mlp.up")
+        parsed_rules.rule("mlp.up")
 
 
 @pytest.mark.parametrize(
@@ -379,8 +388,8 @@ def test_an_order_without_its_index_is_refused(actorder: object) -> None:
     q = quantize(weight(64, 256), "int4_g32", g_idx=act_order("int4_g32", 256))
     tensors, config = {f"m.{suffix}": t for suffix, t in writer.tensors(q).items()}, writer.config([])
     config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
-    found = open_format(config).read(Tensors(tensors), "m", (64, 256))
-    assert found is not None and torch.equal(found.weight.dequantize(), q.dequantize())
+    read_back = open_format(config).read(Tensors(tensors), "m", (64, 256))
+    assert read_back is not None and torch.equal(read_back.weight.dequantize(), q.dequantize())
     del tensors["m.weight_g_idx"]
     with pytest.raises(FormatError, match="group_0 has actorder by groups, and there is no m.weight_g_idx"):
         open_format(config).read(Tensors(tensors), "m", (64, 256))

@@ -34,10 +34,14 @@ def test_what_transformers_quantizes(scale_fmt: str) -> None:
     op = SimpleNamespace(quantization_config=config)
     tensors = fp8.Fp8Quantize(op)._quantize_one(f"{NAME}.weight", weight(256, 384))
     values = fp8.Fp8Dequantize(op)._dequantize_one(*tensors.values(), output_dtype=torch.float32)
-    found = DeepSeekFp8(CONFIG | {"scale_fmt": scale_fmt}).read(Tensors(tensors), NAME, (256, 384))
-    assert found is not None and str(found.weight.scheme) == "fp8_block" and found.activation == "fp8_g128"
-    assert torch.equal(found.weight.codes, tensors[f"{NAME}.weight"].view(torch.uint8))
-    assert torch.equal(found.weight.dequantize(), values)
+    read_back = DeepSeekFp8(CONFIG | {"scale_fmt": scale_fmt}).read(Tensors(tensors), NAME, (256, 384))
+    assert (
+        read_back is not None
+        and str(read_back.weight.scheme) == "fp8_block"
+        and read_back.activation == "fp8_g128"
+    )
+    assert torch.equal(read_back.weight.codes, tensors[f"{NAME}.weight"].view(torch.uint8))
+    assert torch.equal(read_back.weight.dequantize(), values)
     assert tensors[f"{NAME}.weight_scale_inv"].dtype == (
         torch.float8_e8m0fnu if scale_fmt == "ue8m0" else torch.float32
     )
@@ -52,14 +56,16 @@ def test_partial_blocks_as_compressed_tensors_reads_them(shape: tuple[int, int])
     )
     tensors = stored(*shape)
     values = theirs._create_dequantized_weight(tensors[f"{NAME}.weight"], tensors[f"{NAME}.weight_scale_inv"])
-    found = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, shape)
-    assert found is not None and torch.equal(found.weight.dequantize(), values)
+    read_back = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, shape)
+    assert read_back is not None and torch.equal(read_back.weight.dequantize(), values)
 
 
 def test_fused_experts_and_floats() -> None:
     tensors = stored(64, 200, (3,))
-    found = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, (3, 64, 200))
-    assert found is not None and found.weight.identical(quantize(weight(64, 200, 0, (3,)), "fp8_block"))
+    read_back = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, (3, 64, 200))
+    assert read_back is not None and read_back.weight.identical(
+        quantize(weight(64, 200, 0, (3,)), "fp8_block")
+    )
     kept = {f"{NAME}.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}
     assert DeepSeekFp8(CONFIG).read(Tensors(kept), NAME, (4, 4)) is None
 
@@ -73,9 +79,9 @@ def test_one_scale_a_tensor(static: bool) -> None:
         with pytest.raises(FormatError, match="input_scale"):
             DeepSeekFp8(config).read(Tensors(tensors), NAME, (20, 30))
         tensors[f"{NAME}.input_scale"] = torch.tensor(0.5)
-    found = DeepSeekFp8(config).read(Tensors(tensors), NAME, (20, 30))
-    assert found is not None and found.weight.identical(q) and set(found.names) == set(tensors)
-    assert found.input_scale is None or float(found.input_scale) == 0.5
+    read_back = DeepSeekFp8(config).read(Tensors(tensors), NAME, (20, 30))
+    assert read_back is not None and read_back.weight.identical(q) and set(read_back.names) == set(tensors)
+    assert read_back.input_scale is None or float(read_back.input_scale) == 0.5
 
 
 def test_refusals() -> None:
@@ -142,11 +148,11 @@ def test_weights_in_fnuz(blocks: bool) -> None:
     values.view(torch.uint8)[values.view(torch.uint8) == 0x80] = 0
     scales = torch.rand(2, 1) + 0.5 if blocks else torch.tensor(0.75)
     tensors = {f"{NAME}.weight": values, f"{NAME}.weight_scale{'_inv' if blocks else ''}": scales}
-    found = DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(
+    read_back = DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(
         Tensors(tensors), NAME, (130, 128)
     )
     spread = scales.repeat_interleave(128, 0)[:130] if blocks else scales
-    assert found is not None and torch.equal(found.weight.dequantize(), values.float() * spread)
+    assert read_back is not None and torch.equal(read_back.weight.dequantize(), values.float() * spread)
     values.view(torch.uint8)[0, 0] = 0x7F
     with pytest.raises(FormatError, match="0x7F, 0xFF"):
         DeepSeekFp8(CONFIG if blocks else {"quant_method": "fp8"}).read(Tensors(tensors), NAME, (130, 128))

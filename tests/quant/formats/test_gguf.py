@@ -150,9 +150,9 @@ def test_a_file_gives_hugging_faces_tensors(kind: str | None, architecture: str,
     file = opened(tmp_path / "m.gguf")
     assert set(file) == set(tensors) and file.architecture.name == architecture
     for name, tensor in tensors.items():
-        found = Gguf().read(file, name.removesuffix(".weight"), tuple(tensor.shape))
-        if found is not None:
-            assert found.names == (name,) and torch.equal(found.weight.dequantize(), tensor)
+        read_back = Gguf().read(file, name.removesuffix(".weight"), tuple(tensor.shape))
+        if read_back is not None:
+            assert read_back.names == (name,) and torch.equal(read_back.weight.dequantize(), tensor)
         else:
             assert torch.equal(file.read(name, tuple(tensor.shape)).float(), tensor)
     assert Gguf().read(file, "model.layers.0.mlp.gate", (1, 1)) is None
@@ -208,5 +208,5 @@ def test_rows_left_in_ggmls_order_show(tmp_path: Path) -> None:
     file = opened(tmp_path / "m.gguf")
     file._heads.clear()
     name = "model.layers.0.self_attn.q_proj"
-    found = Gguf().read(file, name, (32, 32))
-    assert found is not None and not torch.equal(found.weight.dequantize(), tensors[f"{name}.weight"])
+    read_back = Gguf().read(file, name, (32, 32))
+    assert read_back is not None and not torch.equal(read_back.weight.dequantize(), tensors[f"{name}.weight"])

@@ -16,8 +16,8 @@ def words(values: list[int], bits: int) -> list[int]:
     """int32 words of values packed densely, least significant bits first."""
     total = sum(v << (bits * i) for i, v in enumerate(values))
     count = -(-len(values) * bits // 32)
-    found = [(total >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
-    return [v - (1 << 32) if v >= 1 << 31 else v for v in found]
+    actual = [(total >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
+    return [v - (1 << 32) if v >= 1 << 31 else v for v in actual]
 
 
 def checkpoint(
@@ -50,9 +50,9 @@ def config(bits: int, group: int = 16, **more: object) -> dict[str, object]:
 def read(
     tensors: dict[str, torch.Tensor], settings: dict[str, object], shape: tuple[int, ...] = (32, 64)
 ) -> QuantTensor:
-    found = Gptq(settings).read(Tensors(tensors), NAME, shape)
-    assert found is not None and set(found.names) == set(tensors)
-    return found.weight
+    read_back = Gptq(settings).read(Tensors(tensors), NAME, shape)
+    assert read_back is not None and set(read_back.names) == set(tensors)
+    return read_back.weight
 
 
 def test_bytes_by_hand_4_bits() -> None:
@@ -141,7 +141,7 @@ def test_a_group_that_is_cut_short() -> None:
 
 
 def test_dynamic_rules() -> None:
-    found = Gptq(
+    read_back = Gptq(
         config(
             4,
             128,
@@ -153,10 +153,10 @@ def test_dynamic_rules() -> None:
             },
         )
     )
-    assert found.rule("model.layers.0.self_attn.o_proj") is None
-    assert found.rule("model.layers.1.self_attn.q_proj") == (8, 32, False)
-    assert found.rule("model.layers.2.mlp.gate_proj") == (3, 128, True)
-    assert found.rule("model.layers.2.mlp.up_proj") == (4, 128, True)
+    assert read_back.rule("model.layers.0.self_attn.o_proj") is None
+    assert read_back.rule("model.layers.1.self_attn.q_proj") == (8, 32, False)
+    assert read_back.rule("model.layers.2.mlp.gate_proj") == (3, 128, True)
+    assert read_back.rule("model.layers.2.mlp.up_proj") == (4, 128, True)
     codes, zeros, scales = random(4)
     tensors = Tensors(checkpoint(codes, zeros, scales, 4, False))
     with pytest.raises(FormatError, match="says it is not quantized, but there is"):

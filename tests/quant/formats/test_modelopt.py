@@ -18,11 +18,11 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def read(tensors: dict[str, torch.Tensor], algorithm: str, shape: tuple[int, ...], **more: Any) -> Any:
-    found = ModelOpt({"quant_method": "modelopt", "quant_algo": algorithm, **more}).read(
+    read_back = ModelOpt({"quant_method": "modelopt", "quant_algo": algorithm, **more}).read(
         Tensors(tensors), NAME, shape
     )
-    assert found is not None and set(found.names) == set(tensors)
-    return found
+    assert read_back is not None and set(read_back.names) == set(tensors)
+    return read_back
 
 
 def nvfp4() -> dict[str, torch.Tensor]:
@@ -37,11 +37,11 @@ def nvfp4() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"])
 def test_nvfp4_scale_2_is_a_multiplier(algorithm: str) -> None:
-    found = read(nvfp4(), algorithm, (1, 32), group_size=16)
-    assert found.weight.dequantize().tolist() == [torch.cat([E2M1 * 0.25, E2M1 * 0.5]).tolist()]
-    assert float(found.input_scale) == 0.5
-    assert found.activation == (None if algorithm == "W4A16_NVFP4" else "nvfp4")
-    assert found.pre_scale is None
+    read_back = read(nvfp4(), algorithm, (1, 32), group_size=16)
+    assert read_back.weight.dequantize().tolist() == [torch.cat([E2M1 * 0.25, E2M1 * 0.5]).tolist()]
+    assert float(read_back.input_scale) == 0.5
+    assert read_back.activation == (None if algorithm == "W4A16_NVFP4" else "nvfp4")
+    assert read_back.pre_scale is None
     scaled = nvfp4() | {f"{NAME}.pre_quant_scale": torch.arange(32, dtype=torch.bfloat16)}
     assert read(scaled, algorithm, (1, 32)).pre_scale.tolist() == list(range(32))
 
@@ -75,9 +75,9 @@ def test_mxfp4_keeps_its_minus_zero() -> None:
         f"{NAME}.weight": torch.tensor([[0x88] * 15 + [0x7F]], dtype=torch.uint8),
         f"{NAME}.weight_scale": torch.tensor([[129]], dtype=torch.uint8),
     }
-    found = read(tensors, "MXFP4", (1, 32))
-    assert found.weight.dequantize()[0].tolist() == [0.0] * 30 + [-24.0, 24.0]
-    assert torch.equal(found.weight.codes, tensors[f"{NAME}.weight"])
+    read_back = read(tensors, "MXFP4", (1, 32))
+    assert read_back.weight.dequantize()[0].tolist() == [0.0] * 30 + [-24.0, 24.0]
+    assert torch.equal(read_back.weight.codes, tensors[f"{NAME}.weight"])
     assert read(tensors, "W4A8_MXFP4_FP8", (1, 32)).activation == "fp8"
 
 
@@ -97,19 +97,19 @@ def test_fp8_of_three_granularities() -> None:
         f"{NAME}.weight_scale": torch.tensor(0.5),
         f"{NAME}.input_scale": torch.tensor(3.0),
     }
-    found = read(one, "FP8", (256, 128))
+    read_back = read(one, "FP8", (256, 128))
     assert (
-        bool((found.weight.dequantize() == 1).all())
-        and float(found.input_scale) == 3
-        and found.activation == "fp8"
+        bool((read_back.weight.dequantize() == 1).all())
+        and float(read_back.input_scale) == 3
+        and read_back.activation == "fp8"
     )
     row = {f"{NAME}.weight": codes, f"{NAME}.weight_scale": torch.arange(256.0) + 1}
     assert read(row, "FP8_PER_CHANNEL_PER_TOKEN", (256, 128)).weight.dequantize()[:, 5].tolist() == [
         2.0 * i for i in range(1, 257)
     ]
     block = {f"{NAME}.weight": codes, f"{NAME}.weight_scale": torch.tensor([1.0, 4.0]).view(2, 1, 1, 1)}
-    found = read(block, "FP8_PB_WO", (256, 128)).weight
-    assert found.dequantize()[::128, 0].tolist() == [2.0, 8.0] and str(found.scheme) == "fp8_block"
+    read_back = read(block, "FP8_PB_WO", (256, 128)).weight
+    assert read_back.dequantize()[::128, 0].tolist() == [2.0, 8.0] and str(read_back.scheme) == "fp8_block"
     with pytest.raises(FormatError, match=r"multiples of 128, got \[200, 128\]"):
         read({**block, f"{NAME}.weight": codes[:200]}, "FP8_PB_WO", (200, 128))
 

@@ -23,9 +23,9 @@ def test_values_are_those_of_transformers() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     tensors = stored(3, 10, 96)
     theirs = mxfp4.convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32)  # [E, K, N]
-    found = Mxfp4({"quant_method": "mxfp4"}).read(Tensors(tensors), NAME, (3, 10, 96))
-    assert found is not None and torch.equal(found.weight.dequantize(), theirs.transpose(1, 2))
-    parted = deinterleaved(found.weight).dequantize()
+    read_back = Mxfp4({"quant_method": "mxfp4"}).read(Tensors(tensors), NAME, (3, 10, 96))
+    assert read_back is not None and torch.equal(read_back.weight.dequantize(), theirs.transpose(1, 2))
+    parted = deinterleaved(read_back.weight).dequantize()
     assert torch.equal(parted[:, :5], theirs.transpose(1, 2)[:, 0::2])
     assert torch.equal(parted[:, 5:], theirs.transpose(1, 2)[:, 1::2])
 

@@ -36,9 +36,9 @@ WRITTEN = (
 
 def of_family(name: str) -> QuantTensor:
     tensors, config = FAMILIES[name]()
-    found = open_format(config).read(Tensors(tensors), NAMES[0], SHAPE)
-    assert found is not None
-    return found.weight
+    read_back = open_format(config).read(Tensors(tensors), NAMES[0], SHAPE)
+    assert read_back is not None
+    return read_back.weight
 
 
 def of_writer(form: str, scheme: str) -> QuantTensor:
@@ -46,24 +46,24 @@ def of_writer(form: str, scheme: str) -> QuantTensor:
     n = N if form == "gptq" else 200
     writer = open_writer(form, scheme)
     tensors = {f"m.{suffix}": t for suffix, t in writer.tensors(writer.quantize(weight(n, K))).items()}
-    found = open_format(writer.config([])).read(Tensors(tensors), "m", (n, K))
-    assert found is not None
-    return found.weight
+    read_back = open_format(writer.config([])).read(Tensors(tensors), "m", (n, K))
+    assert read_back is not None
+    return read_back.weight
 
 
 def act_order() -> QuantTensor:
     config, produce = producers.gptq(True)
     made = produce("m", weight(N, K))
     assert made is not None
-    found = open_format(config).read(
+    read_back = open_format(config).read(
         Tensors({f"m.{suffix}": t.contiguous() for suffix, t in made[0].items()}), "m", (N, K)
     )
     assert (
-        found is not None
-        and found.weight.g_idx is not None
-        and torch.equal(found.weight.dequantize(), made[1])
+        read_back is not None
+        and read_back.weight.g_idx is not None
+        and torch.equal(read_back.weight.dequantize(), made[1])
     )
-    return found.weight
+    return read_back.weight
 
 
 READ: dict[str, Callable[[], QuantTensor]] = {

@@ -49,9 +49,9 @@ def test_what_is_written_reads_back(form: str, scheme: str) -> None:
     q = writer.quantize(values)
     stored = {stored_name(NAME, suffix): t for suffix, t in writer.tensors(q).items()}
     assert all(t.is_contiguous() for t in stored.values())
-    found = open_format(writer.config([])).read(Tensors(stored), NAME, shape)
-    assert found is not None and set(found.names) == set(stored)
-    read = found.weight
+    read_back = open_format(writer.config([])).read(Tensors(stored), NAME, shape)
+    assert read_back is not None and set(read_back.names) == set(stored)
+    read = read_back.weight
     assert read.scheme == q.scheme.without_activation or form == "gristmill"
     assert torch.equal(read.dequantize(), q.dequantize())
     assert torch.equal(read.codes, q.codes) and (q.zero is None or torch.equal(read.zero, q.zero))
@@ -100,9 +100,9 @@ def test_act_order_is_written() -> None:
         writer = open_writer(form, "int4_g32_zp")
         q = quantize(weight(64, 256), "int4_g32_zp", g_idx=act_order("int4_g32", 256))
         stored = {f"{NAME}.{suffix}": t for suffix, t in writer.tensors(q).items()}
-        found = open_format(writer.config([])).read(Tensors(stored), NAME, (64, 256))
-        assert found is not None and torch.equal(found.weight.dequantize(), q.dequantize())
-        assert found.weight.g_idx is not None and torch.equal(found.weight.g_idx, q.g_idx)
+        read_back = open_format(writer.config([])).read(Tensors(stored), NAME, (64, 256))
+        assert read_back is not None and torch.equal(read_back.weight.dequantize(), q.dequantize())
+        assert read_back.weight.g_idx is not None and torch.equal(read_back.weight.g_idx, q.g_idx)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -203,8 +203,8 @@ class AnyOrder(RuleBasedStateMachine):
         self._finish()
         for name, request in self.made.items():
             ids = wanted(request, self.config)
-            got = self.run.outputs.get(name, [])
-            assert got == (ids[: len(got)] if name in self.aborted else ids)
+            actual = self.run.outputs.get(name, [])
+            assert actual == (ids[: len(actual)] if name in self.aborted else ids)
 
     def _finish(self) -> None:
         while self.scheduler.has_unfinished():
