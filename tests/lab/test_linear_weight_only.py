@@ -137,7 +137,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     monkeypatch.setattr(
         sys, "argv", ["linear_weight_only", *expected, "--alone", "--kernels", "linear_torch"]
     )
-    with pytest.raises(RuntimeError, match="nothing that is registered runs"):
+    with pytest.raises(RuntimeError, match="no registered kernel runs"):
         program.main()
 
 

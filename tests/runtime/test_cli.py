@@ -229,7 +229,7 @@ PROMPT = ("generate", "--model", MODEL, "--prompt", "x")
         (("eval", "--model", MODEL, "--tokens", TOKENS, "--windows", "9999"), "10238976 tokens, got"),
         (
             ("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "5000", "--windows", "1"),
-            "longer than one request can be",
+            "longer than the longest possible request",
         ),
         (("eval", "--model", MODEL, "--tokens", TOKENS, "--window", "1"), "a window of at least 2 tokens"),
         (("quantize", "--model", MODEL, "--quant", "bf16", "--out", "/absent/x"), "not a quantized scheme"),
