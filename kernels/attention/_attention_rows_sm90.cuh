@@ -89,7 +89,7 @@ template <typename T, int D>
 __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work& work, const Rows<D>& rows,
                                            uint8_t* smem, int group, int warp) {
   constexpr int kUnit = AttentionShape<D>::kUnit;
-  const int lane = threadIdx.x & 31, step = ceil_div(work.rows, 16);
+  const int lane = threadIdx.x & 31, step = cdiv(work.rows, 16);
   if (group == 0) {
     float* unit = p.units + int64_t(work.unit + work.part() * step + warp) * kUnit;
 #pragma unroll

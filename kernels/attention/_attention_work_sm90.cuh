@@ -70,7 +70,7 @@ __device__ __forceinline__ int quotient(int n, int d, uint32_t reciprocal) {
   const int q = __umulhi(n, reciprocal);  // right or one too small
   return q + (n - q * d >= d);
 }
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 
 // A piece of work: the heads of one KV head for up to tile_q queries of a sequence.
 struct Work {
@@ -97,9 +97,9 @@ struct Parts {
 __device__ __forceinline__ Parts parts_of(const AttentionParams& p, int first, int stop) {
   Parts parts;
   const int most = min(kMostParts, max(1, stop / p.part_tiles));
-  parts.tiles = max(1, ceil_div(stop, most));
+  parts.tiles = max(1, cdiv(stop, most));
   parts.before = first / parts.tiles;
-  parts.count = max(1, ceil_div(stop, parts.tiles) - parts.before);
+  parts.count = max(1, cdiv(stop, parts.tiles) - parts.before);
   return parts;
 }
 
@@ -108,7 +108,7 @@ template <int D>
 __device__ __forceinline__ int2 visible_tiles(const AttentionParams& p, int position, int queries) {
   constexpr int kKeys = AttentionShape<D>::kKeys;
   const int first = p.window > 0 ? max(0, position - p.window + 1) / kKeys : 0;
-  return make_int2(first, max(first, ceil_div(max(0, position + queries), kKeys)));
+  return make_int2(first, max(first, cdiv(max(0, position + queries), kKeys)));
 }
 
 // Narrows a piece of work to one of its parts.
@@ -153,10 +153,10 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
     if (i < p.seqs) {
       const Sequence seq = sequence_at(p, i);
       const bool many = seq.queries * p.group > 64;
-      const unsigned tiles = static_cast<unsigned>(ceil_div(max(seq.context, 0), S::kKeys));
+      const unsigned tiles = static_cast<unsigned>(cdiv(max(seq.context, 0), S::kKeys));
       weights[i] = min(tiles, 0xfffffu) | (many ? 1u << 20 : 0);
       if (many) {
-        const int pieces = ceil_div(seq.queries, p.tile_q);
+        const int pieces = cdiv(seq.queries, p.tile_q);
         const unsigned work =
             pieces * (tiles - min(tiles, static_cast<unsigned>(seq.queries / (2 * S::kKeys))));
         atomicAdd(share + kLong, 1), atomicAdd(share + kLongPieces, pieces);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
       const int4 o = order[base + lane];
       const int2 tiles = visible_tiles<D>(p, o.z - o.y, o.y);
       const int parts = parts_of(p, tiles.x, tiles.y).count;
-      if (o.y > 0 && parts > 1) wanted = parts * p.kv_heads * ceil_div(o.y * p.group, 16);
+      if (o.y > 0 && parts > 1) wanted = parts * p.kv_heads * cdiv(o.y * p.group, 16);
     }
     int sum = wanted;
 #pragma unroll
@@ -237,7 +237,7 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
         parts = parts_of(p, tiles.x, tiles.y).count;
       }
     }
-    const int pieces = ceil_div(seq.queries, p.tile_q) * p.kv_heads * (unit >= 0 ? parts : 1);
+    const int pieces = cdiv(seq.queries, p.tile_q) * p.kv_heads * (unit >= 0 ? parts : 1);
     int sum = pieces;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -256,7 +256,7 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     seq.context = __shfl_sync(0xffffffffu, seq.context, from);
     seq.index = __shfl_sync(0xffffffffu, seq.index, from);
     unit = __shfl_sync(0xffffffffu, unit, from), parts = __shfl_sync(0xffffffffu, parts, from);
-    const int tiles = ceil_div(seq.queries, p.tile_q), within = item - queue.base;
+    const int tiles = cdiv(seq.queries, p.tile_q), within = item - queue.base;
     const int before = within / p.kv_heads;
     const int begin = parts > 1 ? 0 : (tiles - 1 - before) * p.tile_q;  // the longest first
     const int queries = min(p.tile_q, seq.queries - begin);
@@ -265,7 +265,7 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     work.position = seq.context - seq.queries + begin, work.end = work.position + queries;
     work.part_of_parts = parts << 8, work.unit = -1;
     if (parts > 1) {  // of one tile of queries
-      if (unit >= 0) work.unit = unit + work.head * parts * ceil_div(work.rows, 16);
+      if (unit >= 0) work.unit = unit + work.head * parts * cdiv(work.rows, 16);
       take_part<D>(p, work, unit >= 0 ? before : 0);
     } else {
       const int2 seen = visible_tiles<D>(p, work.position, queries);

@@ -86,8 +86,8 @@ struct MlaSequence {
 __device__ __forceinline__ MlaSequence mla_sequence(const MlaParams& p, int i) {
   if (i >= p.seqs) return {0, 0, 0, 0, 0};
   const int token = p.query_start[i], context = p.seq_lens[i], queries = max(0, p.query_start[i + 1] - token);
-  return {token, queries, context, ceil_div(queries * p.heads, MlaShape::kRows),
-          queries > 0 ? max(1, ceil_div(context, MlaShape::kKeys)) : 0};
+  return {token, queries, context, cdiv(queries * p.heads, MlaShape::kRows),
+          queries > 0 ? max(1, cdiv(context, MlaShape::kKeys)) : 0};
 }
 
 // The plan of a launch, the same in every CTA, and a place in the order of tasks. By a whole warp. The host
@@ -174,7 +174,7 @@ class MlaPlan {
     // Keys that the last row sees; there may be fewer tiles of them than were shared out.
     work.end = max(0, work.position + quotient(work.row0 + work.rows - 1, p_.heads, p_.by_heads) + 1);
     work.first = first;
-    work.count = max(0, min(int(first + count), ceil_div(work.end, MlaShape::kKeys)) - int(first));
+    work.count = max(0, min(int(first + count), cdiv(work.end, MlaShape::kKeys)) - int(first));
     return true;
   }
 

@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     const int reach = p.window > 0 ? p.window : none;
     // Tiles seen_from .. seen_to are seen whole by every row.
     const int seen_to = (max(0, work.position) + 1) / S::kKeys,
-              seen_from = p.window > 0 ? ceil_div(max(0, work.end - p.window), S::kKeys) : 0;
+              seen_from = p.window > 0 ? cdiv(max(0, work.end - p.window), S::kKeys) : 0;
     const int top = work.first + work.count - 1;
 
     Rows<D> rows;
