@@ -111,11 +111,13 @@ def _typed(op: Op, left_out: Sequence[str], defaults: bool) -> str:
 
 
 def _inductor_allocates(op: Op) -> bool:
-    """Whether Inductor of torch 2.13 calls the overload with `torch.Tag.out` correctly.
+    """Whether this torch has `torch.Tag.out`, and Inductor of torch 2.13 calls the overload with that tag correctly.
 
     With one output, it passes the tensors first, then everything else, a list as its items, and the output as ``out``
     (torch/_inductor/ir.py, `FallbackKernel.create`). It supports no operator that writes into other arguments.
     """
+    if not hasattr(torch.Tag, "out"):  # before torch 2.13
+        return False
     absent = _absent(op)
     inputs = [p for p in op.parameters if p.name not in absent]
     if any(p.mutable for p in inputs):

@@ -8,15 +8,12 @@ CUDA graphs over caches that rotate through four times the L2, replayed in turn;
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +22,8 @@ from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.mla_attention import OP
-from lab.gpu_graphs import DEVICE, Graphs, cold_count, environment, floor_us
+from lab.attention_timing import Sweep, compare, parser, sweep_of
+from lab.gpu_graphs import DEVICE, cold_count, environment, floor_us
 
 KERNELS = "mla_attention_sm90,mla_attention_sm90_whole,mla_attention_triton_split"
 LATENT, DIM = 512, 576
@@ -128,27 +126,18 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callabl
     return [partial(launch, config, *arguments, *inputs.rest, space, inputs.out) for arguments in inputs.sets]
 
 
-def timed(
-    name: str, kernels: list[str], sweep: tuple[str, list[int]] | None, rounds: int, seconds: float
-) -> dict[str, Any]:
+def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, seconds: float) -> dict[str, Any]:
     """The row of a case: samples and medians in microseconds, TFLOP/s, and the ratio of each kernel to the first one."""
     case = CASES[name]
-    inputs, graphs, outs = Inputs(case), Graphs(), {}
-    candidates: dict[str, tuple[str, dict[str, int]]] = {kernel: (kernel, {}) for kernel in kernels}
-    if sweep is not None:
-        candidates |= {
-            f"{kernels[0]} {sweep[0]}={value}": (kernels[0], {sweep[0]: value}) for value in sweep[1]
-        }
-    for label, (kernel, changes) in candidates.items():
-        calls = calls_of(inputs, kernel, changes)
-        inputs.out.fill_(float("nan"))
-        calls[0]()
-        outs[label] = inputs.out.float().cpu()
-        graphs.add(label, calls)
-    graphs.settle(seconds)
-    samples = graphs.samples(rounds)
-    first = outs[kernels[0]]
-    us = {label: round(median(times), 2) for label, times in samples.items()}
+    inputs = Inputs(case)
+    samples, us, difference = compare(
+        kernels,
+        sweep,
+        partial(calls_of, inputs),
+        inputs.out,
+        rounds,
+        seconds,
+    )
     return {
         "case": name,
         "problem": str(inputs.problem),
@@ -158,33 +147,16 @@ def timed(
         "us": us,
         "tflops": {label: round(case.flops / value / 1e6, 1) for label, value in us.items()},
         "tbps": {label: round(case.bytes / value / 1e6, 2) for label, value in us.items()},
-        "difference": {label: float((out - first).norm() / first.norm()) for label, out in outs.items()},
-        "samples": {label: [round(time, 2) for time in times] for label, times in samples.items()},
+        "difference": difference,
+        "samples": samples,
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--cases", default=",".join(name for name in CASES if name != "smallest"), help="by commas"
-    )
-    parser.add_argument("--kernels", default=KERNELS, help="by commas")
-    parser.add_argument(
-        "--set", help="NAME=1,2,3: the first kernel also with these values in its configuration"
-    )
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument(
-        "--seconds", type=float, default=0.3, help="seconds of replays before the samples of a case"
-    )
-    parser.add_argument("--floors", action="store_true", help="also time a read of the same number of bytes")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    sweep = None
-    if options.set:
-        key, _, values = options.set.partition("=")
-        sweep = key, [int(value) for value in values.split(",")]
+    made = parser(__doc__, CASES, KERNELS)
+    made.add_argument("--floors", action="store_true", help="also time a read of the same number of bytes")
+    options = made.parse_args()
+    sweep = sweep_of(options.set)
     before, rows = environment(), []
     command = "python -m lab.mla_attention " + shlex.join(sys.argv[1:])
     for name in options.cases.split(","):

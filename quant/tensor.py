@@ -168,7 +168,7 @@ class QuantTensor:
         if self.global_scale is None:
             return None
         if len(self.segments) == 1:
-            return self.global_scale.expand(*self.lead, self.n)
+            return self.global_scale.expand(*self.lead, self.n).contiguous()
         ends = (*self.segments[1:], self.n)
         lengths = torch.tensor([e - s for s, e in zip(self.segments, ends, strict=True)], device=self.device)
         return self.global_scale.repeat_interleave(lengths, dim=-1)

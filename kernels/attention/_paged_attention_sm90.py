@@ -164,7 +164,7 @@ def launch_split(
         sinks,
         lse,
     )
-    kernel = route(max_q, seq_lens.shape[0], q.shape[1], k_cache.shape[2])
+    kernel = route(max_q, seq_lens.shape[0], q.shape[1], k_cache.shape[2], int(config["ctas"]))
     if kernel == "triton":
         behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]
         launch_triton(config, *arguments, behind, k_scale, v_scale, out)

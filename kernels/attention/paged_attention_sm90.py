@@ -45,10 +45,13 @@ EXAMPLES = (
 )
 
 
-def route(max_q: int, seqs: int, heads: int, kv_heads: int) -> str:
-    """The kernel for a batch of these host-known bounds: ``decode``, ``triton`` (both for decodes alone) or ``any``."""
+def route(max_q: int, seqs: int, heads: int, kv_heads: int, ctas: int = MULTIPROCESSORS) -> str:
+    """The kernel for a batch of these host-known bounds: ``decode``, ``triton`` (both for decodes alone) or ``any``.
+
+    ctas: of the configuration. The kernel for decode needs one per KV head.
+    """
     rows = max_q * (heads // kv_heads)
-    if rows <= DECODE_ROWS and seqs * kv_heads <= FEW_CONTEXTS:
+    if rows <= DECODE_ROWS and seqs * kv_heads <= FEW_CONTEXTS and kv_heads <= ctas:
         return "decode"
     return "triton" if max_q == 1 or rows <= SPLIT_ROWS else "any"
 

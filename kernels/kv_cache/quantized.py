@@ -136,7 +136,11 @@ def quantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def token_scales(values: torch.Tensor) -> torch.Tensor:
     """The scales of values [..., D], one per token and head: [...]."""
-    return values.float().abs().amax(-1).clamp_min(MIN_AMAX) / E4M3_MAX
+    import torch
+
+    largest = values.float().abs().amax(-1).clamp_min(MIN_AMAX)
+    # A tensor as divisor: on a GPU torch multiplies by the reciprocal of a number, which rounds twice.
+    return largest / torch.full_like(largest, E4M3_MAX)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

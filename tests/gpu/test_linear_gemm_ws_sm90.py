@@ -52,14 +52,16 @@ def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
     assert form is not None
     for shape in gemm_ws.shapes_of(form):
         ways = [
-            gemm_ws.Way(split, 0, grid)
+            gemm_ws.Partition(split, 0, grid)
             for split in (1, 2, 4, 8)
             if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices
         ]
         if shape.slices == 1:
-            ways += [gemm_ws.Way(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]
+            ways += [gemm_ws.Partition(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]
             ways += [
-                gemm_ws.Way(1, even, grid, lag) for even in (0, 1, 2) for lag in gemm_ws.lags_of(form, shape)
+                gemm_ws.Partition(1, even, grid, lag)
+                for even in (0, 1, 2)
+                for lag in gemm_ws.lags_of(form, shape)
             ]
         found += [
             gemm_ws.config_of(form, shape, way, max(m, 1), 1 << 20, k) for way in ways

@@ -53,6 +53,8 @@ def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
     assert route(1, 1, 32, 8) == route(1, 33, 32, 8) == route(2, 8, 32, 8) == route(1, 264, 8, 1) == "decode"
     assert route(1, 34, 32, 8) == route(1, 265, 8, 1) == "triton"
     assert route(1, 1, 64, 4) == route(4, 1, 32, 8) == route(1, 1, 64, 1) == "triton"
+    assert route(1, 1, 132, 132) == "decode" and route(1, 1, 133, 133) == "triton"  # more KV heads than CTAs
+    assert route(1, 1, 32, 8, ctas=7) == "triton"
     assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
 
 
