@@ -44,7 +44,7 @@ class Collected:
         self.parts: dict[Any, dict[str, Tensor]] = {}
         self.names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in SUFFIXES]
         for name in self.names:
-            parameter = Parameter(torch.empty(0), requires_grad=False)
+            parameter = Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
             parameter.weight_loader = self._loader(name.removeprefix("w13_").removeprefix("w2_"))  # type: ignore[attr-defined]  # vLLM's
             layer.register_parameter(name, parameter)
 

@@ -203,4 +203,4 @@ def _joins(first: QuantTensor, second: QuantTensor) -> bool:
 
 def _device(layer: Any) -> torch.device:
     """Where the layer computes: vLLM makes layers and loads them in the context of its device."""
-    return torch.empty(0).device
+    return torch.empty(0, dtype=torch.float32).device

@@ -111,7 +111,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         if scheme == "":
             reason: str | None = "they are stored in floats"
         else:
-            reason = unserved_experts(layer.moe_config, scheme, torch.empty(0).device)
+            reason = unserved_experts(layer.moe_config, scheme, torch.empty(0, dtype=torch.float32).device)
         if reason is None:
             return GristmillExpertsMethod(layer.moe_config, prefix, self._read)
         report.leave(prefix, scheme or "", reason)

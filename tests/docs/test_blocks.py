@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.autotune import binding, operators
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     p
@@ -18,8 +20,13 @@ WITH_EXAMPLES = [page for page in PAGES if ">>>" in page.read_text(encoding="utf
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
-def test_examples_of_a_page(page: Path, policy_file) -> None:
+def test_examples_of_a_page(page: Path, policy_file, monkeypatch: pytest.MonkeyPatch) -> None:
     policy_file()
+    monkeypatch.setattr(
+        binding, "PLANS", type(binding.PLANS)()
+    )  # `ops.prepare` prepares plans of other tests too
+    monkeypatch.setattr(operators, "PLANS", binding.PLANS)
+    monkeypatch.setattr(binding, "_AUTOMATIC", {})
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     source = "\n".join(block for block in blocks if ">>>" in block)
     test = doctest.DocTestParser().get_doctest(source, {}, page.name, str(page), 0)

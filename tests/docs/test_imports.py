@@ -15,7 +15,7 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.py")),
 ]
 IMPORT = re.compile(r"^(?:>>> |\.\.\. )?(?:from|import) (gristmill[\w.]*)", re.M)
-USES = ("## The kernels alone", "## kernelbench", "## The runtime")
+USES = ("## Kernels alone", "## kernelbench", "## The runtime")
 
 
 def too_deep(text: str, packages: bool) -> list[str]:

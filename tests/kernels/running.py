@@ -42,7 +42,9 @@ class Runnable:
         Optional arguments at the end may be left out where there are no outputs.
         """
         if not self.op.outputs:
-            arguments = (*arguments, *(None for _ in self.op.parameters[len(arguments) :]))
+            left_out = self.op.parameters[len(arguments) :]
+            if all(parameter.type.endswith("?") for parameter in left_out):
+                arguments = (*arguments, *(None for _ in left_out))
         problem = self.op.describe(*arguments[: len(self.op.parameters)])
         assert self.kernel.accepts(problem) is None
         if not self.op.guard(self.op.static(problem))(*arguments):

@@ -302,7 +302,7 @@ def test_bad_arguments_say_what_is_wrong() -> None:
         ((x, [torch.randn(8, 6).T]), ValueError, "contiguous"),
         ((x.double(), [w]), TypeError, "x must be"),
         ((x.T.contiguous().T, [w]), ValueError, "x must be contiguous"),
-        ((x, [w, w]), ValueError, "do not tell their scheme"),
+        ((x, [w, w]), ValueError, "from which the scheme cannot be derived"),
         ((x, [w], torch.randn(7)), ValueError, r"bias must be \[n\] = \[6\], n as in weight, got \[7\]"),
         ((x, [w], torch.randn(6).bfloat16()), TypeError, "bias must have"),
         ((x, [w], None, torch.randn(3, 7)), ValueError, r"residual must be .* = \[3, 6\], .*got \[3, 7\]"),

@@ -233,7 +233,7 @@ def test_refusals() -> None:
             r"ids must be \[m, top_k\] = \[3, 1\], m as in x, top_k as in weights",
         ),
         ((x, weights, ids, [torch.zeros(2, 11, 8)], [w2]), r"w13 must be \[e, 2\*i, h\] = \[2, 12, 8\]"),
-        ((x, weights, ids, [w13, w13], [w2]), "do not tell their scheme"),
+        ((x, weights, ids, [w13, w13], [w2]), "from which the scheme cannot be derived"),
         ((x, weights, ids, [w13], [w2.bfloat16()]), "w2 must be of w13's scheme fp32, got 'bf16'"),
     ):
         with pytest.raises(ValueError, match=message):

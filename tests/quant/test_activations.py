@@ -120,7 +120,7 @@ def test_bad_input() -> None:
             quantize_activation(x, name)
     with pytest.raises(TypeError, match="int64"):
         quantize_activation(x.long(), "fp8")
-    with pytest.raises(ValueError, match="for fp8 and nvfp4"):
+    with pytest.raises(ValueError, match="only fp8 and nvfp4 take a scale"):
         quantize_activation(x, "fp8_token", scale=torch.ones(1))
     with pytest.raises(ValueError, match=r"one number, got shape \[2\]"):
         quantize_activation(x, "fp8", scale=torch.ones(2))

@@ -351,8 +351,8 @@ rms_norm | m=1,n=4096,x=bf16 | cpu:avx2 | onnxruntime | onnxruntime | rms_norm_o
 rms_norm | m=1,n=4096,x=fp32 | cpu:avx2 | x86 | onnxruntime | rms_norm_onnxruntime | build | onnxruntime is not installed
 rms_norm | m=1,n=4096 | cpu:avx2 | x86-interpreter | - | rms_norm_triton | policy | only interprets, for tests
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | humming | humming-det | linear_humming | policy | not deterministic
-paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton_split | policy | asks for batch invariance
-paged_attention | ~paged | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | asks for batch invariance
+paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton_split | policy | requires batch invariance
+paged_attention | ~paged | sm_90 | flashinfer | flashinfer-det | paged_attention_flashinfer | policy | requires batch invariance
 mla_attention | ~mla | sm_90 | flashinfer | - | mla_attention_flashinfer | policy | runs only when pinned
 linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | triton | linear_cpu | policy | strict policy
 """

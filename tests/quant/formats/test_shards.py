@@ -146,5 +146,5 @@ def test_experts_are_made_one_after_another() -> None:
     made = (quantize(weight(8, 128, i), "int4_g32") for i in range(3))
     assert stack(made, 3).shape == (3, 8, 128)
     for count in (2, 4):
-        with pytest.raises(ValueError, match="told of"):
+        with pytest.raises(ValueError, match="expected 2 QuantTensors and got more"):
             stack((quantize(weight(8, 128, i), "int4_g32") for i in range(3)), count)

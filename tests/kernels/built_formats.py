@@ -1,0 +1,21 @@
+"""The weight formats of linear on Hopper that this build has: `make test` builds without those that are marked rare."""
+
+from __future__ import annotations
+
+import json
+
+from gristmill.kernels.linear.frag16_sm90.instances import Format, formats
+from gristmill.kernels.native import library_dir
+
+
+def built(*schedules: str) -> list[Format]:
+    """The formats whose sources for all of these schedules were compiled; all formats where nothing is built."""
+    manifest = library_dir() / "manifest.json"
+    left_out = (
+        json.loads(manifest.read_text(encoding="utf-8")).get("left_out", []) if manifest.is_file() else []
+    )
+    return [
+        form
+        for form in formats().values()
+        if not any(f"linear_{form.name}_{schedule}_sm90" in left_out for schedule in schedules)
+    ]
