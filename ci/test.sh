@@ -32,7 +32,7 @@ fi
 budget=(-p ci.budget)
 if [ -n "$full" ]; then budget=(); fi  # the slow tests have none
 step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks" "${budget[@]}"
-for list in ci/hosts/*.txt; do  # programs that gristmill runs inside, each in its own environment
+for list in ${full:+ci/hosts/*.txt}; do  # programs that gristmill runs inside, each in its own environment
   host=$(basename "$list" .txt)
   step "environment of $host" bash ci/host_env.sh "$host" python
   step "inside $host" ".venv-$host/bin/python" -m pytest -q -m "$marks" "tests/integrations/$host"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gristmill.autotune import binding, operators
+from gristmill.autotune import binding
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -19,14 +20,21 @@ PAGES = [
 WITH_EXAMPLES = [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")]
 
 
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    """No plans of other tests, which `ops.prepare` would prepare, too."""
+    stores = binding.PLANS, binding._AUTOMATIC
+    plans, automatic = (dict(store) for store in stores)
+    for store in stores:
+        store.clear()
+    yield
+    binding.PLANS.update(plans)
+    binding._AUTOMATIC.update(automatic)
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
-def test_examples_of_a_page(page: Path, policy_file, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_a_page(page: Path, policy_file, no_plans) -> None:
     policy_file()
-    monkeypatch.setattr(
-        binding, "PLANS", type(binding.PLANS)()
-    )  # `ops.prepare` prepares plans of other tests too
-    monkeypatch.setattr(operators, "PLANS", binding.PLANS)
-    monkeypatch.setattr(binding, "_AUTOMATIC", {})
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     source = "\n".join(block for block in blocks if ">>>" in block)
     test = doctest.DocTestParser().get_doctest(source, {}, page.name, str(page), 0)
