@@ -32,8 +32,9 @@ def no_plans() -> Iterator[None]:
     binding._AUTOMATIC.update(automatic)
 
 
+@pytest.mark.usefixtures("no_plans")
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
-def test_examples_of_a_page(page: Path, policy_file, no_plans) -> None:
+def test_examples_of_a_page(page: Path, policy_file) -> None:
     policy_file()
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     source = "\n".join(block for block in blocks if ">>>" in block)
