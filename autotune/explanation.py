@@ -206,8 +206,8 @@ def _closed(op: Op, problem: Problem) -> Problem:
     """`problem` with the size of the bucket axis for open dynamic axes, as in the buckets of a plan."""
     if not problem.open_axes or op.bucket is None:
         return problem
-    given = {name: value for name, value in problem.values if value is not None}
-    return op.problem({**dict(op.at_bucket(op.static(problem), problem.integer(op.bucket)).values), **given})
+    stated = {name: value for name, value in problem.values if value is not None}
+    return op.problem({**dict(op.at_bucket(op.static(problem), problem.integer(op.bucket)).values), **stated})
 
 
 class _Selector:

@@ -68,7 +68,7 @@ class Checked:
             "yardstick": self.entry.yardstick,
             "verdict": self.verdict,
             "change": self.change,
-            "ratio": self.row.found.ratio if self.row.found else None,
+            "ratio": self.row.comparison.ratio if self.row.comparison else None,
             "baseline_ratio": self.entry.ratio,
             "us": self.row.us,
             "noise": self.row.noise,
@@ -149,13 +149,16 @@ def update(
     entries_by_key = {(e.op, e.problem, e.kernel): e for e in part["entries"] if e not in dropped}
     written = []
     for row in rows:
-        if row.found is not None:
+        if row.comparison is not None:
             entry = Entry(
                 row.op,
                 row.problem,
                 row.kernel,
                 row.baseline,
-                *(round(value, 5) for value in (row.found.ratio, row.found.low, row.found.high)),
+                *(
+                    round(value, 5)
+                    for value in (row.comparison.ratio, row.comparison.low, row.comparison.high)
+                ),
             )
             entries_by_key[entry.op, entry.problem, entry.kernel] = entry
             written.append(entry)
@@ -233,7 +236,7 @@ def against(
     logs, timed = [], []
     for entry in entries:
         row = by_key[entry.op, entry.problem, entry.kernel]
-        if row.found is None:
+        if row.comparison is None:
             continue
         own = [math.log(us / base) for us, base in zip(row.samples, row.baseline_samples, strict=True)]
         logs.append([log - expected(entry, own) for log in own])
@@ -252,9 +255,11 @@ def against(
         verdict = verdicts[entry]
         noisy = row.noise is not None and row.noise > rule.min_effect
         reason = f"the yardstick differs from itself by {row.noise:.1%}" if noisy else verdict.reason
-        assert row.found is not None
+        assert row.comparison is not None
         checked.append(
-            Checked(entry, UNCLEAR if noisy else verdict.verdict, reason, row.found.ratio / entry.ratio, row)
+            Checked(
+                entry, UNCLEAR if noisy else verdict.verdict, reason, row.comparison.ratio / entry.ratio, row
+            )
         )
     return checked
 

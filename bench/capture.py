@@ -61,13 +61,13 @@ def read(path: Path) -> list[Call]:
         raise ResultError(
             f"{path}: expected captured shapes of schema {SCHEMA}; kernelbench shapes capture writes them"
         )
-    found = []
+    calls = []
     for place, call in enumerate(data["calls"]):
         try:
             op = default_registry().op(call["op"])
-            found.append(
+            calls.append(
                 Call(op.name, str(op.problem(call["problem"])), int(call["count"]), "captured", LIVE)
             )
         except (KeyError, TypeError, ValueError, LookupError) as error:
             raise ResultError(f"{path}: calls[{place}]: {error}") from error
-    return found
+    return calls

@@ -43,7 +43,7 @@ class Row:
     reason: str = ""
     us: float | None = None
     baseline_us: float | None = None
-    found: Verdict | None = None
+    comparison: Verdict | None = None
     noise: float | None = None
     error: float | None = None
     tolerance: float | None = None
@@ -55,7 +55,7 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
-        verdict = self.found
+        verdict = self.comparison
         return {
             "op": self.op,
             "problem": self.problem,
@@ -314,7 +314,7 @@ def _settle(raced: _Raced, verdict: Verdict, twin_verdict: Verdict, rule: Rule) 
     if raced.wrong:
         row.verdict, row.reason, row.us = WRONG, raced.wrong, None
         return row
-    row.found, row.verdict, row.reason = verdict, verdict.verdict, verdict.reason
+    row.comparison, row.verdict, row.reason = verdict, verdict.verdict, verdict.reason
     if twin_verdict.verdict not in (SAME, UNCLEAR) or row.noise > rule.min_effect:
         row.verdict = UNCLEAR
         row.reason = f"the baseline differs from itself by {row.noise:.1%}, which is more than the smallest effect of {rule.min_effect:.1%}"

@@ -102,7 +102,7 @@ def find(path: Path, here: Place) -> tuple[list[Entry] | None, str]:
 
 
 def update(
-    path: Path, here: Place, items: Sequence[Work], found: Sequence[tuple[str, int | None]]
+    path: Path, here: Place, items: Sequence[Work], measured: Sequence[tuple[str, int | None]]
 ) -> list[Entry]:
     """Put counts into the part for this environment; other parts, and other lines of it but for those that are `gone`, stay."""
     current = counts.environment(here)
@@ -113,7 +113,7 @@ def update(
         parts.append(part)
     written = [
         Entry(op.name, str(problem), kernel.name, number)
-        for (op, kernel, problem), (_, number) in zip(items, found, strict=True)
+        for (op, kernel, problem), (_, number) in zip(items, measured, strict=True)
         if number is not None
     ]
     missing = baseline.gone(part["entries"])

@@ -195,11 +195,15 @@ def _tensors() -> list[tuple[int, int]]:
     """Address and size in bytes of the memory of every live tensor."""
     import torch
 
-    # type() instead of isinstance: some objects warn when their __class__ is read.
+    # type() instead of isinstance: some objects warn when their __class__ is read. Other subclasses, such as the FakeTensors that
+    # torch.compile keeps, and functional tensors may have no memory of their own.
     tensors = [
         t
         for t in gc.get_objects()
-        if issubclass(type(t), torch.Tensor) and t.device.type == "cpu" and t.numel()
+        if type(t) in (torch.Tensor, torch.nn.Parameter)
+        and t.device.type == "cpu"
+        and t.numel()
+        and not torch._is_functional_tensor(t)
     ]
     return sorted({(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors)})
 
@@ -277,9 +281,9 @@ def _run(command: Sequence[str], folder: Path) -> None:
 
 def _total(path: Path) -> int:
     """The instructions of one dump of callgrind."""
-    found = (
+    match = (
         re.search(r"^(?:totals|summary): (\d+)", path.read_text(), re.MULTILINE) if path.exists() else None
     )
-    if found is None or not int(found[1]):
+    if match is None or not int(match[1]):
         raise CountError(f"callgrind wrote no count to {path.name}, expected one per call")
-    return int(found[1])
+    return int(match[1])

@@ -50,7 +50,7 @@ class Covered:
 
 def coverage(calls: Iterable[Call], here: Place, store: Store) -> list[Covered]:
     """How each call would be served on `here`. Verifies and times nothing, and also works for devices of other machines."""
-    registry, found = default_registry(), []
+    registry, covered = default_registry(), []
     seen: dict[tuple[str, str], tuple[str, str | None, float | None]] = {}
     for call in calls:
         key = (call.op, call.problem)
@@ -71,8 +71,8 @@ def coverage(calls: Iterable[Call], here: Place, store: Store) -> list[Covered]:
                 if chosen is None
                 else (_LEVEL[chosen.source or "priority"], chosen.kernel.name, chosen.expected_us)
             )
-        found.append(Covered(call, *seen[key]))
-    return found
+        covered.append(Covered(call, *seen[key]))
+    return covered
 
 
 def shares(covered: Iterable[Covered]) -> dict[str, float]:

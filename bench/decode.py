@@ -134,9 +134,9 @@ def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) 
     cached = batch * context * token_bytes(model.config, model.plans.dtype)
     rate = ceilings(device).read_gbs
     ms = {"device_ms": whole, "linear_ms": linear, "head_ms": head}
-    found: dict[str, Any] = {name: statistics.median(values) for name, values in ms.items()}
-    return found | {
-        "linear_share": found["linear_ms"] / found["device_ms"],
+    medians: dict[str, Any] = {name: statistics.median(values) for name, values in ms.items()}
+    return medians | {
+        "linear_share": medians["linear_ms"] / medians["device_ms"],
         "linear_floor_ms": weights / rate / 1e6,
         "floor_ms": (weights + head_bytes + cached) / rate / 1e6,
         "read_gbs": rate,
@@ -190,12 +190,12 @@ def _samples(call: Callable[[], Any], device: str, rounds: int = 21) -> list[flo
         call()
     _wait(device)
     if not device.startswith("cuda"):
-        found = []
+        times = []
         for _ in range(rounds):
             begin = time.perf_counter()
             call()
-            found.append((time.perf_counter() - begin) * 1e3)
-        return found
+            times.append((time.perf_counter() - begin) * 1e3)
+        return times
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     for mark in marks:
         call()

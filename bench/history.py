@@ -39,17 +39,21 @@ def history(files: Sequence[tuple[str, dict[str, Any]]], min_effect: float = 0.0
     """Series of (name, content) pairs. A point is a change if its median differs from that of all samples since the last
     change by more than the minimum effect, and by more than both spreads allow.
     """
-    found: dict[Key, Series] = {}
+    histories: dict[Key, Series] = {}
     stretch: dict[Key, list[float]] = {}
     for name, data in sorted(files, key=lambda pair: str(pair[1].get("when", ""))):
         device, target = device_of(data), data.get("environment", {}).get("target")
         for row in timed(data):
             key = (row["op"], row["problem"], series(row, target), device)
-            one, before, taken = found.setdefault(key, Series(key)), stretch.setdefault(key, []), samples(row)
+            one, before, taken = (
+                histories.setdefault(key, Series(key)),
+                stretch.setdefault(key, []),
+                samples(row),
+            )
             change = _change(before, taken, min_effect)
             stretch[key] = taken if change is not None else [*before, *taken]
             one.points.append(Point(str(data.get("when", "")), name, statistics.median(taken), change))
-    return list(found.values())
+    return list(histories.values())
 
 
 def _change(before: Sequence[float], after: Sequence[float], min_effect: float) -> float | None:

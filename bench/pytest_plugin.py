@@ -67,8 +67,8 @@ def _kernel_clock(request: pytest.FixtureRequest) -> _Clock:
     def kernelbench() -> float:  # named in pytest-benchmark's reports
         return clock()
 
-    given = request.node.get_closest_marker("benchmark")
-    options = {**(given.kwargs if given else {}), "timer": kernelbench}
+    marker = request.node.get_closest_marker("benchmark")
+    options = {**(marker.kwargs if marker else {}), "timer": kernelbench}
     request.node.add_marker(pytest.mark.benchmark(**options), append=False)
     return clock
 

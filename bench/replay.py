@@ -31,9 +31,9 @@ def replay(data: dict[str, Any], store: Store | None = None) -> tuple[Place, lis
     data = migrated(data)
     here = _place(data["environment"])
     store = Store.read_over_shipped(here.policy.store_path) if store is None else store
-    found = [_studied(row, here, store) for row in data["rows"] if row.get("us")]
-    ask(found, here, store, [])
-    return here, found
+    studied = [_studied(row, here, store) for row in data["rows"] if row.get("us")]
+    ask(studied, here, store, [])
+    return here, studied
 
 
 def _place(environment: dict[str, Any]) -> Place:

@@ -26,19 +26,19 @@ NEW = "NEW"
 
 @dataclass(frozen=True)
 class Repeated:
-    """One row, then and now. found: the comparison of the ratio now over then. verdict: its verdict, or GAP or WRONG."""
+    """One row, then and now. comparison: of the ratio now over then. verdict: its verdict, or GAP or WRONG."""
 
     row: dict[str, Any]
     verdict: str
     then_us: float | None
     now_us: float | None = None
-    found: Verdict | None = None
+    comparison: Verdict | None = None
     error: float | None = None
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
-        found = self.found
+        comparison = self.comparison
         return {
             "op": self.row["op"],
             "problem": self.row["problem"],
@@ -46,9 +46,9 @@ class Repeated:
             "verdict": self.verdict,
             "then_us": self.then_us,
             "now_us": self.now_us,
-            "ratio": found.ratio if found else None,
-            "low": found.low if found else None,
-            "high": found.high if found else None,
+            "ratio": comparison.ratio if comparison else None,
+            "low": comparison.low if comparison else None,
+            "high": comparison.high if comparison else None,
             "error": self.error,
             "then_error": self.row.get("error"),
             "reason": self.reason,
@@ -120,7 +120,7 @@ def rerun(
             verdict, ratio=verdict.ratio * scale, low=verdict.low * scale, high=verdict.high * scale
         )
         repeated[place] = replace(
-            repeated[place], verdict=verdict.verdict, found=to_then, reason=verdict.reason
+            repeated[place], verdict=verdict.verdict, comparison=to_then, reason=verdict.reason
         )
     return repeated
 

@@ -131,8 +131,8 @@ def _tunable(row: dict[str, Any]) -> bool:
 
 def device_of(data: dict[str, Any]) -> str:
     """The device of a file, as text."""
-    found = data.get("environment", {})
-    return str(found.get("device") or found.get("target") or "unknown device")
+    environment = data.get("environment", {})
+    return str(environment.get("device") or environment.get("target") or "unknown device")
 
 
 def series(row: dict[str, Any], target: str | None) -> str:

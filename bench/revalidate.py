@@ -89,7 +89,7 @@ class Group:
 
 def groups(store: Store, here: Place) -> list[Group]:
     """Times of this device with the present code and another toolchain, for problems without a time of the present toolchain."""
-    found: dict[tuple[str, str], Group] = {}
+    grouped: dict[tuple[str, str], Group] = {}
     registry = default_registry()
     own, tools = target_key(here.target), here.build.key()
     known = {
@@ -112,10 +112,10 @@ def groups(store: Store, here: Place) -> list[Group]:
             continue
         problem = store.problem(registry.op(timing.op), timing.problem)
         if problem is not None and not why_not(kernel, problem, here):
-            found.setdefault((timing.op, timing.kernel), Group(timing.op, timing.kernel, [])).records.append(
-                timing
-            )
-    return [found[key] for key in sorted(found)]
+            grouped.setdefault(
+                (timing.op, timing.kernel), Group(timing.op, timing.kernel, [])
+            ).records.append(timing)
+    return [grouped[key] for key in sorted(grouped)]
 
 
 def revalidate(

@@ -115,8 +115,8 @@ def load_config(name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ShapeError(f"{path}: byte {error.start} is not UTF-8 text; expected a config.json") from error
     if not isinstance(config, dict) or config.get("model_type") not in KINDS:
-        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise ShapeError(f"{path}: model_type {found!r}; known are {', '.join(KINDS)}")
+        model_type = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise ShapeError(f"{path}: model_type {model_type!r}; known are {', '.join(KINDS)}")
     return config
 
 
@@ -129,14 +129,14 @@ def calls(
     """
     shape = _Shape(config, tp, weights)
     registry = default_registry()
-    found = []
+    calls = []
     for step in mix:
         merged: dict[tuple[str, str, str], int] = {}
         for op, text, count, part in shape.step(step):
             problem = str(registry.op(op).problem(text))
             merged[op, problem, part] = merged.get((op, problem, part), 0) + count
-        found += [Call(op, problem, count, part, step) for (op, problem, part), count in merged.items()]
-    return found
+        calls += [Call(op, problem, count, part, step) for (op, problem, part), count in merged.items()]
+    return calls
 
 
 class _Shape:

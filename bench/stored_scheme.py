@@ -27,9 +27,9 @@ def stored(config: Mapping[str, Any], layers: int) -> Stored:
     from gristmill.quant.formats import FormatError, open_format
     from gristmill.quant.formats.contract import Fields
 
-    found = open_format(Fields(quant, "quantization_config").data)
+    stored = open_format(Fields(quant, "quantization_config").data)
     try:
-        linear, experts = (found.scheme_of(name.format(layers // 2)) for name in (LINEAR, EXPERT))
+        linear, experts = (stored.scheme_of(name.format(layers // 2)) for name in (LINEAR, EXPERT))
     except FormatError as error:
         raise FormatError(f"{error}; name the scheme with --weights") from error
-    return Stored(str(linear or "bf16"), str(experts or "bf16"), found.ordered)
+    return Stored(str(linear or "bf16"), str(experts or "bf16"), stored.ordered)

@@ -58,8 +58,8 @@ def load_suite(name: str) -> Suite:
     named = data.get("problems") if isinstance(data, dict) else None
     if not isinstance(named, dict) or not all(isinstance(texts, list) for texts in named.values()):
         raise SuiteError(f'{path}: expected {{"what": TEXT, "problems": {{OPERATION: [PROBLEM, ...]}}}}')
-    found = []
+    problems = []
     for op_name, texts in named.items():
         op = default_registry().op(op_name)
-        found += [(op, op.problem(text)) for line in texts for text in expand(line)]
-    return Suite(path.stem, str(data.get("what", "")), tuple(found))
+        problems += [(op, op.problem(text)) for line in texts for text in expand(line)]
+    return Suite(path.stem, str(data.get("what", "")), tuple(problems))

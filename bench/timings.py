@@ -53,11 +53,11 @@ def kernel_rows(
     held = [*kernels, *([baseline] if baseline and baseline.name not in rows else [])]
     for kernel in held:
         row = rows.setdefault(kernel.name, _empty(op, problem, kernel.name))
-        given = (configs or {}).get(kernel.name)
+        override = (configs or {}).get(kernel.name)
         config = (
             None
             if why_not(kernel, problem, here)
-            else dict(kernel.config(problem, here.target) if given is None else given)
+            else dict(kernel.config(problem, here.target) if override is None else override)
         )
         row["config"] = config
         row["reason"] = why_not(kernel, problem, here)

@@ -56,11 +56,11 @@ def jobs_of(calls: Iterable[Call]) -> list[Job]:
     for call in calls:
         weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
     registry = default_registry()
-    found = [
+    jobs = [
         Job(registry.op(op), registry.op(op).problem(problem), weight)
         for (op, problem), weight in weights.items()
     ]
-    return sorted(found, key=lambda job: -job.weight * _size(job))
+    return sorted(jobs, key=lambda job: -job.weight * _size(job))
 
 
 def sampled(jobs: Iterable[Job]) -> float:
@@ -125,17 +125,17 @@ def tune(
     """
     from gristmill.autotune.worker import Worker
 
-    end, found = now() + seconds, []
+    end, results = now() + seconds, []
     pool = [Worker() for _ in range(workers)]
     try:
         for number, job in enumerate(jobs):
             if not redo and known(job, here, store):
-                found.append(Tuned(job.op.name, str(job.problem), job.weight, "known"))
+                results.append(Tuned(job.op.name, str(job.problem), job.weight, "known"))
                 continue
             left = end - now()
             # Jobs that cannot end in time are not started: the quickest job so far is the estimate of the least duration.
-            if left <= min((one.seconds for one in found if one.state == "tuned"), default=0.0):
-                found.append(Tuned(job.op.name, str(job.problem), job.weight, "out of time"))
+            if left <= min((one.seconds for one in results if one.state == "tuned"), default=0.0):
+                results.append(Tuned(job.op.name, str(job.problem), job.weight, "out of time"))
                 continue
             waiting = sum(redo or not known(j, here, store) for j in jobs[number:])
             progress(
@@ -144,12 +144,12 @@ def tune(
             # Time left over by quick jobs goes to later ones; no job may take more than half of the remaining time.
             share = min(max(4 * left / waiting, 2.0), max(left / 2, left / waiting))
             tuned, records = _one(job, here, now() + share, pool)
-            found.append(tuned)
+            results.append(tuned)
             store = save(records)
     finally:
         for worker in pool:
             worker.close()
-    return found
+    return results
 
 
 def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[Tuned, list[Any]]:

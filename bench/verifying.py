@@ -37,7 +37,7 @@ def verify_all(
     waiting, stopped = deque(chunks(pairs, len(pool))), Event()
 
     def work(worker: Any) -> list[Verification]:
-        found = []
+        verified = []
         while waiting and not stopped.is_set():
             try:
                 chunk = waiting.popleft()
@@ -51,7 +51,7 @@ def verify_all(
                 outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
                 if not outcome["judged"]:
                     continue
-                found.append(
+                verified.append(
                     Verification(
                         op=job.op.name,
                         kernel=option.kernel.name,
@@ -65,7 +65,7 @@ def verify_all(
                         reason=outcome["reason"],
                     )
                 )
-        return found
+        return verified
 
     with ThreadPoolExecutor(len(pool)) as threads:
         try:

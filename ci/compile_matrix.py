@@ -288,9 +288,9 @@ def main() -> int:
             stamps[pair.key] = f"{pair.kernel.code_hash()},{version}"
     if options.update:
         existing = {pair.key for pair in pairs(None, None)}
-        kept = {key: value for key, value in baseline.items() if key in existing}
+        retained = {key: value for key, value in baseline.items() if key in existing}
         shown = {key: {k: v for k, v in result.items() if k != "missing"} for key, result in results.items()}
-        options.baseline.write_text(json.dumps(kept | shown, indent=0, sort_keys=True) + "\n")
+        options.baseline.write_text(json.dumps(retained | shown, indent=0, sort_keys=True) + "\n")
     stamps_path.parent.mkdir(parents=True, exist_ok=True)
     stamps_path.write_text(json.dumps(stamps, sort_keys=True))
     cannot = sum("cannot" in results[pair.key] for pair in work)

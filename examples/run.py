@@ -37,7 +37,7 @@ def answer(name: str) -> None:
 def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[str, Any]]]:
     """A row of the table of formats, and the kernels that ran."""
     llm = LLM(MODELS / name, dtype="bf16", quant=None if scheme == "bf16" else scheme)
-    found = evaluate(llm.engine, read_tokens(MODELS / "eval_tokens.u16"), WINDOW, windows)
+    quality = evaluate(llm.engine, read_tokens(MODELS / "eval_tokens.u16"), WINDOW, windows)
     prompts, params = (
         [[1 + i] * 8 for i in range(4)],
         SamplingParams(temperature=0, max_tokens=32, ignore_eos=True),
@@ -52,8 +52,8 @@ def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[
     row = [
         name,
         scheme,
-        f"{found.perplexity:.3f}",
-        f"{found.loss:.4f}",
+        f"{quality.perplexity:.3f}",
+        f"{quality.loss:.4f}",
         f"{llm.weight_bytes / 1e6:.2f}",
         f"{speed:.0f}",
     ]

@@ -152,16 +152,16 @@ class Op:
             return problem
         return problem.with_values(**{self.bucket: min(problem.integer(self.bucket), VERIFIED_ROWS)})
 
-    def problem(self, given: str | Problem | Mapping[str, object]) -> Problem:
+    def problem(self, source: str | Problem | Mapping[str, object]) -> Problem:
         """A problem of this operation from its text, its axis values or another Problem; AxisError says what is wrong with it."""
-        if isinstance(given, str):
-            parsed = parse_problem(self.name, self.axes, given)
-        elif isinstance(given, Problem):
-            if given.op != self.name:
-                raise AxisError(f"{self.name}: got a problem of {given.op}: {given}")
-            parsed = make_problem(self.name, self.axes, given.as_dict())
+        if isinstance(source, str):
+            parsed = parse_problem(self.name, self.axes, source)
+        elif isinstance(source, Problem):
+            if source.op != self.name:
+                raise AxisError(f"{self.name}: got a problem of {source.op}: {source}")
+            parsed = make_problem(self.name, self.axes, source.as_dict())
         else:
-            parsed = make_problem(self.name, self.axes, given)
+            parsed = make_problem(self.name, self.axes, source)
         wrong = None if self.check is None else self.check(parsed)
         if wrong is not None:
             raise AxisError(f"{self.name}: {wrong}")
@@ -173,10 +173,10 @@ class Op:
 
     def at_bucket(self, static: Problem, size: int) -> Problem:
         """The concrete problem that stands for a bucket whose upper bound is `size`."""
-        given = {name: value for name, value in static.values if value is not None}
+        stated = {name: value for name, value in static.values if value is not None}
         if self.bucket is not None:
-            given[self.bucket] = size
+            stated[self.bucket] = size
         for axis in self.axes:
-            if axis.dynamic and axis.name not in given:
-                given[axis.name] = max(size, axis.minimum)
-        return self.problem(given)
+            if axis.dynamic and axis.name not in stated:
+                stated[axis.name] = max(size, axis.minimum)
+        return self.problem(stated)

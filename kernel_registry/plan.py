@@ -187,13 +187,13 @@ def more_memory(
         return None
     scheme = QuantScheme.parse(static.text(next(axis.name for axis in op.axes if axis.kind == "scheme")))
     shapes = _weights(op, static)
-    kept = sum(layouts[name].nbytes(scheme, n, k) for name in rich.layouts for n, k in shapes)
+    nbytes = sum(layouts[name].nbytes(scheme, n, k) for name in rich.layouts for n, k in shapes)
     pairs = [(a.expected_us, b.expected_us) for a, b in zip(plan.entries, rich.entries, strict=True)]
     ratios = [a / b for a, b in pairs if a and b]
     faster = math.prod(ratios) ** (1 / len(ratios)) if len(ratios) == len(pairs) else None
     if faster is not None and faster < MORE_MEMORY_PAYS:
         return None
-    return MoreMemory(rich.layouts, kept / sum(scheme.weight_bytes(n, k) for n, k in shapes), faster)
+    return MoreMemory(rich.layouts, nbytes / sum(scheme.weight_bytes(n, k) for n, k in shapes), faster)
 
 
 def _weights(op: Op, static: Problem) -> Sequence[tuple[int, int]]:

@@ -207,9 +207,9 @@ def problems(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def make_problem(op: str, axes: tuple[Axis, ...], given: Mapping[str, object]) -> Problem:
+def make_problem(op: str, axes: tuple[Axis, ...], stated: Mapping[str, object]) -> Problem:
     """A problem from axis values: defaults filled in, dynamic axes left open when absent or None; AxisError otherwise."""
-    unknown = given.keys() - {axis.name for axis in axes}
+    unknown = stated.keys() - {axis.name for axis in axes}
     if unknown:
         raise AxisError(
             f"{op} has no axis {', '.join(sorted(unknown))}; its axes are {', '.join(a.name for a in axes)}"
@@ -217,7 +217,7 @@ def make_problem(op: str, axes: tuple[Axis, ...], given: Mapping[str, object]) -
     values: list[tuple[str, AxisValue | None]] = []
     missing = []
     for axis in axes:
-        value = given.get(axis.name, axis.default)
+        value = stated.get(axis.name, axis.default)
         if value is None:
             if not axis.dynamic:
                 missing.append(axis.name)
@@ -232,7 +232,7 @@ def make_problem(op: str, axes: tuple[Axis, ...], given: Mapping[str, object]) -
 def parse_problem(op: str, axes: tuple[Axis, ...], text: str) -> Problem:
     """The problem that ``m=16,n=4096,...`` spells; AxisError names what is wrong with it."""
     by_name = {axis.name: axis for axis in axes}
-    given: dict[str, AxisValue | None] = {}
+    stated: dict[str, AxisValue | None] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = part.partition("=")
         name = name.strip()
@@ -240,7 +240,7 @@ def parse_problem(op: str, axes: tuple[Axis, ...], text: str) -> Problem:
             raise AxisError(f"{op}: expected axis=value, got {part!r}")
         if name not in by_name:
             raise AxisError(f"{op} has no axis {name}; its axes are {', '.join(by_name)}")
-        if name in given:
+        if name in stated:
             raise AxisError(f"{op}: axis {name} is given twice")
-        given[name] = by_name[name].parse(value.strip(), op)
-    return make_problem(op, axes, given)
+        stated[name] = by_name[name].parse(value.strip(), op)
+    return make_problem(op, axes, stated)

@@ -270,8 +270,8 @@ def _concat_k(tensors: Sequence[Q], shape: tuple[int, ...]) -> Q:
 
 def _renumber(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
     """(scale indices in use, ascending; the index renumbered to them, or None when it is i // size)."""
-    kept, inverse = torch.unique(index, return_inverse=True)
-    return kept.to(torch.int64), drop_regular(inverse.to(torch.int32), size)
+    used, inverse = torch.unique(index, return_inverse=True)
+    return used.to(torch.int64), drop_regular(inverse.to(torch.int32), size)
 
 
 def _join_index(parts: list[Tensor], scales: list[Tensor | None], scale_dim: int, size: int) -> Tensor | None:

@@ -148,8 +148,8 @@ class TextOutput:
         if self._stop is None or self._stream is None:
             text = self._decode(ids, reason)
         else:
-            text, kept = self._decode_until_stop(self._stop, self._stream, ids, reason)
-            ids = ids[:kept]
+            text, count = self._decode_until_stop(self._stop, self._stream, ids, reason)
+            ids = ids[:count]
             if self._stop.matched is not None:
                 reason, stop_reason = FinishReason.STOP, self._stop.matched
         return Chunk(
@@ -174,11 +174,11 @@ class TextOutput:
     ) -> tuple[str, int]:
         """(the text that is final, the number of ids up to the end of a stop string, or of all ids)."""
         text = ""
-        for kept, token in enumerate(ids, 1):
+        for count, token in enumerate(ids, 1):
             self._count += 1
             text += stop.push(stream.push([token]), armed=self._count > self._params.min_tokens)
             if stop.matched is not None:
-                return text, kept
+                return text, count
         if reason is not None:
             text += stop.push(stream.finish(), armed=self._count > self._params.min_tokens)
             text += stop.finish()

@@ -32,9 +32,9 @@ class StopStrings:
             start, self.matched = match
             self._held = ""
             return buffer[: start + len(self.matched)] if self._include else buffer[:start]
-        kept = self._beginning(buffer)
-        self._held = buffer[len(buffer) - kept :]
-        return buffer[: len(buffer) - kept]
+        length = self._beginning(buffer)
+        self._held = buffer[len(buffer) - length :]
+        return buffer[: len(buffer) - length]
 
     def finish(self) -> str:
         """The text that was held back, at the end."""

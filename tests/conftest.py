@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,18 @@ def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return path
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    """A test that leaves a dispatch mode active, such as a FakeTensorMode, fails itself, not the tests that follow it."""
+    yield
+    if "torch" not in sys.modules:
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+    left = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        left.append(type(mode).__name__)
+        _pop_mode()
+    assert not left, f"the test left {', '.join(left)} active"

@@ -154,7 +154,7 @@ def check(
         with console.status(quiet=as_json) as progress:
             rows = compare(cases, here, rule, seconds=seconds, progress=progress)
         written = baseline.update(file, here, rows, portable, dropped)
-        lost = [row for row in rows if row.found is None]
+        lost = [row for row in rows if row.comparison is None]
         if as_json:
             console.emit([vars(entry) for entry in written])
         else:
@@ -239,8 +239,8 @@ def _update_counts(
             for problem in concrete(op, problem_texts or op.bench)
             for kernel in named(op, kernels)
         ]
-    found = count_baseline.measure(work, here)
-    written = count_baseline.update(file, here, work, found)
+    measured = count_baseline.measure(work, here)
+    written = count_baseline.update(file, here, work, measured)
     if as_json:
         console.emit([vars(entry) for entry in written])
     else:
@@ -250,7 +250,7 @@ def _update_counts(
             [[e.op, e.problem, e.kernel, f"{e.instructions:,}"] for e in written],
             right=("instructions",),
         )
-        for (_, kernel, problem), (wrong, _) in zip(work, found, strict=True):
+        for (_, kernel, problem), (wrong, _) in zip(work, measured, strict=True):
             if wrong:
                 console.out().print(f"not written: {kernel.name} {problem}: {wrong}")
     return baseline.OK if len(written) == len(work) else baseline.BAD

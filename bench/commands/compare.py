@@ -174,7 +174,7 @@ def compare(
                     r.verdict,
                     console.number(r.us),
                     console.number(r.baseline_us),
-                    *_ratio(r.found),
+                    *_ratio(r.comparison),
                     _percent(r.noise),
                     _percent(r.floor["fraction_of_floor"]),
                     console.number(r.error),
@@ -200,8 +200,12 @@ def _selected(op: Op, problem: Any, here: Place) -> Kernel:
     return Resolver(here.device or "cpu", here.policy).resolve(op, problem).require().kernel
 
 
-def _ratio(found: Any) -> list[str]:
-    return ["-", "-"] if found is None else [f"{found.ratio:.3f}", f"{found.low:.3f} to {found.high:.3f}"]
+def _ratio(verdict: Any) -> list[str]:
+    return (
+        ["-", "-"]
+        if verdict is None
+        else [f"{verdict.ratio:.3f}", f"{verdict.low:.3f} to {verdict.high:.3f}"]
+    )
 
 
 def _percent(value: float | None) -> str:

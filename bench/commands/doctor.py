@@ -36,13 +36,13 @@ def doctor(measure: bool, as_json: bool) -> None:
         remeasure,
     )  # also imports torch, so that its number of threads is known
 
-    found = probe_devices()
+    probed = probe_devices()
     build, policy, registry = Build.probe(), Policy.current(), default_registry()
-    devices = [*found.targets, probe_cpu()]
+    devices = [*probed.targets, probe_cpu()]
     report: dict[str, Any] = {
         "version": __version__,
         "devices": [_device(target) for target in devices],
-        "no_device": [*found.reasons],
+        "no_device": [*probed.reasons],
         "build": {
             "cpu_levels": [*build.cpu_levels],
             "cuda": [*build.cuda_archs],
@@ -59,7 +59,7 @@ def doctor(measure: bool, as_json: bool) -> None:
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
         "failed_plugins": [failure.as_dict() for failure in registry.failures],
     }
-    names = [*(f"cuda:{index}" for index in range(len(found.targets))), "cpu"]
+    names = [*(f"cuda:{index}" for index in range(len(probed.targets))), "cpu"]
     for name, device in zip(names, report["devices"], strict=True):
         limits = remeasure(name) if measure else kept(name)
         device["measured"] = None if limits is None else limits.as_dict()

@@ -37,11 +37,11 @@ def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_j
         return
     if text is None:
         raise click.UsageError(f'--problem is missing; "kernelbench explain {op_name} --axes" lists its axes')
-    found = explain_problem(op, text, target)
+    explanation = explain_problem(op, text, target)
     if as_json:
-        console.emit(found.as_dict())
+        console.emit(explanation.as_dict())
         return
-    for index, part in enumerate(found.parts()):
+    for index, part in enumerate(explanation.parts()):
         if index:
             console.out().print()
         if isinstance(part, Table):

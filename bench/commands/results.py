@@ -52,8 +52,8 @@ def rerun(
     if not data["rows"]:
         raise result_file.ResultError(f"{file}: it has no rows; there is nothing to repeat")
     with console.status(quiet=as_json) as progress:
-        found = run(data, here, Rule(min_effect=min_effect, looks=1), progress=progress)
-    rows, differs = [one.as_dict() for one in found], differences(data, here)
+        repetitions = run(data, here, Rule(min_effect=min_effect, looks=1), progress=progress)
+    rows, differs = [one.as_dict() for one in repetitions], differences(data, here)
     if results:
         result_file.write(results, here, [row | {"us": row["now_us"]} for row in rows])
     if as_json:
@@ -156,7 +156,7 @@ def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
     """
     from gristmill.bench.history import history as series
 
-    found = series([(str(path), result_file.read(path)) for path in files], min_effect)
+    histories = series([(str(path), result_file.read(path)) for path in files], min_effect)
     if as_json:
         console.emit(
             [
@@ -167,12 +167,12 @@ def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
                     "device": s.key[3],
                     "points": [vars(p) for p in s.points],
                 }
-                for s in found
+                for s in histories
             ]
         )
         return
     rows = []
-    for one in found:
+    for one in histories:
         changes = [f"{p.change - 1:+.0%} in {p.file}" for p in one.points if p.change is not None]
         rows.append(
             [

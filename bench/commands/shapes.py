@@ -40,7 +40,7 @@ def shapes(
     """
     if context.invoked_subcommand is not None:
         return
-    found = model_calls(model, tp, weights, decode, prefill, mix)
+    calls = model_calls(model, tp, weights, decode, prefill, mix)
     if model is None:
         rows = [
             {
@@ -59,7 +59,7 @@ def shapes(
         return
     registry = default_registry()
     rows = []
-    for call in found:
+    for call in calls:
         op = registry.op(call.op)
         cost = op.cost(op.problem(call.problem))
         rows.append(
@@ -180,8 +180,8 @@ def coverage(
     if store_path is not None and not store_path.exists():
         raise FileNotFoundError(f"{store_path} does not exist; expected a store")
     held = Store.read(path) if store_path else Store.read_over_shipped(path)
-    found = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, held)
-    share = shares(found)
+    calls = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, held)
+    share = shares(calls)
     if as_json:
         console.emit(
             {
@@ -189,7 +189,7 @@ def coverage(
                 "tp": tp,
                 "target": here.target.name,
                 "shares": share,
-                "calls": [c.as_dict() for c in found],
+                "calls": [c.as_dict() for c in calls],
             }
         )
         return
@@ -206,7 +206,7 @@ def coverage(
                 c.kernel,
                 console.number(c.expected_us),
             ]
-            for c in found
+            for c in calls
         ],
         right=("expected µs",),
     )

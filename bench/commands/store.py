@@ -115,10 +115,10 @@ def lint(context: click.Context, file: Path | None, target: str | None, as_json:
     here = place(target)
     path = file or here.policy.store_path
     held = _existing(path) if file else Store.read(path)
-    found = findings(held, default_registry(), here.target, target_key(here.target), here.build)
-    rows = [_row(one.record) | {"finding": one.kind, "reason": one.reason} for one in found]
+    reported = findings(held, default_registry(), here.target, target_key(here.target), here.build)
+    rows = [_row(one.record) | {"finding": one.kind, "reason": one.reason} for one in reported]
     _show(rows, f"Lint of {path}", ("finding", "op", "kernel", "problem", "target", "reason"), as_json)
-    if any(one.kind != "failed" for one in found):
+    if any(one.kind != "failed" for one in reported):
         context.exit(1)
 
 
@@ -154,12 +154,12 @@ def revalidate(
     here = place(target)
     here_or_refuse(here)
     path = here.policy.store_path
-    found = again.groups(Store.read_over_shipped(path), here)
+    stale = again.groups(Store.read_over_shipped(path), here)
     with console.status(quiet=as_json) as progress:
-        records = again.revalidate(found, here, sample=sample, seed=seed, progress=progress)
+        records = again.revalidate(stale, here, sample=sample, seed=seed, progress=progress)
     if records and not dry_run:
         writing.update(path, lambda present: again.replaced(present, records))
-    rows = [group.as_dict() for group in found]
+    rows = [group.as_dict() for group in stale]
     if as_json:
         console.emit(
             {
@@ -189,7 +189,7 @@ def revalidate(
             ],
             right=("records", "sampled", "now / then", "least", "most"),
         )
-    if any(group.outcome == again.WRONG for group in found):
+    if any(group.outcome == again.WRONG for group in stale):
         context.exit(1)
 
 

@@ -109,7 +109,7 @@ def tune(
 
     try:
         with console.status(quiet=as_json) as progress:
-            found = run(
+            tuned = run(
                 jobs,
                 here,
                 keep,
@@ -124,7 +124,7 @@ def tune(
             f"Results so far are in {path}; run the same command to continue.", soft_wrap=True
         )
         raise
-    rows, tokens = [one.as_dict() for one in found], sampled(jobs)
+    rows, tokens = [one.as_dict() for one in tuned], sampled(jobs)
     for row in rows:
         row["saved_ms_per_token"] = (
             row["saved_us"] / tokens / 1e3 if tokens and row["saved_us"] is not None else None

@@ -235,15 +235,15 @@ class _Scale:
         return [(value, _tick(value)) for value in values[:: cdiv(len(values), 7)]]
 
     def _room(self, ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-        kept: list[tuple[float, str]] = []
+        ticks_that_fit: list[tuple[float, str]] = []
         for value, text in ticks:
-            before = kept[-1] if kept else None
+            before = ticks_that_fit[-1] if ticks_that_fit else None
             if (
                 before is None
                 or self.place(value) - self.place(before[0]) >= (len(text) + len(before[1])) / 2 * LETTER + 6
             ):
-                kept.append((value, text))
-        return kept
+                ticks_that_fit.append((value, text))
+        return ticks_that_fit
 
 
 def _tick(value: float) -> str:

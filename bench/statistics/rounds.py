@@ -85,8 +85,8 @@ class Heat:
         if not known:
             return [*range(self.rounds)]
         middle = statistics.median(known)
-        kept = [n for n, mhz in enumerate(self.clocks) if not mhz or abs(mhz / middle - 1) <= CLOCK_WITHIN]
-        return kept if 2 * len(kept) >= len(self.clocks) else [*range(self.rounds)]
+        steady = [n for n, mhz in enumerate(self.clocks) if not mhz or abs(mhz / middle - 1) <= CLOCK_WITHIN]
+        return steady if 2 * len(steady) >= len(self.clocks) else [*range(self.rounds)]
 
     def kept(self, name: str) -> list[float]:
         """The samples of an arm in the rounds that count."""

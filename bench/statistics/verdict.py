@@ -90,7 +90,7 @@ def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: in
     merged = [merge(row) for row in rows]
     tests = [_direction(row, band) for row in merged]
     adjusted = false_discovery_control([p for _, p in tests])
-    found = []
+    verdicts = []
     for row, samples, (direction, _), p in zip(rows, merged, tests, adjusted, strict=True):
         low, high = interval(samples, level, generator)
         middle = float(np.median(samples)) if len(samples) else math.nan
@@ -109,7 +109,7 @@ def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: in
             reason = f"the interval is beyond a change of {rule.min_effect:.1%}, which among {len(rows)} rows may be chance (p = {p:.2g})"
         else:
             reason = f"the interval reaches both sides of a change of {rule.min_effect:.1%}"
-        found.append(
+        verdicts.append(
             Verdict(
                 verdict,
                 math.exp(middle),
@@ -121,7 +121,7 @@ def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: in
                 reason,
             )
         )
-    return found
+    return verdicts
 
 
 def merge(row: Sequence[float]) -> Any:

@@ -388,18 +388,18 @@ class Scheduler:
     def _append(self, request: Request, new_ids: Sequence[int]) -> RequestOutput:
         """Append tokens until one of them ends the request; the rest of an accepted run is dropped."""
         tokens = request.tokens
-        kept = 0
+        accepted = 0
         for token in new_ids:
             tokens.append(token)
-            kept += 1
+            accepted += 1
             if token in request.stop_ids:
                 request.finish_reason = FinishReason.STOP
                 break
             if len(tokens) >= request.limit:
                 request.finish_reason = FinishReason.LENGTH
                 break
-        if kept < len(new_ids):
-            new_ids = new_ids[:kept]
+        if accepted < len(new_ids):
+            new_ids = new_ids[:accepted]
             request.computed = len(tokens) - 1  # positions computed after the end belong to no known token
         return RequestOutput(request.id, new_ids, request.finish_reason)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gristmill.autotune.place import place
 from gristmill.bench import baseline, count_baseline, counts
@@ -155,6 +157,14 @@ def test_what_cannot_be_recorded_is_said(op: str, kernel: str, problem: str, why
     actual = default_registry().op(op)
     with pytest.raises(counts.CountError, match=f"{kernel} {why}"):
         counts.record(actual, default_registry().kernel(op, kernel), actual.problem(problem), HERE)
+
+
+def test_tensors_without_memory_do_not_prevent_it() -> None:
+    """torch.compile and functorch leave such tensors alive in the process."""
+    with FakeTensorMode():
+        tensors = [torch.empty(4), torch.nn.Parameter(torch.empty(4))]
+    tensors.append(torch._to_functional_tensor(torch.empty(4)))
+    assert counts.record(slowed.OP, slowed.HONEST, PROBLEM, HERE).calls and len(tensors) == 3
 
 
 def test_a_replay_that_leaves_other_bytes_is_refused() -> None:

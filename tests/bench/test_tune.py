@@ -159,7 +159,7 @@ def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_
     begin = time.monotonic()
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130 and time.monotonic() - begin < 10 and not out
-    assert "Traceback" not in err and f"What is tuned is in {store}" in err.replace("\n", ""), err
+    assert "Traceback" not in err and f"Results so far are in {store}" in err.replace("\n", ""), err
     tuned = {t.problem for t in Store.read(store).timings}
     again = CliRunner().invoke(cli, [*command[3:-1], "m=1|2,n=4096", "--json"])
     states = {row["problem"]: row["state"] for row in json.loads(again.stdout)["problems"]}

@@ -15,6 +15,7 @@ import torch
 
 from gristmill.kernel_registry.target import Target
 from lab import (
+    attention_timing,
     gpu_graphs,
     linear_sanitized,
     linear_weight_only,
@@ -36,8 +37,8 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs for GPUs with the CPU in a GPU's place: calls instead of graphs."""
     for module in (gpu_graphs, linear_weight_only, linear_sanitized, mla_attention, paged_attention):
         monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(attention_timing, "Graphs", Calls)
     for module in (mla_attention, paged_attention):
-        monkeypatch.setattr(module, "Graphs", Calls)
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(linear_weight_only, "Graphs", Calls)
