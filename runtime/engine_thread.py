@@ -43,7 +43,7 @@ class EngineThread:
         self._on_step, self._on_death = on_step, on_death
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._waits: list[tuple[Callable[[Engine], bool], Future[None]]] = []
-        self._lock = threading.Lock()  # of error, and of calls that must not be queued behind it
+        self._lock = threading.Lock()  # of error, and of calls and waits that must not be added after it
         self._stopping = False
         self._ended = threading.Event()
         self._step_began: float | None = None
@@ -69,7 +69,8 @@ class EngineThread:
         future: Future[None] = Future()
         with self._lock:
             self._raise_if_dead()
-            self._calls.put((lambda: self._waits.append((condition, future)), Future()))
+            self._waits.append((condition, future))
+            self._calls.put((lambda: None, Future()))  # wakes the thread
         return future
 
     def stop(self, timeout: float | None) -> bool:

@@ -41,8 +41,15 @@ def run(main: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
     return asyncio.run(bounded())
 
 
+def paced_engine(seconds: float = 0.001, **options: Any) -> tuple[Engine, FakeRunner]:
+    """An engine whose steps take at least `seconds`, so that a busy test process observes requests before they end."""
+    core, runner = fake_engine(**options)
+    runner.before_step = lambda: time.sleep(seconds)
+    return core, runner
+
+
 def big_engine(**options: Any) -> tuple[Engine, FakeRunner]:
-    return fake_engine(**{"num_blocks": 20_000, "max_batch_tokens": 4096, "max_seqs": 256, **options})
+    return paced_engine(**{"num_blocks": 20_000, "max_batch_tokens": 4096, "max_seqs": 256, **options})
 
 
 async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, **options: Any) -> list[Chunk]:
@@ -163,7 +170,7 @@ def test_abort_by_name_ends_the_stream_in_order() -> None:
 
 
 def test_refused_requests_do_not_disturb_the_others() -> None:
-    core, _ = fake_engine(num_blocks=64, max_seqs=1, max_queued=2)
+    core, _ = paced_engine(0.02, num_blocks=64, max_seqs=1, max_queued=2)
 
     async def main() -> None:
         async with AsyncEngine(core) as engine:
@@ -233,8 +240,34 @@ def test_a_step_that_raises_reaches_every_waiter(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level(logging.ERROR, logger="gristmill"):
         run(main())
-    [record] = caplog.records
+    [record] = [record for record in caplog.records if record.name.startswith("gristmill")]
     assert "the kernel failed" in record.getMessage() and "running: 20" in record.getMessage()
+
+
+def test_a_wait_that_begins_while_the_last_step_runs_gets_its_error() -> None:
+    core, runner = big_engine()
+    in_step, release = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        engine = AsyncEngine(core)
+        task = asyncio.create_task(engine.generate([1, 2], LONG))
+        await until(lambda: len(core.scheduler.running) == 1)
+
+        def fail() -> None:
+            in_step.set()
+            release.wait(60)
+            raise ZeroDivisionError("the kernel failed")
+
+        runner.before_step = fail
+        await asyncio.to_thread(in_step.wait)
+        waiting = asyncio.create_task(engine.drained())
+        await asyncio.sleep(0.05)
+        release.set()
+        results = await asyncio.gather(task, waiting, return_exceptions=True)
+        assert all(isinstance(result, EngineDeadError) for result in results)
+        await engine.close()
+
+    run(main(), 30)
 
 
 def test_an_invariant_that_fails_leaves_a_dump(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,7 +373,7 @@ def test_sigterm_with_200_in_flight(signals: int) -> None:
 
 
 def test_pause_and_resume() -> None:
-    core, runner = big_engine(max_seqs=2)
+    core, runner = big_engine(seconds=0.005, max_seqs=2)
 
     async def main() -> None:
         async with AsyncEngine(core) as engine:
