@@ -1,4 +1,4 @@
-"""Tests marked `alone` have the GPU for themselves."""
+"""Tests marked `alone` run while no other test uses the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring on a GPU: audited arms, cheats on streams, comparisons, ceilings, tuning."""
+"""Measuring on a GPU: audited arms, kernels that cheat with streams, comparisons, ceilings, tuning."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def work_left_on_another_stream(config, x, weight, eps, out):
 
 
 def work_started_early_on_another_stream(config, x, weight, eps, out):
-    """Does not wait for the stream that it is called on: its results are there before its turn has come."""
+    """Does not wait for the stream that it is called on, so its results exist before its turn."""
     with torch.cuda.stream(STATE.setdefault("stream", torch.cuda.Stream())):
         out.copy_(OP.reference(x, weight, eps))
 
 
 def work_handed_over_and_back(config, x, weight, eps, out):
-    """Honest: what another stream does, this one waits for."""
+    """An honest kernel: its stream waits for the work that it gives to another stream."""
     work_left_on_another_stream(config, x, weight, eps, out)
     torch.cuda.current_stream().wait_stream(STATE["stream"])
 
@@ -73,11 +73,11 @@ def kernel(function, **more) -> Kernel:
 
 def arm(spec: Kernel, problem: str = PROBLEM, *, hot: bool = False) -> KernelArm:
     config = spec.config(OP.problem(problem), place(None).target)
-    made = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0", hot=hot))
+    measured = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0", hot=hot))
     for _ in range(6):
-        made.sample()
-    made.conclude()
-    return made
+        measured.sample()
+    measured.conclude()
+    return measured
 
 
 @pytest.fixture(autouse=True)
@@ -87,16 +87,16 @@ def clean():
 
 def test_an_honest_kernel_passes_captured_and_eager() -> None:
     assert arm(kernel(honest)).timing == "graph,cold" and arm(kernel(honest, capturable=False)).error == 0.0
-    made = arm(default_registry().kernel("rms_norm", "rms_norm_triton"))
-    assert made.repeatable and made.samples[-1] > 10
+    measured = arm(default_registry().kernel("rms_norm", "rms_norm_triton"))
+    assert measured.repeatable and measured.samples[-1] > 10
 
 
 @pytest.mark.parametrize("hot", [True, False])
 @pytest.mark.parametrize("capturable", [True, False])
 @pytest.mark.parametrize("cheat", [work_left_on_another_stream, work_started_early_on_another_stream])
 def test_work_left_on_another_stream_is_caught(cheat, capturable: bool, hot: bool) -> None:
-    for problem in (PROBLEM, "m=64,n=2048"):  # long work, and work that is nearly done when the call returns
-        # An error is infinite where the poison is still there, and finite where some of it is overwritten by then.
+    for problem in (PROBLEM, "m=64,n=2048"):  # a long call, and one that is nearly done when it returns
+        # The error is infinite where poison is left, and finite where it has been overwritten.
         with pytest.raises(WrongResultError, match="cannot be captured|over the tolerance|changed after"):
             arm(kernel(cheat, capturable=capturable), problem, hot=hot)
 
@@ -118,13 +118,13 @@ def test_cached_results_are_caught(capturable: bool) -> None:
 
 def test_comparisons_are_right_and_quiet(policy_file) -> None:
     policy_file()
-    here, registry = place(None), default_registry()
-    ours, theirs = (registry.kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch"))
-    row = compare([Case(OP, OP.problem(PROBLEM), theirs, (ours,))], here, Rule(), seconds=10)[0]
+    device, registry = place(None), default_registry()
+    triton, torch_kernel = (registry.kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch"))
+    row = compare([Case(OP, OP.problem(PROBLEM), torch_kernel, (triton,))], device, Rule(), seconds=10)[0]
     assert row.verdict in (FASTER, SLOWER) and row.noise is not None and row.noise < 0.02, row
-    shared = Rotation(OP, ours, OP.problem(PROBLEM), "cuda:0")
+    shared = Rotation(OP, triton, OP.problem(PROBLEM), "cuda:0")
     configuration = self_test(
-        lambda name: KernelArm(ours, ours.config(OP.problem(PROBLEM), here.target), shared, name=name),
+        lambda name: KernelArm(triton, triton.config(OP.problem(PROBLEM), device.target), shared, name=name),
         Rule(),
         comparisons=20,
     )
@@ -133,9 +133,13 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
 
 def test_five_timings_stand_side_by_side(policy_file) -> None:
     policy_file()
-    ours, theirs = (default_registry().kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch"))
-    row = kernel_rows(OP, OP.problem("m=16,n=4096"), [ours], place(None), baseline=theirs, seconds=0.2)[0]
-    # Isolated as it is deployed, in a graph, and not eagerly too.
+    triton, torch_kernel = (
+        default_registry().kernel("rms_norm", f"rms_norm_{name}") for name in ("triton", "torch")
+    )
+    row = kernel_rows(
+        OP, OP.problem("m=16,n=4096"), [triton], place(None), baseline=torch_kernel, seconds=0.2
+    )[0]
+    # The isolated timing is taken as the kernel is deployed, in a graph, and not also eagerly.
     expected = tuple(timing for timing in TIMINGS if timing != "eager,cold,isolated")
     assert (
         tuple(row["times"]) == expected
@@ -143,7 +147,7 @@ def test_five_timings_stand_side_by_side(policy_file) -> None:
         and row["speedup"] > 0
         and not row["reason"]
     )
-    # A launch costs the host more than this takes on the device.
+    # Launching this kernel takes longer on the host than running it takes on the device.
     assert (
         row["times"]["eager,cold"]["us"]
         > row["times"]["graph,cold"]["us"]
@@ -159,9 +163,9 @@ def test_an_old_graph_freed_meanwhile_does_not_spoil_a_capture() -> None:
     gc.set_threshold(1)  # collects at nearly every allocation
     try:
         for _ in range(5):
-            made = KernelArm(spec, config, rotation)
-            made.self = made  # so that only a collection frees its graph
-            made.sample()
+            measured = KernelArm(spec, config, rotation)
+            measured.self = measured  # a cycle: only a collection frees its graph
+            measured.sample()
     finally:
         gc.set_threshold(*before)
 
@@ -176,8 +180,8 @@ def test_ceilings_say_what_held_the_device_back(policy_file) -> None:
 def test_tuning_finds_nothing_slower_than_the_default(policy_file) -> None:
     policy_file()
     op = default_registry().op("linear")
-    kept: list = []
+    records: list = []
     job = Job(op, op.problem("m=16,n=4096,k=4096,w=int4_g128"))
-    tuned = tune([job], place(None), lambda r: kept.extend(r) or Store(), seconds=60, store=Store())[0]
+    tuned = tune([job], place(None), lambda r: records.extend(r) or Store(), seconds=60, store=Store())[0]
     assert tuned.state == "tuned" and tuned.us is not None and tuned.default_us is not None
-    assert tuned.us <= tuned.default_us * 1.001 and kept
+    assert tuned.us <= tuned.default_us * 1.001 and records

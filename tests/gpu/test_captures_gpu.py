@@ -1,4 +1,4 @@
-"""A graph that becomes garbage and is freed during a capture ends it; `capturing` keeps it from being freed."""
+"""A graph that is garbage and is freed during a capture invalidates the capture; `capturing` prevents that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Owner:
-    """Holds a graph, and itself: only a collection frees it."""
+    """Holds a graph and a reference to itself, so that only a collection frees it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -29,8 +29,10 @@ class Owner:
 
 
 def collect_eagerly() -> None:
-    """From here on a collection of all generations follows a few allocations: what is old already is out of it, or it would have to
-    grow by a quarter first."""
+    """Makes a full collection follow every few allocations.
+
+    Older objects are frozen. Otherwise their number would have to grow by a quarter before a full collection
+    runs."""
     gc.collect()
     gc.freeze()
     gc.collect()
@@ -47,18 +49,18 @@ def eager_collector() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def capture_while_an_owner_goes(way: Callable[..., Any]) -> torch.cuda.CUDAGraph:
+def capture_while_an_owner_goes(capture: Callable[..., Any]) -> torch.cuda.CUDAGraph:
     x, graph = torch.zeros(64, device="cuda"), torch.cuda.CUDAGraph()
     owners = [Owner(x)]
-    with way(graph):
+    with capture(graph):
         owners.clear()
-        made = [[index] for index in range(1000)]  # as launchers allocate
-        x.add_(len(made))
+        lists = [[index] for index in range(1000)]  # allocates as launchers do
+        x.add_(len(lists))
     return graph
 
 
 def test_the_fault_is_real() -> None:
-    """In a process of its own: an invalidated capture leaves torch's allocator in the middle of it."""
+    """Runs in a process of its own: an invalidated capture leaves torch's allocator in an undefined state."""
     program = (
         "import torch\n"
         "from tests.gpu.test_captures_gpu import capture_while_an_owner_goes, collect_eagerly\n"

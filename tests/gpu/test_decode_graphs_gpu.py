@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: the same ids as kernel by kernel, under preemption and prefix cache, on two streams, and why not."""
+"""Decode steps as CUDA graphs: same ids as without graphs, under preemption and prefix caching, and on two
+streams."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PARAMS = [
     SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5),
     SamplingParams(max_tokens=30),
 ]
-# Kernels whose rows do not depend on the batch: a step padded to a power of two gives the same bits.
+# The rows of these kernels do not depend on the batch: a step padded to a power of two gives the same bits.
 TRITON = Policy(pins={"*": ("*_triton",)}, strict=True, origin="strict Triton")
 
 
@@ -44,17 +45,23 @@ def prompts() -> list[list[int]]:
 )
 @pytest.mark.parametrize("quant", [None, "int4_g128"])
 def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
-    given = {"num_blocks": 256, **options}
+    engine_options = {"num_blocks": 256, **options}
     without, through = (
         LLM(
-            MODELS / LLAMA, dtype="fp32", quant=quant, device="cuda", policy=TRITON, decode_graphs=on, **given
+            MODELS / LLAMA,
+            dtype="fp32",
+            quant=quant,
+            device="cuda",
+            policy=TRITON,
+            decode_graphs=on,
+            **engine_options,
         )
         for on in (False, True)
     )
     params = [PARAMS[i % 4] for i in range(7)]
     expected = without.generate(prompts(), params)
     assert through.generate(prompts(), params) == expected
-    assert through.generate(prompts(), params) == expected  # replays alone
+    assert through.generate(prompts(), params) == expected  # replays only
     rows = through.explain_graphs()
     assert (
         all(row["captured"] for row in rows if row["seqs"])
@@ -63,7 +70,8 @@ def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
 
 
 def test_processed_logits() -> None:
-    """Steps whose logits are processed replay graphs that end with the logits; penalties, bans and log-probabilities on the device."""
+    """Steps whose logits are processed replay graphs that end with the logits; penalties, bans and
+    log-probabilities are computed on the device."""
     without, through = (
         LLM(MODELS / LLAMA, dtype="fp32", device="cuda", policy=TRITON, decode_graphs=on, num_blocks=256)
         for on in (False, True)
@@ -88,7 +96,8 @@ def test_processed_logits() -> None:
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_default_kernels_in_bf16(name: str) -> None:
-    """Whatever selection chooses can be captured; ids need not be the same to the bit."""
+    """Whatever kernels selection chooses can be captured; the ids need not be bitwise equal to those without
+    graphs."""
     llm = LLM(MODELS / name, dtype="bf16", quant="int4_g128", device="cuda", num_blocks=256)
     results = llm.generate(prompts(), SamplingParams(max_tokens=20, ignore_eos=True))
     assert all(len(result.token_ids) == 20 for result in results)
@@ -105,7 +114,7 @@ def test_a_kernel_that_cannot_be_captured_is_named() -> None:
 
 
 def test_two_engines_on_two_streams() -> None:
-    """One model, two caches, two threads with a stream each: graphs and scratch memory are kept apart."""
+    """One model with two caches on two threads, each with its stream: graphs and scratch memory are separate."""
     llm = LLM(MODELS / LLAMA, dtype="fp32", quant="int4_g128", device="cuda", policy=TRITON, num_blocks=128)
     model, config = llm.model, SchedulerConfig(num_blocks=128, max_seqs=8)
     answers: dict[int, list[list[int]]] = {}
@@ -128,7 +137,7 @@ def test_two_engines_on_two_streams() -> None:
     serve(0)
     expected = answers.pop(0)
     serve(1)
-    assert answers.pop(1) == expected  # both have their graphs now: what follows is replays
+    assert answers.pop(1) == expected  # both engines have their graphs: what follows only replays
     threads = [threading.Thread(target=serve, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
@@ -141,13 +150,13 @@ def test_arenas_of_streams_and_graphs() -> None:
     arenas = Arenas(torch.device("cuda", 0))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):
-        mine = arenas.take("a", Workspace(1000))
+        arena = arenas.take("a", Workspace(1000))
         held = arenas.held()
     with torch.cuda.stream(second):
-        assert arenas.take("a", Workspace(1000)) is not mine and arenas.held()[0] is not mine
-    assert mine is not None and len(held) == 1 and held[0] is mine
+        assert arenas.take("a", Workspace(1000)) is not arena and arenas.held()[0] is not arena
+    assert arena is not None and len(held) == 1 and held[0] is arena
     graph = torch.cuda.CUDAGraph()
     with capturing(graph, stream=first):
-        mine.add_(1)
+        arena.add_(1)
         with pytest.raises(UnpreparedError, match="2000 bytes of scratch memory"):
             arenas.take("a", Workspace(2000))

@@ -1,4 +1,5 @@
-"""Two devices: a call runs where its tensors are, whatever device is current, and plans refuse another device's tensors."""
+"""Two devices: a call runs where its tensors are, whichever device is current, and plans refuse tensors of
+another device."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SECOND = "cuda:1"
 
 @pytest.mark.parametrize("op", [op for op in REGISTRY.ops.values() if op.outputs], ids=lambda op: op.name)
 def test_a_plan_of_the_second_device_runs_there(op: Op, tmp_path) -> None:
-    """The current device stays the first; the result is that of the reference on the second."""
+    """The first device stays current; the result on the second device matches the reference."""
     resolver = Resolver(SECOND, Policy(cache=str(tmp_path)))
     for text in op.examples[-3:]:
         problem = op.problem(text)
@@ -47,7 +48,7 @@ def test_a_plan_of_the_second_device_runs_there(op: Op, tmp_path) -> None:
             for a, p in zip(packed, op.parameters, strict=True)
             if p.mutable and isinstance(a, torch.Tensor) and p.name != "workspace"
         ]
-        fresh = op.inputs(problem, 7, SECOND)  # a kernel that adds in place has changed the others
+        fresh = op.inputs(problem, 7, SECOND)  # a kernel that adds in place has changed the other inputs
         assert error_of(op, problem, fresh, actual, run_reference(op, fresh)) <= op.tolerance(problem).limit
 
 
@@ -62,17 +63,18 @@ def test_a_plan_refuses_the_other_device() -> None:
 
 
 LAYOUTS = [layout for layout in REGISTRY.layouts.values() if layout.name not in ("humming_v1", "tinygemm_v1")]
-"""Those of our own: other libraries' may pack on a GPU alone."""
+"""Our own layouts; those of other libraries may pack only on a GPU."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_weights_are_packed_on_the_second_device(layout) -> None:
-    """While the first device is the current one: not every torch operator goes by its tensors' device (torch.ldexp does not)."""
+    """Packing works while the first device is current: some torch operators ignore the device of their
+    tensors (torch.ldexp does)."""
     torch.cuda.set_device(0)
     for scheme in layout.schemes:
         for q in variants(scheme):
-            there, here = pack(q.to(SECOND), layout), pack(q, layout)
-            for name, tensor in there.slots.items():
-                assert torch.equal(tensor.cpu(), here.slots[name]), f"{scheme}: {name} of {q}"
-            assert unpack(there).identical(q.to(SECOND)), f"{scheme}: {q}"
+            on_second, on_cpu = pack(q.to(SECOND), layout), pack(q, layout)
+            for name, tensor in on_second.slots.items():
+                assert torch.equal(tensor.cpu(), on_cpu.slots[name]), f"{scheme}: {name} of {q}"
+            assert unpack(on_second).identical(q.to(SECOND)), f"{scheme}: {q}"
             assert torch.equal(q.to(SECOND).dequantize().cpu(), q.dequantize()), f"{scheme}: {q}"

@@ -1,4 +1,5 @@
-"""Layouts of other libraries' kernels against those libraries: exact unpacking, and torch's own packing."""
+"""Layouts of other libraries' kernels, checked against those libraries: exact unpacking, and torch's own
+packing."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_humming_leaves_its_locks_zero_and_streams_do_not_meet(m: int) -> None:
 def test_tinygemm_is_packed_as_torch_packs(scheme: str) -> None:
     q = quantize(torch.randn(264, 512, device=DEVICE), scheme)
     packed = pack(q, "tinygemm_v1")
-    # torch takes the even column in the high nibble
+    # torch stores the even column in the high nibble
     swapped = (q.codes >> 4) | (q.codes << 4)
     assert torch.equal(packed.slots["tiles"], torch._convert_weight_to_int4pack(swapped, 8))
     assert unpack(packed).identical(q)

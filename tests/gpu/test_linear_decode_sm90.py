@@ -1,5 +1,5 @@
-"""The decode kernels over frag16 tiles on a Hopper, both schedules: every instance, split and depth; tails; unaligned x; poisoned and
-guarded outputs; repeats."""
+"""The decode kernels over frag16 tiles on Hopper: every instance, split and ring depth of both schedules,
+tails, unaligned x, poisoned and guarded outputs, repeated calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KERNELS, WIDE = (
 
 
 def decode_launch(config: dict[str, object], *arguments: object) -> None:
-    """By the schedule that the configuration is of."""
+    """Launches the schedule that the configuration belongs to."""
     (_launch_decode_ws if "wn" in config else _launch_decode).launch(config, *arguments)  # type: ignore[arg-type]
 
 
@@ -60,7 +60,8 @@ def run(
     tensors: list[torch.Tensor] | None = None,
     **epilogue: torch.Tensor,
 ) -> torch.Tensor:
-    """One call into the middle of a poisoned buffer; the rows around it must stay."""
+    """Calls the kernel once, into the middle of a poisoned buffer, and checks that the rows around it stay
+    untouched."""
     m, n = x.shape[0], q.n
     buffer = torch.full((m + 2, n), float("nan"), dtype=x.dtype, device=DEVICE)
     tensors = tensors or pack(q, LAYOUT[q.scheme.weights]).tensors
@@ -78,27 +79,27 @@ def default(
 
 
 def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-    """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x, of the worst column."""
+    """Error of the worst column: |Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x."""
     reference = x.double() @ w.T
     scale = x.double().norm(dim=1, keepdim=True) * w.norm(dim=1) / w.shape[1] ** 0.5
     return float(((y.double() - reference) / scale).square().mean(0).sqrt().max())
 
 
 def every_config(scheme: str, m: int, n: int, k: int) -> list[dict[str, object]]:
-    """Every instance and split of both schedules, with its shortest and its longest ring."""
+    """Returns every instance and split of both schedules, each with its shortest and its longest ring."""
     form = decode.SCHEDULE.format_of(QuantScheme.parse(scheme))
     assert form is not None
-    found: list[dict[str, object]] = []
+    instances: list[dict[str, object]] = []
     for schedule in (decode, decode_ws):
         depths: dict[tuple[object, int], dict[int, dict[str, int]]] = {}
         for shape, split, depth, _ in schedule.candidates(form, m, n, k):  # type: ignore[attr-defined]
             depths.setdefault((shape, split), {})[depth] = schedule.config_of(shape, split, depth)  # type: ignore[attr-defined]
         for configs in depths.values():
-            found += [
+            instances += [
                 {"format": form.name, "tile_bytes": form.tile_bytes, **configs[depth]}
                 for depth in {min(configs), max(configs)}
             ]
-    return found
+    return instances
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
@@ -111,7 +112,7 @@ def test_every_instance(scheme: str, dtype: torch.dtype, scales: torch.dtype) ->
         q = weights(scheme, n, k, scales=scales)
         w, tensors = q.dequantize().double(), pack(q, LAYOUT[scheme]).tensors
         for m in (1, 2, 7, 8, 9, 16):
-            rows = max(m, 64 // m * m)  # a column's RMS needs many rows
+            rows = max(m, 64 // m * m)  # the RMS of a column needs many rows
             x = torch.randn(
                 rows, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(m)
             ).to(dtype)
@@ -131,10 +132,10 @@ def test_a_doubled_scale_would_show(scheme: str) -> None:
         changed[row, 2] += 1
     else:
         changed[row, 2] = (changed[row, 2].float() * 2).to(changed.dtype)
-    wrong = dataclasses.replace(q, scales=changed)
+    corrupted = dataclasses.replace(q, scales=changed)
     for kernel in KERNELS:
         config = default(16, 64, 512, scheme, kernel=kernel)
-        y = torch.cat([run(x[i : i + 16], wrong, config) for i in range(0, 64, 16)])
+        y = torch.cat([run(x[i : i + 16], corrupted, config) for i in range(0, 64, 16)])
         assert column_error(y, x, q.dequantize().double()) > 8 * LIMIT[torch.bfloat16]
 
 
@@ -171,7 +172,7 @@ def test_a_hundred_repeats_are_identical(scheme: str, m: int) -> None:
     "scheme", ["int4_ch", "int4_ch_zp", "int8_ch", "fp8", "fp8_ch", "fp8_block", "nvfp4", "mxfp4"]
 )
 def test_any_n_and_k_beside_poison(scheme: str) -> None:
-    """K that is no multiple of the tile, N odd, and NaN right after every row of x."""
+    """K is no multiple of the tile, N is odd, and NaN follows every row of x."""
     step = QuantScheme.parse(scheme).requires_k_multiple
     for n, k in ((33, 129), (50, 77), (257, 1000)):
         k = -(-k // step) * step
@@ -235,23 +236,26 @@ def test_unaligned_and_strided_x_epilogue_and_nothing(kernel: Kernel) -> None:
     + [(kernel, "fp8") for kernel in WIDE],
 )
 def test_a_chain_of_dependent_calls_on_a_side_stream(kernel: Kernel, scheme: str) -> None:
-    """Programmatic dependent launch: each call reads what the one before wrote, and must not be a bit off."""
+    """Programmatic dependent launch: each call reads what the previous one wrote, and every result is bitwise
+    equal to the one with synchronization."""
     q = weights(scheme, 512, 512)
     tensors, config = pack(q, LAYOUT[scheme]).tensors, default(4, 512, 512, scheme, kernel=kernel)
     start = torch.randn(4, 512, device=DEVICE).bfloat16()
 
     def chain(wait: bool) -> list[torch.Tensor]:
-        made = [start]
+        results = [start]
         for _ in range(50):
             out = torch.empty_like(start)
-            decode_launch(config, made[-1], tensors, None, None, False, 512, None, out)
+            decode_launch(config, results[-1], tensors, None, None, False, 512, None, out)
             if wait:
                 torch.cuda.synchronize()
-            # An elementwise kernel between some calls: producers of both kinds.
-            made.append(
-                out * 2.0**-4 if len(made) % 5 else (out / out.float().norm().clamp_min(1e-9)).to(out.dtype)
+            # An elementwise kernel between some calls, so that producers of both kinds occur.
+            results.append(
+                out * 2.0**-4
+                if len(results) % 5
+                else (out / out.float().norm().clamp_min(1e-9)).to(out.dtype)
             )
-        return made
+        return results
 
     expected = chain(wait=True)
     stream = torch.cuda.Stream()
@@ -264,22 +268,22 @@ def test_a_chain_of_dependent_calls_on_a_side_stream(kernel: Kernel, scheme: str
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_two_streams_at_once(kernel: Kernel) -> None:
-    """Calls of the same weight that run side by side do not share anything that is written."""
+    """Calls with the same weight that run concurrently share nothing that is written."""
     q = weights("nvfp4", 1024, 2048)
     tensors, config = pack(q, "f4_frag16_v1").tensors, default(8, 1024, 2048, "nvfp4", kernel=kernel)
     xs = [torch.randn(8, 2048, device=DEVICE).bfloat16() for _ in range(2)]
     expected = [run(x, q, config, tensors).clone() for x in xs]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[torch.Tensor]] = [[], []]
+    results: list[list[torch.Tensor]] = [[], []]
     for _ in range(50):
-        for x, stream, outs in zip(xs, streams, found, strict=True):
+        for x, stream, outs in zip(xs, streams, results, strict=True):
             with torch.cuda.stream(stream):
                 out = torch.full((8, 1024), float("nan"), dtype=x.dtype, device=DEVICE)
                 decode_launch(config, x, tensors, None, None, False, 1024, None, out)
                 outs.append(out)
     torch.cuda.synchronize()
-    for outs, reference in zip(found, expected, strict=True):
+    for outs, reference in zip(results, expected, strict=True):
         assert all(torch.equal(out, reference) for out in outs)
 
 
@@ -291,9 +295,9 @@ def test_packing_on_the_gpu_is_packing_on_the_cpu(scheme: str) -> None:
             * QuantScheme.parse(scheme).requires_k_multiple
         )
         q = quantize(torch.randn(n, k), scheme)
-        here, there = pack(q, LAYOUT[scheme]), pack(q.to(DEVICE), LAYOUT[scheme])
-        assert all(torch.equal(a, b.cpu()) for a, b in zip(here.tensors, there.tensors, strict=True))
-        assert unpack(there).identical(q.to(DEVICE))
+        on_cpu, on_gpu = pack(q, LAYOUT[scheme]), pack(q.to(DEVICE), LAYOUT[scheme])
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu.tensors, on_gpu.tensors, strict=True))
+        assert unpack(on_gpu).identical(q.to(DEVICE))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

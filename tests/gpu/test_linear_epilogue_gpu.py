@@ -1,4 +1,4 @@
-"""Gating behind a product, as one launch on a GPU, against torch in float32."""
+"""The gated activation behind a matrix product, as one launch on a GPU, against torch in float32."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ pytestmark = pytest.mark.gpu
 def test_gating_is_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     z = (torch.randn(shape, generator=generator, device="cuda") * 8).to(dtype)
-    found, expected = (
+    actual, expected = (
         torch.full((*shape[:-1], shape[-1] // 2), float("nan"), dtype=dtype, device="cuda") for _ in range(2)
     )
-    finish(z, None, None, True, found)
+    finish(z, None, None, True, actual)
     finish_in_torch(z, None, None, True, expected)
-    # One rounding apart at most; in float32 what two exponential functions differ by, at arguments of up to 40.
+    # At most one rounding apart; in float32, the difference of two exponential functions for arguments of up
+    # to 40.
     allowed = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert (
-        (found.double() - expected.double()).abs()
+        (actual.double() - expected.double()).abs()
         <= allowed * expected.abs().double() + torch.finfo(dtype).tiny
     ).all()

@@ -1,4 +1,5 @@
-"""gemm_ws over frag16 tiles on a Hopper: every scheme, instance and split; tails; epilogues; repeats; streams."""
+"""gemm_ws over frag16 tiles on Hopper: every scheme, instance and split, tails, epilogues, repeated calls,
+streams."""
 
 from __future__ import annotations
 
@@ -47,26 +48,27 @@ def packed(q: QuantTensor) -> list[torch.Tensor]:
 
 
 def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
-    """Each instance with each split, dealing tiles out along K among `grid` CTAs and one more, and halves of warpgroups that take turns."""
-    form, found, groups = gemm_ws.SCHEDULE.format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
+    """Returns each instance with each split-K, with stream-K over `grid` and `grid` + 1 CTAs, and with
+    warpgroups that take turns on half tiles."""
+    form, configs, groups = gemm_ws.SCHEDULE.format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
     assert form is not None
     for shape in gemm_ws.shapes_of(form):
-        ways = [
+        partitions = [
             gemm_ws.Partition(split, 0, grid)
             for split in (1, 2, 4, 8)
             if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices
         ]
         if shape.slices == 1:
-            ways += [gemm_ws.Partition(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]
-            ways += [
+            partitions += [gemm_ws.Partition(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]
+            partitions += [
                 gemm_ws.Partition(1, even, grid, lag)
                 for even in (0, 1, 2)
                 for lag in gemm_ws.lags_of(form, shape)
             ]
-        found += [
-            gemm_ws.config_of(form, shape, way, max(m, 1), 1 << 20, k) for way in ways
-        ]  # bands as of a weight that L2 does not hold
-    return [{"format": form.name, "tile_bytes": form.tile_bytes, **one} for one in found]
+        configs += [
+            gemm_ws.config_of(form, shape, partition, max(m, 1), 1 << 20, k) for partition in partitions
+        ]  # bands as for a weight that L2 does not hold
+    return [{"format": form.name, "tile_bytes": form.tile_bytes, **one} for one in configs]
 
 
 def default(scheme: str, m: int, n: int, k: int) -> Config:
@@ -84,7 +86,8 @@ def run(
     shift: int = 0,
     **epilogue: torch.Tensor,
 ) -> torch.Tensor:
-    """One call into the middle of a poisoned buffer; what lies around it must stay. shift: elements off 16-byte alignment."""
+    """Calls the kernel once, into the middle of a poisoned buffer, and checks that everything around the
+    result stays untouched. shift: elements off 16-byte alignment."""
     m = x.shape[0]
     buffer = torch.full(((m + 2) * n + shift,), float("nan"), dtype=x.dtype, device=DEVICE)
     out = buffer[n + shift : n + shift + m * n].view(m, n)
@@ -94,7 +97,7 @@ def run(
 
 
 def column_error(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-    """|Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x, of the worst column."""
+    """Error of the worst column: |Δyₙ| / (‖x‖·‖wₙ‖/√K), RMS over the rows of x."""
     reference = x.double() @ w.T
     scale = x.double().norm(dim=1, keepdim=True) * w.norm(dim=1) / w.shape[1] ** 0.5
     return float(((y.double() - reference) / scale).square().mean(0).sqrt().max())
@@ -110,7 +113,7 @@ def test_every_instance_at_257_rows(scheme: str, dtype: torch.dtype) -> None:
             x = torch.randn(
                 257, k, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(1)
             ).to(dtype)
-            for grid in (132, 3):  # 3: a CTA walks over many tiles
+            for grid in (132, 3):  # 3: each CTA processes many tiles
                 for config in every_config(scheme, 257, k, grid):
                     error = column_error(run(x, n, config, tensors), x, w)
                     assert error < LIMIT[dtype], (error, scales, n, k, config)
@@ -129,7 +132,7 @@ def test_every_number_of_rows(scheme: str, m: int) -> None:
     for config in every_config(scheme, m, k, 5):
         y = run(x, n, config, tensors)
         assert float((y.double() - reference).norm() / reference.norm()) < 4e-3, config
-        if not config["even"]:  # the other rows change nothing
+        if not config["even"]:  # the other rows of the batch change nothing
             assert torch.equal(y[:1], run(x[:1], n, config, tensors)), config
 
 
@@ -148,11 +151,11 @@ def test_every_number_of_rows(scheme: str, m: int) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_columns_past_the_last_tile(scheme: str, k: int, dtype: torch.dtype) -> None:
-    """K that is no multiple of the tile, and NaN behind each row of x."""
+    """K is no multiple of the tile, and NaN follows each row of x."""
     q = weights(scheme, 50, k)
-    wide = torch.full((70, k + 9), float("nan"), dtype=dtype, device=DEVICE)
-    wide[:, :k] = torch.randn(70, k, device=DEVICE).to(dtype)
-    for x in (wide[:, :k], wide[:, :k].contiguous()):
+    padded = torch.full((70, k + 9), float("nan"), dtype=dtype, device=DEVICE)
+    padded[:, :k] = torch.randn(70, k, device=DEVICE).to(dtype)
+    for x in (padded[:, :k], padded[:, :k].contiguous()):
         for config in every_config(scheme, 70, k, 4):
             assert (
                 column_error(run(x, 50, config, packed(q)), x, q.dequantize().double()) < LIMIT[dtype] * 1.6
@@ -180,9 +183,11 @@ def test_a_doubled_block_scale_would_show(scheme: str) -> None:
         changed[1, 2] += 1
     else:
         changed[1, 2] = (changed[1, 2].float() / 2).to(changed.dtype)
-    wrong = QuantTensor(q.codes, changed, q.shape, q.scheme, zero=q.zero, global_scale=q.global_scale)
+    corrupted = QuantTensor(q.codes, changed, q.shape, q.scheme, zero=q.zero, global_scale=q.global_scale)
     assert (
-        column_error(run(x, 256, default(scheme, 257, 256, 512), packed(wrong)), x, q.dequantize().double())
+        column_error(
+            run(x, 256, default(scheme, 257, 256, 512), packed(corrupted)), x, q.dequantize().double()
+        )
         > 0.02
     )
 
@@ -215,14 +220,14 @@ def test_a_hundred_repeats_are_identical(scheme: str, m: int) -> None:
 def test_epilogues_and_unaligned_tensors(scheme: str, n: int, shift: int) -> None:
     q = weights(scheme, n, 384)
     w, tensors = q.dequantize().double(), packed(q)
-    wide = torch.randn(100, 391, device=DEVICE).bfloat16()
-    x = wide[:, 3:387]
+    padded = torch.randn(100, 391, device=DEVICE).bfloat16()
+    x = padded[:, 3:387]
     bias = torch.randn(n, device=DEVICE).bfloat16()
     residual = torch.randn(100, n, device=DEVICE).bfloat16()
     for config in every_config(scheme, 100, 384, 2):
         assert column_error(run(x, n, config, tensors, shift), x, w) < LIMIT[torch.bfloat16]
         full = run(x, n, config, tensors, shift, bias=bias, residual=residual)
-        # A row of W in the wrong place of bias or residual would be an error near 0.1 in the columns of small weights.
+        # Bias or residual of the wrong row of W would give an error near 0.1 in the columns of small weights.
         assert (
             column_error(full.double() - bias.double() - residual.double(), x, w) < 2 * LIMIT[torch.bfloat16]
         ), config
@@ -262,7 +267,7 @@ def test_silu_mul_follows() -> None:
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4"])
 def test_a_chain_of_dependent_calls_on_two_streams(scheme: str) -> None:
-    """Programmatic dependent launch: each call reads what the one before wrote; two chains run side by side."""
+    """Programmatic dependent launch: each call reads what the previous one wrote, in two concurrent chains."""
     q = weights(scheme, 512, 512)
     w, tensors = q.dequantize().double(), packed(q)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -275,9 +280,9 @@ def test_a_chain_of_dependent_calls_on_two_streams(scheme: str) -> None:
                 out = torch.empty_like(chain[-1])
                 config = default(scheme, out.shape[0], 512, 512)
                 launch_gemm_ws(config, chain[-1], tensors, None, None, False, 512, None, out)
-                again = torch.empty_like(out)  # straight from one launch into the next
-                launch_gemm_ws(config, out, tensors, None, None, False, 512, None, again)
-                chain += [out, again / again.float().norm(dim=1, keepdim=True).to(again.dtype)]
+                second = torch.empty_like(out)  # the next launch follows directly
+                launch_gemm_ws(config, out, tensors, None, None, False, 512, None, second)
+                chain += [out, second / second.float().norm(dim=1, keepdim=True).to(second.dtype)]
     torch.cuda.synchronize()
     for chain in chains:
         for before, after in zip(chain, chain[1:], strict=False):
@@ -288,9 +293,17 @@ def test_a_chain_of_dependent_calls_on_two_streams(scheme: str) -> None:
 def test_the_library_refuses_what_it_was_not_built_for() -> None:
     q = weights("int4_g128", 64, 256)
     x = torch.randn(16, 256, device=DEVICE).bfloat16()
-    good, tensors = default("int4_g128", 16, 64, 256), packed(q)
-    for wrong in ({"mt": 48}, {"c": 3}, {"slices": 3}, {"ctas": 3}, {"split": 3}, {"grid": 0}, {"raster": 0}):
+    config, tensors = default("int4_g128", 16, 64, 256), packed(q)
+    for invalid in (
+        {"mt": 48},
+        {"c": 3},
+        {"slices": 3},
+        {"ctas": 3},
+        {"split": 3},
+        {"grid": 0},
+        {"raster": 0},
+    ):
         with pytest.raises(ValueError, match="argument out of its range"):
-            run(x, 64, good | wrong, tensors)
+            run(x, 64, config | invalid, tensors)
     with pytest.raises(ValueError, match="bytes of tiles"):
-        run(x, 64, good, [torch.empty(7, dtype=torch.uint8, device=DEVICE), *tensors[1:]])
+        run(x, 64, config, [torch.empty(7, dtype=torch.uint8, device=DEVICE), *tensors[1:]])

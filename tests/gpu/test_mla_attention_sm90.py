@@ -1,4 +1,5 @@
-"""Latent attention on a Hopper against the reference: pages, heads, new tokens, lengths at edges, cut contexts, graphs, repeats, streams."""
+"""MLA on Hopper against the reference: page sizes, numbers of heads and of new tokens, lengths at edges,
+split contexts, graphs, repeated calls, streams."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def launch(config: dict[str, int], arguments: list[Any], workspace: Any, out: to
 
 
 def workspace(config: dict[str, int]) -> torch.Tensor:
-    """Counters at zero; parts hold NaN, so that one that was not written shows."""
+    """Returns a workspace with counters of zero and partial results of NaN, so that a part that is read but
+    never written shows."""
     space = torch.full(
         (COUNTER_BYTES + 2 * config["ctas"] * PART_BYTES,), 255, dtype=torch.uint8, device=DEVICE
     )
@@ -56,9 +58,12 @@ def workspace(config: dict[str, int]) -> torch.Tensor:
     return space
 
 
-def wrong(given: str, config: dict[str, int] = CUT, seed: int = 0) -> float:
-    """The error over the limit of one call into the middle of a poisoned buffer; what lies around it must stay, and a second call agree."""
-    problem = OP.problem(given)
+def wrong(problem_text: str, config: dict[str, int] = CUT, seed: int = 0) -> float:
+    """Returns the error of one call relative to the tolerance.
+
+    The call writes into the middle of a poisoned buffer. Everything around the result stays untouched, and a
+    second call gives the same bits."""
+    problem = OP.problem(problem_text)
     arguments = OP.inputs(problem, seed, DEVICE)
     q, begin, lse = arguments[0], arguments[3], arguments[9]
     used, space = int(begin[-1]), workspace(config)
@@ -85,10 +90,10 @@ def wrong(given: str, config: dict[str, int] = CUT, seed: int = 0) -> float:
 def test_pages_and_heads(heads: int, block_size: int) -> None:
     for number, mix in enumerate(MIXES):
         config = CONFIGS[(number + heads // 8 + block_size) % len(CONFIGS)]
-        given = text(
+        problem_text = text(
             mix, heads, block_size=block_size, x="fp16" if number == 2 else "bf16", lse=number % 2 == 0
         )
-        assert wrong(given, config, number) < 1, (given, config)
+        assert wrong(problem_text, config, number) < 1, (problem_text, config)
 
 
 @pytest.mark.parametrize("heads", [1, 7, 20, 65, 96, 127])
@@ -102,8 +107,10 @@ def test_odd_numbers_of_heads(heads: int) -> None:
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 def test_new_tokens(heads: int, max_q: int) -> None:
     for number, config in enumerate(CONFIGS):
-        given = text((5 * max_q, 5, max_q, 900, 2500), heads, block_size=(64, 16)[number % 2], lse=True)
-        assert wrong(given, config, number) < 1, config
+        problem_text = text(
+            (5 * max_q, 5, max_q, 900, 2500), heads, block_size=(64, 16)[number % 2], lse=True
+        )
+        assert wrong(problem_text, config, number) < 1, config
 
 
 @pytest.mark.parametrize(
@@ -112,8 +119,10 @@ def test_new_tokens(heads: int, max_q: int) -> None:
 def test_lengths_at_edges(context: int) -> None:
     for number, config in enumerate(CONFIGS):
         for heads in (16, 128):
-            given = text((1, 1, 1, context, context), heads, block_size=(64, 8, 32)[number % 3], lse=True)
-            assert wrong(given, config, number) < 1, (heads, config)
+            problem_text = text(
+                (1, 1, 1, context, context), heads, block_size=(64, 8, 32)[number % 3], lse=True
+            )
+            assert wrong(problem_text, config, number) < 1, (heads, config)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +130,7 @@ def test_lengths_at_edges(context: int) -> None:
     [
         *EXAMPLES,
         text((0, 1, 1, 1, 0), 16),
-        text((3, 6, 1, 37, 150), 128),  # sequences without new tokens
+        text((3, 6, 1, 37, 150), 128),  # some sequences have no new tokens
         text((700, 700, 1, 200, 60000), 16),
         text((700, 600, 5, 300, 60000), 8),
         text((257, 1, 257, 257, 257), 16, lse=True),
@@ -149,7 +158,7 @@ def test_scales(scale: float) -> None:
 
 
 def test_strides() -> None:
-    """A cache of several layers side by side, q and out among others' columns."""
+    """The cache holds several layers side by side; q and out are columns of larger tensors."""
     problem = OP.problem(text((9, 3, 4, 500, 900), 16, block_size=16))
     arguments = OP.inputs(problem, 3, DEVICE)
     q, cache = arguments[0], arguments[1]
@@ -163,7 +172,7 @@ def test_strides() -> None:
     launch(CUT, arguments, None, out[:, 2:18, 512:])
     assert OP.error(problem, arguments, [out[:, 2:18, 512:]], [expected]) < OP.tolerance(problem).limit
     assert bool(out[:, :2].isnan().all() and out[:, 18:].isnan().all() and out[..., :512].isnan().all())
-    arguments[0] = torch.empty(9, 32, 576, dtype=q.dtype, device=DEVICE)[:, ::2].copy_(q)  # is copied
+    arguments[0] = torch.empty(9, 32, 576, dtype=q.dtype, device=DEVICE)[:, ::2].copy_(q)  # a copy
     launch(CUT, arguments, None, out[:, 2:18, 512:])
     assert OP.error(problem, arguments, [out[:, 2:18, 512:]], [expected]) < OP.tolerance(problem).limit
 
@@ -177,7 +186,7 @@ def test_caches_off_alignment_are_refused() -> None:
 
 
 def test_offsets_past_2_31() -> None:
-    """The last pages of a cache of 2^32 elements."""
+    """The sequences lie in the last pages of a cache of 2^32 elements."""
     problem = OP.problem(text((3, 3, 1, 300, 700), 16, lse=True))
     arguments = OP.inputs(problem, 0, DEVICE)
     small = arguments[1]
@@ -188,13 +197,15 @@ def test_offsets_past_2_31() -> None:
         view, table = small.view(-1, block_size, 576), arguments[2]
         shift = blocks - view.shape[0]
         large[shift:] = view
-        given = list(arguments)
+        shifted = list(arguments)
         per = 64 // block_size
-        wide = (table.long()[:, :, None] * per + torch.arange(per, device=DEVICE)).flatten(1) + shift
-        given[1], given[2] = large, wide.clamp(max=2**30).int()
+        blocks_of_seqs = (table.long()[:, :, None] * per + torch.arange(per, device=DEVICE)).flatten(
+            1
+        ) + shift
+        shifted[1], shifted[2] = large, blocks_of_seqs.clamp(max=2**30).int()
         out = torch.empty_like(expected)
-        launch(CUT, given, None, out)
-        assert OP.error(problem, given, [out], [expected]) < OP.tolerance(problem).limit
+        launch(CUT, shifted, None, out)
+        assert OP.error(problem, shifted, [out], [expected]) < OP.tolerance(problem).limit
         del large
 
 
@@ -202,7 +213,7 @@ def test_offsets_past_2_31() -> None:
 def test_lengths_change_under_a_graph(heads: int, max_q: int) -> None:
     problem = OP.problem(text((12, 12, max_q, 900, 4000), heads))
     arguments = OP.inputs(problem, 0, DEVICE)
-    cache = arguments[1]  # with room for any way of cutting the contexts into pages
+    cache = arguments[1]  # with room for every division of the contexts into pages
     arguments[1] = torch.full(
         (cache.shape[0] + 13, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=DEVICE
     )
@@ -227,24 +238,24 @@ def test_lengths_change_under_a_graph(heads: int, max_q: int) -> None:
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
-    whole = {**CUT, "slack": -1}
+    unsplit = {**CUT, "slack": -1}
     problem = OP.problem(text((33, 5, 15, 700, 2000), 40))
     arguments = OP.inputs(problem, 1, DEVICE)
     expected = torch.empty(33, 40, 512, dtype=torch.bfloat16, device=DEVICE)
-    launch(whole, arguments, None, expected)
+    launch(unsplit, arguments, None, expected)
     begin, contexts = arguments[3].tolist(), arguments[4].tolist()
     for index, context in enumerate(contexts):
         rows = slice(begin[index], begin[index + 1])
         count = rows.stop - rows.start
         if count == 0:
             continue
-        alone = list(arguments)
-        alone[0], alone[2] = arguments[0][rows], arguments[2][index : index + 1]
-        alone[3] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
-        alone[4] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
-        alone[5] = count
+        single = list(arguments)
+        single[0], single[2] = arguments[0][rows], arguments[2][index : index + 1]
+        single[3] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        single[4] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+        single[5] = count
         out = torch.empty_like(expected[rows])
-        launch({**whole, "ctas": 4}, alone, None, out)
+        launch({**unsplit, "ctas": 4}, single, None, out)
         assert torch.equal(out, expected[rows]), index
 
 

@@ -1,4 +1,5 @@
-"""Whole models on the GPU: the CPU oracle's greedy ids, and the loss of quantized weights, under strict policies too."""
+"""Whole models on the GPU: greedy ids of the CPU oracle, and the loss with quantized weights, also under
+strict policies."""
 
 from __future__ import annotations
 

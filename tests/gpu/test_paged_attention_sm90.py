@@ -1,4 +1,5 @@
-"""Paged attention on a Hopper against the reference: page sizes, groups, windows, mixes, lengths that change under a graph, repeats, streams."""
+"""Paged attention on Hopper against the reference: page sizes, GQA groups, windows, mixed batches, lengths
+that change under a graph, repeated calls, streams."""
 
 from __future__ import annotations
 
@@ -47,27 +48,33 @@ def launch(
 
 
 def scratch(head_dim: int = 128) -> torch.Tensor:
-    """A workspace for CONFIGS: counters of zeros, and partial results that would show as NaN."""
+    """Returns a workspace for CONFIGS: counters of zero, and partial results of NaN, so that a part that is
+    read but never written shows."""
     space = torch.full((COUNTER_BYTES + parts_bytes(head_dim, 132),), 0xFF, dtype=torch.uint8, device=DEVICE)
     space[:COUNTER_BYTES] = 0
     return space
 
 
-def wrong(given: str, config: dict[str, int] = CONFIGS[0], seed: int = 0, decode: bool = False) -> float:
-    """The error over the limit of one call into the middle of a poisoned buffer; what lies around it must stay, and a second call agree."""
-    problem = OP.problem(given)
+def wrong(
+    problem_text: str, config: dict[str, int] = CONFIGS[0], seed: int = 0, decode: bool = False
+) -> float:
+    """Returns the error of one call relative to the tolerance.
+
+    The call writes into the middle of a poisoned buffer. Everything around the result stays untouched, and a
+    second call gives the same bits."""
+    problem = OP.problem(problem_text)
     arguments = OP.inputs(problem, seed, DEVICE)
     q, begin, lse = arguments[0], arguments[4], arguments[11]
     used, space = int(begin[-1]), scratch(q.shape[2])
-    found = []
+    results = []
     for _ in range(2):
         buffer = torch.full((q.shape[0] + 2, *q.shape[1:]), float("nan"), dtype=q.dtype, device=DEVICE)
         launch(config, arguments, space, buffer[1:-1], decode)
         assert bool(buffer[0].isnan().all() and buffer[-1].isnan().all()), "wrote outside of out"
-        found.append(buffer[1 : used + 1])
-    assert torch.equal(*found), "two calls differ"
+        results.append(buffer[1 : used + 1])
+    assert torch.equal(*results), "two calls differ"
     assert not bool(space[:COUNTER_BYTES].any()), "counters are left"
-    outputs, expected = [found[0]], [None]
+    outputs, expected = [results[0]], [None]
     reference = list(arguments)
     if lse is not None:
         outputs.append(lse[:used].clone())
@@ -102,10 +109,10 @@ def test_decode(x: str, head_dim: int, block_size: int) -> None:
                 "sinks": number % 3 == 1,
                 "window": (0, 0, 33, 600)[number % 4],
             }
-            given = text(mix, heads, kv_heads, **others)
+            problem_text = text(mix, heads, kv_heads, **others)
             config = CONFIGS[number % 3]
             config = {**config, "ctas": max(config["ctas"], kv_heads)}  # the kernel needs one CTA per KV head
-            assert wrong(given, config, number, decode=True) < 1, given
+            assert wrong(problem_text, config, number, decode=True) < 1, problem_text
 
 
 def test_decode_of_no_keys_is_zero() -> None:
@@ -124,7 +131,7 @@ def test_pages(x: str, head_dim: int, block_size: int) -> None:
     for number, mix in enumerate(MIXES):
         for heads, kv_heads in ((4, 1), (6, 2), (3, 3)):
             config = CONFIGS[number % 3]
-            given = text(
+            problem_text = text(
                 mix,
                 heads,
                 kv_heads,
@@ -134,15 +141,15 @@ def test_pages(x: str, head_dim: int, block_size: int) -> None:
                 lse=number % 2 == 0,
                 sinks=number % 2 == 1,
             )
-            assert wrong(given, config, number) < 1, given
+            assert wrong(problem_text, config, number) < 1, problem_text
 
 
 @pytest.mark.parametrize("window", [1, 9, 64, 128, 130, 500])
 def test_windows(window: int) -> None:
     for number, mix in enumerate((*MIXES, (300, 2, 250, 900, 1500))):
         for heads, kv_heads in ((8, 8), (4, 1), (16, 1)):
-            given = text(mix, heads, kv_heads, window=window, lse=True, sinks=number % 2 == 0)
-            assert wrong(given, CONFIGS[number % 3], number) < 1, given
+            problem_text = text(mix, heads, kv_heads, window=window, lse=True, sinks=number % 2 == 0)
+            assert wrong(problem_text, CONFIGS[number % 3], number) < 1, problem_text
 
 
 @pytest.mark.parametrize(
@@ -154,11 +161,11 @@ def test_windows(window: int) -> None:
         text((7, 1, 7, 7, 7), 4, 1),
         text((257, 1, 257, 257, 257), 4, 2, lse=True),
         text((100, 4, 40, 900, 2000), 128, 1, head_dim=64, lse=True),
-        text((700, 600, 5, 300, 60000), 2, 1),  # more sequences than are sorted
+        text((700, 600, 5, 300, 60000), 2, 1),  # more sequences than the kernel sorts
         text((513, 513, 1, 64, 20000), 2, 1),
         text((512, 512, 1, 64, 20000), 2, 1),
         text((1024, 1, 1024, 4096, 4096), 4, 1, lse=True),
-        text((543, 32, 512, 2048, 40000), 8, 2, lse=True),  # one prefill and decodes
+        text((543, 32, 512, 2048, 40000), 8, 2, lse=True),  # one prefill and many decodes
     ],
 )
 def test_shapes(given: str) -> None:
@@ -183,7 +190,7 @@ def test_scales(scale: float) -> None:
 def test_lengths_change_under_a_graph(mix: tuple[int, ...], decode: bool) -> None:
     problem = OP.problem(text(mix, 8, 2))
     arguments = OP.inputs(problem, 0, DEVICE)
-    # Room for any way of cutting the contexts into pages.
+    # Leave room for every division of the contexts into pages.
     for index in (1, 2):
         cache = arguments[index]
         arguments[index] = torch.full(
@@ -210,18 +217,18 @@ def test_lengths_change_under_a_graph(mix: tuple[int, ...], decode: bool) -> Non
 
 
 def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, and wherever the parts of its context are done: by several CTAs, by one, or some so and some so."""
+    """A row's result does not depend on the batch, nor on how many CTAs compute the parts of its context."""
     from gristmill.kernels.attention import _paged_attention_sm90 as launchers
 
     for mix in ((333, 5, 150, 700, 2000), (120, 20, 101, 6000, 40000)):
         arguments = OP.inputs(OP.problem(text(mix, 8, 2)), 1, DEVICE)
-        whole = torch.empty_like(arguments[0])
-        launch(CONFIGS[0], arguments, scratch(), whole)
+        expected = torch.empty_like(arguments[0])
+        launch(CONFIGS[0], arguments, scratch(), expected)
         for units in (0, 30):
             monkeypatch.setattr(launchers, "UNITS", units)
-            out = torch.full_like(whole, float("nan"))
+            out = torch.full_like(expected, float("nan"))
             launch(CONFIGS[units % 3], arguments, scratch(), out)
-            assert torch.equal(out, whole), units
+            assert torch.equal(out, expected), units
         monkeypatch.undo()
         begin, contexts = arguments[4].tolist(), arguments[5].tolist()
         for index, context in enumerate(contexts):
@@ -229,13 +236,13 @@ def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None
             count = rows.stop - rows.start
             if count == 0:
                 continue
-            alone = list(arguments)
-            alone[0], alone[3] = arguments[0][rows], arguments[3][index : index + 1]
-            alone[4] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
-            alone[5] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
-            out = torch.empty_like(alone[0])
-            launch(CONFIGS[1], alone, None, out)
-            assert torch.equal(out, whole[rows]), index
+            single = list(arguments)
+            single[0], single[3] = arguments[0][rows], arguments[3][index : index + 1]
+            single[4] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+            single[5] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+            out = torch.empty_like(single[0])
+            launch(CONFIGS[1], single, None, out)
+            assert torch.equal(out, expected[rows]), index
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""gristmill.bench.pytest_plugin on a GPU: graphs over cold arguments, waited for, and audited."""
+"""gristmill.bench.pytest_plugin on a GPU: audited timings of graphs over cold arguments, which wait for the
+device."""
 
 from __future__ import annotations
 
@@ -90,9 +91,10 @@ def test_a_suite_on_a_gpu(tmp_path: Path) -> None:
     cold, hot, eager, long = (
         output[f"test_{name}"]["stats"]["median"] for name in ("cold", "hot", "eager", "long")
     )
-    # Arguments come from memory where they are to be cold; an eager chain of torch's operations takes longer than one kernel.
+    # Cold arguments come from memory. An eager chain of torch's operations takes longer than one kernel.
     assert hot < 0.98 * cold < eager
-    # 2 GiB read and written: a sample that ended before the device had done its work would be shorter than any memory allows.
+    # 2 GiB are read and written. A sample that ended before the device was done would be faster than any
+    # memory allows.
     moved = 2 * 65536 * 8192 * 2
     assert moved / 2e13 < long < moved / 5e10 and output["test_long"]["extra_info"]["gbs"] == pytest.approx(
         moved / long / 1e9, rel=0.01

@@ -1,4 +1,5 @@
-"""KV caches of e4m3 codes on the GPU: the target's conversion against integer arithmetic, decode graphs, losses as on the CPU."""
+"""KV caches of e4m3 codes on the GPU: the hardware's conversion against integer arithmetic, decode graphs,
+losses as on the CPU."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ def test_both_ways_of_decoding_give_the_same_bits(name: str, kv_scale: str, x: s
     problem = default_registry().op("paged_attention").problem(f"{text},x={x},kv=fp8,kv_scale={kv_scale}")
     arguments = default_registry().op("paged_attention").inputs(problem, 1, DEVICE)
     config = kernel.config(problem, device_target(DEVICE, Policy()))
-    found = []
+    results = []
     for native in (True, False):
         out = torch.full_like(arguments[0].contiguous(), float("nan"))
         load(kernel)({**config, "native": native}, *arguments, out)
-        found.append((out, arguments[11].clone()))
-    assert config["native"] and found[0][0].isfinite().all()
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        results.append((out, arguments[11].clone()))
+    assert config["native"] and results[0][0].isfinite().all()
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_token_head"])
@@ -57,7 +58,7 @@ def test_decode_graphs_give_the_same_ids(kv_dtype: str) -> None:
     params = SamplingParams(max_tokens=24)
     expected = eager.generate(prompts, params)
     assert graphs.generate(prompts, params) == expected
-    assert graphs.generate(prompts, params) == expected  # replays alone
+    assert graphs.generate(prompts, params) == expected  # replays only
     assert {row["captured"] for row in graphs.explain_graphs() if row["seqs"]} == {True}
 
 

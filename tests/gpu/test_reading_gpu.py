@@ -1,4 +1,5 @@
-"""Reading so many bytes on a GPU: plausible beside the device's ceilings, as cold as asked for, and the floor of rows."""
+"""The time of reading a number of bytes on a GPU: plausible beside the device's ceilings, cold when cold is
+requested, and the floor of rows."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ def read(size: int, *, hot: bool = False, captured: bool = True, **more) -> floa
 
 def test_many_bytes_take_what_the_bandwidth_says_and_few_take_what_a_launch_does() -> None:
     limits = ceilings(DEVICE)
-    many = 512 << 20
-    assert 0.85 < many / limits.read_gbs / 1e3 / read(many) < 1.1
-    few = 24 << 10
-    assert 0.8 * limits.launch_us < read(few) < 10 * limits.launch_us
-    assert read(few) > 10 * few / limits.read_gbs / 1e3  # what bytes over bandwidth leave out
-    assert read(few) < read(few, captured=False)  # a call by the host takes longer than one of a graph
+    large = 512 << 20
+    assert 0.85 < large / limits.read_gbs / 1e3 / read(large) < 1.1
+    small = 24 << 10
+    assert 0.8 * limits.launch_us < read(small) < 10 * limits.launch_us
+    assert read(small) > 10 * small / limits.read_gbs / 1e3  # a latency that bytes / bandwidth leaves out
+    assert read(small) < read(small, captured=False)  # a call from the host takes longer than one in a graph
 
 
 def test_cold_reads_come_from_memory() -> None:
@@ -56,17 +57,17 @@ def test_cold_reads_come_from_memory() -> None:
 
 def test_bytes_are_read_as_fast_as_a_device_wide_sum_reads_them() -> None:
     for size in (1 << 20, 8 << 20, 64 << 20):
-        taken = {}
+        us_of = {}
         count, copies = size // 4, list_count(size, DEVICE)
         data = reading._filled(DEVICE, count * copies)
         views = [*data.view(copies, count)]
         for reader in reading._readers(data, count):
-            taken[reader.name] = reading._least(reader, views, DEVICE, True)
+            us_of[reader.name] = reading._least(reader, views, DEVICE, True)
         print(
             f"{size} bytes:",
-            {name: round(us, 3) for name, us in sorted(taken.items(), key=lambda item: item[1])},
+            {name: round(us, 3) for name, us in sorted(us_of.items(), key=lambda item: item[1])},
         )
-        assert min(taken.values()) < taken["sum"] * 1.02
+        assert min(us_of.values()) < us_of["sum"] * 1.02
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -98,7 +99,7 @@ def test_no_row_is_faster_than_its_floor() -> None:
     for text, bound in (("m=1,n=4096", "launch"), ("m=64,n=4096", "launch"), ("m=4096,n=8192", "memory")):
         problem = OP.problem(text)
         for row in kernel_rows(OP, problem, kernels, place(None), seconds=0.1, all_timings=False):
-            # So few bytes are read in the time that any launch takes.
+            # These few bytes are read in the time of any launch.
             source = "launch" if text == "m=1,n=4096" else f"read kernel of {OP.cost(problem).bytes} bytes, "
             assert row["floor_source"].startswith(source), row["floor_source"]
             assert 0.02 < row["fraction_of_floor"] < 1.05 and row["bound"] == bound, row

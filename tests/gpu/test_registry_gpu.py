@@ -1,4 +1,5 @@
-"""Every kernel that can run on the GPU here: right on every example, under CUDA graphs, on a side stream, repeatable."""
+"""Every kernel that can run on this GPU: correct on every example, under CUDA graphs and on a side stream,
+and repeatable."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 REGISTRY = default_registry()
 DEVICE = "cuda:0"
 TARGET = device_target(DEVICE, Policy()) if HAS_GPU else None
-# Every kernel pinned: wrapped libraries whose source does not tell what they offer are imported and asked.
+# Pinning every kernel imports and queries the wrapped libraries whose sources do not show what they offer.
 BUILD = confirmed_build(REGISTRY, TARGET, Policy(pins={"*": ("*",)})) if TARGET is not None else None
 
 
@@ -64,7 +65,8 @@ def test_kernel_matches_reference(op: Op, kernel: Kernel, text: str) -> None:
 
 @pytest.mark.parametrize(("op", "kernel", "text"), _rows())
 def test_kernel_is_right_in_a_cuda_graph_and_on_a_side_stream(op: Op, kernel: Kernel, text: str) -> None:
-    """Captured on a side stream, replayed on fresh poisoned outputs: same result as the reference."""
+    """A call captured on a side stream and replayed on fresh poisoned outputs gives the result of the
+    reference."""
     if not kernel.capturable:
         pytest.skip("declares that a CUDA graph cannot hold it")
     problem = op.problem(text)
@@ -119,6 +121,6 @@ def test_a_kernel_that_says_so_is_deterministic(op: Op, kernel: Kernel, text: st
         outputs = [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*copies)]
         launcher(config, *copies, *outputs)
         torch.cuda.synchronize()
-        seen = [out.view(torch.uint8).clone() if out.numel() else out for out in outputs]
-        assert first is None or all(torch.equal(a, b) for a, b in zip(first, seen, strict=True))
-        first = seen
+        current = [out.view(torch.uint8).clone() if out.numel() else out for out in outputs]
+        assert first is None or all(torch.equal(a, b) for a, b in zip(first, current, strict=True))
+        first = current

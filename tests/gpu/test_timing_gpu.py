@@ -1,4 +1,4 @@
-"""Timing on the GPU: what is timed never runs ahead of what made its arguments, and the clock is read."""
+"""Timing on the GPU: timed calls wait for the producers of their arguments, and the clock is read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_timed_calls_wait_for_their_arguments() -> None:
-    """Arguments still being written on the current stream when timing starts: every call sees them finished.
+    """Arguments are still being written on the current stream when timing starts; every timed call sees them
+    complete.
 
-    A `combine` timed on places that were not written yet read at whatever the memory held: an illegal access.
+    Without this, a timed `combine` reads indices that are not written yet, which is an illegal access.
     """
     places = torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda")
     seen = torch.zeros((64, 1 << 20), dtype=torch.int32, device="cuda")
@@ -57,9 +58,9 @@ def test_the_clock_is_the_one_that_the_driver_shows() -> None:
     data = torch.randn(4096, 4096, device="cuda")
     for _ in range(200):
         data = torch.mm(data, data).mul_(1e-2)
-    seen = [read() for _ in range(20)]
+    readings = [read() for _ in range(20)]
     torch.cuda.synchronize()
-    known = [mhz for mhz in seen if mhz is not None]
+    known = [mhz for mhz in readings if mhz is not None]
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     shown = subprocess.run(
         ["nvidia-smi", f"--id={uuid}", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"],
@@ -67,15 +68,15 @@ def test_the_clock_is_the_one_that_the_driver_shows() -> None:
         text=True,
         check=True,
     ).stdout
-    assert len(known) == 20 and all(100 < mhz <= float(shown) for mhz in known), (seen, shown)
+    assert len(known) == 20 and all(100 < mhz <= float(shown) for mhz in known), (readings, shown)
 
 
 @pytest.mark.alone
 def test_rounds_have_their_clock(policy_file) -> None:
     policy_file()
-    op, here = default_registry().op("rms_norm"), place(None)
+    op, device = default_registry().op("rms_norm"), place(None)
     kernel, problem = default_registry().kernel("rms_norm", "rms_norm_triton"), op.problem("m=256,n=4096")
-    arm = KernelArm(kernel, kernel.config(problem, here.target), Rotation(op, kernel, problem, "cuda:0"))
+    arm = KernelArm(kernel, kernel.config(problem, device.target), Rotation(op, kernel, problem, "cuda:0"))
     heat = Heat([arm], clock=sm_clock("cuda:0"))
     heat.run(9, random.Random(0))
     if torch.version.cuda is not None:
