@@ -1,4 +1,4 @@
-"""The weight formats of linear on Hopper that this build has: `make test` builds without those that are marked rare."""
+"""The weight formats of linear on Hopper that this build contains: `make test` builds without the rare ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from gristmill.kernels.native import library_dir
 
 
 def built(*schedules: str) -> list[Format]:
-    """The formats whose sources for all of these schedules were compiled; all formats where nothing is built."""
+    """Returns the formats whose sources for all of these schedules were compiled, or all formats if nothing
+    was built."""
     manifest = library_dir() / "manifest.json"
     left_out = (
         json.loads(manifest.read_text(encoding="utf-8")).get("left_out", []) if manifest.is_file() else []

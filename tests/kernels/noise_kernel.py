@@ -1,4 +1,4 @@
-"""A Triton kernel that writes both noises of sampling side by side, for test_sample.py."""
+"""A Triton kernel that writes both noises of sampling side by side; used by test_sample.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the tests of single operations share: the kernels that run here, calls with real strides, planted faults."""
+"""Helpers shared by the tests of single operations: the kernels that run here, calls with real strides,
+planted faults."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ BUILD = confirmed_build(REGISTRY, CPU)
 
 @dataclass(frozen=True)
 class Runnable:
-    """A kernel on a target of this machine (one for each C++ level); prints as both, for test ids."""
+    """A kernel on a target of this machine (one per C++ level). Its string, used in test ids, names both."""
 
     op: Op
     kernel: Kernel
@@ -37,7 +38,8 @@ class Runnable:
         return self.kernel.name if self.kernel.language != "cpp" else f"{self.kernel.name}-{self.target.name}"
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on arguments and outputs exactly as given, strides included, after the operation's own checks.
+        """Launch on the arguments and outputs as they are, strides included, after the operation's own
+        checks.
 
         Optional arguments at the end may be left out where there are no outputs.
         """
@@ -53,8 +55,9 @@ class Runnable:
 
 
 def runnables(op: str) -> list[Runnable]:
-    """Every kernel of `op` that runs on this machine's CPU: torch, C++ at each level, Triton in the interpreter."""
-    found = []
+    """Returns every kernel of `op` that runs on this CPU: torch, C++ at each level, Triton in the
+    interpreter."""
+    runnable = []
     for kernel in REGISTRY.kernels_of(op):
         levels = [Target.parse(level) for level in CPU.levels] if kernel.language == "cpp" else [CPU]
         for target in levels:
@@ -64,12 +67,12 @@ def runnables(op: str) -> list[Runnable]:
                 or kernel.requires.check_hardware(target, BUILD)
                 or kernel.requires.check_build(target, BUILD)
             ):
-                found.append(Runnable(REGISTRY.op(op), kernel, target))
-    return found
+                runnable.append(Runnable(REGISTRY.op(op), kernel, target))
+    return runnable
 
 
 def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:
-    """The verdict on a wrong kernel: the function `launcher` of the test module `module`."""
+    """Returns the verdict on a wrong kernel: the function `launcher` of the test module `module`."""
     definition = REGISTRY.op(op)
     kernel = Kernel(
         op=op,
@@ -83,22 +86,24 @@ def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:
 
 
 def padded_rows(rows: torch.Tensor, extra: int = 5) -> torch.Tensor:
-    """The same [M, N] values as a view of a wider buffer of NaN: reads past a row poison, the row stride is odd."""
-    wide = torch.full((rows.shape[0] + 1, rows.shape[1] + extra), float("nan"), dtype=rows.dtype)
-    view = wide[: rows.shape[0], 2 : 2 + rows.shape[1]]
+    """Returns the same [M, N] values as a view of a wider buffer of NaN: reads past a row give NaN, and the
+    row stride is odd."""
+    buffer = torch.full((rows.shape[0] + 1, rows.shape[1] + extra), float("nan"), dtype=rows.dtype)
+    view = buffer[: rows.shape[0], 2 : 2 + rows.shape[1]]
     view.copy_(rows)
     return view
 
 
 def close(
-    found: torch.Tensor, wanted: torch.Tensor, op: str, text: str, make: Callable[..., float] | None = None
+    actual: torch.Tensor, expected: torch.Tensor, op: str, text: str, make: Callable[..., float] | None = None
 ) -> bool:
-    """Whether `found` is within the tolerance of the operation's metric (or of `make(found, wanted)`) for this problem."""
+    """Whether `actual` is within the tolerance of the operation's metric (or of `make(actual, expected)`) for
+    this problem."""
     from gristmill.autotune.metrics import METRICS
 
     definition = REGISTRY.op(op)
     tolerance = definition.tolerance(definition.problem(text))
-    return (make or METRICS[tolerance.metric])(found, wanted) <= tolerance.limit
+    return (make or METRICS[tolerance.metric])(actual, expected) <= tolerance.limit
 
 
 def tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""What surrounds FlashInfer's wrappers and needs neither FlashInfer nor a GPU: page lists, and when a plan may be kept."""
+"""The code around FlashInfer's wrappers, tested without FlashInfer and without a GPU: page lists, and reuse
+of plans."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from gristmill.kernel_registry.registry import default_registry
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`_flashinfer` imported beside an empty module called flashinfer."""
+    """`_flashinfer`, imported beside an empty module called flashinfer."""
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     name = "gristmill.kernels.attention._flashinfer"
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -59,5 +60,5 @@ def test_problems_that_flashinfer_has_not_are_refused_with_a_reason() -> None:
         ("mla_attention", "heads=16", None),
         ("mla_attention", "heads=16,latent_dim=256", "latent 256"),
     ):
-        said = registry.kernel(op, f"{op}_flashinfer").accepts(registry.op(op).problem(text))
-        assert said is None if reason is None else reason in said
+        refusal = registry.kernel(op, f"{op}_flashinfer").accepts(registry.op(op).problem(text))
+        assert refusal is None if reason is None else reason in refusal

@@ -26,7 +26,7 @@ SMALL = Target.parse("sm_90")
 def run(
     op: Op, name: str, text: str, *, workspace: torch.Tensor | None = None, a: list[Any] | None = None
 ) -> tuple[Any, Any]:
-    """(arguments, outputs) of a kernel on the problem `text`, or on the arguments `a`."""
+    """Runs a kernel on the problem `text`, or on the arguments `a`. Returns (arguments, outputs)."""
     kernel, problem = REGISTRY.kernel(op.name, name), op.problem(text)
     a = list(op.inputs(problem, 0, "cpu") if a is None else a)
     names = [parameter.name for parameter in op.parameters]
@@ -50,7 +50,8 @@ SPLITS = [
 
 @pytest.mark.parametrize(("op", "name", "static"), SPLITS, ids=lambda x: getattr(x, "name", x))
 def test_split_contexts(op: Op, name: str, static: str) -> None:
-    """Parts of which some are empty for the shorter sequences; a workspace of exactly the stated size, poisoned, is enough."""
+    """Some parts are empty for the shorter sequences; a poisoned workspace of exactly the stated size is
+    enough."""
     text = f"q_tokens=3,seqs=3,max_ctx=1030,total_ctx=1800,x=fp32,lse=true,{static}"
     problem, kernel = op.problem(text), REGISTRY.kernel(op.name, name)
     size = kernel.workspace(problem, kernel.config(problem, SMALL)).bytes
@@ -100,9 +101,9 @@ def test_blocks_behind_the_window_are_not_followed() -> None:
     a = op.inputs(op.problem(text), 0, "cpu")
     expected = run_reference(op, a)
     for i, context in enumerate(a[5].tolist()):
-        gone = max(0, context - 20) // 16
-        a[1][a[3][i, :gone].long()] = math.nan
-        a[3][i, :gone] = 0
+        freed = max(0, context - 20) // 16
+        a[1][a[3][i, :freed].long()] = math.nan
+        a[3][i, :freed] = 0
     for name in ("paged_attention_triton", "paged_attention_triton_split"):
         _, actual = run(op, name, text, a=a)
         assert error_of(op, op.problem(text), a, actual, expected) <= op.tolerance(op.problem(text)).limit
@@ -111,7 +112,8 @@ def test_blocks_behind_the_window_are_not_followed() -> None:
 @pytest.mark.parametrize("counts", [[0], [1, 1, 1], [0, 5, 0, 64, 1], [33, 0, 31, 16, 17], [7] * 9])
 @pytest.mark.parametrize("tile", [1, 2, 5, 16])
 def test_every_query_has_one_tile(counts: list[int], tile: int) -> None:
-    """Sequence i owns tiles from begin // tile + i: they never overlap and the launched number covers them."""
+    """The tiles of sequence i start at begin // tile + i: they never overlap, and the launched number covers
+    them."""
     begin, owned = 0, []
     for index, count in enumerate(counts):
         first = begin // tile + index

@@ -1,7 +1,9 @@
-"""Arguments that do not fit, for every operation of the registry: one clear error, or an answer that the reference agrees with.
+"""Invalid arguments to every operation of the registry give one clear error, or a result that the reference
+agrees with.
 
-Every argument of an example is mutated, one at a time: sizes, dimensions, dtype, device, order in memory, values of numbers; and the
-outputs of the `.out` overload too. Nothing may crash, end in an error of another kind, or be answered in silence.
+Every argument of an example is mutated, one at a time: sizes, dimensions, dtype, device, memory order, values
+of numbers; and the outputs of the `.out` overload too. No call may crash, raise an error of another kind, or
+silently return something else.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ OTHER_DTYPES = (
 
 
 def kernel_for(op: Op, problem: Problem) -> Kernel:
-    """Our C++ kernel where it takes the problem, else the torch one."""
+    """Returns our C++ kernel where it takes the problem, else the torch kernel."""
     able = [
         k
         for k in REGISTRY.kernels_of(op.name)
@@ -51,7 +53,8 @@ def kernel_for(op: Op, problem: Problem) -> Kernel:
 
 
 def planned(op_name: str, static: Problem | str, *_: Any) -> BoundPlan:
-    """What `ops.bind` makes, with a kernel that is taken as verified: verification is tested elsewhere, and takes seconds."""
+    """Returns the plan of `ops.bind` with a kernel that counts as verified: verification takes seconds and is
+    tested elsewhere."""
     op = REGISTRY.op(op_name)
     problem = op.at_bucket(op.problem(static) if isinstance(static, str) else static, 4)
     kernel = kernel_for(op, problem)
@@ -72,7 +75,7 @@ def tensors(argument: Any) -> bool:
 
 
 def bad_tensors(t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are not quite `t`."""
+    """Yields tensors that differ from `t` in one property."""
     for dim in range(t.dim()):
         yield f"dimension {dim} longer", torch.cat([t, t.narrow(dim, 0, 1)], dim) if t.shape[dim] else t
         if t.shape[dim]:
@@ -95,8 +98,8 @@ def bad_tensors(t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
                 last.view(-1)[-1] = value
                 yield f"last {value}", last
     if t.dim() and t.numel():
-        wide = t.new_empty((*t.shape[:-1], 2 * t.shape[-1]))[..., ::2]
-        yield "every other element", wide.copy_(t)
+        every_second = t.new_empty((*t.shape[:-1], 2 * t.shape[-1]))[..., ::2]
+        yield "every other element", every_second.copy_(t)
         rows = t.new_empty((t.shape[0], 3, *t.shape[1:]))[:, 1]
         yield "rows apart", rows.copy_(t)
         if t.dim() > 1:
@@ -105,7 +108,7 @@ def bad_tensors(t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def bad_values(value: Any) -> Iterator[tuple[str, Any]]:
-    """Arguments that are not quite `value`."""
+    """Yields arguments that differ from `value` in one property."""
     if isinstance(value, torch.Tensor):
         yield from bad_tensors(value)
     elif isinstance(value, list):
@@ -126,19 +129,19 @@ def bad_values(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def fresh(arguments: list[Any]) -> list[Any]:
-    """A copy of every tensor, strides kept."""
+    """Returns a copy of every tensor with the same strides."""
 
     def copy(argument: Any) -> Any:
         if isinstance(argument, list):
             return [copy(item) for item in argument]
         if not tensors(argument) or argument.device.type == "meta":
             return argument
-        made = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype)
+        duplicate = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype)
         if 0 in argument.stride():
             return (
                 argument.clone(memory_format=torch.preserve_format) if argument.is_contiguous() else argument
             )
-        return made.copy_(argument)
+        return duplicate.copy_(argument)
 
     return [copy(argument) for argument in arguments]
 
@@ -146,30 +149,35 @@ def fresh(arguments: list[Any]) -> list[Any]:
 def verdict(
     op: Op, call: Callable[[list[Any]], Any], arguments: list[Any], neutral: list[Any] | None
 ) -> str | None:
-    """What is wrong with how a call ended, or None. neutral: what the reference takes instead (packed weights)."""
-    given = fresh(arguments)
+    """Returns what is wrong with the outcome of a call, or None. neutral: the arguments of the reference
+    (unpacked weights)."""
+    call_arguments = fresh(arguments)
     try:
-        actual = call(given)
+        actual = call(call_arguments)
     except (ValueError, TypeError) as error:
-        said = str(error)
-        return None if len(said) > 20 and "object has no attribute" not in said else f"says only {said!r}"
+        message = str(error)
+        return (
+            None
+            if len(message) > 20 and "object has no attribute" not in message
+            else f"says only {message!r}"
+        )
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the finding)
         return f"{type(error).__name__}: {str(error)[:150]}"
-    everything = [t for a in given for t in (a if isinstance(a, list) else [a]) if tensors(t)]
+    everything = [t for a in call_arguments for t in (a if isinstance(a, list) else [a]) if tensors(t)]
     if any(t.is_meta for t in (*everything, *_tuple(actual))):
         return None if all(t.is_meta for t in everything) else "answered for tensors of two devices"
     expected = fresh(arguments if neutral is None else neutral)
     try:
-        wanted = op.reference(*expected)
+        reference = op.reference(*expected)
     except Exception as error:  # noqa: BLE001
         return f"answered, where the reference raises {type(error).__name__}: {str(error)[:100]}"
-    pairs = list(zip(_tuple(actual), _tuple(wanted), strict=True))
+    pairs = list(zip(_tuple(actual), _tuple(reference), strict=True))
     pairs += [
         (a, b)
-        for a, b, p in zip(given, expected, op.parameters, strict=True)
+        for a, b, p in zip(call_arguments, expected, op.parameters, strict=True)
         if p.mutable and tensors(a) and p.name != "workspace"
     ]
-    # Tokens that no sequence owns are in nobody's batch: what comes out for them is not defined.
+    # The result for tokens that no sequence owns is undefined.
     names = [p.name for p in op.parameters]
     owned = int(expected[names.index("query_start")][-1]) if "query_start" in names else None
     for a, b in pairs:
@@ -187,7 +195,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def example(op: Op) -> Problem:
-    """A small problem with rows to lose; of an operation with packed weights a dense one."""
+    """Returns a small problem with more than one row, with dense weights if the operation packs weights."""
     for text in op.examples:
         problem = op.problem(text)
         sizes = [problem.integer(axis.name) for axis in op.axes if axis.kind == "int" and axis.dynamic]
@@ -209,8 +217,8 @@ def unverified(monkeypatch: pytest.MonkeyPatch, policy_file) -> None:
     monkeypatch.setattr(binding, "_AUTOMATIC", {})
 
 
-def report(op: Op, found: list[str]) -> None:
-    assert not found, f"{op.name}: {len(found)} bad calls\n" + "\n".join(found[:400])
+def report(op: Op, bad_calls: list[str]) -> None:
+    assert not bad_calls, f"{op.name}: {len(bad_calls)} bad calls\n" + "\n".join(bad_calls[:400])
 
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
@@ -221,17 +229,17 @@ def test_calls_without_a_plan(op: Op) -> None:
         dense = next(k for k in REGISTRY.kernels_of(op.name) if k.layouts == ("dense_v1",))
         arguments = kernel_arguments(op, dense, arguments)
     assert verdict(op, lambda a: function(*a), arguments, None) is None
-    found = []
+    bad_calls = []
     for what, mutated in mutations(op, arguments):
         wrong = verdict(op, lambda a: function(*a), mutated, None)
         if wrong:
-            found.append(f"  {what}: {wrong}")
-    report(op, found)
+            bad_calls.append(f"  {what}: {wrong}")
+    report(op, bad_calls)
 
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
 def test_calls_with_a_plan(op: Op) -> None:
-    """The same through a bound plan, whose guard is all that stands between a call and its kernel; and bad outputs."""
+    """The same through a bound plan, where only the plan's guard checks a call; and bad outputs."""
     problem, function = example(op), getattr(ops, op.name)
     plan = planned(op.name, op.static(problem))
     kernel = kernel_for(op, op.at_bucket(op.static(problem), 4))
@@ -239,21 +247,21 @@ def test_calls_with_a_plan(op: Op) -> None:
     arguments = kernel_arguments(op, kernel, neutral)
     packed = op.pack is not None
     assert verdict(op, lambda a: function(*a, plan=plan), arguments, neutral if packed else None) is None
-    found = []
+    bad_calls = []
     for what, mutated in mutations(op, arguments):
         expected = None
-        if packed:  # the reference gets the neutral weight, and the mutated rest
+        if packed:  # the reference takes the unpacked weight and the other, mutated arguments
             expected = [
                 n if isinstance(a, list) else m for n, m, a in zip(neutral, mutated, arguments, strict=True)
             ]
         wrong = verdict(op, lambda a: function(*a, plan=plan), mutated, expected)
         if wrong:
-            found.append(f"  {what}: {wrong}")
+            bad_calls.append(f"  {what}: {wrong}")
     outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in op.like(*arguments)]
     for place, name in enumerate(op.outputs):
         for what, bad in bad_tensors(outputs[place]):
-            made = [*outputs[:place], bad, *outputs[place + 1 :]]
-            out = made[0] if len(made) == 1 else tuple(made)
+            mutated_outputs = [*outputs[:place], bad, *outputs[place + 1 :]]
+            out = mutated_outputs[0] if len(mutated_outputs) == 1 else tuple(mutated_outputs)
             wrong = verdict(
                 op,
                 lambda a, out=out: function(*a, plan=plan, out=out),
@@ -261,12 +269,13 @@ def test_calls_with_a_plan(op: Op) -> None:
                 neutral if packed else None,
             )
             if wrong:
-                found.append(f"  out {name}: {what}: {wrong}")
-    report(op, found)
+                bad_calls.append(f"  out {name}: {what}: {wrong}")
+    report(op, bad_calls)
 
 
 def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep fails on guards that were really so: one that does not look at a dtype, one that asks a scalar for its width."""
+    """The sweep fails on two guards that once were in use: one ignores a dtype, one asks a scalar for its
+    width."""
     op = REGISTRY.op("rms_norm")
     problem = example(op)
     arguments = op.inputs(problem, 0, "cpu")
@@ -274,13 +283,13 @@ def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch
 
     def faults(guard: Callable[..., int]) -> str:
         monkeypatch.setattr(plan, "_guard", guard)
-        # Wider elements only: without a guard narrower ones would be read past their end.
-        found = [
+        # Only wider elements: without a guard, narrower ones would be read past their end.
+        verdicts = [
             verdict(op, lambda a: ops.rms_norm(*a, plan=plan), bad, None)
             for what, bad in mutations(op, arguments)
             if what.endswith(("float64", "int64"))
         ]
-        return "\n".join(filter(None, found))
+        return "\n".join(filter(None, verdicts))
 
     assert faults(op.guard(plan.static)) == ""
     rows = arguments[0].shape[0]

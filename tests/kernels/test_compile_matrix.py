@@ -1,4 +1,5 @@
-"""ci/compile_matrix.py fails on what it is there to catch: kernels planted by an entry point, each with one fault."""
+"""ci/compile_matrix.py fails on the faults that it exists for: kernels planted by an entry point, each with
+one fault."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def broken(target): return case(shapes)
 
 @pytest.fixture
 def matrix(tmp_path: Path, policy_file):
-    """Runs the matrix on one planted kernel for sm_90 against a baseline; returns status, output and baseline."""
+    """A function that compiles one planted kernel for sm_90 against a baseline and returns status, output and
+    baseline."""
     policy_file()
     info = tmp_path / "planted-0.1.dist-info"
     info.mkdir()
@@ -112,28 +114,28 @@ def matrix(tmp_path: Path, policy_file):
 
 def test_more_registers_than_the_baseline_fail(matrix) -> None:
     """A good kernel passes against its own baseline, and fails against one with fewer registers."""
-    status, said, baseline = matrix("good", {"gone/case@sm_90": {"registers": 1, "spills": 0}}, "--update")
-    assert status == 0, said
+    status, output, baseline = matrix("good", {"gone/case@sm_90": {"registers": 1, "spills": 0}}, "--update")
+    assert status == 0, output
     assert list(baseline) == ["good/only@sm_90"], "--update forgets kernels that are no more"
     actual = baseline["good/only@sm_90"]
     assert matrix("good")[0] == 0
     assert actual["registers"] > 9
-    status, said, _ = matrix("good", {"good/only@sm_90": {**actual, "registers": 0}})
-    assert status == 1 and f"registers rose from 0 to {actual['registers']}" in said
+    status, output, _ = matrix("good", {"good/only@sm_90": {**actual, "registers": 0}})
+    assert status == 1 and f"registers rose from 0 to {actual['registers']}" in output
 
 
 def test_a_missing_instruction_fails_even_an_update(matrix) -> None:
-    status, said, _ = matrix("liar", {}, "--update")
-    assert status == 1 and "promised instructions are missing: wgmma" in said
+    status, output, _ = matrix("liar", {}, "--update")
+    assert status == 1 and "promised instructions are missing: wgmma" in output
 
 
 def test_a_kernel_that_stops_compiling_fails(matrix) -> None:
-    status, said, _ = matrix("broken", {"broken/only@sm_90": {"registers": 10, "spills": 0, "shared": 0}})
-    assert status == 1 and "does not compile" in said
+    status, output, _ = matrix("broken", {"broken/only@sm_90": {"registers": 10, "spills": 0, "shared": 0}})
+    assert status == 1 and "does not compile" in output
 
 
 def test_spills_are_judged() -> None:
-    """Spills beyond the baseline fail, and so do those of a kernel that is not in it."""
+    """Spills beyond the baseline fail, and so do those of a kernel that the baseline does not have."""
     pair = next(iter(compile_matrix.pairs("rms_norm", "sm_90")))
     actual = {"registers": 40, "spills": 64, "shared": 0, "missing": []}
     assert compile_matrix.judge(pair, actual, {"registers": 40, "spills": 0}) == "spills rose from 0 to 64"
@@ -145,17 +147,17 @@ def test_baseline_is_of_kernels_that_exist_and_all_compile() -> None:
     baseline = json.loads(compile_matrix.BASELINE.read_text())
     known = {pair.key for pair in compile_matrix.pairs(None, None)}
     assert set(baseline) == known, "run ci/compile_matrix.py --only <kernel> --update"
-    assert [key for key, found in baseline.items() if "cannot" in found] == []
+    assert [key for key, entry in baseline.items() if "cannot" in entry] == []
 
 
 def _sources(kernel: Kernel) -> list[str]:
-    """The text of what a Triton kernel is compiled from, as its record's hash reads it."""
+    """Returns the source text that a Triton kernel is compiled from, as the hash of its record reads it."""
     files = installed_sources().reach(kernel.module, kernel.target.partition(":")[0]).files
     return [code for _, text in files if "@jit" in (code := text.decode())]
 
 
 def test_products_promise_matrix_instructions() -> None:
-    """Every kernel that multiplies tiles says so on every target that has the instruction."""
+    """Every kernel that multiplies tiles promises matrix instructions on every target that has them."""
     products = 0
     for kernel in default_registry().all_kernels():
         if kernel.aot is None or not any("tl.dot" in text for text in _sources(kernel)):

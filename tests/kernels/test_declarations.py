@@ -1,7 +1,7 @@
-"""What operations declare of their arguments: the torch schema, and one refusal for each declared property.
+"""Declarations of the arguments of operations: the torch schema, and one refusal per declared property.
 
-Every property of every argument and output of every operation is violated alone, on a call that is otherwise right; `describe`
-and the guard of a plan must refuse it, with an error that names an argument tied to it.
+Each declared property of each argument and output is violated alone, in a call that is otherwise valid.
+`describe` and the guard of a plan must refuse it, with an error that names an argument tied to it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ SCHEMAS = {
         ("out",),
     ),
 }
-"""The schemas of the torch operators, (arguments, outputs), as callers and exported programs know them."""
+"""The schemas of the torch operators, (arguments, outputs), that callers and exported programs use."""
 
 MORE = {
     "paged_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,sinks=true,lse=true,"
@@ -102,11 +102,12 @@ MORE = {
     "reshape_and_cache": "t=7,h=3,d=32,dv=24,block_size=4,kv=fp8,kv_scale=token",
     "rotary_embedding": "t=5,hq=4,hk=2,d=64,rot=32",
 }
-"""Problems with every optional argument, where the examples have none that is small."""
+"""Problems with every optional argument, for operations without such a small example."""
 
 
 def call_of(op: Op) -> tuple[Problem, list[Any]]:
-    """A problem with every argument, and a right call: dense weights in a list, outputs behind the arguments."""
+    """Returns a problem with every argument and a valid call: dense weights in a list, outputs after the
+    arguments."""
     sizes = [axis.name for axis in op.axes if axis.kind == "int" and axis.default != 0]
     texts = [MORE[op.name]] if op.name in MORE else op.examples
     problem = next(p for p in map(op.problem, texts) if all(p.integer(name) > 1 for name in sizes))
@@ -119,21 +120,21 @@ def call_of(op: Op) -> tuple[Problem, list[Any]]:
 
 
 def every_other(x: torch.Tensor) -> torch.Tensor:
-    """x with a last dimension that is not contiguous."""
+    """Returns x with a last dimension that is not contiguous."""
     return x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))[..., ::2].copy_(x)
 
 
 def violations(op: Op, item: Tensor, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(what, a tensor that lacks one declared property, whether only a plan can tell)."""
+    """Yields (what, a tensor that violates one declared property, whether only a plan can notice)."""
     shape, names = Shape(item.shape), Names(op)
     for place, size in shape.places():
         inside = set(names_in(size))
-        alone = item.name in names.shapes and inside <= names.only_in(
+        unshared = item.name in names.shapes and inside <= names.only_in(
             item.name
-        )  # another size is another problem
-        if not alone or inside & names.static:
-            yield f"{size} longer", torch.cat([x, x.narrow(place, 0, 1)], place), alone
-            yield f"{size} shorter", x.narrow(place, 0, x.shape[place] - 1).contiguous(), alone
+        )  # a change of this size alone makes another valid problem
+        if not unshared or inside & names.static:
+            yield f"{size} longer", torch.cat([x, x.narrow(place, 0, 1)], place), unshared
+            yield f"{size} shorter", x.narrow(place, 0, x.shape[place] - 1).contiguous(), unshared
     if shape.flat:
         yield "elements", x.reshape(-1)[:-1].clone(), False
     elif not shape.leading:
@@ -154,7 +155,7 @@ def violations(op: Op, item: Tensor, x: torch.Tensor) -> Iterator[tuple[str, tor
 
 
 def bad_scalars(op: Op, scalar: Scalar, value: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers out of the declared bounds."""
+    """Yields numbers outside the declared bounds."""
     axis = Names(op).axes.get(scalar.name)
     if scalar.minimum is not None:
         yield "below", scalar.minimum - 1
@@ -171,7 +172,8 @@ def bad_scalars(op: Op, scalar: Scalar, value: Any) -> Iterator[tuple[str, Any]]
 
 
 def tied(op: Op, item: Tensor | Weight | Scalar) -> set[str]:
-    """The arguments that an error about `item` may name: itself, and those that share a size or a dtype with it."""
+    """Returns the arguments that an error about `item` may name: itself, and those that share a size or a
+    dtype with it."""
     items = [i for i in (*op.arguments, *op.returns) if isinstance(i, Tensor | Weight)]
     if isinstance(item, Scalar):
         return {item.name, *(i.name for i in items)}
@@ -191,59 +193,60 @@ def refused(op: Op, kind: str, item: Any, ask: Any, what: str) -> str | None:
     try:
         ask()
     except (ValueError, TypeError) as error:
-        said = str(error)
-        named = any(re.search(rf"\b{name}\b", said) for name in tied(op, item))
-        return None if named and op.name in said else f"{kind} {item.name}: {what}: says {said!r}"
+        message = str(error)
+        named = any(re.search(rf"\b{name}\b", message) for name in tied(op, item))
+        return None if named and op.name in message else f"{kind} {item.name}: {what}: says {message!r}"
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the finding)
         return f"{kind} {item.name}: {what}: {type(error).__name__} {error}"
     return f"{kind} {item.name}: {what}: accepted"
 
 
 def findings(op: Op, checked: Op | None = None) -> list[str]:
-    """What violates the declarations of `op` and is not refused as it should be, by itself or by `checked`."""
+    """Returns the violations of the declarations of `op` that neither `op` nor `checked` refuses as it
+    should."""
     checked = checked or op
     problem, call = call_of(op)
     count, guard = len(op.arguments), checked.guard(op.static(problem))
-    found: list[str | None] = []
+    refusals: list[str | None] = []
 
     def ask(place: int, item: Any, what: str, bad: Any, described: bool = True, planned: bool = True) -> None:
         changed = [*call[:place], bad, *call[place + 1 :]]
         if described and place < count:
             question = partial(fitting, op, checked.describe, changed[:count])
-            found.append(refused(op, "describe", item, question, what))
+            refusals.append(refused(op, "describe", item, question, what))
         if planned:
-            found.append(refused(op, "guard", item, partial(fitting, op, guard, changed), what))
+            refusals.append(refused(op, "guard", item, partial(fitting, op, guard, changed), what))
 
     others = {a.name for a in op.arguments if isinstance(a, Tensor | Weight)}
     for place, item in enumerate((*op.arguments, *op.returns)):
-        given = call[place]
+        valid = call[place]
         if isinstance(item, Tensor):
-            assert given is not None, f"{op.name}: no example with {item.name}"
-            for what, bad, open_size in violations(op, item, given):
+            assert valid is not None, f"{op.name}: no example with {item.name}"
+            for what, bad, open_size in violations(op, item, valid):
                 ask(place, item, what, bad, described=not open_size)
             if others != {item.name}:
-                ask(place, item, "device", given.to("meta"), planned=False)
+                ask(place, item, "device", valid.to("meta"), planned=False)
             if not item.optional:
                 ask(place, item, "None", None)
         elif isinstance(item, Weight):
-            ask(place, item, "fewer rows", [given[0][..., :-1, :].contiguous()])
-            ask(place, item, "strides", [every_other(given[0])])
-            ask(place, item, "device", [given[0].to("meta")])
-            ask(place, item, "dtype", [given[0].to(torch.uint8)])
+            ask(place, item, "fewer rows", [valid[0][..., :-1, :].contiguous()])
+            ask(place, item, "strides", [every_other(valid[0])])
+            ask(place, item, "device", [valid[0].to("meta")])
+            ask(place, item, "dtype", [valid[0].to(torch.uint8)])
             ask(place, item, "no tensors", [])
-            ask(place, item, "two tensors", [given[0], given[0]], planned=False)
-            ask(place, item, "dimensions", [given[0][None]], planned=False)
+            ask(place, item, "two tensors", [valid[0], valid[0]], planned=False)
+            ask(place, item, "dimensions", [valid[0][None]], planned=False)
         elif isinstance(item, Scalar):
-            for what, bad in bad_scalars(op, item, given):
+            for what, bad in bad_scalars(op, item, valid):
                 ask(place, item, what, bad, planned=bool(item.states))
             if item.name in Names(op).scalar_axes:
                 other = (
                     "softmax"
-                    if isinstance(given, str)
-                    else type(given)(1 - given if given < 2 else given + 1)
+                    if isinstance(valid, str)
+                    else type(valid)(1 - valid if valid < 2 else valid + 1)
                 )
                 ask(place, item, "not planned", other, described=False)
-    return [line for line in found if line]
+    return [line for line in refusals if line]
 
 
 def test_schemas_are_those_that_callers_know() -> None:
@@ -281,7 +284,7 @@ def test_every_declared_property_is_checked(op: Op) -> None:
 def test_a_forgotten_property_is_found(
     name: str, argument: str, forgotten: dict[str, Any], said: str
 ) -> None:
-    """The sweep fails on an operation that checks all but one of the properties."""
+    """Planted fault: the sweep fails on an operation that checks all but one of the properties."""
     op = REGISTRY.op(name)
     arguments = tuple(replace(a, **forgotten) if a.name == argument else a for a in op.arguments)
     assert any(said in line for line in findings(op, replace(op, arguments=arguments)))
@@ -310,17 +313,17 @@ def test_strides() -> None:
 
 def test_mistakes_in_declarations_are_named() -> None:
     op = REGISTRY.op("rms_norm")
-    for arguments, said in (
+    for arguments, message in (
         ((Tensor("x", "m k"),), "no argument determines axis n"),
         ((Tensor("x", "m n*n"),), "n cannot be determined from a size n.n"),
         ((Tensor("lead", "m n"),), "lead: the generated checks use this name"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             replace(op, arguments=arguments, returns=()).source  # noqa: B018
 
 
 def lines_of_code(text: str) -> int:
-    """Lines of a Python file that are neither blank, nor comments, nor docstrings."""
+    """Counts the lines of a Python file that are neither blank, nor comments, nor docstrings."""
     left_out = {0}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -332,7 +335,7 @@ def lines_of_code(text: str) -> int:
 
 
 def test_descriptions_of_operations_stay_short() -> None:
-    """What several operations need stands in one place: all descriptions together are under 1,700 lines of code."""
+    """Shared parts are written once: all descriptions of operations together have under 1,700 lines of code."""
     assert lines_of_code('"""Doc\nstring."""\n\nx = 1  # said\n# Said.\ny = """\ntext"""\n') == 3
     files = {str(inspect.getsourcefile(op.reference)) for op in REGISTRY.ops.values()}
     assert len(files) == len(REGISTRY.ops)

@@ -1,4 +1,5 @@
-"""The table of instances of linear over frag16 tiles: what CMake makes of it, and the struct that both sides share."""
+"""The table of instances of linear over frag16 tiles: the sources that CMake generates from it, and the
+argument struct of C++ and Python."""
 
 from __future__ import annotations
 
@@ -39,15 +40,16 @@ file(WRITE "${{CMAKE_BINARY_DIR}}/left_out.txt" "${{left_out}}")
 
 
 def offsets(header: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """Offset and size of each field by a compiler, and the size of the struct under ``size of``."""
+    """Returns the offset and size of each field as a compiler lays them out, and the size of the struct under
+    ``size of``."""
     fields = [name for name, *_ in Args._fields_]
-    asked = "".join(
+    prints = "".join(
         f'std::printf("{name} %zu %zu\\n", offsetof(S, {name}), sizeof(S::{name}));\n' for name in fields
     )
     (folder / "args.h").write_text(header)
     (folder / "main.cpp").write_text(
         '#include <cstddef>\n#include <cstdio>\n#include "args.h"\nusing S = gm_linear_frag16_args;\n'
-        f'int main() {{\n{asked}std::printf("size-of 0 %zu\\n", sizeof(S));\n}}\n'
+        f'int main() {{\n{prints}std::printf("size-of 0 %zu\\n", sizeof(S));\n}}\n'
     )
     subprocess.run([str(COMPILER), "main.cpp", "-o", "main"], cwd=folder, check=True, capture_output=True)
     process = subprocess.run([folder / "main"], check=True, capture_output=True, text=True).stdout
@@ -92,8 +94,8 @@ def test_every_scheme_is_of_one_format_and_its_layout_holds_it() -> None:
     for form in formats().values():
         layout = default_registry().layout(form.layout)
         assert all(layout.accepts(scheme) for scheme in form.schemes), form.name
-        for name, given in table()["schedules"].items():
-            if table()["formats"][form.name].get(given["decoder"]):
+        for name, spec in table()["schedules"].items():
+            if table()["formats"][form.name].get(spec["decoder"]):
                 assert form in schedule(name).formats and form.cost[name], (form.name, name)
 
 
@@ -133,9 +135,9 @@ def test_cmake_writes_a_source_per_format_and_schedule_and_only_what_changed(tmp
     del changed["formats"]["mxfp4"]["wgmma"]
     (copy / TABLE.name).write_text(json.dumps(changed))
     (tmp_path / "build" / "frag16_sm90" / "linear_mxfp4_gemm_ws_sm90.cu").unlink()
-    again = generate(tmp_path)
-    assert set(first) - set(again) == {"linear_mxfp4_gemm_ws_sm90"}
-    rewritten = {name for name, path in again.items() if path.stat().st_mtime_ns != stamps[name]}
+    second = generate(tmp_path)
+    assert set(first) - set(second) == {"linear_mxfp4_gemm_ws_sm90"}
+    rewritten = {name for name, path in second.items() if path.stat().st_mtime_ns != stamps[name]}
     assert rewritten == {f"linear_fp8_{name}_sm90" for name in table()["schedules"]}
 
     changed["formats"]["fp8"]["mma"] = {"bf16": "Fp8Tile<T>"}
@@ -147,28 +149,29 @@ def test_cmake_writes_a_source_per_format_and_schedule_and_only_what_changed(tmp
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_rare_formats_can_be_left_out_of_a_build(tmp_path: Path) -> None:
-    """Their sources are not made, and are named for the manifest; those names are what their kernels ask a build for."""
+    """The sources of rare formats are not generated, but they are named for the manifest, by the names that
+    kernels require of a build."""
     copy = tmp_path / "kernels" / "linear" / "frag16_sm90"
     copy.mkdir(parents=True)
     for path in (*FOLDER.glob("*.cu.in"), TABLE):
         shutil.copy(path, copy)
     (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
-    made = generate(tmp_path, "-DRARE=off")
+    generated = generate(tmp_path, "-DRARE=off")
     first, *left_out = (tmp_path / "build" / "left_out.txt").read_text().split(";")
     assert first == "_paged_attention_d80_rare_sm90", "what was left out before stays"
     rare = {form.name for form in formats().values() if form.rare}
     assert rare == {"int4_g64", "int4_g64_zp", "int4_g32_zp"}
     assert {*left_out} == {f"linear_{form}_{name}_sm90" for form in rare for name in table()["schedules"]}
-    assert not set(made) & set(left_out) and len(made) == 3 * len(formats()) - len(left_out)
+    assert not set(generated) & set(left_out) and len(generated) == 3 * len(formats()) - len(left_out)
 
-    op, whole = default_registry().op("linear"), Build.of({"torch": "2.13.0"}, cuda_archs=("sm_90a",))
-    part, h200 = replace(whole, left_out=tuple(left_out)), Target.parse("h200")
+    op, full = default_registry().op("linear"), Build.of({"torch": "2.13.0"}, cuda_archs=("sm_90a",))
+    part, h200 = replace(full, left_out=tuple(left_out)), Target.parse("h200")
     kernels = [k for k in default_registry().kernels_of("linear") if k.requires.code == "cuda:sm_90a"]
     absent = set()
     for form in formats().values():
         problem = op.problem(f"m=8,n=256,k=512,w={form.schemes[0]}")
         for kernel in kernels:
-            if not kernel.why_not(problem, h200, whole):
+            if not kernel.why_not(problem, h200, full):
                 reasons = kernel.why_not(problem, h200, part)
                 assert bool(reasons) == form.rare, (kernel.name, problem)
                 absent |= {reason.split()[4] for reason in reasons}
@@ -188,9 +191,9 @@ def test_selection_names_what_the_build_lacks() -> None:
             Store(),
             Policy(),
         )
-        said = next(c for c in selection.candidates if c.kernel.name == "linear_w4a16_decode_sm90")
-        assert said.verdict == verdict
+        candidate = next(c for c in selection.candidates if c.kernel.name == "linear_w4a16_decode_sm90")
+        assert candidate.verdict == verdict
         if verdict == "build":
-            assert said.reasons == (
+            assert candidate.reasons == (
                 "not in this build: linear_int4_g64_decode_sm90 (rare; GRISTMILL_RARE=on builds them)",
             )

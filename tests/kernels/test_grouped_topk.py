@@ -22,7 +22,7 @@ SHAPES = ((16, 2, 8, 2), (128, 2, 8, 2), (256, 8, 8, 4), (384, 8, 1, 1), (512, 2
 
 
 def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorted by id: routers of transformers return their choice unsorted."""
+    """Sorts weights and ids by id: routers of transformers return their choice unsorted."""
     order = ids.argsort(-1)
     return weights.gather(-1, order), ids.gather(-1, order)
 
@@ -62,7 +62,7 @@ def test_deepseek_v3(experts: int, top_k: int, n_group: int, topk_group: int, to
         router.weight.normal_()
         router.e_score_correction_bias.normal_(0, 0.1)
         logits, weights, ids = router(torch.randn(tokens, 32) / 4)
-    found, found_ids = grouped_topk.reference(
+    actual_weights, actual_ids = grouped_topk.reference(
         logits,
         top_k,
         router.e_score_correction_bias,
@@ -72,10 +72,10 @@ def test_deepseek_v3(experts: int, top_k: int, n_group: int, topk_group: int, to
         config.norm_topk_prob,
         2.5,
     )
-    found, found_ids = _by_id(found, found_ids.long())
+    actual_weights, actual_ids = _by_id(actual_weights, actual_ids.long())
     weights, ids = _by_id(weights, ids)
-    assert torch.equal(found_ids, ids)
-    torch.testing.assert_close(found, weights, rtol=1e-6, atol=0)
+    assert torch.equal(actual_ids, ids)
+    torch.testing.assert_close(actual_weights, weights, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -97,14 +97,17 @@ def test_softmax_routers(renormalize: bool) -> None:
         with torch.no_grad():
             router.weight.normal_()
             logits, weights, ids = router(torch.randn(33, 32))
-        found, found_ids = grouped_topk.reference(logits, top_k, None, 1, 1, "softmax", renormalize, 1.0)
-        assert torch.equal(found_ids.long(), ids)
-        torch.testing.assert_close(found, weights, rtol=1e-6, atol=0)
+        actual_weights, actual_ids = grouped_topk.reference(
+            logits, top_k, None, 1, 1, "softmax", renormalize, 1.0
+        )
+        assert torch.equal(actual_ids.long(), ids)
+        torch.testing.assert_close(actual_weights, weights, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("implementation", HERE, ids=str)
 def test_order_and_ties(implementation: Runnable) -> None:
-    """Descending choice, the lower index first among equals; equal groups too; -0 equals 0."""
+    """The choice is in descending order, the lower index first among equals, also for equal groups; -0 equals
+    0."""
     logits = torch.tensor(
         [[1.0, 3.0, 3.0, 2.0, 3.0, 2.0, -1.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0, 0.0]]
     )
@@ -179,39 +182,39 @@ def biased_weights(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
     scores = logits.float().sigmoid()
-    _, found = grouped_topk.choose(scores, top_k, bias, n_group, topk_group)
-    chosen = (scores + bias).gather(-1, found)
+    _, top_ids = grouped_topk.choose(scores, top_k, bias, n_group, topk_group)
+    chosen = (scores + bias).gather(-1, top_ids)
     weights.copy_(chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale)
-    ids.copy_(found)
+    ids.copy_(top_ids)
 
 
 def best_of_group(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
     scores = logits.float().sigmoid()
-    _, found = grouped_topk.choose(scores + bias, top_k, None, n_group, topk_group)
-    chosen = scores.gather(-1, found)
+    _, top_ids = grouped_topk.choose(scores + bias, top_k, None, n_group, topk_group)
+    chosen = scores.gather(-1, top_ids)
     weights.copy_(chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale)
-    ids.copy_(found)
+    ids.copy_(top_ids)
 
 
 def not_renormalized(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
-    found = grouped_topk.reference(logits, top_k, bias, n_group, topk_group, scoring, False, scale)
-    weights.copy_(found[0])
-    ids.copy_(found[1])
+    reference = grouped_topk.reference(logits, top_k, bias, n_group, topk_group, scoring, False, scale)
+    weights.copy_(reference[0])
+    ids.copy_(reference[1])
 
 
 def higher_index_first(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
     flipped = None if bias is None else bias.flip(0)
-    found = grouped_topk.reference(
+    reference = grouped_topk.reference(
         logits.flip(-1), top_k, flipped, n_group, topk_group, scoring, renormalize, scale
     )
-    weights.copy_(found[0])
-    ids.copy_(logits.shape[-1] - 1 - found[1])
+    weights.copy_(reference[0])
+    ids.copy_(logits.shape[-1] - 1 - reference[1])
 
 
 @pytest.mark.parametrize(

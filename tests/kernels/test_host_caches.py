@@ -1,7 +1,7 @@
-"""Caches in the memory orders of hosts: attention reads them as they are, in every kernel that runs here.
+"""KV caches in the memory orders of host engines: every kernel that runs here reads them in place.
 
-vLLM keeps K and V of a head side by side in the last dimension, [blocks, kv_heads, block_size, 2 · head_dim] in two orders;
-others keep them in one allocation of [blocks, 2, ...] or [2, blocks, ...].
+vLLM keeps K and V of a head side by side in the last dimension, [blocks, kv_heads, block_size, 2 · head_dim]
+in two orders; others keep them in one allocation of [blocks, 2, ...] or [2, blocks, ...].
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ MLA = runnables("mla_attention")
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @pytest.mark.parametrize("kernel", PAGED, ids=str)
 def test_paged_attention(kernel: Runnable, order: Callable[..., Views]) -> None:
-    """The same bits as over caches of their own; poison beside the views stays unread."""
+    """Results are bitwise equal to those over separate contiguous caches, and poison around the views is not
+    read."""
     texts = ("q_tokens=9,seqs=3,max_q=4,max_ctx=40,total_ctx=70,heads=4,kv_heads=2,head_dim=64",)
     for problem in map(kernel.op.problem, texts):
         if kernel.kernel.accepts(problem) is not None:
             continue
         q, k, v, *rest = kernel.op.inputs(problem, 5, "cpu")
-        expected, found = (torch.full_like(q, float("nan")) for _ in range(2))
+        expected, actual = (torch.full_like(q, float("nan")) for _ in range(2))
         kernel(q, k.contiguous(), v.contiguous(), *rest, expected)
         views = order(*k.shape, like=k)
         for view, values in zip(views, (k, v), strict=True):
             view.copy_(values)
             assert not view.is_contiguous()
-        kernel(q, *views, *rest, found)
-        assert expected.isfinite().all() and torch.equal(found, expected)
+        kernel(q, *views, *rest, actual)
+        assert expected.isfinite().all() and torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kernel", MLA, ids=str)
@@ -88,7 +89,7 @@ def test_every_family_is_covered() -> None:
 
 
 def ignores_strides(config, q, k_cache, v_cache, *rest):
-    """A planted fault: takes the caches for contiguous ones."""
+    """Planted fault: treats the caches as contiguous."""
     k, v = (torch.as_strided(c, c.shape, torch.empty(c.shape).stride()) for c in (k_cache, v_cache))
     torch_kernel = next(k for k in PAGED if k.kernel.name == "paged_attention_torch")
     from gristmill.kernels.load import load

@@ -1,4 +1,5 @@
-"""Triton's interpreter as `gristmill.kernels.interpreter` repairs it and `_interpreter_speed` accelerates it."""
+"""Triton's interpreter as repaired by `gristmill.kernels.interpreter` and accelerated by
+`_interpreter_speed`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def twice(values):
 
 @triton.jit
 def shapes_kernel(x, rows, columns, wide, M: tl.constexpr, N: tl.constexpr):
-    """Tensors of both orders of one shape, and of several dtypes of one shape, through a device function."""
+    """Passes tensors of one shape in both orders, and of one shape in several dtypes, through a device
+    function."""
     m, n = tl.arange(0, M), tl.arange(0, N)
     values = tl.load(x + m[:, None] * N + n[None, :])
     tl.store(rows + m[:, None] * N + n[None, :], twice(values))
@@ -46,7 +48,7 @@ def test_shapes_and_dtypes_are_not_confused(m: int, n: int, dtype: torch.dtype) 
 def test_an_interpreter_of_other_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         interpreter, "_get_np_dtype", interpreter._get_np_dtype
-    )  # replaced before the second name
+    )  # the first name is replaced before the second
     monkeypatch.delattr(interpreter, name)
     with pytest.raises(InterpreterError, match=name):
         install.__wrapped__()

@@ -1,4 +1,5 @@
-"""Triton is imported when a kernel is loaded or launched, never by a spec; every placeholder is then replaced, in any thread."""
+"""Specs never import Triton; loading or launching a kernel does, and then replaces every placeholder, in any
+thread."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def launch(x):
 
 
 def pending(module: ModuleType) -> list[str]:
-    """Names in a module that still stand for something of Triton."""
+    """Returns the names in a module that are still placeholders for Triton objects."""
     kinds = (PendingConstant, PendingFunction, PendingLanguage)
     return [name for name, value in vars(module).items() if isinstance(value, kinds)]
 
@@ -83,7 +84,8 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType
 
 
 def test_specs_import_neither_triton_nor_torch() -> None:
-    """The registry is complete where Triton is missing; a kernel of it then fails by the name of what is missing."""
+    """The registry is complete without Triton; loading one of its kernels then fails and names what is
+    missing."""
     code = """
 import sys
 sys.modules["triton"] = None
@@ -100,13 +102,14 @@ except ImportError as error:
     process = subprocess.run(
         [sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False
     )
-    here = [kernel for kernel in default_registry().all_kernels() if kernel.language == "triton"]
-    assert process.stdout.split() == [str(len(here)), "False", "triton.language"], process.stderr
-    assert len(here) >= 20
+    triton_kernels = [kernel for kernel in default_registry().all_kernels() if kernel.language == "triton"]
+    assert process.stdout.split() == [str(len(triton_kernels)), "False", "triton.language"], process.stderr
+    assert len(triton_kernels) >= 20
 
 
 def test_a_loaded_kernel_has_no_placeholders() -> None:
-    """Of all Triton kernels: a launch finds jitted functions and the language itself, at the cost of ``triton.jit``."""
+    """Holds for all Triton kernels: a launch calls jitted functions and the language itself, at the cost of
+    ``triton.jit``."""
     for kernel in default_registry().all_kernels():
         if kernel.language == "triton":
             load(kernel)
@@ -148,7 +151,7 @@ def test_a_function_is_jitted_once_with_its_options(
 
 
 def test_threads_that_meet_at_the_first_launch(modules: tuple[ModuleType, ...]) -> None:
-    """Everyone gets the same function, and no one finds a helper that is still a placeholder."""
+    """All threads get the same function, and none sees a helper that is still a placeholder."""
     helpers, kernels, _ = modules
     barrier, results = threading.Barrier(8), []
 

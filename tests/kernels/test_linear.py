@@ -1,4 +1,5 @@
-"""linear: the reference against float64, every kernel and scheme by one-hot rows, planted faults, layouts, plans."""
+"""linear: the reference against float64, every kernel and scheme with one-hot rows, planted faults, layouts,
+plans."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def run(
     residual: Any = None,
     silu_mul: bool = False,
 ) -> torch.Tensor:
-    """One launch with the output poisoned."""
+    """Launches the kernel once into a poisoned output."""
     actual = OP.problem(problem)
     config = kernel.config(actual, Target.parse(f"cpu:{level or LEVELS[-1]}"))
     if layout is None:
@@ -82,12 +83,12 @@ def k_for(scheme: str) -> int:
 def test_reference_is_float64_rounded_once(text: str) -> None:
     problem = OP.problem(text)
     x, weight, bias, residual, silu_mul, n, _ = arguments = OP.inputs(problem, 3, "cpu")
-    wide = x.double()
+    x64 = x.double()
     if weight.scheme.activation is not None:
         from gristmill.quant.activations import quantize_activation
 
-        wide = quantize_activation(x, weight.scheme.activation).dequantize().double()
-    z = wide @ weight.dequantize().double().T + (0 if bias is None else bias.double())
+        x64 = quantize_activation(x, weight.scheme.activation).dequantize().double()
+    z = x64 @ weight.dequantize().double().T + (0 if bias is None else bias.double())
     if silu_mul:
         z = z[:, : n // 2] / (1 + torch.exp(-z[:, : n // 2])) * z[:, n // 2 :]
     z = z + (0 if residual is None else residual.double())
@@ -118,8 +119,8 @@ def identity_rows(kernel: Kernel, scheme: str, name: str, level: str = "", layou
     assert torch.equal(out, expected), (
         f"{(out != expected).sum()} of {expected.numel()} differ, max {(out - expected).abs().max()}"
     )
-    few = torch.eye(k, dtype=dtype)[[0, k - 1]]
-    out = run(kernel, f"m=2,n={n},k={k},x={name},w={scheme}", few, weight, level=level, layout=layout)
+    two_rows = torch.eye(k, dtype=dtype)[[0, k - 1]]
+    out = run(kernel, f"m=2,n={n},k={k},x={name},w={scheme}", two_rows, weight, level=level, layout=layout)
     assert torch.equal(out, expected[[0, k - 1]])
 
 
@@ -152,7 +153,7 @@ def test_one_hot_gives_the_weight_dense_torch(scheme: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["linear_dequant_torch", "linear_w_triton", "linear_cpu"])
 def test_float_zeros_half_scales_segments_and_cut_blocks(kernel: str) -> None:
-    """What round to nearest does not make but checkpoints and shards have."""
+    """Values that checkpoints and shards contain, but that rounding to nearest does not produce."""
     if HAS_GPU and "triton" in kernel:
         pytest.skip("with a GPU here Triton kernels run on it, in the gpu tests")
     base = weight_of("int4_g32_zp", 20, 96)
@@ -206,10 +207,10 @@ def test_strided_rows_are_read_in_place(kernel: str) -> None:
     if HAS_GPU and "triton" in kernel:
         pytest.skip("with a GPU here Triton kernels run on it, in the gpu tests")
     weight = weight_of("int4_ch", 21, 77)
-    wide = torch.full((5, 77 + 9), float("nan"))
-    wide[:, :77] = torch.randn(5, 77)
-    out = run(named(kernel), "m=5,n=21,k=77,x=fp32,w=int4_ch", wide[:, :77], weight)
-    torch.testing.assert_close(out, OP.reference(wide[:, :77].contiguous(), weight), rtol=1e-4, atol=1e-5)
+    padded = torch.full((5, 77 + 9), float("nan"))
+    padded[:, :77] = torch.randn(5, 77)
+    out = run(named(kernel), "m=5,n=21,k=77,x=fp32,w=int4_ch", padded[:, :77], weight)
+    torch.testing.assert_close(out, OP.reference(padded[:, :77].contiguous(), weight), rtol=1e-4, atol=1e-5)
 
 
 FAULTS = [
@@ -320,7 +321,8 @@ def test_bad_arguments_say_what_is_wrong() -> None:
 
 
 def test_planned_calls(policy_file: Any) -> None:
-    """A layer's life: plan, pack for its layouts, call at several sizes, leading dimensions, epilogue, bad calls."""
+    """The life of a layer: plan, pack for its layouts, call with several sizes, leading dimensions and
+    epilogues, refuse bad calls."""
     policy_file('pins = { linear = ["linear_cpu"] }\nstrict = true')
     n, k = 96, 256
     weight = weight_of("int4_g128", n, k)
@@ -328,21 +330,21 @@ def test_planned_calls(policy_file: Any) -> None:
     resolver = ops.resolver("cpu")
     plan = resolver.plan(OP, OP.problem(text), sizes=(1, 8, 16))
     assert plan.layouts == ("cpu_rows16_v1",)
-    held = LinearWeight.pack(weight, plan.layouts)
-    assert OP.problem(held.problem("bf16", bias=True, silu_mul=True)) == OP.problem(text)
+    packed = LinearWeight.pack(weight, plan.layouts)
+    assert OP.problem(packed.problem("bf16", bias=True, silu_mul=True)) == OP.problem(text)
     bound = ops.bind("linear", text, "cpu", layouts=frozenset(plan.layouts)).adopt(plan)
     bias = torch.randn(n).bfloat16()
     for shape in ((k,), (1, k), (2, 5, k), (16, k), (0, k)):
         x = torch.randn(shape).bfloat16()
-        out = ops.linear(x, held.tensors(), bias, None, True, n, plan=bound)
+        out = ops.linear(x, packed.tensors(), bias, None, True, n, plan=bound)
         expected = OP.reference(x, weight, bias, None, True)
         assert out.shape == expected.shape
         torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
     x = torch.randn(2, k).bfloat16()
     with pytest.raises(ValueError, match="planned for"):
-        ops.linear(x.float(), held.tensors(), bias.float(), None, True, n, plan=bound)
+        ops.linear(x.float(), packed.tensors(), bias.float(), None, True, n, plan=bound)
     with pytest.raises(ValueError, match="bias must be given, got None"):
-        ops.linear(x, held.tensors(), None, None, True, n, plan=bound)
+        ops.linear(x, packed.tensors(), None, None, True, n, plan=bound)
     with pytest.raises(
         ValueError, match="weight must begin with a contiguous tensor of at least 12288 bytes on cpu"
     ):
@@ -356,7 +358,7 @@ def test_planned_calls(policy_file: Any) -> None:
             plan=bound,
         )
     with pytest.raises(ValueError, match="not as plain_v1"):
-        held.tensors("plain_v1")
+        packed.tensors("plain_v1")
 
 
 def test_automatic_call_takes_a_dense_weight(policy_file: Any) -> None:
@@ -371,7 +373,7 @@ def test_automatic_call_takes_a_dense_weight(policy_file: Any) -> None:
 
 
 LIBRARIES = {"humming_v1": {"linear_humming"}, "tinygemm_v1": {"linear_int4_torch"}}
-"""Layouts that are a wrapped library's own: nobody else reads them."""
+"""Layouts that belong to a wrapped library; no other kernel reads them."""
 
 
 def test_two_kernels_read_each_layout() -> None:

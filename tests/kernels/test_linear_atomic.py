@@ -1,4 +1,5 @@
-"""Linear with K split over programs, sums by atomic additions: any number of parts, memory left as it was found, clear refusals."""
+"""Linear with K split over programs and sums by atomic additions: any number of parts, a restored workspace,
+clear refusals."""
 
 from __future__ import annotations
 
@@ -37,20 +38,21 @@ def run(
 @pytest.mark.parametrize("split", [1, 2, 3, 5, 64])
 @pytest.mark.parametrize(("scheme", "k"), [("int4_g32", 160), ("int8_ch", 200), ("nvfp4", 144)])
 def test_any_number_of_parts(scheme: str, k: int, split: int) -> None:
-    found, expected, _ = run(3, 70, k, scheme, split)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    actual, expected, _ = run(3, 70, k, scheme, split)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_workspace_is_left_zero_and_serves_the_next_call() -> None:
     size = spec.scratch_bytes(5, 96, {"bm": 16, "bn": 32})
     space = torch.zeros(2 * size, dtype=torch.uint8)
     for split, silu in ((3, False), (2, True), (1, False)):
-        found, expected, config = run(5, 96, 160, "int4_g32", split, space, silu)
+        actual, expected, config = run(5, 96, 160, "int4_g32", split, space, silu)
         assert spec.scratch_bytes(5, 96, config) <= space.numel() and not bool(space.any())
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
-    space[spec.flag_bytes(5, 96, config) :].view(torch.float32)[0] = 1.0  # what a call finds there is added
-    found, expected, _ = run(5, 96, 160, "int4_g32", 2, space)
-    assert float((found - expected).abs().max()) > 0.5
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+    # Whatever the workspace holds is added to the result.
+    space[spec.flag_bytes(5, 96, config) :].view(torch.float32)[0] = 1.0
+    actual, expected, _ = run(5, 96, 160, "int4_g32", 2, space)
+    assert float((actual - expected).abs().max()) > 0.5
 
 
 def test_a_workspace_that_is_too_small_is_refused_by_its_size() -> None:

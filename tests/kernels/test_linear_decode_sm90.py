@@ -1,4 +1,5 @@
-"""The decode kernels over frag16 tiles without a GPU: what they take, configurations that fit, the library's own arithmetic."""
+"""The decode kernels over frag16 tiles without a GPU: accepted problems, configurations that fit, the
+library's own arithmetic."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def format_of(scheme: str) -> Format:
 
 
 def ask(form: str, schedule: str, **fields: int) -> int:
-    """What the library says of a call that launches nothing: bytes of shared memory, or an error."""
+    """Returns the library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     args = Args(**({"size": SIZE, "device": -1, "pdl": 1, "scale_type": 2} | fields))
     return cuda_function(f"gm_linear_{form}_{schedule}_sm90", "sm_90a", ARGUMENTS)(args)
 
@@ -60,8 +61,8 @@ def ask(form: str, schedule: str, **fields: int) -> int:
 )
 def test_accepts(problem: str, reason: str | None) -> None:
     for kernel in (DECODE, DECODE_WS):
-        said = kernel.accepts(OP.problem(problem))
-        assert said is None if reason is None else said is not None and reason in said
+        refusal = kernel.accepts(OP.problem(problem))
+        assert refusal is None if reason is None else refusal is not None and reason in refusal
 
 
 def test_eight_bits() -> None:
@@ -78,8 +79,8 @@ def test_every_scheme_that_is_accepted_has_a_layout_and_the_bytes_agree() -> Non
     for kernel in (DECODE, WIDE_DECODE, DECODE_WS, WIDE_DECODE_WS):
         layouts = [default_registry().layout(name) for name in kernel.layouts]
         for scheme in SCHEMES:
-            taken = kernel.accepts(OP.problem(f"m=1,n=64,k=256,w={scheme}")) is None
-            assert taken == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
+            accepted = kernel.accepts(OP.problem(f"m=1,n=64,k=256,w={scheme}")) is None
+            assert accepted == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
             assert format_of(scheme).tile_bytes == tile_bytes(QuantScheme.parse(scheme))
             assert default_registry().layout(format_of(scheme).layout).accepts(scheme)
 
@@ -140,11 +141,15 @@ def test_the_library_counts_the_same_shared_memory(name: str) -> None:
     form = formats()[name]
     for x_type in (2, 1):
         for m, n, k in ((1, 4096, 4096), (9, 100, 1536), (16, 7168, 16384)):
-            of = {"m": m, "n": n, "k": k, "ldx": k, "x_type": x_type}
+            problem = {"m": m, "n": n, "k": k, "ldx": k, "x_type": x_type}
             for schedule in (decode, decode_ws):
                 for shape, split, depth, size in schedule.candidates(form, m, n, k):
                     config = schedule.config_of(shape, split, depth)
-                    assert ask(name, schedule.SCHEDULE.name, **of, **config) == size, (shape, split, depth)
+                    assert ask(name, schedule.SCHEDULE.name, **problem, **config) == size, (
+                        shape,
+                        split,
+                        depth,
+                    )
 
 
 REFUSED = [
@@ -163,7 +168,7 @@ REFUSED = [
 @needs_library
 @pytest.mark.parametrize(("changed", "code"), REFUSED)
 def test_decode_refuses(changed: dict[str, int], code: int) -> None:
-    given = {
+    valid = {
         "m": 1,
         "n": 64,
         "k": 256,
@@ -175,8 +180,8 @@ def test_decode_refuses(changed: dict[str, int], code: int) -> None:
         "split": 1,
         "depth": 1,
     }
-    assert ask("int4_g128", "decode", **given) > 0
-    assert ask("int4_g128", "decode", **(given | changed)) == code
+    assert ask("int4_g128", "decode", **valid) > 0
+    assert ask("int4_g128", "decode", **(valid | changed)) == code
 
 
 @needs_library
@@ -192,8 +197,9 @@ def test_decode_refuses(changed: dict[str, int], code: int) -> None:
     ],
 )
 def test_decode_ws_refuses(changed: dict[str, int], code: int) -> None:
-    """Depths that are no multiple of the slices along K among it: a slice that shared a slot with another would take it a pass too early."""
-    given = {
+    """Depths that are no multiple of the slices along K are refused: a slice that shares a slot with another
+    would read it one pass too early."""
+    valid = {
         "m": 1,
         "n": 64,
         "k": 256,
@@ -205,6 +211,6 @@ def test_decode_ws_refuses(changed: dict[str, int], code: int) -> None:
         "wk": 4,
         "split": 1,
     }
-    given["depth"] = 4
-    assert ask("int4_g128", "decode_ws", **given) > 0
-    assert ask("int4_g128", "decode_ws", **(given | changed)) == code
+    valid["depth"] = 4
+    assert ask("int4_g128", "decode_ws", **valid) > 0
+    assert ask("int4_g128", "decode_ws", **(valid | changed)) == code

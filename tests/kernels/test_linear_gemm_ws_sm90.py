@@ -1,4 +1,5 @@
-"""gemm_ws over frag16 tiles without a GPU: what they take, configurations that fit, the library's own arithmetic."""
+"""gemm_ws over frag16 tiles without a GPU: accepted problems, configurations that fit, the library's own
+arithmetic."""
 
 from __future__ import annotations
 
@@ -39,16 +40,16 @@ needs_library = pytest.mark.skipif(
     ],
 )
 def test_accepts(problem: str, reason: str | None) -> None:
-    said = KERNEL.accepts(OP.problem(problem))
-    assert said is None if reason is None else said is not None and reason in said
+    refusal = KERNEL.accepts(OP.problem(problem))
+    assert refusal is None if reason is None else refusal is not None and reason in refusal
 
 
 def test_every_scheme_that_is_accepted_has_a_layout() -> None:
     for kernel in (KERNEL, WIDE):
         layouts = [default_registry().layout(name) for name in kernel.layouts]
         for scheme in SCHEMES:
-            taken = kernel.accepts(OP.problem(f"m=64,n=64,k=256,w={scheme}")) is None
-            assert taken == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
+            accepted = kernel.accepts(OP.problem(f"m=64,n=64,k=256,w={scheme}")) is None
+            assert accepted == any(layout.accepts(scheme) for layout in layouts), (kernel.name, scheme)
 
 
 def test_hardware_is_hopper_alone() -> None:
@@ -81,8 +82,8 @@ def test_an_instance_is_found_by_its_key() -> None:
 
 
 def _call(form: str = "int4_g128", **changed: int) -> int:
-    """What the library says of a call that launches nothing: bytes of shared memory, or an error."""
-    given = {
+    """Returns the library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
+    valid = {
         "size": SIZE,
         "m": 64,
         "n": 64,
@@ -103,7 +104,7 @@ def _call(form: str = "int4_g128", **changed: int) -> int:
         "device": -1,
     }
     entry = cuda_function(f"gm_linear_{form}_gemm_ws_sm90", "sm_90a", ARGUMENTS)
-    return entry(Args(**(given | changed)))
+    return entry(Args(**(valid | changed)))
 
 
 @needs_library
@@ -116,9 +117,8 @@ def test_every_instance_fits_a_multiprocessor(form: Format) -> None:
                 size = _call(form.name, k=2048, ldx=2048, x_type=dtype, scale_type=scales, **key)
                 slots = shape.ws8 if form.bits == 8 else shape.ws4
                 rings = shape.xs * shape.mt * 128 + slots * shape.c * 4 * form.tile_bytes
-                sums = (
-                    shape.mt * shape.c * 256
-                )  # of a cluster's CTAs, in the place of the rings; of slices, in their own
+                # Partial sums of the CTAs of a cluster reuse the rings; those of slices have their own memory.
+                sums = shape.mt * shape.c * 256
                 assert (
                     sums <= rings < size - (shape.slices - 1) * sums
                     and (size + 1024) * shape.ctas <= 228 * 1024
@@ -147,12 +147,12 @@ def test_the_library_takes_what_is_shipped() -> None:
     shipped = [t for t in shipped_times() if t.kernel == KERNEL.name and t.config["format"] in names]
     assert len(shipped) > 50
     for timing in shipped:
-        given = {
+        launch = {
             name: int(value) for name, value in timing.config.items() if name not in ("format", "tile_bytes")
         }
         problem = OP.problem(timing.problem)
         m, n, k = (problem.integer(axis) for axis in "mnk")
-        assert _call(str(timing.config["format"]), m=m, n=n, k=k, ldx=k, **given) > 0, timing
+        assert _call(str(timing.config["format"]), m=m, n=n, k=k, ldx=k, **launch) > 0, timing
 
 
 @needs_library
@@ -168,12 +168,12 @@ def test_the_library_takes_what_is_shipped() -> None:
         ({"grid": 0}, -5),
         ({"grid": 5000}, -5),
         ({"raster": 0}, -5),
-        ({"lag": 1}, -5),  # two CTAs on a multiprocessor need not take turns
+        ({"lag": 1}, -5),  # two CTAs per SM need not take turns
         ({"mt": 128, "c": 4, "ctas": 1, "lag": -1}, -5),
         (
             {"mt": 128, "c": 4, "ctas": 1, "lag": 4},
             -5,
-        ),  # x has 7 slots: the first half would wait for one that the second has
+        ),  # x has 7 slots: the first half would wait for one that the second half holds
         ({"mt": 128, "c": 4, "ctas": 1, "lag": 2, "split": 2}, -5),
         ({"mt": 128, "c": 1, "slices": 2, "ctas": 1, "even": 1}, -5),
         ({"even": 3}, -5),
@@ -203,7 +203,8 @@ def _best(m: int, n: int, k: int) -> dict[str, int]:
     ("m", "n", "k", "even"), [(1024, 5120, 27648, 2), (1024, 7168, 16384, 2), (32, 5120, 27648, 1)]
 )
 def test_ctas_keep_together_along_k_where_l2_does_not_hold_x_and_w(m: int, n: int, k: int, even: int) -> None:
-    """160 and 224 tiles: were they all dealt out, no two CTAs would be at the same k. 40 tiles leave no choice."""
+    """160 and 224 tiles: if stream-K dealt out all of them, no two CTAs would be at the same k. With 40 tiles
+    there is no choice."""
     assert _best(m, n, k)["even"] == even
 
 

@@ -1,4 +1,5 @@
-"""Wrapped linear providers against stub host modules: what they are called with, and what is refused before."""
+"""Wrapped linear providers against stub host modules: the calls that they receive, and what is refused
+beforehand."""
 
 from __future__ import annotations
 
@@ -27,19 +28,20 @@ def stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Modul
 
 
 def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[torch.dtype, ...]] = []
+    calls: list[tuple[torch.dtype, ...]] = []
 
     def fp8_gemm_nt(a: Any, b: Any, d: torch.Tensor) -> None:
-        """DeepGEMM's meaning: D = (A · scales) (B · scales)ᵀ, A scaled by token and 128 columns, B by 128 x 128."""
+        """As DeepGEMM defines it: D = (A · scales) (B · scales)ᵀ, with A scaled per token and 128 columns, B
+        per 128 x 128."""
         (av, sa), (bv, sb) = a, b
-        seen.append((av.dtype, sa.dtype, bv.dtype, sb.dtype))
+        calls.append((av.dtype, sa.dtype, bv.dtype, sb.dtype))
         assert sa.shape == (av.shape[0], -(-av.shape[1] // 128)) and d.dtype == torch.bfloat16
-        left = av.float() * sa.repeat_interleave(128, 1)[:, : av.shape[1]]
+        scaled_a = av.float() * sa.repeat_interleave(128, 1)[:, : av.shape[1]]
         right = (
             bv.float()
             * sb.repeat_interleave(128, 0)[: bv.shape[0]].repeat_interleave(128, 1)[:, : bv.shape[1]]
         )
-        d.copy_(left @ right.T)
+        d.copy_(scaled_a @ right.T)
 
     stub(monkeypatch, "deep_gemm", fp8_gemm_nt=fp8_gemm_nt)
     kernel = REGISTRY.kernel("linear", "linear_deepgemm")
@@ -49,7 +51,7 @@ def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatc
         outcome = verify(OP, kernel, {}, problem, "cpu")
         assert outcome.ok, outcome.reason
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
-    assert seen == [(fp8, fp32, fp8, fp32)] * 2
+    assert calls == [(fp8, fp32, fp8, fp32)] * 2
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,8 @@ def test_a_library_without_an_extra_is_refused_with_its_repository(
     requires = REGISTRY.kernel(op, name).requires
     (reason,) = requires.check_build(Target.parse(target), Build.none().confirm(requires.offers))
     assert "is not installed; it comes from " in reason and repository in reason
-    there = replace(Build.none(), offers=frozenset(requires.offers))
-    assert requires.check_build(Target.parse(target), there) == ()
+    build = replace(Build.none(), offers=frozenset(requires.offers))
+    assert requires.check_build(Target.parse(target), build) == ()
 
 
 def test_wrapped_kernels_refuse_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""merge_attention_states: meaning against whole attention in float64, empty partials, far log-sum-exps, planted faults."""
+"""merge_attention_states: agreement with unsplit attention in float64, empty partial results, log-sum-exps
+far apart, planted faults."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 
 def test_two_halves_of_an_attention_are_the_whole() -> None:
     q, k, v = torch.randn(5, 3, 16).double(), torch.randn(40, 3, 16).double(), torch.randn(40, 3, 16).double()
-    whole, whole_lse = _attention(q, k, v)
+    expected, whole_lse = _attention(q, k, v)
     a, a_lse = _attention(q, k[:13], v[:13])
     b, b_lse = _attention(q, k[13:], v[13:])
     out, lse = reference(a.float(), a_lse.float(), b.float(), b_lse.float())
-    torch.testing.assert_close(out.double(), whole, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), whole_lse, rtol=2e-6, atol=1e-6)
 
 

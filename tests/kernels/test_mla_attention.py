@@ -1,4 +1,4 @@
-"""Latent attention, absorbed and not: the references against transformers' DeepSeek-V3, planted faults, batch invariance."""
+"""MLA, absorbed and not: the references against transformers' DeepSeek-V3, planted faults, batch invariance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEVELS = [level for level in runnable_levels() if level in ("base", "avx2", "avx
 
 
 class Latents:
-    """Stands where transformers' cache is: keeps what would be cached."""
+    """Stands in for transformers' cache and records what would be cached."""
 
     def update(
         self, latent: torch.Tensor, rope: torch.Tensor, layer: int
@@ -34,7 +34,8 @@ class Latents:
 
 
 def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
-    """A small random DeepSeek-V3 attention on `tokens` tokens: the module, its latents, and q, k, v, scaling and the result."""
+    """Runs a small random DeepSeek-V3 attention on `tokens` tokens. Returns the module, its latents, and a
+    dict of q, k, v, scale and out."""
     from transformers import AttentionInterface
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as model
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
@@ -80,7 +81,7 @@ def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
 
 @pytest.mark.parametrize("new", [1, 5, 21])
 def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
-    """The last `new` of 21 tokens, through both operations, are what transformers computes un-absorbed."""
+    """For the last `new` of 21 tokens, both operations agree with transformers, which computes un-absorbed."""
     module, latents, seen = deepseek(21)
     expected, q = seen["out"][-new:], seen["q"][-new:].contiguous()
     starts, contexts = torch.tensor([0, new], dtype=torch.int32), torch.tensor([0, 21], dtype=torch.int32)
@@ -140,7 +141,7 @@ def own_key_missed(a: dict[str, Any]) -> None:
 
 
 def values_shifted(a: dict[str, Any]) -> None:
-    """The value is taken one element late in the row."""
+    """Planted fault: the value is read one element late in the row."""
     a["cache"], a["q"] = a["cache"].roll(-1, -1), a["q"].roll(-1, -1)
 
 

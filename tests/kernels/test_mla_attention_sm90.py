@@ -1,4 +1,4 @@
-"""The spec of the Hopper kernels of latent attention: what they take and refuse, workspaces, ranks."""
+"""The spec of the Hopper kernels of MLA: accepted and refused problems, workspaces, ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_examples_are_accepted() -> None:
 
 
 def test_workspaces() -> None:
-    """Two parts of a context for each CTA where contexts are cut, the counters alone where they are not."""
+    """The workspace holds two partial results per CTA if contexts are split, and only the counters if not."""
     problem = OP.problem(f"{BASE},heads=128")
-    config, whole = CUT.config(problem, HOPPER), WHOLE.config(problem, HOPPER)
-    assert config["slack"] >= 0 > whole["slack"]
+    config, unsplit = CUT.config(problem, HOPPER), WHOLE.config(problem, HOPPER)
+    assert config["slack"] >= 0 > unsplit["slack"]
     space = CUT.workspace(problem, config)
     assert space.zeroed and space.bytes == COUNTER_BYTES + 2 * config["ctas"] * PART_BYTES
-    assert WHOLE.workspace(problem, whole).bytes == COUNTER_BYTES
+    assert WHOLE.workspace(problem, unsplit).bytes == COUNTER_BYTES
     assert PART_BYTES == 64 * 512 * 4 + 64 * 2 * 4
 
 
@@ -57,7 +57,8 @@ def test_the_configuration_holds_no_size_of_a_problem() -> None:
 
 
 def test_ranks() -> None:
-    """The one that cuts contexts stands above Triton's, the batch-invariant one above Triton's batch-invariant one."""
+    """The kernel that splits contexts ranks above Triton's, the batch-invariant one above Triton's
+    batch-invariant one."""
     ranks = {kernel.name: kernel.priority for kernel in (*KERNELS, *triton.KERNELS)}
     assert ranks["mla_attention_sm90"] > ranks["mla_attention_triton_split"]
     assert (

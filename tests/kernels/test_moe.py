@@ -1,4 +1,5 @@
-"""permute, grouped_linear, combine, moe: against transformers' DeepSeek-V3 and float64; edges; refusals; planted faults."""
+"""permute, grouped_linear, combine, moe: agreement with transformers' DeepSeek-V3 and float64, edge cases,
+refusals, planted faults."""
 
 from __future__ import annotations
 
@@ -99,8 +100,8 @@ def test_permute_extremes(implementation: Runnable) -> None:
     ):
         actual = [torch.full(shape, -9, dtype=dtype) for shape, dtype in permute.OP.like(ids, 8)]
         implementation(ids, 8, *actual)
-        for out, wanted in zip(actual, permute.reference(ids, 8), strict=True):
-            assert torch.equal(out, wanted)
+        for out, expected in zip(actual, permute.reference(ids, 8), strict=True):
+            assert torch.equal(out, expected)
 
 
 ROUTINGS = {
@@ -158,15 +159,15 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
         problem = op.problem(f"m=12,top_k=2,e=3,h=96,i=64,w={'int4_g32'}")
         arguments = kernel_arguments(op, kernel, op.inputs(problem, 8, "cpu"))
         config = kernel.config(problem, implementation.target)
-        whole, part = torch.empty_like(arguments[0]), torch.empty_like(arguments[0][:m])
-        kernel.load()(config, *arguments, whole)
+        full, part = torch.empty_like(arguments[0]), torch.empty_like(arguments[0][:m])
+        kernel.load()(config, *arguments, full)
         kernel.load()(config, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
-        assert torch.equal(part, whole[:m])
+        assert torch.equal(part, full[:m])
 
 
 @pytest.mark.parametrize("implementation", GROUPED, ids=str)
 def test_only_experts_with_rows_are_read(implementation: Runnable) -> None:
-    """Weights of experts without rows are NaN; the one with rows is right."""
+    """The weights of experts without rows are NaN; the result of the expert with rows is correct."""
     if implementation.kernel.name == "grouped_linear_w_triton":
         weight = quantize(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(9)), "fp8_ch")
         weight.scales[0::3] = 3e38
@@ -201,7 +202,7 @@ def test_cpu_refuses_offsets_and_permutations_that_leave_their_tensors() -> None
 
 
 def test_expert_parallel_halves_add_up() -> None:
-    """Two ranks with half of the experts each, ids shifted to their own: the sum of both is the whole."""
+    """Two ranks with half of the experts each and ids shifted to their own: both results add up to the whole."""
     op = MOE[0].op
     x, weights, ids, w13, w2, *_ = op.inputs(
         op.problem("m=10,top_k=3,e=6,h=40,i=24,x=fp32,w=fp32"), 10, "cpu"
@@ -258,14 +259,15 @@ def test_through_a_plan(policy_file: Any) -> None:
     problem = op.problem("m=6,top_k=2,e=4,h=64,i=32,w=int4_g32")
     arguments = op.inputs(problem, 11, "cpu")
     plan = ops.bind("moe", problem, "cpu").prepare([6])
-    given = kernel_arguments(op, next(i.kernel for i in MOE if i.kernel.name == "moe_cpu"), arguments)
-    given[6] = torch.empty(plan.workspace(6).bytes, dtype=torch.uint8)
-    out = ops.moe(*given, plan=plan)
+    packed = kernel_arguments(op, next(i.kernel for i in MOE if i.kernel.name == "moe_cpu"), arguments)
+    packed[6] = torch.empty(plan.workspace(6).bytes, dtype=torch.uint8)
+    out = ops.moe(*packed, plan=plan)
     assert moe.error(problem, arguments, [out], [moe.reference(*arguments)]) <= op.tolerance(problem).limit
     ops.release(plan)
 
 
-# Planted faults: launchers that are wrong in one place, on neutral weights (so `pack` is left to the reference's own).
+# Planted faults: launchers that are wrong in one place, on unpacked weights, so that `pack` is the
+# reference's own.
 
 
 def _fault(op: str, launcher: str, problem: str) -> None:
@@ -274,8 +276,8 @@ def _fault(op: str, launcher: str, problem: str) -> None:
 
 
 def late_offset(config, ids, experts, offsets, permutation, inverse) -> None:
-    for out, found in zip((offsets, permutation, inverse), permute.reference(ids, experts), strict=True):
-        out.copy_(found)
+    for out, correct in zip((offsets, permutation, inverse), permute.reference(ids, experts), strict=True):
+        out.copy_(correct)
     offsets[experts // 2] += 1
 
 
@@ -312,7 +314,7 @@ def test_planted_faults_of_the_index_ops(op: str, launcher: str, problem: str) -
 
 
 def _faulty_weight(weight: QuantTensor, fault: str) -> QuantTensor:
-    """One block scale of one expert doubled, or two experts swapped."""
+    """Returns the weight with one block scale of one expert doubled, or with two experts swapped."""
     scales, codes = weight.scales.clone(), weight.codes.clone()
     if fault == "one scale":
         scales[-1, 3, 1] = (scales[-1, 3, 1].float() * 2).to(scales.dtype)
@@ -374,7 +376,8 @@ def test_calls_without_a_plan_take_dense_weights(policy_file: Any) -> None:
 
 
 def test_chain_takes_other_parts_in_the_middle() -> None:
-    """What expert parallelism does: the ends as they are, a product of one's own between them."""
+    """As in expert parallelism: the chain keeps its first and last parts and takes other matrix products
+    between them."""
     op = MOE[0].op
     problem = op.problem("m=6,top_k=2,e=4,h=32,i=16,x=fp32,w=fp32")
     x, weights, ids, w13, w2, inner, _ = op.inputs(problem, 14, "cpu")
@@ -385,8 +388,8 @@ def test_chain_takes_other_parts_in_the_middle() -> None:
         out.copy_(grouped_linear.reference(rows, weight, offsets, permutation, top_k, silu_mul, n))
 
     def placed(ids, experts, *outs) -> None:
-        for out, found in zip(outs, permute.reference(ids, experts), strict=True):
-            out.copy_(found)
+        for out, result in zip(outs, permute.reference(ids, experts), strict=True):
+            out.copy_(result)
 
     out = torch.empty_like(x)
     parts = _chain.Parts(

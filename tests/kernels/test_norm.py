@@ -1,4 +1,4 @@
-"""rms_norm and fused_add_rms_norm: meaning against transformers, strides, refusals, planted faults."""
+"""rms_norm and fused_add_rms_norm: agreement with transformers, strides, refusals, planted faults."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def test_rms_norm_means_what_transformers_means() -> None:
 def test_rms_norm_reference_against_float64_in_every_dtype() -> None:
     for dtype, half_ulp in ((torch.float32, 6e-8), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
         x, weight = _rows(9, 769, dtype), (1 + 0.3 * torch.randn(769)).to(dtype)
-        wide = x.double()
-        exact = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+        x64 = x.double()
+        exact = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
         results = rms_norm.reference(x, weight, EPS).double()
         assert ((results - exact).abs() <= exact.abs() * (half_ulp + 5e-7) + 1e-7).all()
 
 
 def test_fused_add_means_what_the_decoder_layer_means() -> None:
-    """hidden = residual + block; residual = hidden; hidden = norm(hidden): the lines between a layer's two blocks."""
+    """As between the two blocks of a decoder layer: hidden = residual + block; residual = hidden; hidden =
+    norm(hidden)."""
     for dtype in (torch.float32, torch.bfloat16):
         x, residual, weight = (
             _rows(5, 300, dtype),
@@ -59,10 +60,10 @@ def test_fused_add_means_what_the_decoder_layer_means() -> None:
         results = fused_add_rms_norm.reference(x, stored, weight, EPS)
         assert torch.equal(stored, residual + x), "the stored sum is the model's own, bit for bit"
         with torch.no_grad():
-            theirs = _theirs(weight)(residual + x)
-        # In bf16 the model rounds once more, before the weight.
+            expected = _theirs(weight)(residual + x)
+        # In bf16 the model rounds once more, before it multiplies by the weight.
         rtol = 1e-6 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(results, theirs, rtol=rtol, atol=1e-7)
+        torch.testing.assert_close(results, expected, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize("implementation", runnables("rms_norm"), ids=str)
@@ -95,7 +96,8 @@ def test_fused_add_takes_row_strides_and_out_may_be_x(implementation: Runnable, 
 
 @pytest.mark.parametrize("implementation", runnables("fused_add_rms_norm"), ids=str)
 def test_fused_add_normalises_what_it_stored(implementation: Runnable) -> None:
-    """256 + 1 is 256 in bf16 (ties to even): a norm of the unrounded sum would differ where the row is uniform otherwise."""
+    """256 + 1 is 256 in bf16 (ties to even). In a row that is otherwise uniform, the norm of the unrounded
+    sum would differ."""
     x = torch.full((1, 64), 1.0, dtype=torch.bfloat16)
     residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16)
     residual[0, 0] = 1.0
@@ -267,13 +269,13 @@ def test_operators_run_in_place_and_into_out(policy_file: Any) -> None:
     stored = residual.clone()
     expected = fused_add_rms_norm.reference(x, stored, weight, EPS)
     out = torch.empty_like(x)
-    given = residual.clone()
-    assert ops.fused_add_rms_norm(x, given, weight, EPS, out=out) is out
-    assert torch.equal(given, stored)
+    stream = residual.clone()
+    assert ops.fused_add_rms_norm(x, stream, weight, EPS, out=out) is out
+    assert torch.equal(stream, stored)
     torch.testing.assert_close(out, expected, rtol=4e-6, atol=1e-6)
-    given = residual.clone()
-    torch.testing.assert_close(ops.fused_add_rms_norm(x, given, weight, EPS), expected, rtol=4e-6, atol=1e-6)
-    assert torch.equal(given, stored)
+    stream = residual.clone()
+    torch.testing.assert_close(ops.fused_add_rms_norm(x, stream, weight, EPS), expected, rtol=4e-6, atol=1e-6)
+    assert torch.equal(stream, stored)
 
 
 def test_opcheck_of_the_operators(policy_file: Any) -> None:

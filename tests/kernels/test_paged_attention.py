@@ -1,4 +1,4 @@
-"""Paged attention: its reference against outside oracles, planted faults, batch invariance, refusals."""
+"""Paged attention: its reference against independent oracles, planted faults, batch invariance, refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cpp(a: dict[str, Any], level: str | None = None) -> list[torch.Tensor]:
 
 
 def by_hand(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Token by token in float64, straight from the definition."""
+    """Computes attention token by token in float64, straight from the definition."""
     q, keys, values = (a[name].double().numpy() for name in ("q", "k_cache", "v_cache"))
     if a["k_scale"] is not None:
         keys, values = (
@@ -82,7 +82,8 @@ def test_reference_matches_float64(text: str) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 7])
 def test_reference_matches_transformers(sinks: bool, window: int) -> None:
-    """The eager attention of Llama, and of gpt-oss with sinks, under transformers' own causal mask."""
+    """The reference agrees with the eager attention of Llama, and of gpt-oss with sinks, under transformers'
+    own causal mask."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
     from transformers.models.llama.modeling_llama import eager_attention_forward as llama
 
@@ -99,8 +100,8 @@ def test_reference_matches_transformers(sinks: bool, window: int) -> None:
         at = torch.arange(context)
         slots = a["block_table"][i, at // size].long(), at % size
         keys, values = a["k_cache"][slots].transpose(0, 1)[None], a["v_cache"][slots].transpose(0, 1)[None]
-        own = torch.arange(context - count, context)[:, None]
-        hidden = (at > own) | ((at <= own - window) if window else torch.zeros(1, dtype=torch.bool))
+        queries = torch.arange(context - count, context)[:, None]
+        hidden = (at > queries) | ((at <= queries - window) if window else torch.zeros(1, dtype=torch.bool))
         mask = torch.zeros(count, context).masked_fill(hidden, -math.inf)[None, None]
         module = torch.nn.Module()
         module.num_key_value_groups, module.sinks, module.training = 3, a["sinks"], False
@@ -112,17 +113,18 @@ def test_reference_matches_transformers(sinks: bool, window: int) -> None:
 
 
 def without_nan(x: torch.Tensor) -> torch.Tensor:
-    """Zeros, also of codes, in place of NaN."""
+    """Returns x with zeros in place of NaN, also for codes."""
     return torch.where(x.float().isnan(), 0.0, x.float()).to(x.dtype)
 
 
 def readable(a: dict[str, Any]) -> None:
-    """What no sequence owns is 0, so that a fault reads wrong numbers and not NaN."""
+    """Blocks that no sequence owns are zeroed, so that a wrong read gives wrong numbers instead of NaN."""
     for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
         a[name] = None if a[name] is None else without_nan(a[name])
 
 
-# Planted faults: each changes what a kernel is given or keeps of its work as a wrong kernel would, on examples that must notice.
+# Planted faults. Each changes the arguments or the result of a correct kernel as a wrong kernel would, on
+# examples that must notice.
 
 
 def slot_off_by_one(a: dict[str, Any]) -> None:
@@ -132,7 +134,7 @@ def slot_off_by_one(a: dict[str, Any]) -> None:
 
 
 def wrong_block(a: dict[str, Any]) -> None:
-    """The longest context begins in somebody else's block."""
+    """The longest context starts in a block of another sequence."""
     readable(a)
     longest = int((a["seq_lens"] * (a["query_start"].diff() > 0)).argmax())
     a["block_table"] = a["block_table"].clone()
@@ -174,7 +176,7 @@ def wrong_head_mapping(a: dict[str, Any]) -> None:
 
 
 def neighbours_rows(a: dict[str, Any]) -> None:
-    """Every sequence begins one token late."""
+    """Every sequence starts one token late."""
     a["query_start"] = (a["query_start"] + 1).clamp_max(a["q"].shape[0])
 
 
@@ -187,13 +189,13 @@ def scales_swapped(a: dict[str, Any]) -> None:
 
 
 def neighbours_head_scale(name: str, a: dict[str, Any]) -> None:
-    """One head, the last, has the scale of the one before it."""
+    """The last head has the scale of the head before it."""
     a[name] = a[name].clone()
     a[name][..., -1] = a[name][..., -2]
 
 
 def neighbours_token_scale(name: str, a: dict[str, Any]) -> None:
-    """One token, the first of the longest context, has the scale of the one after it."""
+    """The first token of the longest context has the scale of the token after it."""
     block = a["block_table"][int((a["seq_lens"] * (a["query_start"].diff() > 0)).argmax()), 0].long()
     a[name] = a[name].clone()
     a[name][block, 0] = a[name][block, 1] * 1.5
@@ -232,15 +234,16 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], None], Callable[[Problem], bool]]]
 ]
 
 
-def figure(problem: Problem, right: dict[str, Any], got: list[torch.Tensor]) -> float:
-    return error_of(OP, problem, list(right.values()), got, run_reference(OP, list(right.values())))
+def figure(problem: Problem, right: dict[str, Any], actual: list[torch.Tensor]) -> float:
+    return error_of(OP, problem, list(right.values()), actual, run_reference(OP, list(right.values())))
 
 
 @pytest.mark.parametrize(("fault", "applies"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
 def test_planted_fault_is_caught(
     fault: Callable[[dict[str, Any]], None], applies: Callable[[Problem], bool]
 ) -> None:
-    """Every example that the fault concerns, and the problem that verifies a plan, are far over the tolerance with it."""
+    """With the fault, every example that it concerns, and the problem that verifies a plan, are far over the
+    tolerance."""
     texts = [t for t in OP.examples if OP.problem(t).integer("q_tokens") and applies(OP.problem(t))]
     assert texts
     for text in texts:
@@ -304,7 +307,8 @@ LONG = "q_tokens=6,seqs=4,max_q=3,max_ctx=1500,total_ctx=3300,heads=4,kv_heads=2
     ("window", "scales"), [(0, SCALES[0]), (700, SCALES[0]), (0, SCALES[1]), (700, SCALES[2])]
 )
 def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, scales: str) -> None:
-    """Contexts over several chunks: split over threads or not, and alone or in a batch, the bits are the same."""
+    """For contexts of several chunks, results are bitwise equal whether split over threads or not, alone or
+    in a batch."""
     problem, a = arguments_of(f"{LONG},window={window}{scales}")
     before, runs = torch.get_num_threads(), []
     try:
@@ -317,7 +321,7 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, 
         for i in range(len(begin) - 1):
             for t in range(
                 begin[i], begin[i + 1]
-            ):  # each token as a decode of its own, the context cut behind it
+            ):  # each token as its own decode, with the context cut after it
                 alone = dict(
                     a,
                     q=a["q"][t : t + 1],
@@ -334,16 +338,16 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, 
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"])
 def test_blocks_behind_the_window_are_not_followed(kernel: str) -> None:
-    """With a window a runtime may free old blocks: their table entries and contents are garbage then."""
+    """With a window, a runtime may free old blocks. Their table entries and contents are then garbage."""
     problem, a = arguments_of(
         "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=250,heads=2,kv_heads=1,head_dim=32,window=20"
     )
     expected = run_reference(OP, list(a.values()))
     a["block_table"] = a["block_table"].clone()
     for i, context in enumerate(a["seq_lens"].tolist()):
-        gone = max(0, context - 20) // 16
-        a["k_cache"][a["block_table"][i, :gone].long()] = math.nan
-        a["block_table"][i, :gone] = 2**30
+        freed = max(0, context - 20) // 16
+        a["k_cache"][a["block_table"][i, :freed].long()] = math.nan
+        a["block_table"][i, :freed] = 2**30
     actual = cpp(a) if kernel == "cpp" else run(TORCH.load(), {}, a)
     assert error_of(OP, problem, list(a.values()), actual, expected) <= OP.tolerance(problem).limit
 

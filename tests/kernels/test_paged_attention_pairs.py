@@ -1,4 +1,4 @@
-"""Paged attention: every value of every feature together with every value of every other, on every kernel that runs here."""
+"""Paged attention with every pair of values of any two features, on every kernel that runs here."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Row = tuple[str, ...]
 
 
 def pairs_of(row: Row) -> set[tuple[str, str]]:
-    """The pairs of values that a problem has."""
+    """Returns the pairs of values in a problem."""
     return set(combinations(row, 2))
 
 
 def covering() -> list[Row]:
-    """Few problems that have every pair: each the best of some random ones."""
+    """Returns few problems that together have every pair: each is the best of some random candidates."""
     draw, names = random.Random(0), [*FEATURES]
     missing = {
         (a, b) for one, other in combinations(names, 2) for a in FEATURES[one] for b in FEATURES[other]
@@ -57,7 +57,7 @@ ROWS = covering()
 
 
 def text_of(row: Row) -> str:
-    """The problem of a row."""
+    """Returns the text of the problem that a row describes."""
     return ",".join((BATCHES[row[0]], *row[1:]))
 
 
@@ -77,7 +77,7 @@ def test_features_in_pairs(kernel: Runnable, row: Row) -> None:
 
 
 def test_the_problems_have_every_pair() -> None:
-    """A problem less, and a pair is missing: each adds at least one."""
+    """Each problem adds at least one pair, and together they have all."""
     seen: set[tuple[str, str]] = set()
     for row in ROWS:
         assert pairs_of(row) - seen

@@ -1,4 +1,5 @@
-"""The spec of the Hopper kernels of paged attention: what they take and refuse, when decode goes to the split kernel, workspaces."""
+"""The spec of the Hopper kernels of paged attention: accepted and refused problems, routing of decode to the
+split kernel, workspaces."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_examples_are_accepted() -> None:
 
 
 def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
-    """Few contexts to the one that splits by the lengths, many to Triton's, whatever has more rows to the one for any batch."""
+    """Few contexts go to the kernel that splits by length and many to Triton's; batches with more rows per
+    sequence go to the kernel for any batch."""
     assert route(1, 1, 32, 8) == route(1, 33, 32, 8) == route(2, 8, 32, 8) == route(1, 264, 8, 1) == "decode"
     assert route(1, 34, 32, 8) == route(1, 265, 8, 1) == "triton"
     assert route(1, 1, 64, 4) == route(4, 1, 32, 8) == route(1, 1, 64, 1) == "triton"
@@ -65,18 +67,20 @@ def test_the_counters_come_before_what_the_kernels_share() -> None:
     space = SPLIT.workspace(problem, config)
     assert space.zeroed and space.bytes == COUNTER_BYTES + behind
     assert COUNTER_BYTES % 128 == 0
-    alone = ONE.config(problem, HOPPER)
-    assert ONE.workspace(problem, alone).bytes == COUNTER_BYTES + parts_bytes(128, int(alone["ctas"]))
-    # Of decode: for each of two CTAs a multiprocessor two parts of 8 rows, sums and two numbers each.
+    decode_config = ONE.config(problem, HOPPER)
+    assert ONE.workspace(problem, decode_config).bytes == COUNTER_BYTES + parts_bytes(
+        128, int(decode_config["ctas"])
+    )
+    # Of decode: per SM two CTAs with two parts of 8 rows each, and per row the sums and two numbers.
     for head_dim in (64, 128):
-        assert 2 * 2 * int(alone["ctas"]) * 8 * (head_dim + 2) * 4 <= parts_bytes(
-            head_dim, int(alone["ctas"])
+        assert 2 * 2 * int(decode_config["ctas"]) * 8 * (head_dim + 2) * 4 <= parts_bytes(
+            head_dim, int(decode_config["ctas"])
         )
     assert set(triton.split_config(problem, HOPPER)) < set(config)
 
 
 def test_ranks() -> None:
-    """The split pair stands above Triton's, and what is batch-invariant above the batch-invariant one of Triton."""
+    """The split pair ranks above Triton's, and the batch-invariant kernel above Triton's batch-invariant one."""
     ranks = {kernel.name: kernel.priority for kernel in (*KERNELS, *triton.KERNELS)}
     assert ranks["paged_attention_sm90_split"] > ranks["paged_attention_triton_split"]
     assert (

@@ -1,4 +1,5 @@
-"""Every problem that an operation accepts can be made: else a mistyped problem would count against the kernels tried on it."""
+"""Arguments can be made for every problem that an operation accepts. Otherwise a mistyped problem would count
+against the kernels tried on it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SCHEMES = (
 
 
 def changed(op: Op, draw: random.Random) -> dict[str, AxisValue | None]:
-    """An example of `op` with one or two of its axes changed, to what need not go with the others."""
+    """Returns an example of `op` with one or two of its axes changed to values that need not fit the others."""
     values = dict(op.problem(draw.choice(op.examples)).values)
     for axis in draw.sample(op.axes, draw.randint(1, 2)):
         if axis.kind == "int":

@@ -1,4 +1,5 @@
-"""KV caches of e4m3 codes: rounding against an outside oracle, scales of every kind, what is written and read, refusals, faults."""
+"""KV caches of e4m3 codes: rounding against an independent oracle, scales of every kind, writes and reads,
+refusals, planted faults."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ KINDS = ["tensor", "head", "token"]
 
 
 def oracle(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes as numpy and ml_dtypes make them, uint8: an IEEE division, saturation, nearest even."""
+    """Returns the codes of numpy and ml_dtypes, uint8: IEEE division, saturation, round to nearest even."""
     with np.errstate(invalid="ignore", over="ignore"):
         quotient = values.float().numpy() / scale.numpy()[..., None]
         codes = np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -30,7 +31,7 @@ def oracle(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def scales(kind: str, blocks: int, size: int, heads: int, seed: int = 0) -> torch.Tensor:
-    """Scales of a kind; those of tokens are NaN before they are written."""
+    """Returns scales of a kind. Scales of tokens are NaN until they are written."""
     if kind == "token":
         return torch.full((blocks, size, heads), math.nan)
     shape = (1, 1, 1) if kind == "tensor" else (1, 1, heads)
@@ -38,33 +39,35 @@ def scales(kind: str, blocks: int, size: int, heads: int, seed: int = 0) -> torc
 
 
 def codes(*shape: int) -> torch.Tensor:
-    """A cache of arbitrary bytes."""
-    made = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    return made.view(torch.float8_e4m3fn)
+    """Returns a cache of arbitrary bytes."""
+    codes_of_cache = torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+    )
+    return codes_of_cache.view(torch.float8_e4m3fn)
 
 
 def written(
     tokens: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bytes of the cache, scales) after the tokens are written to SLOTS, one at a time, on copies."""
-    held, scale = cache.view(torch.uint8).clone(), scale.clone()
+    """Writes the tokens to SLOTS one at a time, on copies. Returns (bytes of the cache, scales)."""
+    cached, scale = cache.view(torch.uint8).clone(), scale.clone()
     by_token = scale.shape[0] > 1
     for token, slot in zip(tokens, SLOTS.tolist(), strict=True):
         if slot < 0:
             continue
         place = (slot // cache.shape[1], slot % cache.shape[1])
-        own = (token.float().abs().amax(-1).clamp(min=1e-10) / 448) if by_token else scale[0, 0]
+        token_scale = (token.float().abs().amax(-1).clamp(min=1e-10) / 448) if by_token else scale[0, 0]
         if by_token:
-            scale[place] = own
-        held[place] = oracle(token, own.expand(token.shape[0]))
-    return held, scale
+            scale[place] = token_scale
+        cached[place] = oracle(token, token_scale.expand(token.shape[0]))
+    return cached, scale
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether bytes, or floats of which some are NaN, are equal."""
-    if found.dtype.itemsize == 1:
-        return torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-    return torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0))
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether bytes are equal, or floats with NaN in the same places."""
+    if actual.dtype.itemsize == 1:
+        return torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    return torch.equal(actual.nan_to_num(-1.0), expected.nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
@@ -73,11 +76,12 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def test_codes_and_scales_are_those_of_the_oracle(
     implementation: Runnable, kind: str, dtype: torch.dtype
 ) -> None:
-    """Keys and values interleaved in one tensor, as some hosts hold them; heads of different and odd sizes; rows of a product."""
+    """Keys and values are interleaved in one tensor, as some hosts hold them; head sizes differ and are odd;
+    tokens are rows of a matrix product."""
     qkv = (torch.randn(6, 3 * 33 + 3 * 18) * 3).to(dtype)
     key, value = qkv[:, :99].view(6, 3, 33), qkv[:, 99:].view(6, 3, 18)
-    whole = codes(4, 4, 3, 33 + 18)
-    key_cache, value_cache = whole[..., :33], whole[..., 33:]
+    both_caches = codes(4, 4, 3, 33 + 18)
+    key_cache, value_cache = both_caches[..., :33], both_caches[..., 33:]
     k_scale, v_scale = scales(kind, 4, 4, 3, 1), scales(kind, 4, 4, 3, 2)
     expected = written(key, key_cache, k_scale), written(value, value_cache, v_scale)
     implementation(key, value, key_cache, value_cache, SLOTS, k_scale, v_scale)
@@ -87,7 +91,8 @@ def test_codes_and_scales_are_those_of_the_oracle(
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
 def test_rounding_of_every_tie_and_neighbour(implementation: Runnable) -> None:
-    """Every code, every halfway point between two, and the float32 numbers beside both; what saturates; zeros of both signs."""
+    """Every code, every midpoint between two codes, the float32 neighbours of both, values that saturate,
+    zeros of both signs."""
     finite = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     points = torch.cat(
         (finite, (finite[1:] + finite[:-1]) / 2, torch.tensor([448.1, 463.9, 464.0, 465.0, 1e30]))
@@ -107,7 +112,7 @@ def test_rounding_of_every_tie_and_neighbour(implementation: Runnable) -> None:
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
 def test_a_row_without_finite_amax_shows_in_its_scale(implementation: Runnable) -> None:
-    """NaN, infinity and zeros in one head each; the heads beside them are as ever."""
+    """NaN, infinity and zeros in one head each; the heads beside them are not affected."""
     key = torch.randn(2, 4, 20)
     key[0, 0, 19], key[0, 1, 3], key[0, 2] = math.nan, -math.inf, 0
     cache, scale = codes(2, 2, 4, 20), torch.zeros(2, 2, 4)
@@ -124,21 +129,23 @@ def test_a_row_without_finite_amax_shows_in_its_scale(implementation: Runnable) 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
 def test_scales_of_tokens_inside_a_padded_cache(implementation: Runnable) -> None:
-    """Strides of scales are taken: here behind the codes of each head, in one allocation (the order of vLLM)."""
+    """Scales may be strided: here they follow the codes of each head in one allocation, as in vLLM."""
     key, value = torch.randn(6, 2, 12), torch.randn(6, 2, 12)
     allocation = codes(2, 4, 4, 2, 16).view(torch.uint8)
     key_cache, value_cache = (part[..., :12].view(torch.float8_e4m3fn) for part in allocation)
     k_scale, v_scale = (part[..., 12:].view(torch.float32)[..., 0] for part in allocation)
     expected = written(key, key_cache, k_scale), written(value, value_cache, v_scale)
     implementation(key, value, key_cache, value_cache, SLOTS, k_scale, v_scale)
-    for (held, own), cache, scale in zip(expected, (key_cache, value_cache), (k_scale, v_scale), strict=True):
-        assert same(cache, held) and same(scale, own)
+    for (codes_expected, scale_expected), cache, scale in zip(
+        expected, (key_cache, value_cache), (k_scale, v_scale), strict=True
+    ):
+        assert same(cache, codes_expected) and same(scale, scale_expected)
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_offsets_are_64_bits_wide(implementation: Runnable, kind: str) -> None:
-    """Blocks 2^31 bytes apart: only the pages that are written come into memory."""
+    """Blocks are 2^31 bytes apart; only the pages that are written occupy memory."""
     flat = torch.empty(3 * 2**31, dtype=torch.uint8).view(torch.float8_e4m3fn)
     cache, key = flat.view(3, 2**15, 2**16)[:, :4, :8].unflatten(-1, (1, 8)), torch.randn(2, 1, 8)
     small = codes(3, 4, 1, 8)
@@ -184,7 +191,7 @@ def scale_not_written(config: Any, *arguments: Any) -> None:
 
 
 def scale_of_the_tensor(config: Any, key: Any, value: Any, *rest: Any) -> None:
-    """Every token and head has the scale of the largest."""
+    """Planted fault: every token and head has the scale of the largest."""
     top = torch.zeros_like(key)
     top[..., 0] = key.abs().amax()
     *caches, slots, k_scale, v_scale = rest
@@ -221,7 +228,8 @@ def attention_arguments(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("implementation", runnables("paged_attention"), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_reads_what_the_codes_and_scales_say(implementation: Runnable, kind: str) -> None:
-    """Caches of codes give what a float32 cache of code · scale gives; keys, values and their scales lie interleaved."""
+    """A cache of codes gives the result of a float32 cache of code · scale; keys, values and their scales are
+    interleaved."""
     a = attention_arguments(kind)
     keys, values = (a[f"{n}_cache"].float() * a[f"{n}_scale"][..., None] for n in "kv")
     plain = dict(
@@ -243,14 +251,15 @@ def test_attention_reads_what_the_codes_and_scales_say(implementation: Runnable,
 @pytest.mark.parametrize("kind", ["head", "token"])
 @pytest.mark.parametrize("power", [-40, -14, 6, 40])
 def test_scales_of_any_size(implementation: Runnable, kind: str, power: int) -> None:
-    """Values in float16 whose scales are far from 1: no weight times its scale is rounded to a subnormal, or to 0 (0.02 would be)."""
+    """Values in float16 with scales far from 1: no weight times its scale is rounded to a subnormal, or to 0
+    (0.02 would be)."""
     a = attention_arguments(kind)
     a["q"], a["v_scale"] = a["q"].half(), a["v_scale"] * 2.0**power
     a["q"] = a["q"] if power < 6 else a["q"].float()
     expected = paged_attention.reference(**dict(a, q=a["q"].float(), lse=torch.empty(9, 6)))
     out = torch.full(a["q"].shape, math.nan, dtype=a["q"].dtype)
     implementation(*a.values(), out)
-    if power == -14:  # the output itself is rounded to float16's subnormals
+    if power == -14:  # the output itself is rounded to subnormals of float16
         assert (
             (out.float() - expected).abs()
             <= 2.0**-24 + expected.abs() * 2e-3 + 2e-3 * expected.square().mean().sqrt()
@@ -264,7 +273,7 @@ def test_scales_of_any_size(implementation: Runnable, kind: str, power: int) -> 
 
 @pytest.mark.parametrize("implementation", runnables("paged_attention"), ids=str)
 def test_nan_codes_are_seen(implementation: Runnable) -> None:
-    """A NaN among the values of a head reaches the query that sees it, and no other head or sequence."""
+    """NaN in the values of a head reaches the query that attends to it, and no other head or sequence."""
     a = attention_arguments("head")
     sequence = int(a["query_start"].diff().argmax())
     row, last = int(a["query_start"][sequence + 1]) - 1, int(a["seq_lens"][sequence]) - 1
@@ -279,7 +288,8 @@ def test_nan_codes_are_seen(implementation: Runnable) -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    """Through the operators: with scales of tokens, within half a step of e4m3 of the values; the guards take every kind."""
+    """Through the operators, with scales of tokens: within half an e4m3 step of the values; the guards accept
+    every kind."""
     key, value = torch.randn(6, 2, 16).bfloat16(), torch.randn(6, 2, 16).bfloat16()
     slots = torch.arange(6)
     for kind in KINDS:
@@ -299,7 +309,7 @@ def test_what_is_written_is_read() -> None:
 
 
 def harden(name: str, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Change q, keys and values [tokens, heads, D] of one long context in place."""
+    """Changes q, keys and values [tokens, heads, D] of one long context in place."""
     if name == "constant values":
         values.fill_(1.0)
     elif name == "flat scores":
@@ -310,7 +320,7 @@ def harden(name: str, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
         keys[-1] = q[-1, ::2] * 4
     elif name == "scores of 60 and -60":
         keys.mul_(8)
-    else:  # outlying channels
+    else:  # outlier channels
         keys[..., 5::16] *= 20
 
 
@@ -327,7 +337,8 @@ HARD = (
 @pytest.mark.parametrize("implementation", runnables("paged_attention"), ids=str)
 @pytest.mark.parametrize("name", HARD)
 def test_hard_values(implementation: Runnable, name: str) -> None:
-    """A context of several parts and chunks against float64 over the dequantized cache; with scales of tokens, every kernel alike."""
+    """A context of several parts and chunks against float64 over the dequantized cache, with scales of
+    tokens, in every kernel."""
     generator = torch.Generator().manual_seed(4)
     context, heads, dim = 1301, 2, 64
     q, keys, values = (
@@ -335,12 +346,16 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
     )
     harden(name, q, keys, values)
     blocks = -(-context // 16)
-    caches, own = (
+    caches, scales_of_tokens = (
         torch.zeros(2, blocks, 16, heads, dim, dtype=torch.float8_e4m3fn),
         torch.zeros(2, blocks, 16, heads),
     )
-    reshape_and_cache.reference(keys, values, *caches, torch.arange(context), *own)
-    read = (caches.double() * own[..., None].double()).flatten(1, 2)[:, :context].repeat_interleave(2, 2)
+    reshape_and_cache.reference(keys, values, *caches, torch.arange(context), *scales_of_tokens)
+    read = (
+        (caches.double() * scales_of_tokens[..., None].double())
+        .flatten(1, 2)[:, :context]
+        .repeat_interleave(2, 2)
+    )
     q = q.bfloat16()
     scores = torch.einsum("qhd,khd->hqk", q.double(), read[0]) * dim**-0.5
     own_place = torch.arange(context - 3, context)[:, None]
@@ -361,7 +376,7 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
         None,
         None,
         None,
-        *own,
+        *scales_of_tokens,
         out,
     )
     rms = expected.square().mean(-1, keepdim=True).sqrt()
@@ -369,11 +384,12 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
 
 
 def test_inductor_compiles_the_write_and_the_read(policy_file: Callable[..., Path]) -> None:
-    """As one graph, also for another number of blocks: the caches and the scales of tokens are written in place."""
+    """Compiles to one graph, which also serves another number of blocks; the caches and the scales of tokens
+    are written in place."""
     policy_file()
 
-    def step(q: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
-        *caches, k_scale, v_scale = held
+    def step(q: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
+        *caches, k_scale, v_scale = buffers
         index = {"dtype": torch.int32}
         ops.reshape_and_cache(q[:, :2], q[:, 2:], *caches, torch.arange(6), k_scale, v_scale)
         places = torch.tensor([[0, 1]], **index), torch.tensor([0, 6], **index), torch.tensor([6], **index)
@@ -381,13 +397,13 @@ def test_inductor_compiles_the_write_and_the_read(policy_file: Callable[..., Pat
 
     compiled = torch.compile(step, fullgraph=True)
     for blocks in (2, 3):
-        q, ways = torch.randn(6, 4, 16).bfloat16(), []
+        q, results = torch.randn(6, 4, 16).bfloat16(), []
         for run in (step, compiled):
-            held = [torch.zeros(blocks, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
-            held += [torch.zeros(blocks, 4, 2) for _ in range(2)]
-            ways.append([run(q, *held), *held])
-        assert all(same(one, other) for one, other in zip(*ways, strict=True))
-        assert all(bool(scale.flatten(0, 1)[:6].all()) for scale in ways[1][3:])
+            cache_tensors = [torch.zeros(blocks, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
+            cache_tensors += [torch.zeros(blocks, 4, 2) for _ in range(2)]
+            results.append([run(q, *cache_tensors), *cache_tensors])
+        assert all(same(one, other) for one, other in zip(*results, strict=True))
+        assert all(bool(scale.flatten(0, 1)[:6].all()) for scale in results[1][3:])
 
 
 def bad(**changes: Any) -> dict[str, Any]:
@@ -461,20 +477,20 @@ def test_guards_hold_plans_to_their_caches() -> None:
     op = reshape_and_cache.OP
     for kind in ("head", "token"):
         guard = op.guard(op.static(op.problem(f"h=2,d=8,dv=8,block_size=4,x=fp32,kv=fp8,kv_scale={kind}")))
-        own, other = torch.ones(1, 1, 2), torch.ones(4, 4, 2)
+        tensor_scale, token_scale = torch.ones(1, 1, 2), torch.ones(4, 4, 2)
         if kind == "token":
-            own, other = other, own
-        assert guard(*bad(k_scale=own, v_scale=own.clone()).values()) == 6
+            tensor_scale, token_scale = token_scale, tensor_scale
+        assert guard(*bad(k_scale=tensor_scale, v_scale=tensor_scale.clone()).values()) == 6
         plain = torch.zeros(4, 4, 2, 8)
         for changes in (
-            {"k_scale": other, "v_scale": other},
+            {"k_scale": token_scale, "v_scale": token_scale},
             {"k_scale": None, "v_scale": None},
-            {"k_scale": own, "v_scale": None},
+            {"k_scale": tensor_scale, "v_scale": None},
             {
-                "k_scale": own[..., :1].contiguous().expand(*own.shape[:2], 3),
-                "v_scale": own.new_ones(*own.shape[:2], 3),
+                "k_scale": tensor_scale[..., :1].contiguous().expand(*tensor_scale.shape[:2], 3),
+                "v_scale": tensor_scale.new_ones(*tensor_scale.shape[:2], 3),
             },
-            {"k_scale": own, "v_scale": own, "key_cache": plain, "value_cache": plain},
+            {"k_scale": tensor_scale, "v_scale": tensor_scale, "key_cache": plain, "value_cache": plain},
         ):
             with pytest.raises(ValueError, match="planned for"):
                 guard(*bad(**changes).values())

@@ -1,6 +1,7 @@
 """Every kernel of the registry that can run here, on every example of its operation, against the reference.
 
-C++ kernels run at each ISA level of this CPU, Triton kernels in the interpreter. Adding a kernel adds its rows here.
+C++ kernels run at each ISA level of this CPU, Triton kernels in the interpreter. A new kernel adds its rows
+here.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def test_kernel_matches_reference(op: Op, kernel: Kernel, target: Target, text: 
 
 
 def _cut_rows() -> list[object]:
-    """Problems whose static sizes are cut for verification, at the best level; the interpreter takes a kernel's smallest."""
+    """Returns problems whose static sizes are cut for verification, at the best level; in the interpreter,
+    the smallest per kernel."""
     rows = []
     for kernel in REGISTRY.all_kernels():
         op = REGISTRY.op(kernel.op)
@@ -77,14 +79,15 @@ def _cut_rows() -> list[object]:
 
 
 INTERPRETED = {"linear": {"n": 64}, "grouped_linear": {"n": 64, "e": 4}}
-"""Sizes that `shrink` cuts, for the interpreter: it takes up to a minute for the 1024 rows that `shrink` leaves."""
+"""Sizes of `shrink` for the interpreter, which takes up to a minute for the 1024 rows that `shrink` leaves.
+"""
 
 
 @pytest.mark.parametrize(("op", "kernel", "text"), _cut_rows())
 def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(
     op: Op, kernel: Kernel, text: str
 ) -> None:
-    """What resolution does. A configuration must not hold sizes that `shrink` changes."""
+    """As in resolution: a configuration must not contain sizes that `shrink` changes."""
     problem = op.problem(text)
     cut = op.verification(problem)
     if kernel.language == "triton":
@@ -95,7 +98,8 @@ def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
 def test_operation_is_consistent(op: Op) -> None:
-    """Generated arguments describe the problem they were made for; costs and tolerances exist; text round trips."""
+    """Generated arguments describe the problem that they were made for; costs and tolerances exist; the text
+    form round-trips."""
     for text in (*op.examples, *op.bench):
         problem = op.problem(text)
         assert op.problem(str(problem)) == problem
@@ -112,14 +116,14 @@ def test_operation_is_consistent(op: Op) -> None:
 
 @pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda kernel: kernel.name)
 def test_every_kernel_has_problems_to_prove_it_on(kernel: Kernel) -> None:
-    """A kernel that takes none of its operation's examples brings its own; those it brings, it takes."""
+    """A kernel that accepts none of its operation's examples declares its own, and accepts those."""
     op = REGISTRY.op(kernel.op)
     assert kernel.proofs(op) and {*kernel.examples} <= {*kernel.proofs(op)}
 
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)
 def test_operation_can_run_on_any_cpu(op: Op) -> None:
-    """Some kernel of every operation accepts every example on a CPU without a compiler: the torch one."""
+    """Some kernel of every operation, the torch one, accepts every example on a CPU without a compiler."""
     for text in op.examples:
         problem = op.problem(text)
         able = [

@@ -1,4 +1,5 @@
-"""reshape_and_cache and its MLA form: meaning against a plain loop, cache strides, slots, refusals, planted faults."""
+"""reshape_and_cache and its MLA form: agreement with a plain loop, cache strides, slots, refusals, planted
+faults."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SLOTS = torch.tensor([5, -1, 0, 13, -7, 2])
 
 
 def _loop(tokens: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What the operation means, one token at a time, on a copy."""
+    """Performs the operation one token at a time, on a copy."""
     cache = cache.clone()
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -24,18 +25,18 @@ def _loop(tokens: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> tor
 
 
 def _caches(order: str, heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The NHD views of keys and values in one allocation, for four blocks of four."""
+    """Returns the NHD views of keys and values in one allocation, for four blocks of four tokens."""
     shape = {
         "two halves": (2, 4, 4, heads, d),
         "block by block": (4, 2, 4, heads, d),
         "heads outside": (2, 4, heads, 4, d),
     }
-    whole = torch.randn(shape[order])
+    allocation = torch.randn(shape[order])
     if order == "block by block":
-        return whole[:, 0], whole[:, 1]
+        return allocation[:, 0], allocation[:, 1]
     if order == "heads outside":
-        return whole[0].transpose(1, 2), whole[1].transpose(1, 2)
-    return whole[0], whole[1]
+        return allocation[0].transpose(1, 2), allocation[1].transpose(1, 2)
+    return allocation[0], allocation[1]
 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache"), ids=str)
@@ -79,7 +80,8 @@ def test_nothing_is_written_when_every_slot_is_negative(implementation: Runnable
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache_mla"), ids=str)
 @pytest.mark.parametrize("slot", [12, 2**40])
 def test_a_slot_past_the_cache_is_never_written(implementation: Runnable, slot: int) -> None:
-    """On a CPU it raises and writes nothing; Triton, which cannot raise without synchronising, skips the token."""
+    """A CPU kernel raises and writes nothing. Triton, which cannot raise without synchronizing, skips the
+    token."""
     around = torch.zeros(6, 3, 8)
     cache, latent = around[1:5], torch.ones(2, 8)
     slots = torch.tensor([slot, 1])
@@ -94,7 +96,7 @@ def test_a_slot_past_the_cache_is_never_written(implementation: Runnable, slot: 
 
 @pytest.mark.parametrize("implementation", runnables("reshape_and_cache_mla"), ids=str)
 def test_offsets_are_64_bits_wide(implementation: Runnable) -> None:
-    """Blocks 2^30 elements apart: only the pages that are written come into memory."""
+    """Blocks are 2^30 elements apart; only the pages that are written occupy memory."""
     flat = torch.empty(4 * 2**30, dtype=torch.bfloat16)
     cache, latent = flat.view(4, 2**15, 2**15)[:, :3, :8], torch.arange(16.0).view(2, 8).bfloat16()
     implementation(latent, cache, torch.tensor([11, 4]))
@@ -219,9 +221,9 @@ def test_verification_catches_wrong_kernels(fault: str) -> None:
 
 
 def last_element_forgotten(config: Any, latent: Any, cache: Any, slots: Any) -> None:
-    kept = cache[..., -1].clone()
+    original = cache[..., -1].clone()
     reshape_and_cache_mla.reference(latent, cache, slots)
-    cache[..., -1] = kept
+    cache[..., -1] = original
 
 
 def test_verification_catches_a_short_copy() -> None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime's norm: what it asks for, that it keeps the contract, and that it is timed like any other where it is installed."""
+"""ONNX Runtime's norm: its requirements, its contract, and its timing where it is installed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_strides_leading_dimensions_and_eps(host: None) -> None:
 
 
 def test_it_is_timed_and_audited_like_any_other(host: None, policy_file) -> None:
-    """Content that changes in place is followed: nothing of the weights is packed inside the session."""
+    """The session packs no weights: content that changes in place is followed."""
     policy_file()
     result = CliRunner().invoke(
         cli,

@@ -1,4 +1,5 @@
-"""The wrapped norms, FlashInfer's and AITER's: what they require, and that the wrappers call their hosts as agreed."""
+"""The wrapped norms of FlashInfer and AITER: their requirements, and the calls that the wrappers make to
+their hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def flashinfer_rmsnorm(
     out: torch.Tensor | None = None,
     **_pdl: bool | None,
 ) -> torch.Tensor:
-    """The signature of flashinfer.norm.rmsnorm, refusing what its kernel refuses."""
+    """Has the signature of flashinfer.norm.rmsnorm and refuses what its kernel refuses."""
     _checked(input, weight)
     assert out is not None and out.shape == input.shape and out.dtype == input.dtype and out.stride(1) == 1
     return out.copy_(rms_norm.reference(input, weight, eps))
@@ -39,7 +40,7 @@ def flashinfer_rmsnorm(
 def aiter_rmsnorm2d_fwd(
     input: torch.Tensor, weight: torch.Tensor, epsilon: float, use_model_sensitive_rmsnorm: int = 0
 ) -> torch.Tensor:
-    """The signature of aiter.rmsnorm2d_fwd."""
+    """Has the signature of aiter.rmsnorm2d_fwd."""
     _checked(input, weight)
     assert use_model_sensitive_rmsnorm == 0
     return rms_norm.reference(input, weight, epsilon)
@@ -47,7 +48,7 @@ def aiter_rmsnorm2d_fwd(
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stub modules in the places of the two libraries, holding these functions."""
+    """Stub modules with these functions in place of the two libraries."""
 
     def place(flashinfer: Any = flashinfer_rmsnorm, aiter: Any = aiter_rmsnorm2d_fwd) -> None:
         for path, name, function in (
@@ -95,8 +96,8 @@ def test_wrappers_take_strides_and_leading_dimensions(hosts: Any, spec: Any) -> 
 @pytest.mark.parametrize("spec", [rms_norm_flashinfer, rms_norm_aiter])
 def test_a_host_that_is_wrong_is_not_let_through(hosts: Any, spec: Any) -> None:
     def plus_one(input: torch.Tensor, weight: torch.Tensor, eps: float, out: Any = None) -> torch.Tensor:
-        made = rms_norm.reference(input, weight + 1, eps)
-        return made if out is None else out.copy_(made)
+        result = rms_norm.reference(input, weight + 1, eps)
+        return result if out is None else out.copy_(result)
 
     hosts(plus_one, plus_one)
     problem = rms_norm.OP.problem("m=7,n=257,x=bf16")

@@ -1,4 +1,5 @@
-"""rotary_embedding and its tables: meaning against transformers, strided slices, out-of-range positions, planted faults."""
+"""rotary_embedding and its tables: agreement with transformers, strided slices, out-of-range positions,
+planted faults."""
 
 from __future__ import annotations
 
@@ -88,23 +89,25 @@ def _config(scaling: dict[str, Any], head: int = 128) -> LlamaConfig:
 def test_tables_are_those_of_transformers(name: str, head: int) -> None:
     config = _config(SCALINGS[name], head)
     parameters = RopeParameters.parse(SCALINGS[name])
-    theirs = LlamaRotaryEmbedding(config)
-    torch.testing.assert_close(inverse_frequencies(head, parameters), theirs.inv_freq, rtol=3e-7, atol=0)
-    assert parameters.table_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    transformers_rope = LlamaRotaryEmbedding(config)
+    torch.testing.assert_close(
+        inverse_frequencies(head, parameters), transformers_rope.inv_freq, rtol=3e-7, atol=0
+    )
+    assert parameters.table_factor == pytest.approx(transformers_rope.attention_scaling, rel=1e-12)
     if name != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[str(SCALINGS[name]["rope_type"])](
             config, torch.device("cpu")
         )
-        wide = inverse_frequencies(head, parameters, "float64")
-        torch.testing.assert_close(wide, frequencies.double(), rtol=2e-6, atol=0)
+        frequencies64 = inverse_frequencies(head, parameters, "float64")
+        torch.testing.assert_close(frequencies64, frequencies.double(), rtol=2e-6, atol=0)
         assert parameters.table_factor == pytest.approx(factor, rel=1e-12)
-    cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
-    ours = rope_cache(head, 3000, parameters)
+    cos, sin = transformers_rope(torch.zeros(1), torch.arange(3000)[None])
+    table = rope_cache(head, 3000, parameters)
     expected = torch.cat([cos[0, :, : head // 2], sin[0, :, : head // 2]], -1)
-    # One step of a float32 frequency turns position 3,000 by 3,000 · 2⁻²⁴ radians.
-    torch.testing.assert_close(ours, expected, rtol=0, atol=5e-4)
-    assert (ours - expected).abs().mean() < 1e-5
-    assert torch.equal(ours[:2], expected[:2]) or (ours[:2] - expected[:2]).abs().max() < 3e-7
+    # One float32 step of a frequency changes the angle of position 3,000 by 3,000 · 2⁻²⁴ radians.
+    torch.testing.assert_close(table, expected, rtol=0, atol=5e-4)
+    assert (table - expected).abs().mean() < 1e-5
+    assert torch.equal(table[:2], expected[:2]) or (table[:2] - expected[:2]).abs().max() < 3e-7
 
 
 def test_default_table_against_float64_mathematics() -> None:
@@ -177,27 +180,27 @@ def test_halves_mean_what_llama_means() -> None:
     cos, sin = (torch.cat([half, half], -1)[None] for half in table[positions].chunk(2, -1))
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     reference(q, k, positions, table)
-    for found, theirs in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(found, theirs[0].transpose(0, 1), rtol=0, atol=1e-6)
+    for actual, rotated in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(actual, rotated[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
 def test_neighbours_mean_what_gptj_and_deepseek_mean() -> None:
     q, k, positions, table = _arguments(6, 4, 1, 32, 32, torch.float32)
     cos, sin = table[positions].chunk(2, -1)
-    theirs = gptj_rotary(q[None], sin[None], cos[None])[0]
+    rotated = gptj_rotary(q[None], sin[None], cos[None])[0]
     doubled = (torch.cat([half, half], -1)[None] for half in (cos, sin))
     deepseek = apply_rotary_pos_emb_interleave(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *doubled)
     reference(q, k, positions, table, True)
-    torch.testing.assert_close(q, theirs, rtol=0, atol=1e-6)
-    # transformers leaves DeepSeek's pairs as halves, in q and k alike: the scores are the same.
-    for found, other in zip((q, k), deepseek, strict=True):
-        halves = torch.cat([found[..., 0::2], found[..., 1::2]], -1)
+    torch.testing.assert_close(q, rotated, rtol=0, atol=1e-6)
+    # transformers leaves DeepSeek's pairs as halves in both q and k, so the scores are the same.
+    for actual, other in zip((q, k), deepseek, strict=True):
+        halves = torch.cat([actual[..., 0::2], actual[..., 1::2]], -1)
         torch.testing.assert_close(halves, other[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
-def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor], problem: str) -> bool:
+def _worst(actual: list[torch.Tensor], expected: list[torch.Tensor], problem: str) -> bool:
     parsed = OP.problem(problem)
-    return error(parsed, [], found, wanted) <= OP.tolerance(parsed).limit
+    return error(parsed, [], actual, expected) <= OP.tolerance(parsed).limit
 
 
 @pytest.mark.parametrize("implementation", runnables("rotary_embedding"), ids=str)
@@ -206,7 +209,8 @@ def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor], problem: str) 
 def test_a_slice_of_the_heads_turns_and_nothing_else(
     implementation: Runnable, dtype: str, style: str
 ) -> None:
-    """DeepSeek: the last 22 of 40 elements of each head of q, and a slice of the latent row as the one head of k."""
+    """DeepSeek: the last 22 of 40 elements of each head of q, and a slice of the latent row as the only head
+    of k."""
     whole_q, latent = torch.randn(5, 3, 40).to(DTYPES[dtype]), torch.randn(5, 60).to(DTYPES[dtype])
     before_q, before_latent = whole_q.clone(), latent.clone()
     q, k = whole_q[..., 18:], latent[:, None, 38:]
@@ -332,9 +336,9 @@ def k_forgotten(config: Any, q: Any, k: Any, positions: Any, table: Any, interle
 
 
 def last_pair_skipped(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
-    kept = q.clone()
+    original = q.clone()
     reference(q, k, positions, table, interleaved)
-    q[..., table.shape[1] - 1] = kept[..., table.shape[1] - 1]
+    q[..., table.shape[1] - 1] = original[..., table.shape[1] - 1]
 
 
 def past_the_rotated_part(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:

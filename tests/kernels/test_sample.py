@@ -1,4 +1,5 @@
-"""sample: Philox's published answers, filters against transformers, statistics of draws, batch invariance, planted faults."""
+"""sample: Philox's published test vectors, filters against transformers, statistics of draws, batch
+invariance, planted faults."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def _run(implementation: Runnable, logits: torch.Tensor, parameters: list[torch.
 def test_philox_known_answers(
     counter: tuple[int, ...], key: tuple[int, ...], answer: tuple[int, ...]
 ) -> None:
-    """Random123's kat_vectors for philox4x32, 10 rounds."""
+    """The vectors are those of Random123's kat_vectors for philox4x32 with 10 rounds."""
     actual = philox4x32(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
     assert tuple(int(word) for word in actual) == answer
 
@@ -95,9 +96,10 @@ FILTERS = (
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
 def test_kept_sets_are_those_of_transformers(top_k: int, top_p: float, min_p: float, ties: bool) -> None:
-    """In float64, so that their sums round nowhere near a boundary.
+    """Runs in float64, so that no sum rounds near a boundary.
 
-    Their sort is not stable: of equal logits they keep as many as we do, but any of them; ours are the lower ids.
+    The sort in transformers is not stable: of equal logits it keeps as many as ours, but any of them; ours
+    keeps the lower ids.
     """
     logits = 2 * torch.randn(16, 257, generator=torch.Generator().manual_seed(4))
     logits = (logits * 2).round() / 2 if ties else logits
@@ -114,9 +116,10 @@ def test_kept_sets_are_those_of_transformers(top_k: int, top_p: float, min_p: fl
     actual = sample.kept(z, *parameters[1:4])
     if not ties:
         assert torch.equal(actual, scores > -math.inf)
-    for row, theirs in zip(range(16), scores, strict=True):
+    for row, reference_scores in zip(range(16), scores, strict=True):
         assert torch.equal(
-            z[row, actual[row]].sort().values.double(), theirs[theirs > -math.inf].sort().values
+            z[row, actual[row]].sort().values.double(),
+            reference_scores[reference_scores > -math.inf].sort().values,
         )
         for value in z[row].unique():
             of_value = actual[row, z[row] == value].tolist()
@@ -139,7 +142,8 @@ def test_draws_stay_in_the_kept_set_and_agree(
 
 @pytest.mark.parametrize("implementation", HERE, ids=str)
 def test_uniform_logits_keep_the_exact_share(implementation: Runnable) -> None:
-    """Every logit equal: top_p = 1/2 keeps exactly half, the lower ids; 0 keeps one; every draw obeys."""
+    """All logits are equal: top_p = 1/2 keeps exactly half, the lower ids; 0 keeps one; every draw is among
+    them."""
     rows = 4 if implementation.kernel.language == "triton" else 24
     logits = torch.zeros(rows, 64)
     parameters = _parameters(rows, 1.0, 0, 0.5)
@@ -183,11 +187,11 @@ def test_batch_invariance(implementation: Runnable) -> None:
     together = _run(implementation, arguments[0], arguments[1:7])
     flipped = _run(implementation, arguments[0].flip(0), [p.flip(0) for p in arguments[1:7]])
     assert torch.equal(flipped, together.flip(0))
-    wide = torch.full((rows, 350), float("nan"))
-    wide[:, 5:306] = arguments[0]
+    padded = torch.full((rows, 350), float("nan"))
+    padded[:, 5:306] = arguments[0]
     for row in range(rows):
         alone = _run(
-            implementation, wide[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]]
+            implementation, padded[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]]
         )
         assert alone.item() == together[row].item()
 
@@ -200,7 +204,8 @@ TRITON = [implementation for implementation in HERE if implementation.kernel.lan
 def test_parts_of_rows_and_long_candidate_lists(
     implementation: Runnable, listed: int, monkeypatch: Any
 ) -> None:
-    """Rows in one part and in three, candidates listed and read from the row: always the reference's tokens."""
+    """Rows in one part and in three, candidates from a list and from the row: the tokens equal the
+    reference's."""
     from gristmill.kernels.sampling import sample_triton
 
     monkeypatch.setattr(sample_triton, "LISTED", listed)
@@ -224,8 +229,8 @@ def test_parts_of_rows_and_long_candidate_lists(
 @pytest.mark.parametrize("listed", [8192, 100])
 @pytest.mark.parametrize("implementation", TRITON, ids=str)
 def test_rows_of_many_groups(implementation: Runnable, listed: int, monkeypatch: Any) -> None:
-    """A top_k bounded by the peaks of groups, by ties too and with fewer tokens than it; top_p over almost equal logits,
-    whose candidates are bracketed twice: always the reference's tokens."""
+    """The tokens equal the reference's where the peaks of groups bound top_k (also with ties, and with fewer
+    tokens than top_k), and where top_p over almost equal logits brackets the candidates twice."""
     from gristmill.kernels.sampling import sample_triton
 
     monkeypatch.setattr(sample_triton, "LISTED", listed)
@@ -250,7 +255,8 @@ def test_rows_of_many_groups(implementation: Runnable, listed: int, monkeypatch:
 
 @pytest.mark.parametrize("implementation", TRITON, ids=str)
 def test_infinite_temperature(implementation: Runnable) -> None:
-    """Every token is as likely, and one at -inf has no place (NaN): no answer."""
+    """Every token is equally likely. A logit of -inf divided by the infinite temperature is NaN, so that its
+    row has no answer."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(13))
     logits[1, 7] = -math.inf
     parameters = _parameters(2, math.inf, 0, 0.5)
@@ -277,7 +283,7 @@ def test_workspace_of_exactly_its_size(implementation: Runnable) -> None:
 
 @pytest.mark.skipif(not TRITON, reason="needs Triton in the interpreter")
 def test_rough_noise_is_within_its_margin() -> None:
-    """Float32 noise against float64 noise, far tails included: `draw` trusts it to 1e-3."""
+    """Float32 noise against float64 noise, far tails included; `draw` relies on a margin of 1e-3."""
     from tests.kernels.noise_kernel import both_noises
 
     count = 1 << 20
@@ -290,19 +296,20 @@ def test_rough_noise_is_within_its_margin() -> None:
 
 
 def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """The p-value of observed counts; cells with fewer than 5 expected are merged."""
+    """Returns the p-value of the observed counts; cells with an expected count below 5 are merged."""
     expected = probabilities.double() * counts.sum()
     rare = expected < 5
-    observed, wanted = counts[~rare].double(), expected[~rare]
+    observed, expected_counts = counts[~rare].double(), expected[~rare]
     if rare.any():
         observed = torch.cat([observed, counts[rare].sum()[None].double()])
-        wanted = torch.cat([wanted, expected[rare].sum()[None]])
-    return float(stats.chisquare(observed.numpy(), wanted.numpy()).pvalue)
+        expected_counts = torch.cat([expected_counts, expected[rare].sum()[None]])
+    return float(stats.chisquare(observed.numpy(), expected_counts.numpy()).pvalue)
 
 
-def _draws(implementation: Runnable, logits: torch.Tensor, count: int, **given: float) -> torch.Tensor:
-    """Draws of one distribution: half by seeds, half by output indices of one seed."""
-    parameters = _parameters(count, **given)
+def _draws(implementation: Runnable, logits: torch.Tensor, count: int, **filters: float) -> torch.Tensor:
+    """Draws `count` tokens from one distribution: half with different seeds, half with different output
+    indices of one seed."""
+    parameters = _parameters(count, **filters)
     parameters[4][: count // 2] = torch.arange(count // 2)
     parameters[4][count // 2 :] = 77
     parameters[5][count // 2 :] = torch.arange(count - count // 2)
@@ -315,10 +322,10 @@ FAST = [implementation for implementation in HERE if implementation.kernel.langu
 @pytest.mark.parametrize("implementation", FAST, ids=str)
 def test_draws_follow_the_distribution(implementation: Runnable) -> None:
     logits = torch.linspace(0, 4, 23)[torch.randperm(23, generator=torch.Generator().manual_seed(8))]
-    for given in ({"temperature": 1.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}):
-        ids = _draws(implementation, logits, 20000, **given)
-        z = logits[None] / torch.tensor(given["temperature"])
-        kept = sample.kept(z, *_parameters(1, **given)[1:4])
+    for filters in ({"temperature": 1.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}):
+        ids = _draws(implementation, logits, 20000, **filters)
+        z = logits[None] / torch.tensor(filters["temperature"])
+        kept = sample.kept(z, *_parameters(1, **filters)[1:4])
         probabilities = z.double().masked_fill(~kept, -math.inf).softmax(-1)[0]
         counts = ids.bincount(minlength=23)
         assert not counts[~kept[0]].any()
@@ -330,19 +337,20 @@ def test_draws_follow_the_distribution(implementation: Runnable) -> None:
 
 
 def test_tails_are_drawn_as_often_as_they_should() -> None:
-    """The noise itself, 4 million draws: its largest and smallest values have the counts that a Gumbel's tails have."""
+    """The noise itself, in 4 million draws: its extreme values occur as often as the tails of a Gumbel
+    distribution."""
     u = torch.cat([token_uniforms(torch.tensor([seed]), torch.tensor([0]), 1 << 20)[0] for seed in range(4)])
     assert float(u.min()) > 0 and float(u.max()) < 1
     for tail in (2.0**-8, 2.0**-14, 2.0**-18):
         for count in (int((u < tail).sum()), int((u > 1 - tail).sum())):
             assert stats.binomtest(count, u.numel(), tail).pvalue > 1e-4
-    # One token of 1/1000 against one: about 20 of 20000. And what is far below 2^-24 has noise to match.
+    # A token of probability 1/1000 beside one of 1: about 20 of 20000. Noise also exists far below 2^-24.
     assert float(-(-torch.tensor((2**52 - 0.5) / 2**52, dtype=torch.float64).log()).log()) > 36
 
 
 @pytest.mark.parametrize("implementation", FAST, ids=str)
 def test_rare_tokens_come(implementation: Runnable) -> None:
-    """A vocabulary of one likely token and 511 that share 1%: the 1% comes, evenly."""
+    """One likely token and 511 tokens that share 1 %: they are drawn in 1 % of the cases, evenly."""
     logits = torch.full((512,), math.log(0.01 / 511))
     logits[100] = math.log(0.99)
     ids = _draws(implementation, logits, 6000)
@@ -393,16 +401,18 @@ def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, i
     z = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     off = torch.zeros_like(top_k)
     both = sample.kept(z, off, top_p, min_p) & sample.kept(z, top_k, torch.ones_like(top_p), min_p)
-    left = logits.float().masked_fill(~both & ~greedy[:, None], -math.inf)
+    filtered = logits.float().masked_fill(~both & ~greedy[:, None], -math.inf)
     ids.copy_(
-        sample.reference(left, temperature, off, torch.ones_like(top_p), torch.zeros_like(min_p), seed, index)
+        sample.reference(
+            filtered, temperature, off, torch.ones_like(top_p), torch.zeros_like(min_p), seed, index
+        )
     )
 
 
 def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
-    found = sample.reference(logits, temperature, top_k, top_p, min_p, seed, index)
+    correct = sample.reference(logits, temperature, top_k, top_p, min_p, seed, index)
     last = logits.shape[1] - 1 - logits.float().flip(-1).argmax(-1)
-    ids.copy_(torch.where(temperature < 1e-5, last, found))
+    ids.copy_(torch.where(temperature < 1e-5, last, correct))
 
 
 def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:

@@ -1,4 +1,4 @@
-"""silu_and_mul: meaning against transformers' SwiGLU, both ends of silu, strides, refusals, planted faults."""
+"""silu_and_mul: agreement with transformers' SwiGLU, both ends of silu, strides, refusals, planted faults."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_both_ends_of_silu_and_special_values(implementation: Runnable) -> None:
     x = torch.cat([gates, torch.full_like(gates, 2.0)])[None]
     out = torch.empty(1, gates.numel())
     implementation(x, out)
-    wide = gates.double()
-    exact = wide / (1 + torch.exp(-wide)) * 2
+    gates64 = gates.double()
+    exact = gates64 / (1 + torch.exp(-gates64)) * 2
     exact[0], exact[-1] = 0, torch.inf
     torch.testing.assert_close(out[0].double(), exact, rtol=4e-6, atol=1e-35)
     x[0, 3] = float("nan")
@@ -94,9 +94,9 @@ def interleaved(config: Any, x: Any, out: Any) -> None:
 
 
 def skipped_tail(config: Any, x: Any, out: Any) -> None:
-    whole = out.shape[-1] // 16 * 16
-    out[..., :whole].copy_(reference(x)[..., :whole])
-    out[..., whole:] = 0
+    full = out.shape[-1] // 16 * 16
+    out[..., :full].copy_(reference(x)[..., :full])
+    out[..., full:] = 0
 
 
 def unwritten_row(config: Any, x: Any, out: Any) -> None:

@@ -1,4 +1,5 @@
-"""The compiled Hopper kernels, read back: the instructions that they promise, registers, and no spills beyond those on record."""
+"""The machine code of the Hopper kernels: the promised instructions, registers, and no spills beyond the
+recorded ones."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STACK_ON_RECORD = {
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }
-"""Bytes of stack allowed, by the start of a kernel's name; 0 for the others."""
+"""Bytes of stack allowed, by the start of a kernel's name; 0 for all others."""
 
 
 def _cuobjdump() -> Path | None:
@@ -41,12 +42,14 @@ pytestmark = pytest.mark.skipif(
 
 
 QUICK = ("int4_g128", "mxfp4", "fp8")
-"""Formats whose instructions are read by `make test`: one of each decoder. Registers and stack are read for all."""
+"""Formats whose instructions `make test` reads: one of each decoder. Registers and stack are read for all
+formats."""
 
 
 @cache
 def images() -> tuple[Path, ...]:
-    """A file per source in the library: fatbins, in which nvcc 13's cubins are compressed, or plain cubins."""
+    """Returns one file per source in the library: fatbins, in which nvcc 13 compresses cubins, or plain
+    cubins."""
     raw, folder = LIBRARY.read_bytes(), Path(tempfile.mkdtemp())
     parts = []
     for match in re.finditer(
@@ -66,13 +69,13 @@ def images() -> tuple[Path, ...]:
 
 @cache
 def dump(flag: str, image: Path) -> str:
-    """What cuobjdump says of one image."""
+    """Returns the output of cuobjdump for one image."""
     return subprocess.run([str(TOOL), flag, str(image)], capture_output=True, text=True, check=True).stdout
 
 
 @cache
 def resources() -> dict[Path, tuple[tuple[str, int, int], ...]]:
-    """Name, registers and stack bytes of the kernels in each image."""
+    """Returns name, registers and stack bytes of the kernels in each image."""
     pattern = re.compile(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+)")
     return {
         image: tuple(
@@ -84,7 +87,8 @@ def resources() -> dict[Path, tuple[tuple[str, int, int], ...]]:
 
 
 def bodies(formats: Collection[str]) -> dict[str, str]:
-    """The instructions of kernels by name: of linear's in these formats, and of all others."""
+    """Returns the instructions of kernels by name: those of linear in these formats, and of all other
+    operations."""
     texts = {}
     for image, kernels in resources().items():
         form = re.match(r"linear_(?:decode_ws|decode|gemm_ws)_(\w+?)_(?:bf16|fp16)_", kernels[0][0])
@@ -95,8 +99,10 @@ def bodies(formats: Collection[str]) -> dict[str, str]:
 
 
 def instances(whole: bool = False) -> set[str]:
-    """The kernels of the table: linear_<schedule>_<format>_<type of x>[_<type of scales>]_<shape>; whole: also of formats
-    that this build left out."""
+    """Returns the names of the kernels in the table, linear_<schedule>_<format>_<type of x>[_<type of
+    scales>]_<shape>.
+
+    whole: include the formats that this build left out."""
     names = set()
     for name, row in table()["schedules"].items():
         for form in schedule(name).formats:
@@ -152,14 +158,15 @@ def test_promised_instructions(formats: tuple[str, ...]) -> None:
             assert "gsb0, 0x0" not in products, f"{name}: products wait for each other"
             assert len(re.findall(r"STG\.E desc", text)) == 1, (
                 f"{name}: y in pieces of 4 bytes"
-            )  # the one store sets a flag back
+            )  # the only store sets a flag back
         if "gemm_ws" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"
 
 
 def test_attention() -> None:
-    """Every instance; nothing spilt; products that neither wait for each other nor for the exponentials of the tile before."""
+    """Every instance is present and without spills; products wait neither for each other nor for the
+    exponentials of the previous tile."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_attention_")]
     names = {
         f"paged_attention_{x}_d{d}_{by}"
@@ -171,9 +178,9 @@ def test_attention() -> None:
     assert all(registers == 168 and stack == 0 for _, registers, stack in usage), usage
     for name in names:
         text = bodies(())[name]
-        keys = 128 // 16  # steps of a tile of values; scores take one for each 16 elements of a head
+        keys = 128 // 16  # steps per tile of values; scores take one per 16 elements of a head
         scores = int(name.split("_d")[1].split("_")[0]) // 16
-        # Scores and values, each of the first or last tile and in the loop.
+        # Scores and values, each for the first or last tile and in the loop.
         assert len(re.findall("HGMMA", text)) == 2 * (scores + keys), name
         assert ("UTMALDG.4D" in text) == name.endswith("boxes"), f"{name}: pages as boxes"
         assert ("LDGSTS" in text) == name.endswith("rows"), f"{name}: pages by rows"
@@ -184,15 +191,16 @@ def test_attention() -> None:
 
 
 def test_latent_attention() -> None:
-    """Every instance; nothing spilt; exponentials of the second warpgroup run while its values are multiplied."""
+    """Every instance is present and without spills; the second warpgroup computes exponentials while its
+    values are multiplied."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("mla_attention_")]
     names = {f"mla_attention_{x}_{by}" for x in ("bf16", "fp16") for by in ("boxes", "rows")}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack == 0 for _, registers, stack in usage), usage
     for name in names:
         text = bodies(())[name]
-        # Scores take 576 / 16 steps, values of 64 keys 4: own weights and the other warpgroup's, and once more those of a
-        # last tile that only the first warpgroup has.
+        # Scores take 576 / 16 steps, values of 64 keys take 4: for the own weights, for those of the other
+        # warpgroup, and once more for a last tile that only the first warpgroup has.
         assert len(re.findall("HGMMA", text)) == 2 * 576 // 16 + 5 * 64 // 16, name
         assert ("UTMALDG.5D" in text) == name.endswith("boxes"), f"{name}: pages as boxes"
         assert ("LDGSTS" in text) == name.endswith("rows"), f"{name}: pages by rows"
@@ -205,7 +213,7 @@ def test_latent_attention() -> None:
 
 
 def test_decode_attention() -> None:
-    """Every instance; nothing spilt, products of 16 keys, and copies that run ahead of them."""
+    """Every instance is present and without spills; products take 16 keys, and copies run ahead of them."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_decode_")]
     names = {f"paged_decode_{x}_d{d}_n8" for x in ("bf16", "fp16") for d in (64, 128)}
     assert {name for name, _, _ in usage} == names
@@ -218,7 +226,7 @@ def test_decode_attention() -> None:
 
 
 def test_programmatic_dependent_launch_is_declared() -> None:
-    """A kernel waits for the one before it, and lets the next one start early, exactly where its spec says so."""
+    """A kernel waits for its predecessor, and lets its successor start early, exactly where its spec says so."""
     groups = {
         "linear_w4a16_decode_sm90": r"linear_decode_(int4|nvfp4|mxfp4)",
         "linear_w8a16_decode_sm90": r"linear_decode_(int8|fp8)",
@@ -236,6 +244,6 @@ def test_programmatic_dependent_launch_is_declared() -> None:
     ]
     assert {kernel.name for kernel in compiled} == set(groups)
     for kernel in compiled:
-        own = [text for name, text in bodies(QUICK).items() if re.match(groups[kernel.name], name)]
-        assert own and {"ACQBULK" in text for text in own} == {kernel.waits}, kernel.name
-        assert {"PREEXIT" in text for text in own} == {kernel.triggers}, kernel.name
+        of_kernel = [text for name, text in bodies(QUICK).items() if re.match(groups[kernel.name], name)]
+        assert of_kernel and {"ACQBULK" in text for text in of_kernel} == {kernel.waits}, kernel.name
+        assert {"PREEXIT" in text for text in of_kernel} == {kernel.triggers}, kernel.name
