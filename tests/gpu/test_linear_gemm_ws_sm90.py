@@ -65,9 +65,10 @@ def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
                 for even in (0, 1, 2)
                 for lag in gemm_ws.lags_of(form, shape)
             ]
+        # Bands as for a weight that L2 does not hold.
         configs += [
             gemm_ws.config_of(form, shape, partition, max(m, 1), 1 << 20, k) for partition in partitions
-        ]  # bands as for a weight that L2 does not hold
+        ]
     return [{"format": form.name, "tile_bytes": form.tile_bytes, **one} for one in configs]
 
 

@@ -129,9 +129,8 @@ def violations(op: Op, item: Tensor, x: torch.Tensor) -> Iterator[tuple[str, tor
     shape, names = Shape(item.shape), Names(op)
     for place, size in shape.places():
         inside = set(names_in(size))
-        unshared = item.name in names.shapes and inside <= names.only_in(
-            item.name
-        )  # a change of this size alone makes another valid problem
+        # A change of this size alone makes another valid problem.
+        unshared = item.name in names.shapes and inside <= names.only_in(item.name)
         if not unshared or inside & names.static:
             yield f"{size} longer", torch.cat([x, x.narrow(place, 0, 1)], place), unshared
             yield f"{size} shorter", x.narrow(place, 0, x.shape[place] - 1).contiguous(), unshared

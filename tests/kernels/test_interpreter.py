@@ -46,9 +46,8 @@ def test_shapes_and_dtypes_are_not_confused(m: int, n: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("name", ["_get_np_dtype", "InterpretedFunction"])
 def test_an_interpreter_of_other_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        interpreter, "_get_np_dtype", interpreter._get_np_dtype
-    )  # the first name is replaced before the second
+    # The first name is replaced before the second.
+    monkeypatch.setattr(interpreter, "_get_np_dtype", interpreter._get_np_dtype)
     monkeypatch.delattr(interpreter, name)
     with pytest.raises(InterpreterError, match=name):
         install.__wrapped__()

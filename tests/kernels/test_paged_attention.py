@@ -319,9 +319,8 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, 
         assert figure(problem, a, runs[0]) <= OP.tolerance(problem).limit
         begin = a["query_start"].tolist()
         for i in range(len(begin) - 1):
-            for t in range(
-                begin[i], begin[i + 1]
-            ):  # each token as its own decode, with the context cut after it
+            # Each token as its own decode, with the context cut after it.
+            for t in range(begin[i], begin[i + 1]):
                 alone = dict(
                     a,
                     q=a["q"][t : t + 1],

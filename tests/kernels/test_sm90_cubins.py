@@ -52,9 +52,8 @@ def images() -> tuple[Path, ...]:
     cubins."""
     raw, folder = LIBRARY.read_bytes(), Path(tempfile.mkdtemp())
     parts = []
-    for match in re.finditer(
-        rb"\x50\xed\x55\xba\x01\x00\x10\x00", raw
-    ):  # magic number, version, size of the header
+    # Magic number, version, size of the header.
+    for match in re.finditer(rb"\x50\xed\x55\xba\x01\x00\x10\x00", raw):
         parts.append(raw[match.start() :][: 16 + struct.unpack_from("<Q", raw, match.start() + 8)[0]])
     for match in re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", b"" if parts else raw):  # ELF of the CUDA ABI
         start = match.start()
@@ -156,9 +155,8 @@ def test_promised_instructions(formats: tuple[str, ...]) -> None:
                 f"{name}: descriptors or spills between products"
             )
             assert "gsb0, 0x0" not in products, f"{name}: products wait for each other"
-            assert len(re.findall(r"STG\.E desc", text)) == 1, (
-                f"{name}: y in pieces of 4 bytes"
-            )  # the only store sets a flag back
+            # The only store sets a flag back.
+            assert len(re.findall(r"STG\.E desc", text)) == 1, f"{name}: y in pieces of 4 bytes"
         if "gemm_ws" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"
