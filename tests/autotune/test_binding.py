@@ -1,4 +1,5 @@
-"""Plans by their handles: shared, the same in every process, released; prepared and sealed; nothing is measured."""
+"""Plans and their handles: shared, equal in every process, released; preparing and sealing; serving measures
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def own_policy(policy_file) -> None:
 
 
 def fresh(code: str) -> str:
-    """What a new process prints, under the same policy."""
+    """Returns what a new process prints, under the same policy."""
     process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -43,8 +44,8 @@ def fresh(code: str) -> str:
 
 def test_the_same_plan_has_one_handle() -> None:
     plan = ops.bind("rms_norm", NORM, "cpu")
-    again = ops.bind("rms_norm", "m=7,n=64,x=float32", torch.device("cpu"))
-    assert again is plan and 0 < plan.handle < 1 << 63
+    second = ops.bind("rms_norm", "m=7,n=64,x=float32", torch.device("cpu"))
+    assert second is plan and 0 < plan.handle < 1 << 63
     packed = "n=32,k=64,x=fp32,w=int4_g32"
     others = [
         plan,
@@ -59,13 +60,13 @@ def test_the_same_plan_has_one_handle() -> None:
 
 def test_handles_are_the_same_in_every_process() -> None:
     layouts = frozenset({"plain_v1", "cpu_rows16_v1"})
-    here = ops.bind("linear", "n=32,k=64,x=fp32,w=int4_g32", "cpu", layouts=layouts).handle
+    handle = ops.bind("linear", "n=32,k=64,x=fp32,w=int4_g32", "cpu", layouts=layouts).handle
     code = (
         "from gristmill import ops; ops.bind('rms_norm', 'n=8', 'cpu');"
         "print(ops.bind('linear', 'n=32,k=64,x=fp32,w=int4_g32', 'cpu',"
         " layouts=frozenset({'cpu_rows16_v1', 'plain_v1'})).handle)"
     )
-    assert [fresh(code) for _ in range(2)] == [str(here)] * 2
+    assert [fresh(code) for _ in range(2)] == [str(handle)] * 2
 
 
 def test_layers_of_one_shape_make_one_graph() -> None:
@@ -91,7 +92,7 @@ def test_a_plan_is_released_by_the_last_who_bound_it() -> None:
     handle = plan.handle
     ops.release(plan)
     assert torch.equal(torch.ops.gristmill.rms_norm(x, weight, 1e-5, handle), ops.rms_norm(x, weight, 1e-5))
-    while plan.handle:  # what a call without a plan binds is the same plan
+    while plan.handle:  # a call without a plan binds this same plan
         ops.release(plan)
     with pytest.raises(ValueError, match=f"handle {handle} was released, or was never bound in this process"):
         torch.ops.gristmill.rms_norm(x, weight, 1e-5, handle)
@@ -108,7 +109,7 @@ def test_calls_without_a_plan_are_not_remembered_without_end(monkeypatch: pytest
 
 
 def test_prepare_covers_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it, and after `seal`, no call verifies; a size that was not prepared runs a kernel that is verified, with a warning."""
+    """After `prepare` and `seal` no call verifies. A call of a size that was not prepared raises."""
     PLANS.clear()
     norm, gate = ops.bind("rms_norm", NORM, "cpu"), ops.bind("silu_and_mul", "n=64,x=fp32", "cpu")
     ops.prepare([1, 16])
@@ -151,7 +152,8 @@ def test_a_sealed_plan_runs_what_is_verified() -> None:
 
 
 def test_serving_measures_nothing(tmp_path: Path) -> None:
-    """A host binds threads and shares the machine: a time that is taken there would stand in the store."""
+    """A host binds threads and shares the machine, so a time measured while serving would be wrong in the
+    store."""
     model = MODELS / LLAMA
     code = (
         f"from gristmill import LLM, SamplingParams, ops; model = LLM({str(model)!r}, quant='int4_g128');"
@@ -187,5 +189,5 @@ def test_configurations_cross_processes(value: object) -> None:
 
 def test_a_quantized_weight_crosses_processes() -> None:
     stored = quantize(torch.randn(16, 64), "int4_g32")
-    again = pickle.loads(pickle.dumps(stored))
-    assert torch.equal(again.dequantize(), stored.dequantize())
+    loaded = pickle.loads(pickle.dumps(stored))
+    assert torch.equal(loaded.dequantize(), stored.dequantize())

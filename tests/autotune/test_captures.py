@@ -1,4 +1,5 @@
-"""Nothing is collected during a capture. What collecting does to one is in tests/gpu/test_captures_gpu.py."""
+"""No garbage collection runs during a capture. Its effect on a capture is tested in
+tests/gpu/test_captures_gpu.py."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from gristmill.autotune.captures import capturing
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the capture was asked for, and whether anything was collected then."""
-    found: list[Any] = []
+    """The arguments of each capture, and whether garbage collection was enabled during it."""
+    captures: list[Any] = []
 
     @contextlib.contextmanager
     def capture(graph: Any, **options: Any) -> Iterator[None]:
-        found.append((graph, options, gc.isenabled()))
+        captures.append((graph, options, gc.isenabled()))
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
     assert gc.isenabled()
-    yield found
+    yield captures
     gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""Operators: opcheck, torch.compile, dynamic shapes, refusals, and what a call costs."""
+"""Operators: opcheck, torch.compile, dynamic shapes, refusals, and the cost of a call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_an_empty_call_launches_nothing(monkeypatch) -> None:
 
 
 def costs(*calls: Callable[[], object], rounds: int = 80, repeats: int = 250) -> list[float]:
-    """Least microseconds of each call over many short rounds in turn: what a call costs when nothing disturbs it."""
+    """Returns the least microseconds of each call over many short alternating rounds: its cost without
+    disturbance."""
     best = [float("inf")] * len(calls)
     for _ in range(rounds):
         for index, call in enumerate(calls):
@@ -98,7 +99,8 @@ def costs(*calls: Callable[[], object], rounds: int = 80, repeats: int = 250) ->
 
 
 def test_dispatch_costs_a_few_python_calls() -> None:
-    """Ratios to things that cost about the same on any machine: an operator with an empty Python body, a function call."""
+    """Bounds the ratio to calls whose cost is about the same on any machine: an operator with an empty Python
+    body, a function call."""
     x, w, eps = arguments(1, 64)
     out = torch.empty_like(x)
     plan = ops.bind("rms_norm", "n=64,x=fp32", "cpu").prepare([1])
@@ -117,6 +119,6 @@ def test_dispatch_costs_a_few_python_calls() -> None:
     print(
         f"plan {through_plan:.2f} us, torch.ops {through_torch:.2f} us, empty operator {bare:.2f} us, mul {multiply:.2f} us"
     )
-    # On a quiet core of 2025: plan 0.8, torch.ops 2.7, empty operator 1.9, mul 1.0 microseconds.
+    # On an idle core of 2025: plan 0.8, torch.ops 2.7, empty operator 1.9, mul 1.0 microseconds.
     assert through_plan < 0.8 * bare
     assert through_torch < 2.2 * bare

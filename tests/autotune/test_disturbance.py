@@ -1,4 +1,4 @@
-"""What holds a device back is said in words, from counters that are given."""
+"""The reasons why a device was held back, in words, from given counters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ QUIET = {"quota": 5.0, "steal": 7.0}
     ("after", "load", "said"),
     [
         (QUIET, 1.0, []),
-        ({"quota": 5.05, "steal": 7.1}, 2.0, []),  # under one part in a hundred
+        ({"quota": 5.05, "steal": 7.1}, 2.0, []),  # less than one percent
         ({"quota": 8.0, "steal": 7.0}, 1.0, ["30% of the time held by its quota"]),
-        ({"quota": 5.0, "steal": 9.0}, 1.0, ["10% of the time taken by other guests"]),  # of two cores
+        ({"quota": 5.0, "steal": 9.0}, 1.0, ["10% of the time taken by other guests"]),  # on two cores
         (QUIET, 6.5, ["load 6.5 on 2 core(s)"]),
     ],
 )
@@ -27,9 +27,9 @@ def test_counters_in_words(after: dict[str, float], load: float, said: list[str]
 
 def test_a_system_without_counters_says_nothing() -> None:
     assert disturbances({}, {}, 1.0, 8, 0.5) == []
-    with cpu_disturbances() as found:
+    with cpu_disturbances() as reasons:
         pass
-    assert all(isinstance(text, str) for text in found)
+    assert all(isinstance(text, str) for text in reasons)
 
 
 def test_gpu_bits_in_words() -> None:

@@ -1,4 +1,4 @@
-"""Ceilings: plausible on this CPU, kept beside the store, and the floor that they make."""
+"""Ceilings: plausible on this CPU, kept beside the store, and the floors computed from them."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def test_a_row_below_its_floor_says_which_measurement_to_doubt() -> None:
 
 
 def test_a_rows_bytes_are_read_as_the_row_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
     monkeypatch.setattr(floor, "ceilings", lambda device: LIMITS)
     monkeypatch.setattr(
-        floor, "reading", lambda device, size, **how: asked.append((device, size, how)) or READ
+        floor, "reading", lambda device, size, **how: calls.append((device, size, how)) or READ
     )
     for hot in (False, True):
         floor.row_floor(Cost(bytes=1 << 20, flops=0), "cpu", 7.0, captured=False, hot=hot)
     floor.row_floor(Cost(bytes=1 << 20, flops=0), "cuda:0", 7.0, captured=True, hot=False)
     floor.row_floor(Cost(bytes=100 << 20, flops=0), "cuda:0", 7.0, captured=False, hot=False)
-    assert asked == [
+    assert calls == [
         ("cpu", 1 << 20, {"copies": 64, "captured": False, "beaten": 7.0}),
         ("cpu", 1 << 20, {"copies": 1, "captured": False, "beaten": 7.0}),
         ("cuda:0", 1 << 20, {"copies": 64, "captured": True, "beaten": 7.0}),

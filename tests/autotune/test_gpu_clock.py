@@ -1,4 +1,4 @@
-"""The clock of a GPU, read through a library that answers as NVML's header says it does."""
+"""The clock of a GPU, read through a stub library that answers as NVML's header specifies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ NOT_FOUND, UNKNOWN = 6, 999
 
 
 class Library:
-    """What of libnvidia-ml.so.1 is called, by the names and signatures of nvml.h (and of nvidia-ml-py 13.615). Nothing else is in it."""
+    """The functions of libnvidia-ml.so.1 that are called, with the names and signatures of nvml.h (and of
+    nvidia-ml-py 13.615), and no others."""
 
     __slots__ = ("clocks", "fails")
 
@@ -35,9 +36,8 @@ class Library:
         return 0
 
     def nvmlDeviceGetClockInfo(self, device: Any, kind: Any, clock: Any) -> int:
-        assert (
-            isinstance(device, ctypes.c_void_p) and device.value == HANDLE
-        )  # a pointer: as a plain int it would lose its upper half
+        # A pointer: as a plain int it would lose its upper half.
+        assert isinstance(device, ctypes.c_void_p) and device.value == HANDLE
         assert isinstance(kind, ctypes.c_uint) and isinstance(clock._obj, ctypes.c_uint)
         if self.fails == "clock":
             return UNKNOWN
@@ -73,10 +73,11 @@ def test_a_device_that_the_library_does_not_know_has_no_clock(
     library.fails = "init"
     assert sm_clock("cuda:0") is None
     library.fails = ""
+    # A partition of a GPU; torch without UUIDs.
     for properties in (
         SimpleNamespace(uuid="another"),
         SimpleNamespace(),
-    ):  # a part of a GPU; torch without UUIDs
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         assert sm_clock("cuda:0") is None
 

@@ -1,4 +1,5 @@
-"""Overloads of the torch operators under torch.compile with Inductor: every operation, memory of outputs, plans of several layouts."""
+"""Overloads of the torch operators under torch.compile with Inductor: every operation, memory of outputs,
+plans with several layouts."""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ TAGGED = {
     "silu_and_mul",
     "varlen_attention",
 }
-"""Operations whose outputs Inductor can allocate. Of the others it would call the overload with arguments out of order."""
+"""Operations whose outputs Inductor can allocate. It would call the overload of the others with arguments out
+of order."""
 
 
 @pytest.fixture(autouse=True)
 def unverified(policy_file, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Kernels are taken as verified, and graphs are compiled anew."""
+    """All kernels count as verified, and graphs are compiled anew."""
     policy_file()
     monkeypatch.setattr(Resolver, "resolve", Resolver.select)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -39,23 +41,24 @@ def unverified(policy_file, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 
 def arguments_of(op: Op, text: str) -> list[Any]:
-    """Arguments of a problem, its weight dense, and without what is optional and written in place."""
+    """Returns the arguments of a problem, with dense weights and without optional arguments that are written
+    in place."""
     problem = op.problem(text)
-    given = op.inputs(problem, 1, "cpu")
-    dense = [[a.dequantize(problem.text("x"))] if type(a).__name__ == "QuantTensor" else a for a in given]
+    inputs = op.inputs(problem, 1, "cpu")
+    dense = [[a.dequantize(problem.text("x"))] if type(a).__name__ == "QuantTensor" else a for a in inputs]
     absent = [p.mutable and "?" in p.type for p in op.parameters]
     return [None if gone else a for gone, a in zip(absent, dense, strict=True)]
 
 
 def example(op: Op) -> list[Any]:
-    """Arguments of the first example that has elements, and whose weights are dense."""
+    """Returns the arguments of the first example that has elements and dense weights."""
     schemes = [axis.name for axis in op.axes if axis.kind == "scheme"]
     for text in op.examples:
         problem = op.problem(text)
         if not schemes or problem.text(schemes[0]) in ("bf16", "fp16", "fp32"):
-            given = arguments_of(op, text)
-            if all(a.numel() for a in given if isinstance(a, torch.Tensor)):
-                return given
+            inputs = arguments_of(op, text)
+            if all(a.numel() for a in inputs if isinstance(a, torch.Tensor)):
+                return inputs
     raise LookupError(op.name)
 
 
@@ -69,9 +72,9 @@ def clones(value: Any) -> Any:
 
 
 def everything(calls: dict[str, list[Any]]) -> list[Any]:
-    """Every operation once: what they answer, and what they wrote into."""
-    made = [getattr(ops, name)(*arguments) for name, arguments in calls.items()]
-    return [made, [a for arguments in calls.values() for a in arguments if isinstance(a, torch.Tensor)]]
+    """Calls every operation once. Returns their results and the tensors that they may have written to."""
+    results = [getattr(ops, name)(*arguments) for name, arguments in calls.items()]
+    return [results, [a for arguments in calls.values() for a in arguments if isinstance(a, torch.Tensor)]]
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -80,8 +83,8 @@ def assert_equal(a: Any, b: Any) -> None:
 
 def test_every_operation_compiles_with_inductor() -> None:
     expected = everything(clones_of(CALLS))
-    found, code = run_and_get_code(torch.compile(everything, fullgraph=True), clones_of(CALLS))
-    assert_equal(found, expected)
+    actual, code = run_and_get_code(torch.compile(everything, fullgraph=True), clones_of(CALLS))
+    assert_equal(actual, expected)
     for name in CALLS:
         assert f"torch.ops.gristmill.{name}." in code[0]
     assert {name for name in CALLS if f"gristmill.{name}.planned_out" in code[0]} == TAGGED
@@ -103,22 +106,22 @@ def test_lse_and_keys_that_are_given_compile_too() -> None:
     )
     assert_equal(actual, expected)
     op = REGISTRY.op("rotary_embedding")
-    given = op.inputs(op.problem("t=5,hq=4,hk=2,d=64,rot=64"), 1, "cpu")
-    assert given[1] is not None
-    ours, theirs = clones(given), clones(given)
-    ops.rotary_embedding(*ours)
-    torch.compile(lambda *a: ops.rotary_embedding(*a), fullgraph=True)(*theirs)
-    assert_equal(ours[:2], theirs[:2])
+    inputs = op.inputs(op.problem("t=5,hq=4,hk=2,d=64,rot=64"), 1, "cpu")
+    assert inputs[1] is not None
+    eager, compiled = clones(inputs), clones(inputs)
+    ops.rotary_embedding(*eager)
+    torch.compile(lambda *a: ops.rotary_embedding(*a), fullgraph=True)(*compiled)
+    assert_equal(eager[:2], compiled[:2])
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_opcheck_of_every_overload(name: str) -> None:
     op, overloads = REGISTRY.op(name), getattr(torch.ops.gristmill, name)
     absent = [p.name for p in op.parameters if p.mutable and "?" in p.type]
-    given = [a for p, a in zip(op.parameters, CALLS[name], strict=True) if p.name not in absent]
+    inputs = [a for p, a in zip(op.parameters, CALLS[name], strict=True) if p.name not in absent]
     if not op.outputs:
-        given = CALLS[name]
-    torch.library.opcheck(overloads.default, clones(given), test_utils=("test_schema", "test_faketensor"))
+        inputs = CALLS[name]
+    torch.library.opcheck(overloads.default, clones(inputs), test_utils=("test_schema", "test_faketensor"))
     assert ("planned_out" in overloads.overloads()) == (name in TAGGED)
     if name in TAGGED:
         assert to_out_variant(overloads.planned) is overloads.planned_out
@@ -126,13 +129,14 @@ def test_opcheck_of_every_overload(name: str) -> None:
             out: torch.empty(shape, dtype=dtype)
             for out, (shape, dtype) in zip(op.outputs, op.like(*CALLS[name]), strict=True)
         }
-        expected = overloads.default(*clones(given))
-        overloads.planned_out(*clones(given), 0, **outs)
+        expected = overloads.default(*clones(inputs))
+        overloads.planned_out(*clones(inputs), 0, **outs)
         assert_equal(list(outs.values()), list(expected) if len(outs) > 1 else [expected])
 
 
 def two_layouts() -> tuple[LinearWeight, Any]:
-    """A weight in two layouts, and its plan: one row by the kernel of the one, more by that of the other."""
+    """Returns a weight in two layouts and its plan: one row goes to the kernel of one layout, more rows to
+    that of the other."""
     weight = LinearWeight.pack(quantize(torch.randn(48, 256), "int4_g128"), ["plain_v1", "cpu_rows16_v1"])
     op = REGISTRY.op("linear")
     static = op.static(op.problem(weight.problem("fp32")))
@@ -148,7 +152,7 @@ def two_layouts() -> tuple[LinearWeight, Any]:
 
 
 def test_the_operator_chooses_among_the_layouts_of_its_plan() -> None:
-    """A traced graph holds one call, which is right for every size."""
+    """A traced graph contains one call, which is correct for every size."""
     weight, plan = two_layouts()
     graphs = []
 
@@ -161,14 +165,14 @@ def test_the_operator_chooses_among_the_layouts_of_its_plan() -> None:
         lambda x: ops.linear(x, tensors, n=weight.n, plan=plan), backend=backend, dynamic=True, fullgraph=True
     )
     plain = replace(weight, packed={"plain_v1": weight.packed["plain_v1"]})
-    alone = ops.bind("linear", plain.problem("fp32"), "cpu", layouts=plain.layouts)
+    single_layout = ops.bind("linear", plain.problem("fp32"), "cpu", layouts=plain.layouts)
     for rows in (1, 2, 5, 16):
         x = torch.randn(rows, 256)
         torch.testing.assert_close(
-            layer(x), ops.linear(x, plain.tensors(), n=48, plan=alone), rtol=1e-4, atol=1e-4
+            layer(x), ops.linear(x, plain.tensors(), n=48, plan=single_layout), rtol=1e-4, atol=1e-4
         )
     calls = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    assert len(graphs) <= 2  # torch compiles a first size of 1 on its own
+    assert len(graphs) <= 2  # torch specializes a first size of 1
     assert [str(node.target) for node in calls] == ["gristmill.linear.default"] * len(graphs)
 
 
@@ -180,9 +184,7 @@ def test_other_tensors_than_those_of_the_layouts_are_refused(rows: int) -> None:
         with pytest.raises(ValueError, match="weight must be the tensors of cpu_rows16_v1 and plain_v1"):
             ops.linear(x, tensors, n=48, plan=plan)
     parts = [weight.tensors("cpu_rows16_v1"), weight.tensors("plain_v1")]
-    for layout in range(
-        2
-    ):  # the codes of one layout are too few: the guard looks at those of the layout that runs
+    for layout in range(2):  # one layout has too few codes: the guard checks those of the layout that runs
         short = [list(part) for part in parts]
         short[layout][0] = short[layout][0].flatten()[:64].clone()
         if layout == (0 if rows == 1 else 1):

@@ -1,4 +1,4 @@
-"""Determinism and batch invariance are seen as they are: on real kernels, and on two that only declare them."""
+"""Determinism and batch invariance are measured correctly, on real kernels and on two that only declare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wobbles(config, x, weight, eps, out):
 
 
 def looks_around(config, x, weight, eps, out):
-    """One unit more in the last place of every row when there are many."""
+    """Adds one unit in the last place to every row if there are many rows."""
     out.copy_(OP.reference(x, weight, eps))
     if len(x) > 16:
         out.view(torch.int16)[:, 3] += 1

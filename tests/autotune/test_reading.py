@@ -1,4 +1,5 @@
-"""Reading so many bytes: once per process, in turn, within memory, and all of them."""
+"""The time of reading a number of bytes: once per process, alternating, within memory, and with all bytes
+read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def read(size: int = SIZE, count: int = 2, **more):
 
 
 class Recorded:
-    """A reader that is honest, or not, and remembers where it read."""
+    """A reader, honest or not, that records where it read."""
 
     def __init__(self, part: float = 1.0) -> None:
         self.places: list[int] = []
@@ -46,17 +47,17 @@ class Recorded:
 
 
 def test_a_size_is_measured_once_in_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, true = [], reading._measured
-    monkeypatch.setattr(reading, "_measured", lambda *what: taken.append(what) or true(*what))
+    measured, true = [], reading._measured
+    monkeypatch.setattr(reading, "_measured", lambda *what: measured.append(what) or true(*what))
     first = read()
-    assert read() == first and taken == [("cpu", SIZE, 2, False)]
+    assert read() == first and measured == [("cpu", SIZE, 2, False)]
     assert first.us is not None and first.us > 0 and first.how in ("sum", "dot")
     read(count=1)
     read(2 * SIZE)
-    assert len(taken) == 3
+    assert len(measured) == 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     read()
-    assert len(taken) == 4
+    assert len(measured) == 4
 
 
 def test_what_was_beaten_is_measured_once_more_and_the_faster_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +80,8 @@ def test_cold_reads_go_around_all_copies_and_hot_ones_stay(monkeypatch: pytest.M
             count > 1
         )
         inside = sorted(set(timed))
-        assert all(
-            b - a >= SIZE for a, b in zip(inside, inside[1:], strict=False)
-        )  # none reads what another one read
+        # No two read the same place.
+        assert all(b - a >= SIZE for a, b in zip(inside, inside[1:], strict=False))
 
 
 @pytest.mark.parametrize("part", [0.5, 0.98, 0.0])
@@ -119,7 +119,7 @@ def test_what_does_not_fit_into_free_memory_is_not_read(monkeypatch: pytest.Monk
     monkeypatch.setattr(reading, "free_bytes", lambda device: 8 * SIZE)
     assert read(SIZE, 4).us is not None
     reads = read(SIZE, 5)
-    assert reads.us is not None  # what is held already counts as free
+    assert reads.us is not None  # memory that is already held counts as free
     reading.forget()
     reads = read(SIZE, 5)
     assert reads.us is None and reads.how == f"5 x {SIZE} bytes are more than half of the memory that is free"
@@ -139,7 +139,7 @@ def test_much_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     read(SIZE, 3)
     assert reading._memory["cpu"].nbytes == 3 * SIZE
     read(SIZE, 2)
-    assert reading._memory["cpu"].nbytes == 3 * SIZE  # more than enough is held
+    assert reading._memory["cpu"].nbytes == 3 * SIZE  # more than enough memory is held
     read(SIZE, 5)
     assert not reading._memory
 
@@ -177,10 +177,11 @@ def test_arguments_rotate_over_as_many_lists_as_copies() -> None:
 @pytest.mark.parametrize("size", [64, 64 * 33, 1 << 14])
 @pytest.mark.parametrize("fault", ["", "half of the programs", "half of each block", "twice the same"])
 def test_the_triton_kernel_reads_everything(size: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, on what a GPU's memory is filled with: it cancels out, so that nothing is written while it is timed."""
+    """Runs in the interpreter on the data that fills a GPU's memory: it adds up to zero, so that nothing is
+    written while the read is timed."""
     code = pytest.importorskip("gristmill.autotune._reading_triton")
     data = reading._filled("cpu:0", size // 4)
-    kept = data.clone()
+    original = data.clone()
     assert data.dtype == torch.int32 and int(data.sum()) == 0 and int((data != 0).sum()) == size // 4
 
     class Faulty:
@@ -207,14 +208,14 @@ def test_the_triton_kernel_reads_everything(size: int, fault: str, monkeypatch: 
         if not fault:
             assert reader.total() == 0
             reading._check(reader, data)
-            data[-1] += 1  # no pair any more: the program that has it writes
+            data[-1] += 1  # the data no longer cancels: the program that reads it writes
             reader.call(data)
             assert reader.total() == 1
             data[-1] -= 1
         else:
             with pytest.raises(ReadError, match="does not read all of them"):
                 reading._check(reader, data)
-        assert torch.equal(data, kept)
+        assert torch.equal(data, original)
 
 
 def test_a_gpus_readers_are_all_held_to_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:

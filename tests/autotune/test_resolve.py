@@ -1,4 +1,4 @@
-"""Resolution in a real child process: records, quarantine of wrong and of crashing kernels, damaged stores."""
+"""Resolution with a real child process: records, quarantine of wrong and of crashing kernels, damaged stores."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ print(json.dumps([c.as_dict() for c in selection.candidates]))
 
 
 def run_with_bad_kernels(tmp_path: Path) -> tuple[dict[str, dict], str]:
-    """Resolve in a process in which two bad kernels outrank the good ones."""
+    """Resolves in a process in which two bad kernels outrank the good ones."""
     extra = tmp_path / "extra"
     extra.mkdir(exist_ok=True)
     (extra / "rms_norm_bad.py").write_text(SPEC)
@@ -82,8 +82,8 @@ def test_wrong_and_crashing_kernels_are_quarantined_and_the_next_one_runs(tmp_pa
         ["rms_norm_torch"],
     )
     assert "quarantined" in warned
-    again, warned = run_with_bad_kernels(tmp_path)
-    assert again == rows and "quarantined" not in warned, "records are kept: nothing is verified twice"
+    second_rows, warned = run_with_bad_kernels(tmp_path)
+    assert second_rows == rows and "quarantined" not in warned, "records are kept: nothing is verified twice"
 
 
 def test_a_verified_kernel_is_not_verified_again(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_policy_level_is_the_level_that_runs(tmp_path: Path) -> None:
 
 
 class Recording(Worker):
-    """A worker that answers as it is told, and starts no process."""
+    """A worker that returns a given answer and starts no process."""
 
     def __init__(self, answer: object) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Recording(Worker):
 
 @pytest.fixture
 def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[object], Resolver]:
-    """Resolvers of a GPU that is not here, over one store, with a worker that answers as it is told."""
+    """Resolvers for a GPU that is not present, over one store, with a worker that returns a given answer."""
     monkeypatch.setattr(
         "gristmill.autotune.resolve.device_target", lambda device, policy: Target.parse("h200")
     )
@@ -176,7 +176,7 @@ RIGHT = {"ok": True, "error": 0.0, "reason": "", "judged": True}
 
 
 def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Resolver]) -> None:
-    """On a GPU a mark stands while a kernel is tried: a crash leaves it, an interrupt must not."""
+    """On a GPU a mark exists while a kernel is verified. A crash leaves it, an interrupt must not."""
     resolver = h200(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         resolver.resolve(OP, PROBLEM)
@@ -188,7 +188,7 @@ def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Res
 
 
 def test_what_is_not_the_kernels_fault_is_raised_and_not_recorded(h200: Callable[[object], Resolver]) -> None:
-    """A device without memory to try a kernel on says nothing of the kernel: it must not be quarantined for good."""
+    """A device without free memory proves nothing about the kernel, which must not be quarantined for good."""
     resolver = h200({"ok": False, "error": None, "reason": "got no memory", "judged": False})
     with pytest.raises(
         UnverifiableError, match="cannot be verified on cuda, and was not recorded: got no memory"
@@ -198,7 +198,8 @@ def test_what_is_not_the_kernels_fault_is_raised_and_not_recorded(h200: Callable
 
 
 def test_the_worker_tells_its_own_troubles_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child cannot make the arguments of a problem that no one can have; it lives on, and blames no kernel."""
+    """A child that cannot make the arguments of a far too large problem stays alive and does not blame the
+    kernel."""
     worker, kernel = Worker(), default_registry().kernel("rms_norm", "rms_norm_torch")
     answer = worker.verify(OP, kernel, {}, PROBLEM.with_values(m=1 << 40, n=1 << 20), "cpu")
     assert answer["judged"] is False and "the reference of rms_norm" in answer["reason"]
@@ -219,9 +220,9 @@ with mark(Path(sys.argv[1]), record, 1.0) as left:
 
 
 def another_process_tries(resolver: Resolver, kernel: str, seconds: float) -> subprocess.Popen[str]:
-    """A process that has the mark for so long."""
+    """Starts a process that holds the mark for `seconds`."""
     candidate = next(c for c in resolver.select(OP, PROBLEM).candidates if c.kernel.name == kernel)
-    mine = (
+    key = (
         kernel,
         candidate.kernel.verification_hash(candidate.config),
         config_key(candidate.config or {}),
@@ -231,7 +232,7 @@ def another_process_tries(resolver: Resolver, kernel: str, seconds: float) -> su
     )
     path = resolver.policy.store_path
     other = subprocess.Popen(
-        [sys.executable, "-c", TRY, str(path.with_name(path.name + ".trying")), *mine, str(seconds)],
+        [sys.executable, "-c", TRY, str(path.with_name(path.name + ".trying")), *key, str(seconds)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         text=True,
@@ -249,12 +250,12 @@ def test_a_mark_of_a_dead_process_quarantines(h200: Callable[[object], Resolver]
     with pytest.warns(RuntimeWarning, match=f"{best} is quarantined .*ended before the verification did"):
         resolved = resolver.resolve(OP, PROBLEM)
     assert resolved.best is None or resolved.best.kernel.name != best
-    again = next(c for c in h200(RIGHT).select(OP, PROBLEM).candidates if c.kernel.name == best)
-    assert again.verdict == "quarantined", "the mark did not reach the store"
+    candidate = next(c for c in h200(RIGHT).select(OP, PROBLEM).candidates if c.kernel.name == best)
+    assert candidate.verdict == "quarantined", "the mark did not reach the store"
 
 
 def test_a_mark_of_a_living_process_is_waited_for(h200: Callable[[object], Resolver]) -> None:
-    """Another process is trying the kernel: that is no failure of the kernel's."""
+    """Another process is verifying the kernel, which is no failure of the kernel."""
     resolver = h200(RIGHT)
     best = resolver.select(OP, PROBLEM).candidates[0].kernel.name
     living = another_process_tries(resolver, best, 0.5)
@@ -279,7 +280,8 @@ def test_a_mark_that_is_held_for_ever_is_an_error(h200: Callable[[object], Resol
 def test_a_large_store_is_not_written_for_every_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records wait while writing is dear; failures do not wait; the end of the process writes what is left."""
+    """Records wait while writing is expensive; failures are written at once; the end of the process writes
+    the rest."""
     written: list[int] = []
 
     def slow(path: Path, records: Sequence[Verification]) -> None:
@@ -320,7 +322,8 @@ def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_or_faulted_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late answer must not be taken for the next task's, nor a broken device context blamed on the next kernel."""
+    """A late answer must not count as that of the next task, nor a broken device context as a fault of the
+    next kernel."""
     worker, kernel = Worker(), default_registry().kernel("rms_norm", "rms_norm_torch")
     assert worker.verify(OP, kernel, {}, PROBLEM, "cpu")["ok"]
     first = worker._process
@@ -379,7 +382,7 @@ def test_devices_are_counted_by_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pinned_kernel_has_its_module_asked_by_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some modules make their names when imported; reading their source cannot tell."""
+    """Some modules create their names on import, which reading their source cannot tell."""
     (tmp_path / "gm_lazy.py").write_text("class Wrapper:\n    def plan(self): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     registry, target = Registry(), Target.parse("sm_90")

@@ -1,4 +1,5 @@
-"""Times and tuned configurations that come with gristmill: each speaks of a kernel, a problem and an instance that exist."""
+"""Times and tuned configurations that ship with gristmill: each refers to an existing kernel, problem and
+instance."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def chosen(text: str, target: str, store: Store) -> Selection:
 
 
 def faults(timing: Timing) -> list[str]:
-    """What is wrong with a shipped record."""
-    found = []
+    """Returns what is wrong with a shipped record."""
+    errors = []
     registry = default_registry()
     names = {kernel.name for kernel in registry.kernels_of(timing.op)}
     problem = registry.op(timing.op).problem(timing.problem)
@@ -50,22 +51,22 @@ def faults(timing: Timing) -> list[str]:
         return [f"no kernel {timing.kernel}"]
     kernel = registry.kernel(timing.op, timing.kernel)
     if kernel.accepts(problem) is not None:
-        found.append(f"{timing.kernel} does not take {problem}")
+        errors.append(f"{timing.kernel} does not take {problem}")
     if set(timing.config) != set(kernel.config(problem, Target.parse("h200"))):
-        found.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
+        errors.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
     if timing.kernel in SCHEDULES:
-        of = schedule(SCHEDULES[timing.kernel])
-        form = of.format_of(QuantScheme.parse(problem.text("w")))
+        schedules = schedule(SCHEDULES[timing.kernel])
+        form = schedules.format_of(QuantScheme.parse(problem.text("w")))
         if form is None:
-            return [*found, f"not a format of {of.name}: {problem}"]
-        key = tuple(timing.config.get(name) for name in of.key)
-        if key not in [tuple(shape[name] for name in of.key) for shape in of.shapes_of(form)]:
-            found.append(f"no instance {key} of {form.name}")
+            return [*errors, f"not a format of {schedules.name}: {problem}"]
+        key = tuple(timing.config.get(name) for name in schedules.key)
+        if key not in [tuple(shape[name] for name in schedules.key) for shape in schedules.shapes_of(form)]:
+            errors.append(f"no instance {key} of {form.name}")
         if (timing.config.get("format"), timing.config.get("tile_bytes")) != (form.name, form.tile_bytes):
-            found.append(f"not the format of {problem}")
+            errors.append(f"not the format of {problem}")
     if timing.code or not timing.us > 0 or "|" not in timing.target:
-        found.append("a shipped record has no code hash, a time, and a product name")
-    return found
+        errors.append("a shipped record has no code hash, a time, and a product name")
+    return errors
 
 
 def test_every_record_speaks_of_something() -> None:
@@ -118,9 +119,8 @@ def test_a_plan_keeps_one_packing_for_every_size(scheme: str) -> None:
     )
     assert len(plan.layouts) == 1 and plan.layouts[0].endswith("_frag16_v1")
     for entry in plan.entries:
-        if (
-            entry.m_max is not None and entry.m_max <= 256
-        ):  # at M = 16 some formats are faster by the kernels for many rows
+        # At M = 16 the kernels for many rows are faster for some formats.
+        if entry.m_max is not None and entry.m_max <= 256:
             allowed = DECODE if entry.m_max <= 8 else DECODE + GEMM
             assert entry.kernel in allowed and entry.source in ("measured", "near"), entry
 

@@ -1,4 +1,4 @@
-"""The store: damage is named by line and left alone; merge, diff, lint and why on cases made by hand."""
+"""The store: damage is named by line and left alone; merge, diff, lint and why, on handmade cases."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_who_may_read_a_store_and_where_it_lies_stay(tmp_path: Path) -> None:
         save(path, [timing()])
     finally:
         os.umask(mask)
-    assert path.stat().st_mode & 0o777 == 0o644  # others of the machine read it
+    assert path.stat().st_mode & 0o777 == 0o644  # other users of the machine read it
     path.chmod(0o664)
     link.symlink_to(path)
     save(link, [timing("m=8,n=64")])
@@ -114,7 +114,7 @@ def test_who_may_read_a_store_and_where_it_lies_stay(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_read_is_no_crash(tmp_path: Path) -> None:
-    (tmp_path / "store.json").mkdir()  # as one without permission; root has every
+    (tmp_path / "store.json").mkdir()  # fails like a file without permission, which root would have
     with pytest.raises(StoreError, match="store.json: cannot be read: Is a directory"):
         Store.read(tmp_path / "store.json")
 
@@ -173,18 +173,18 @@ def test_a_diff_says_what_changed() -> None:
     ],
 )
 def test_lint_finds(record, kind: str, reason: str) -> None:
-    held = Store()
-    held.add(timing())
-    held.add(verification("m=5,n=64"))
-    held.add(record)
-    findings = lint(held, default_registry(), HERE.target, WHERE["target"], HERE.build)
+    store = Store()
+    store.add(timing())
+    store.add(verification("m=5,n=64"))
+    store.add(record)
+    findings = lint(store, default_registry(), HERE.target, WHERE["target"], HERE.build)
     assert [(f.kind, f.record) for f in findings] == [(kind, record)] and reason in findings[0].reason
 
 
 def test_lint_leaves_other_devices_records_alone() -> None:
-    held = Store()
-    held.add(timing(target="sm_90|NVIDIA H200", toolchain="another"))
-    assert lint(held, default_registry(), HERE.target, WHERE["target"], HERE.build) == []
+    store = Store()
+    store.add(timing(target="sm_90|NVIDIA H200", toolchain="another"))
+    assert lint(store, default_registry(), HERE.target, WHERE["target"], HERE.build) == []
 
 
 def test_the_command_line(tmp_path: Path, policy_file) -> None:
@@ -207,8 +207,8 @@ def test_the_command_line(tmp_path: Path, policy_file) -> None:
     code, rows = run("diff", str(b), str(a))
     assert code == 1 and [r["change"] for r in rows] == ["added"]
     assert run("diff", str(a), str(a)) == (0, [])
-    code, found = run("why", "rms_norm", "m=16,n=64", "--target", "cpu")
-    row = next(r for r in found["candidates"] if r["kernel"] == "rms_norm_cpu")
+    code, explanation = run("why", "rms_norm", "m=16,n=64", "--target", "cpu")
+    row = next(r for r in explanation["candidates"] if r["kernel"] == "rms_norm_cpu")
     assert (
         code == 0
         and row["rule"] == "near"

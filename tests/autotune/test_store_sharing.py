@@ -1,5 +1,5 @@
-"""One store, many processes: nothing that was saved is lost, not without the lock, and not by a writer that dies; and serving
-with a damaged store uses the defaults, with one warning.
+"""One store shared by many processes: nothing that was saved is lost, also when a writer dies; without the
+lock records are lost. Serving with a damaged store uses the defaults, with one warning.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def start(code: str, *arguments: object, **more: object) -> subprocess.Popen[str
 
 
 def eight(path: Path, *how: str) -> int:
-    """Eight writers of EACH records at once; how many records the store has then."""
+    """Runs eight writers of EACH records concurrently. Returns how many records the store has then."""
     writers = [start(WRITER, path, number, EACH, *how) for number in range(8)]
     for writer in writers:
-        _, said = writer.communicate(timeout=120)
-        assert writer.returncode == 0, said
+        _, stderr = writer.communicate(timeout=120)
+        assert writer.returncode == 0, stderr
     return len(Store.read(path).timings)
 
 
@@ -61,7 +61,7 @@ def test_eight_slow_writers_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_without_the_lock_they_would(tmp_path: Path) -> None:
-    """The planted fault: a check of writers that never met would pass whatever the store does."""
+    """Planted fault: a check whose writers never meet would pass whatever the store does."""
     assert eight(tmp_path / "store.json", "slow", "unlocked") < 8 * EACH
 
 
@@ -70,11 +70,11 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_said_was_saved(tmp_path: 
     for number in range(4):
         writer = start(WRITER, path, number, 10_000)
         assert writer.stdout is not None
-        said = [int(writer.stdout.readline()) for _ in range(3 + number)]
+        saved = [int(writer.stdout.readline()) for _ in range(3 + number)]
         writer.send_signal(signal.SIGKILL)
-        said += map(int, writer.communicate(timeout=60)[0].split())
+        saved += map(int, writer.communicate(timeout=60)[0].split())
         stored = {t.problem for t in Store.read(path).timings if t.kernel == f"k{number}"}
-        assert {f"m={index}" for index in said} <= stored, "a save that returned is on the disk"
+        assert {f"m={index}" for index in saved} <= stored, "a save that returned is on the disk"
     assert eight(path) >= 8 * EACH, "and the lock of a dead process is nobody's"
 
 
@@ -121,15 +121,15 @@ def test_serving_goes_on_from_defaults_with_one_warning(
     damaged = store.read_text()
     (tmp_path / "policy.toml").write_text(f'cache = "{cache}"\n')
     serving = start(SERVE, GRISTMILL_POLICY=str(tmp_path / "policy.toml"))
-    out, said = serving.communicate(timeout=120)
-    assert serving.returncode == 0 and out == "served\n", said
-    warned = [text for text in said.splitlines() if "Warning" in text]
+    out, stderr = serving.communicate(timeout=120)
+    assert serving.returncode == 0 and out == "served\n", stderr
+    warned = [text for text in stderr.splitlines() if "Warning" in text]
     if line:
         assert (
             len(warned) == 1
             and f"store.json: line {line}" in warned[0]
             and "nothing will be recorded" in warned[0]
-        ), said
+        ), stderr
         assert store.read_text() == damaged
     else:
         assert not warned and json.loads(store.read_text())["verified"], "a whole store is written to"

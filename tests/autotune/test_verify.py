@@ -1,4 +1,4 @@
-"""Verification catches wrong kernels, by the reason that fits, and passes honest ones."""
+"""Verification rejects wrong kernels for the right reason, and accepts correct ones."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_a_kernel_that_gets_no_memory_is_not_wrong() -> None:
 
 
 def test_arguments_are_made_once_for_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, real = [], verifying.new_trial
-    monkeypatch.setattr(verifying, "new_trial", lambda *given: made.append(given) or real(*given))
+    trials, real = [], verifying.new_trial
+    monkeypatch.setattr(verifying, "new_trial", lambda *given: trials.append(given) or real(*given))
     verifier, other = Verifier(), zoo.OP.problem("m=3,n=64,x=bf16")
     for problem, count in ((PROBLEM, 1), (PROBLEM, 1), (other, 2), (other, 2), (PROBLEM, 3)):
-        assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, problem, "cpu").ok and len(made) == count
+        assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, problem, "cpu").ok and len(trials) == count
 
 
 @pytest.mark.parametrize("function", zoo.WRONG, ids=lambda f: f.__name__)

@@ -1,4 +1,4 @@
-"""Scratch memory in verification: handed over as the runtime does, dirty or zero, and guarded."""
+"""Scratch memory in verification: passed as the runtime passes it, dirty or zeroed, and guarded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OP = default_registry().op("linear")
 
 
 def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace, out):
-    """Sums into its workspace without clearing it: right only when that is zero."""
+    """Adds to its workspace without clearing it, which is correct only if that is zero."""
     y = OP.reference(x, weight[0])
     sums = workspace.view(torch.float32)[: y.numel()].view(y.shape)
     sums += y.float()
@@ -25,7 +25,7 @@ def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace
 
 
 def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, out):
-    """Leaves its sums where its next call wants zeros."""
+    """Leaves its sums where its next call expects zeros."""
     sums = workspace.view(torch.float32)[: out.numel()].view(out.shape)
     sums += OP.reference(x, weight[0])
     out.copy_(sums)
@@ -65,7 +65,7 @@ def test_writing_past_the_workspace_shows(zeroed: bool) -> None:
 
 
 def test_timing_hands_it_over_too() -> None:
-    """To each kernel its own, though they share argument lists."""
+    """Each kernel has its own workspace, although the kernels share argument lists."""
     rotation = Rotation(
         OP, kernel(adds_what_is_there, 192, True), OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu"
     )

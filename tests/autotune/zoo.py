@@ -1,4 +1,4 @@
-"""Kernels of rms_norm that are wrong, each in its own way. Verification has to catch every one."""
+"""Kernels of rms_norm, each wrong in a different way. Verification must reject every one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def forgets_the_last_row(config, x, weight, eps, out):
 
 
 def forgets_the_tail_of_rows(config, x, weight, eps, out):
-    whole = x.shape[-1] // 64 * 64
-    out[:, :whole].copy_(OP.reference(x, weight, eps)[:, :whole])
+    full = x.shape[-1] // 64 * 64
+    out[:, :full].copy_(OP.reference(x, weight, eps)[:, :full])
 
 
 def writes_one_element_too_far(config, x, weight, eps, out):
