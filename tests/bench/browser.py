@@ -1,4 +1,4 @@
-"""A page in a real headless Chromium, and what is wrong with it: serious findings of axe-core, horizontal overflow, errors on
+"""A page in headless Chromium and its faults: serious findings of axe-core, horizontal overflow, errors on
 the console, requests to any network.
 """
 
@@ -25,7 +25,7 @@ LOCAL = ("file:", "data:", "blob:", "about:")
 
 
 def missing() -> str:
-    """What is not installed, in words; "" if nothing is."""
+    """Returns a sentence that names what is not installed, or ""."""
     lacks = [] if _chromium() else ["chromium"]
     lacks += [
         name for name in ("playwright", "axe_playwright_python") if importlib.util.find_spec(name) is None
@@ -39,7 +39,7 @@ def _chromium() -> str | None:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A headless Chromium."""
+    """Starts a headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -52,13 +52,13 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Opened:
-    """A page that was opened, and what it has done wrong so far: errors on its console, requests to a network."""
+    """An open page and the errors it has caused so far: messages on its console, requests to a network."""
 
     page: Any
     heard: list[str] = field(default_factory=list)
 
     def faults(self, axe: bool = True) -> list[str]:
-        """All that is wrong with the page as it stands, a line each."""
+        """Returns the faults of the page in its present state, one line each."""
         actual = list(self.heard)
         width, content = self.page.evaluate(
             "[document.documentElement.clientWidth, document.documentElement.scrollWidth]"
@@ -80,17 +80,18 @@ class Opened:
 
 @contextmanager
 def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[Opened]:
-    """A page in a window `width` pixels wide. scheme: ``light`` or ``dark``."""
+    """Opens a page in a window `width` pixels wide. scheme: ``light`` or ``dark``."""
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:
         actual = Opened(context.new_page())
         actual.page.on(
-            "console", lambda said: said.type == "error" and actual.heard.append(f"console: {said.text}")
+            "console",
+            lambda message: message.type == "error" and actual.heard.append(f"console: {message.text}"),
         )
         actual.page.on("pageerror", lambda error: actual.heard.append(f"console: {error}"))
         actual.page.on(
             "request",
-            lambda asked: asked.url.startswith(LOCAL) or actual.heard.append(f"network: {asked.url}"),
+            lambda request: request.url.startswith(LOCAL) or actual.heard.append(f"network: {request.url}"),
         )
         actual.page.goto(path.resolve().as_uri())
         yield actual

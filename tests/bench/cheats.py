@@ -1,4 +1,4 @@
-"""Kernels of rms_norm that are right when they are verified, and cheat when they are timed."""
+"""Kernels of rms_norm that are correct when they are verified and cheat when they are timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gristmill.kernel_registry.requirement import Requirement
 OP = default_registry().op("rms_norm")
 STATE: dict = {"calls": 0, "cache": {}}
 PATIENCE = 40
-"""Calls after which a cheat that bides its time begins: past verification and the first audit."""
+"""Calls after which a patient cheat begins: verification and the first audit are over by then."""
 
 
 def honest(config, x, weight, eps, out):
@@ -55,7 +55,7 @@ def last_row_skipped_after_a_while(config, x, weight, eps, out):
 
 
 def work_left_on_a_new_thread(config, x, weight, eps, out):
-    # A thread that begins at once may be done before the call returns, and then nothing is left.
+    # A thread that starts at once may finish before the call returns, and then no work is left.
     threading.Timer(0.001, honest, args=(config, x, weight, eps, out)).start()
 
 
@@ -117,7 +117,7 @@ def bits_differ_from_call_to_call(config, x, weight, eps, out):
 
 
 def leave() -> None:
-    """Undo what a cheat did to the process."""
+    """Undoes what a cheat did to the process."""
     if "perf_counter" in STATE:
         time.perf_counter = STATE["perf_counter"]
     if "elapsed" in STATE:
@@ -143,7 +143,7 @@ CHEATS = {
     our_clock_replaced: r"replaced .*clock\.now",
     bits_differ_from_call_to_call: "different bits",
 }
-"""Each cheat, and what it is caught by."""
+"""Each cheat, and the message that reports it."""
 
 
 def kernel(function) -> Kernel:

@@ -1,4 +1,4 @@
-"""rms_norm_cpu, and the same made 8 % slower on purpose: it works on 8 % more rows."""
+"""rms_norm_cpu, and a copy that is 8 % slower on purpose: it processes 8 % more rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PROBLEM = OP.problem("m=100,n=2048,x=bf16")
 
 
 def slower(config, x, weight, eps, out):
-    """All rows, and then 8 % of them over again, into memory of its own."""
+    """Processes all rows, and 8 % of them once more into a separate buffer."""
     launch = HONEST.load()
     launch(config, x, weight, eps, out)
-    again = round(0.08 * len(x))
-    launch(config, x[:again], weight, eps, torch.empty_like(out[:again]))
+    repeated = round(0.08 * len(x))
+    launch(config, x[:repeated], weight, eps, torch.empty_like(out[:repeated]))
 
 
 SLOWER = Kernel(

@@ -1,4 +1,5 @@
-"""Bisection finds the planted commit, steps around what cannot be judged, and says when it cannot be done."""
+"""Bisection finds the planted commit, steps around commits that cannot be judged, and reports when it cannot
+succeed."""
 
 from __future__ import annotations
 
@@ -18,26 +19,26 @@ from gristmill.bench.cli import cli
 def test_the_first_bad_one_is_found_quickly(count: int) -> None:
     commits = [str(n) for n in range(count)]
     for first in range(count):
-        asked: list[str] = []
+        judged: list[str] = []
 
-        def judge(commit: str, first: int = first, asked: list[str] = asked) -> str:
-            asked.append(commit)
+        def judge(commit: str, first: int = first, judged: list[str] = judged) -> str:
+            judged.append(commit)
             return BAD if int(commit) >= first else GOOD
 
-        assert search(commits, judge) == [str(first)] and len(asked) <= count.bit_length()
+        assert search(commits, judge) == [str(first)] and len(judged) <= count.bit_length()
 
 
 def test_what_cannot_be_judged_is_stepped_around() -> None:
     commits = [str(n) for n in range(16)]
-    said = {n: UNKNOWN if n in (6, 7, 8) else BAD if n >= 11 else GOOD for n in range(16)}
-    assert search(commits, lambda c: said[int(c)]) == ["11"]
-    said = {n: UNKNOWN if n in (6, 7, 8) else BAD if n >= 7 else GOOD for n in range(16)}
-    assert search(commits, lambda c: said[int(c)]) == ["6", "7", "8", "9"]
+    verdicts = {n: UNKNOWN if n in (6, 7, 8) else BAD if n >= 11 else GOOD for n in range(16)}
+    assert search(commits, lambda c: verdicts[int(c)]) == ["11"]
+    verdicts = {n: UNKNOWN if n in (6, 7, 8) else BAD if n >= 7 else GOOD for n in range(16)}
+    assert search(commits, lambda c: verdicts[int(c)]) == ["6", "7", "8", "9"]
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Seven commits; `check.py` ends with the number that the file `status` holds: 0 0 3 0 1 4 1."""
+    """Seven commits; `check.py` exits with the number in the file `status`: 0 0 3 0 1 4 1."""
     path = tmp_path / "repo"
     path.mkdir()
 
@@ -95,9 +96,8 @@ def test_a_build_that_fails_makes_a_commit_unknown(repository: Path) -> None:
         ],
     )
     output = json.loads(result.stdout)
-    assert (
-        len(output["suspects"]) == 5
-    )  # 2 was too noisy, 3 and 4 do not build, 5 is elsewhere: the first bad one is among 2 to 6
+    # 2 was too noisy, 3 and 4 do not build, 5 is on another branch: the first bad commit is one of 2 to 6.
+    assert len(output["suspects"]) == 5
     assert {t["status"] for t in output["tried"] if t["said"] == UNKNOWN} == {None, 3, 4}
 
 

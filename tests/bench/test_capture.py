@@ -1,4 +1,4 @@
-"""Problems of a live run are recorded with how often they were called, and can be tuned."""
+"""Problems of a live run are recorded with their numbers of calls, and can be tuned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cheating kernels are caught while they are timed, each by the reason that fits; honest ones are not."""
+"""Cheating kernels are caught while they are timed, each for the right reason; honest ones pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def timed(function) -> KernelArm:
     for _ in range(6):
         arm.sample()
     arm.audit()
-    for _ in range(4 * len(arm.rotation.sets) // arm.calls):  # often enough around for a cache to pay
+    for _ in range(4 * len(arm.rotation.sets) // arm.calls):  # enough rounds for a cache to pay off
         arm.sample()
     arm.conclude()
     return arm
@@ -49,7 +49,7 @@ PATIENT = [f for f in cheats.CHEATS if "thread" not in f.__name__ and "bits" not
 
 @pytest.mark.parametrize("function", PATIENT, ids=lambda f: f.__name__)
 def test_verification_alone_would_not_have_caught_it(function) -> None:
-    """What makes these cheats worth a zoo of their own."""
+    """Verification alone does not catch these cheats, which is why audits exist."""
     assert verify(cheats.OP, cheats.kernel(function), {}, PROBLEM, "cpu").ok
 
 
@@ -58,14 +58,15 @@ def test_equal_addresses_get_other_content_and_poison() -> None:
     arguments = rotation.next()
     before = arguments[0].clone()
     rotation.refresh()
-    again = rotation.next()
-    assert again[0].data_ptr() == arguments[0].data_ptr() and not torch.equal(again[0], before)
-    assert bool(again[-1].isnan().all()) and bool(rotation.sets[0].guards[0].flat.isnan().all())
+    second_call = rotation.next()
+    assert second_call[0].data_ptr() == arguments[0].data_ptr() and not torch.equal(second_call[0], before)
+    assert bool(second_call[-1].isnan().all()) and bool(rotation.sets[0].guards[0].flat.isnan().all())
 
 
 @pytest.mark.parametrize("op_name", sorted(default_registry().ops))
 def test_every_operation_can_be_audited(op_name: str) -> None:
-    """Each operation's C++ kernel, honest, passes: contents of two seeds fit the same memory, in-place arguments included."""
+    """The honest C++ kernel of each operation passes: contents of two seeds fit the same memory, in-place
+    arguments included."""
     op = default_registry().op(op_name)
     kernel = default_registry().kernel(op_name, f"{op_name}_cpu")
     problem = next(p for p in map(op.problem, op.examples[1:]) if kernel.accepts(p) is None)

@@ -1,4 +1,5 @@
-"""kernelbench compare and check: every exit code from a cause of its own, and planted faults that must give theirs."""
+"""kernelbench compare and check: a separate cause for every exit code, and planted faults that must produce
+it."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ LINEAR = default_registry().op("linear")
 
 
 WRONG_SCALE = {"place": -1, "factor": 2.0}
-"""Which block scale is wrong, counted along all of them, and by how much."""
+"""Which block scale is wrong, counted over all of them, and by which factor."""
 
 
 def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, out):
-    """linear_cpu over a weight of which one block scale is wrong."""
+    """linear_cpu with a weight of which one block scale is wrong."""
     wrong = [t.clone() for t in weight]
     scales = wrong[1].view(-1)
     scales[int(WRONG_SCALE["place"]) % len(scales)] *= WRONG_SCALE["factor"]
@@ -68,7 +69,7 @@ def run(*arguments: str) -> Result:
 
 
 def written(path: Path, ratio: float = 1.0) -> Path:
-    """A baseline of rms_norm_cpu on this machine, its ratios multiplied."""
+    """Writes a baseline of rms_norm_cpu on this machine with its ratios multiplied by `ratio`."""
     here = place("cpu")
     rows = compare(
         [
@@ -116,7 +117,8 @@ def test_nothing_is_slower(tmp_path: Path) -> None:
 
 
 def test_something_is_slower_is_1(tmp_path: Path) -> None:
-    path = written(tmp_path / "b.json", ratio=0.5)  # it took half as long when the baseline was written
+    # When the baseline was written, the kernel took half as long.
+    path = written(tmp_path / "b.json", ratio=0.5)
     result = run(
         "check", str(path), "--target", "cpu", "--min-effect", "0.3", "--junit", str(tmp_path / "j.xml")
     )
@@ -139,7 +141,7 @@ def test_faster_is_fine(tmp_path: Path) -> None:
 def test_one_wrong_block_scale_is_2_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Any one of them, doubled, halved, zero or negative."""
+    """Any single block scale that is doubled, halved, zero or negative is reported."""
     chance = random.Random(seed)
     monkeypatch.setitem(WRONG_SCALE, "place", chance.randrange(1 << 20))
     monkeypatch.setitem(WRONG_SCALE, "factor", chance.choice([2.0, 0.5, 0.0, -1.0]))
@@ -164,7 +166,7 @@ def test_one_wrong_block_scale_is_2_every_time(
 def test_too_noisy_is_3() -> None:
     rows = compare([_case()], place("cpu"), Rule(min_effect=0.3))
     entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 0.5, 2.0)
-    rows[0].noise = 0.4  # the yardstick, timed twice, seemed to differ from itself
+    rows[0].noise = 0.4  # the yardstick, timed twice, seems to differ from itself
     checked = baseline.against([entry], rows, Rule(min_effect=0.3))
     assert (
         baseline.exit_code(checked) == baseline.NOISY and "differs from itself by 40.0%" in checked[0].reason
@@ -242,7 +244,8 @@ def test_a_baseline_of_no_ratio_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_rounds_go_on_until_the_change_is_clear() -> None:
-    """A kernel at a fifth of its yardstick's time is FASTER at the first look, while nothing is clear about its change."""
+    """A kernel that takes a fifth of its yardstick's time is FASTER at the first look, but its change is not
+    yet clear then."""
     chance = random.Random(0)
     arms = [_Noisy("yard", 100.0, chance), _Noisy("kernel", 20.0, chance)]
     entry = baseline.Entry("o", "p", "kernel", "yard", 0.19, 0.19, 0.19)

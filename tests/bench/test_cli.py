@@ -1,4 +1,5 @@
-"""The kernelbench command line as a user meets it: exact JSON, one-line errors with status 2, help that lists things."""
+"""The kernelbench command line as users see it: exact JSON, one-line errors with status 2, help with lists of
+names."""
 
 from __future__ import annotations
 
@@ -142,11 +143,11 @@ def test_verify_and_bench_rows(tmp_path: Path) -> None:
 
 
 def test_noise_states_the_floor_and_refuses_less(tmp_path: Path) -> None:
-    given = ("noise", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--comparisons", "3")
-    output = answer(*given, "--min-effect", "0.0000001", cache=tmp_path, status=3)
+    arguments = ("noise", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--comparisons", "3")
+    output = answer(*arguments, "--min-effect", "0.0000001", cache=tmp_path, status=3)
     assert output["comparisons"] == 3 and 0 < output["floor"] <= output["worst"]
     assert "is below this machine's noise floor of" in output["refused"]
-    output = answer(*given, "--min-effect", "0.99", "--kernel", "rms_norm_torch", cache=tmp_path)
+    output = answer(*arguments, "--min-effect", "0.99", "--kernel", "rms_norm_torch", cache=tmp_path)
     assert output["refused"] == "" and output["kernel"] == "rms_norm_torch" and output["false"] == 0
 
 

@@ -1,4 +1,5 @@
-"""kernelbench check --instructions: every exit code from a cause of its own, and what cannot be counted is said."""
+"""kernelbench check --instructions: a separate cause for every exit code, and a reason for what cannot be
+counted."""
 
 from __future__ import annotations
 
@@ -178,7 +179,7 @@ def test_a_replay_that_leaves_other_bytes_is_refused() -> None:
 
 
 def test_this_project_holds_its_kernels_to_their_counts() -> None:
-    """ci/check_counts.sh has something to hold them against: lines of several operations, for a compiler."""
+    """ci/check_counts.sh has something to compare with: lines of several operations, for one compiler."""
     parts = baseline.read(Path(__file__).parents[2] / "ci" / "kernel_counts.json", count_baseline.Entry)
     assert all(
         len({entry.op for entry in part["entries"]}) >= 6 and "compiler" in part["environment"]

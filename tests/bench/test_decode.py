@@ -1,4 +1,4 @@
-"""kernelbench decode on a CPU: a tiny model through the same engine, loader and decode steps as on a GPU."""
+"""kernelbench decode on a CPU: a tiny model in the same engine, loader and decode steps as on a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_rows_and_result_file(tiny: str, tmp_path: Path, policy_file: Any) -> No
         ("bf16", 1),
         ("bf16", 3),
     ]
-    # qkv 512 rows, out 256, gate and up 1024, down 256 of 512: bits of a weight, and a bf16 scale per group of 128
+    # qkv has 512 rows, out 256, gate and up 1024, down 256 of 512: bits per weight, and one bf16 scale per
+    # group of 128
     weights = 2 * (256 * (512 + 256 + 1024) + 256 * 512)
     assert (
         rows[0]["linear_bytes"] == weights // 2 + weights // 128 * 2
@@ -85,7 +86,7 @@ def test_rows_and_result_file(tiny: str, tmp_path: Path, policy_file: Any) -> No
 
 
 def test_every_step_is_a_decode_step(monkeypatch: pytest.MonkeyPatch, policy_file: Any) -> None:
-    """The planted fault: were the measured steps not decode steps, no graph would have counted them."""
+    """Planted fault: if the measured steps were not decode steps, no graph would count them."""
     (row,) = decode.measure_decode(
         decode.model_config(TINY), "bf16", (2,), 20, 5, "cpu", Policy.load(policy_file())
     )
@@ -102,12 +103,12 @@ def test_random_weights_are_those_of_the_table() -> None:
     from gristmill.runtime.models import model_table
 
     config = decode.model_config(TINY)
-    first, again, other = (
+    first, same_seed, other = (
         RandomCheckpoint(model_table(config), torch.float32, torch.device("cpu"), seed) for seed in (1, 1, 2)
     )
     name = "model.layers.1.mlp.down_proj.weight"
     assert first.spec(name) == (torch.float32, (256, 512)) and name in first and "model.nothing" not in first
-    assert torch.equal(first.read(name), again.read(name)) and not torch.equal(
+    assert torch.equal(first.read(name), same_seed.read(name)) and not torch.equal(
         first.read(name), other.read(name)
     )
     assert not torch.equal(first.read(name), first.read("model.layers.0.mlp.down_proj.weight"))
@@ -117,10 +118,10 @@ def test_random_weights_are_those_of_the_table() -> None:
 def test_mistakes(tiny: str) -> None:
     with pytest.raises(ShapeError, match="decoding is measured for"):
         decode.model_config(load_config("gpt-oss-20b"))
-    for arguments, said in (
+    for arguments, message in (
         (["--batch", "0"], "--batch takes"),
         (["--context", "9000"], "positions"),
         (["--target", "h100"], "not a device"),
     ):
         result = CliRunner().invoke(cli, ["decode", "--model", tiny, "--target", "cpu", *arguments])
-        assert result.exit_code != 0 and said in result.output
+        assert result.exit_code != 0 and message in result.output

@@ -1,4 +1,5 @@
-"""Turns of GPU tests: several beside each other, none beside one that is alone, and who is alone need not wait for all others."""
+"""Turns of GPU tests: several run concurrently, none beside a test that runs alone, and that one need not
+wait for all others."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from tests.gpu.turns import turn
 
 def test_who_is_alone_is_alone(tmp_path: Path) -> None:
     inside: list[str] = []
-    seen: list[list[str]] = []
+    inside_when_alone: list[list[str]] = []
     together, result = threading.Barrier(4), threading.Event()
 
     def beside(first: bool) -> None:
         if first:
             with turn(tmp_path, alone=False):
-                together.wait(timeout=20)  # three at once, before anybody wants to be alone
+                together.wait(timeout=20)  # three at once, before any thread asks to be alone
         while not result.is_set():
             with turn(tmp_path, alone=False):
                 inside.append("beside")
@@ -26,11 +27,11 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
 
     def alone() -> None:
         together.wait(timeout=20)
-        for _ in range(5):  # ends although the others never stop coming
+        for _ in range(5):  # ends although the others keep coming
             with turn(tmp_path, alone=True):
                 inside.append("alone")
                 time.sleep(0.01)
-                seen.append(list(inside))
+                inside_when_alone.append(list(inside))
                 inside.remove("alone")
         result.set()
 
@@ -42,4 +43,4 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(timeout=30)
         assert not thread.is_alive()
-    assert seen == [["alone"]] * 5
+    assert inside_when_alone == [["alone"]] * 5

@@ -1,4 +1,5 @@
-"""Isolated calls: each one's input depends on the last one's output, which shows what calls back to back hide."""
+"""Isolated calls: the input of each depends on the output of its predecessor, which shows what back-to-back
+calls hide."""
 
 from __future__ import annotations
 
@@ -24,15 +25,17 @@ from tests.bench import cheats
 
 PROBLEM = cheats.OP.problem("m=16,n=256")
 WORK, AHEAD = 1.5e-3, 0.6e-3
-"""Seconds that a call's own part takes, and the part that can be done before."""
+"""Seconds of a call's own work, and of the part that can be done in advance."""
 
 POOL = ThreadPoolExecutor(1)
 DONE: dict = {}
 
 
 def overlaps_with_its_neighbour(config, x, weight, eps, out):
-    """Right, and no cheat that reads a result it has no right to: it begins with the next call's input while this call still
-    runs, on the guess that the one at that address stays as it is, and begins again where it did not."""
+    """Correct, and no cheat that reads results in advance: while a call runs, this kernel starts on the input
+    of the next call.
+
+    It assumes that the content at that address stays as it is, and starts again if it changed."""
     key, version = x.data_ptr(), x._version
     ahead = DONE.pop(key, None)
     if ahead is None or ahead[0] != version:
@@ -51,14 +54,14 @@ def overlaps_with_its_neighbour(config, x, weight, eps, out):
 @pytest.fixture(autouse=True)
 def own_store(policy_file):
     DONE.clear()
-    POOL.submit(int).result()  # its thread is there before any call
+    POOL.submit(int).result()  # its thread exists before any call
     return policy_file()
 
 
 def us(kernel, *, isolated: bool) -> float:
     arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu", hot=True), isolated=isolated)
     actual = statistics.median(arm.sample() for _ in range(40))
-    arm.conclude()  # no audit minds
+    arm.conclude()  # no audit objects
     return actual
 
 
@@ -68,22 +71,23 @@ def test_an_overlap_with_the_neighbour_shows_in_isolated_calls_alone() -> None:
     )
     hidden, shown = us(kernel, isolated=False), us(kernel, isolated=True)
     assert hidden < 0.85 * shown, (hidden, shown)
-    assert shown == pytest.approx(1e6 * (WORK + AHEAD), rel=0.35)  # all of it, and not the ties
+    assert shown == pytest.approx(1e6 * (WORK + AHEAD), rel=0.35)  # all of the time, without the ties
 
 
 def test_calls_that_take_less_than_their_ties_are_no_reuse_of_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a busy machine the ties may take longer than calls with their ties."""
+    """On a busy machine the ties may take longer than calls including their ties."""
     honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
     config = honest.config(PROBLEM, place("cpu").target)
     arm = KernelArm(
         honest, config, Rotation(cheats.OP, honest, PROBLEM, "cpu", hot=True), isolated=True, audited=False
     )
+    # The first calls are audits, so that conclude looks closer.
     sample, disturbed = (
         arm._timed.sample,
         iter((1000.0, 1000.0)),
-    )  # the first audits, so that conclude looks closer
+    )
     monkeypatch.setattr(arm._timed, "sample", lambda *count: (sample(*count), next(disturbed, 5.0))[1])
     arm.samples, arm._tie_us = [1.0], 50.0
     arm.conclude()
@@ -105,21 +109,21 @@ def test_a_tie_changes_no_bit_and_is_seen_by_whoever_waits_for_it() -> None:
     kernel = cheats.kernel(cheats.honest)
     rotation = Rotation(cheats.OP, kernel, PROBLEM, "cpu")
     assert rotation.tied() == ""
-    before = [here.arguments[0].clone() for here in rotation.sets]
+    before = [inputs.arguments[0].clone() for inputs in rotation.sets]
     for _ in range(2 * len(rotation.sets)):
         x, weight, eps, out = rotation.next()
         following = rotation.sets[rotation.turn].arguments[0]
         cheats.honest({}, x, weight, eps, out)
         version = following._version
         rotation.tie()
-        assert following._version == version + 1  # written, behind a read of `out`
-    assert all(torch.equal(a, here.arguments[0]) for a, here in zip(before, rotation.sets, strict=True))
-    rotation.refresh()  # other content: what ties write is of that content
-    fresh = [here.arguments[0].clone() for here in rotation.sets]
+        assert following._version == version + 1  # written after a read of `out`
+    assert all(torch.equal(a, inputs.arguments[0]) for a, inputs in zip(before, rotation.sets, strict=True))
+    rotation.refresh()  # the content is different now, and ties write that content
+    fresh = [inputs.arguments[0].clone() for inputs in rotation.sets]
     for _ in rotation.sets:
         rotation.next()
         rotation.tie()
-    assert all(torch.equal(a, here.arguments[0]) for a, here in zip(fresh, rotation.sets, strict=True))
+    assert all(torch.equal(a, inputs.arguments[0]) for a, inputs in zip(fresh, rotation.sets, strict=True))
 
 
 def test_cheats_are_caught_in_isolated_calls_too() -> None:
@@ -162,9 +166,9 @@ def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_
         ],
     )
     assert result.exit_code == 0, result.output
-    kept = Store.read(Policy.current().store_path).timings
-    assert {t.timing for t in kept} == {"eager,cold", "eager,hot", "eager,cold,isolated"} and len(
-        {t.key for t in kept}
+    timings = Store.read(Policy.current().store_path).timings
+    assert {t.timing for t in timings} == {"eager,cold", "eager,hot", "eager,cold,isolated"} and len(
+        {t.key for t in timings}
     ) == 3
-    assert [t.timing for t in kept if deployed(t)] == ["eager,cold"]
-    assert all(t.samples for t in kept)
+    assert [t.timing for t in timings if deployed(t)] == ["eager,cold"]
+    assert all(t.samples for t in timings)

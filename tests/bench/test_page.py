@@ -1,4 +1,4 @@
-"""The report page: complete, self-contained, small enough, and safe with any text."""
+"""The report page: complete, self-contained, small, and safe with any text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gristmill.bench.report.page import page
 
 
 def rows(count: int, factor: float = 1.0) -> list[dict]:
-    made = []
+    actual = []
     for n in range(count):
         shape, size, kernel = n // 20, 1 << (n // 2 % 10), ("linear_cpu", "linear_torch")[n % 2]
         us = factor * (10 + size * (1 + n % 2)) * (1 + shape)
-        made.append(
+        actual.append(
             {
                 "op": "linear",
                 "problem": f"m={size},n={512 * (shape + 1)},k=4096",
@@ -32,7 +32,7 @@ def rows(count: int, factor: float = 1.0) -> list[dict]:
                 "error": 1e-3,
             }
         )
-    return made
+    return actual
 
 
 def content(count: int, when: str = "2026-01-01", factor: float = 1.0) -> dict:
@@ -46,7 +46,8 @@ def content(count: int, when: str = "2026-01-01", factor: float = 1.0) -> dict:
 
 
 class Checker(HTMLParser):
-    """Every tag closed, nothing fetched; marks: the rows that a point or a button leads to."""
+    """Checks that every tag is closed and nothing is fetched. marks: the rows that points and buttons lead
+    to."""
 
     VOID = {"meta", "wbr", "input"}
 
@@ -57,15 +58,15 @@ class Checker(HTMLParser):
         self.tags: list[str] = []
 
     def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
+        values = dict(attributes)
         assert (
             tag not in ("link", "img", "iframe")
-            and "src" not in given
-            and given.get("href", "#").startswith("#")
+            and "src" not in values
+            and values.get("href", "#").startswith("#")
         )
         self.tags.append(tag)
-        if "data-row" in given:
-            self.marks.add(int(given["data-row"]))
+        if "data-row" in values:
+            self.marks.add(int(values["data-row"]))
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -89,8 +90,8 @@ def test_every_row_is_there_with_its_command() -> None:
     text = page([("a.json", content(40))])
     checker = checked(text)
     assert checker.marks == set(range(40))
-    kept = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
-    assert len(kept) == 40 and kept[0]["repro"].startswith(
+    page_rows = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    assert len(page_rows) == 40 and page_rows[0]["repro"].startswith(
         "kernelbench bench linear --kernels linear_cpu --problem m=1,n=512,k=4096"
     )
     for heading in (
@@ -102,7 +103,7 @@ def test_every_row_is_there_with_its_command() -> None:
         "All rows",
     ):
         assert f">{heading}</h2>" in text
-    assert "so there is no history" in text and "1.09×" in text  # (10 + 2) / (10 + 1), the lead at m=1
+    assert "so there is no history" in text and "1.09×" in text  # (10 + 2) / (10 + 1), the ratio at m=1
 
 
 def test_1000_rows_stay_under_3_mb_and_need_no_network() -> None:
@@ -156,13 +157,15 @@ def test_a_point_tells_its_other_timings_and_its_speed_up() -> None:
         "speedup": 1.25,
         "times": {"eager,cold": {"us": 11.0}, "eager,hot": {"us": 7.0}},
     }
-    kept = json.loads(re.search(r'id="data">(.*?)</script>', page([("a.json", data)]))[1])
+    page_rows = json.loads(re.search(r'id="data">(.*?)</script>', page([("a.json", data)]))[1])
     assert (
-        kept[0]["timed"] == "eager,cold"
-        and kept[0]["eager,hot"] == "7.00 µs"
-        and kept[0]["speedup"] == "1.25× linear_torch"
+        page_rows[0]["timed"] == "eager,cold"
+        and page_rows[0]["eager,hot"] == "7.00 µs"
+        and page_rows[0]["speedup"] == "1.25× linear_torch"
     )
-    assert "eager,cold" not in kept[0] and "eager,hot" not in kept[1] and "speedup" not in kept[1]
+    assert (
+        "eager,cold" not in page_rows[0] and "eager,hot" not in page_rows[1] and "speedup" not in page_rows[1]
+    )
 
 
 def test_rows_without_a_time_say_why() -> None:
@@ -229,22 +232,24 @@ def test_a_time_below_its_floor_is_marked() -> None:
     data = content(4)
     for row, share in zip(data["rows"], (0.5, 1.0, 1.05, 2.0), strict=True):
         row["fraction_of_floor"] = share
-    assert page([("a.json", data)]).count("above its floor") == 2 * 2  # in the table, and in the panel's data
+    # In the table and in the data of the panel.
+    assert page([("a.json", data)]).count("above its floor") == 2 * 2
 
 
 def drawn(text: str, providers: dict[str, str]) -> dict[str, set[tuple[str, str]]]:
-    """Provider -> the (colour, outline) of its marks, in charts, legends, tables and cells of a page."""
+    """Maps each provider to the (colour, outline) of its marks in charts, legends, tables and cells of a
+    page."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
-    found: dict[str, set[tuple[str, str]]] = {}
+    styles: dict[str, set[tuple[str, str]]] = {}
     for colour, outline, row in re.findall(
         r'<path class="mark (c\d) v\d" d="M[\d.]+ [\d.]+(m[^"]*)" data-row="(\d+)"', text
     ):
-        found.setdefault(providers[data[int(row)]["kernel"]], set()).add((colour, outline))
+        styles.setdefault(providers[data[int(row)]["kernel"]], set()).add((colour, outline))
     for colour, outline, kernel in re.findall(
         r'<path class="mark (c\d) v\d" d="M0 0(m[^"]*)"/></svg>([a-z_0-9]+)</td>', text
     ):
-        found.setdefault(providers[kernel], set()).add((colour, outline))
-    return found
+        styles.setdefault(providers[kernel], set()).add((colour, outline))
+    return styles
 
 
 def of_kernels(op: str, kernels: tuple[str, ...], shape: str) -> dict:
@@ -278,15 +283,15 @@ def test_a_provider_has_one_colour_and_mark_on_every_chart(monkeypatch: pytest.M
         page([("a.json", LINEAR), ("b.json", NORMS)]),
         page([("b.json", NORMS)]),
     ]
-    seen: dict[str, set[tuple[str, str]]] = {}
+    styles: dict[str, set[tuple[str, str]]] = {}
     for text in pages:
         for provider, marks in drawn(text, PROVIDERS).items():
-            seen.setdefault(provider, set()).update(marks)
-    assert seen.keys() == set(PROVIDERS.values())
-    assert all(len(marks) == 1 for marks in seen.values()), seen
-    assert len(set().union(*seen.values())) == len(seen), "two providers are drawn alike"
+            styles.setdefault(provider, set()).update(marks)
+    assert styles.keys() == set(PROVIDERS.values())
+    assert all(len(marks) == 1 for marks in styles.values()), styles
+    assert len(set().union(*styles.values())) == len(styles), "two providers are drawn alike"
 
-    # The fault: colours by order of appearance.
+    # Planted fault: colours by order of appearance.
     def by_order(rows: list) -> dict:
         series = dict.fromkeys((row.op, row.series) for row in rows)
         return {key: Look(n % COLOURS, n % len(SHAPES)) for n, key in enumerate(series)}

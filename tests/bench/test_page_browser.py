@@ -1,4 +1,5 @@
-"""The report page in a real Chromium: wide and narrow, light and dark, by keyboard; each check with a fault it must find."""
+"""The report page in Chromium: wide and narrow windows, light and dark, keyboard; each check with a planted
+fault."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three dated files with a change in the third, long names, ties, rows without a time, a device more."""
+    """Three dated files with a change in the third, long names, ties, rows without a time, and a second
+    device."""
     files = [(f"{n}.json", content(20, f"2026-01-0{n}T10:00:00", 1.0 if n < 3 else 2.0)) for n in (1, 2, 3)]
     other = content(40, "2026-02-01")
     other["environment"]["device"] = "Another device with a rather long name, such as vendors like them"
@@ -48,19 +50,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_nothing_is_wrong(chromium: Any, report: Path, width: int, scheme: str) -> None:
-    with opened(chromium, report, width, scheme) as found:
-        assert found.faults() == []
-        found.page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
-        found.page.locator("[data-row]").last.click()
-        assert found.page.locator("#panel pre").is_visible() and found.faults() == []
+    with opened(chromium, report, width, scheme) as tab:
+        assert tab.faults() == []
+        tab.page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        tab.page.locator("[data-row]").last.click()
+        assert tab.page.locator("#panel pre").is_visible() and tab.faults() == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_an_empty_page_is_right_too(chromium: Any, tmp_path: Path, width: int, scheme: str) -> None:
     path = tmp_path / "page.html"
     path.write_text(page([("a.json", {"rows": []})]))
-    with opened(chromium, path, width, scheme) as found:
-        assert found.faults() == [] and found.page.locator(".empty").count() == 5
+    with opened(chromium, path, width, scheme) as tab:
+        assert tab.faults() == [] and tab.page.locator(".empty").count() == 5
 
 
 @pytest.mark.parametrize(
@@ -83,9 +85,9 @@ def test_a_planted_fault_is_found(chromium: Any, tmp_path: Path, fault: str, kin
     policy = text[text.index("<meta http-equiv") : text.index("<style>")]
     path = tmp_path / "page.html"
     path.write_text(text.replace(policy, "").replace("</main>", f"{fault}</main>"))
-    with opened(chromium, path, 390, "light") as found:
-        found.page.wait_for_load_state("networkidle")
-        assert any(one.startswith(kind) for one in found.faults()), found.faults()
+    with opened(chromium, path, 390, "light") as tab:
+        tab.page.wait_for_load_state("networkidle")
+        assert any(one.startswith(kind) for one in tab.faults()), tab.faults()
 
 
 def test_the_page_forbids_itself_the_network(chromium: Any, tmp_path: Path) -> None:
@@ -95,61 +97,61 @@ def test_the_page_forbids_itself_the_network(chromium: Any, tmp_path: Path) -> N
             "</main>", '<img alt="" src="http://127.0.0.1:9/planted.png"></main>'
         )
     )
-    with opened(chromium, path, 390, "light") as found:
-        assert any("Content Security Policy" in one for one in found.faults(axe=False))
+    with opened(chromium, path, 390, "light") as tab:
+        assert any("Content Security Policy" in one for one in tab.faults(axe=False))
 
 
 def test_every_point_leads_to_its_command_by_keyboard(chromium: Any, report: Path) -> None:
-    with opened(chromium, report, 1280, "light") as found:
-        chart = found.page.locator("#latency figure > svg").first
+    with opened(chromium, report, 1280, "light") as tab:
+        chart = tab.page.locator("#latency figure > svg").first
         count = chart.locator(".mark").count()
         assert chart.locator('.mark[tabindex="0"]').count() == 1 and count > 10, (
             "one stop for the tabulator a chart"
         )
         chart.locator('.mark[tabindex="0"]').focus()
-        told = set()
+        commands = set()
         for _ in range(count):
-            found.page.keyboard.press("Enter")
-            told.add(found.page.locator("#panel pre").inner_text())
-            found.page.keyboard.press("ArrowRight")
-        assert len(told) == count and all(
-            text.startswith("kernelbench bench linear --kernels linear_") for text in told
+            tab.page.keyboard.press("Enter")
+            commands.add(tab.page.locator("#panel pre").inner_text())
+            tab.page.keyboard.press("ArrowRight")
+        assert len(commands) == count and all(
+            text.startswith("kernelbench bench linear --kernels linear_") for text in commands
         )
-        found.page.keyboard.press("Escape")
-        assert not found.page.locator("#panel").is_visible()
+        tab.page.keyboard.press("Escape")
+        assert not tab.page.locator("#panel").is_visible()
 
 
 def test_every_mark_and_cell_has_a_command(chromium: Any, report: Path) -> None:
-    with opened(chromium, report, 1280, "light") as found:
-        bare = found.page.evaluate("""[...document.querySelectorAll('[data-row]')].filter(node => {
+    with opened(chromium, report, 1280, "light") as tab:
+        bare = tab.page.evaluate("""[...document.querySelectorAll('[data-row]')].filter(node => {
             choose(node);
             return !document.querySelector('#panel pre').textContent.startsWith('kernelbench bench ');
         }).length""")
-        assert bare == 0 and found.page.locator(".mark[data-row]").count() > 100
+        assert bare == 0 and tab.page.locator(".mark[data-row]").count() > 100
 
 
 def test_a_click_near_a_point_means_it(chromium: Any, report: Path) -> None:
-    with opened(chromium, report, 390, "light") as found:
-        mark = found.page.locator("#latency .mark").first
+    with opened(chromium, report, 390, "light") as tab:
+        mark = tab.page.locator("#latency .mark").first
         mark.scroll_into_view_if_needed()
         box = mark.bounding_box()
-        found.page.mouse.click(box["x"] + box["width"] / 2 + 9, box["y"] - 5)
-        assert found.page.locator("#panel pre").is_visible()
+        tab.page.mouse.click(box["x"] + box["width"] / 2 + 9, box["y"] - 5)
+        assert tab.page.locator("#panel pre").is_visible()
 
 
 def test_the_table_filters_and_sorts(chromium: Any, report: Path) -> None:
-    with opened(chromium, report, 1280, "light") as found:
-        found.page.locator("#filter").fill("linear_torch m=1,")
-        seen = found.page.locator("#all tbody tr:visible")
-        assert 0 < seen.count() < 20 and found.page.locator("#count").inner_text().startswith(
-            f"{seen.count()} of "
+    with opened(chromium, report, 1280, "light") as tab:
+        tab.page.locator("#filter").fill("linear_torch m=1,")
+        visible_rows = tab.page.locator("#all tbody tr:visible")
+        assert 0 < visible_rows.count() < 20 and tab.page.locator("#count").inner_text().startswith(
+            f"{visible_rows.count()} of "
         )
-        found.page.locator("#filter").fill("")
-        head = found.page.locator("#all th", has_text="µs per call")
+        tab.page.locator("#filter").fill("")
+        head = tab.page.locator("#all th", has_text="µs per call")
         for order, turned in (("ascending", False), ("descending", True)):
             head.locator("button").click()
             assert head.get_attribute("aria-sort") == order
-            values = found.page.evaluate(
+            values = tab.page.evaluate(
                 "[...document.querySelectorAll('#all tbody tr')].map(line => +line.cells[4].dataset.value)"
             )
             assert values == sorted(values, reverse=turned)
@@ -159,7 +161,7 @@ def test_1000_rows_open_quickly(chromium: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(page([("a.json", content(1000))]))
     assert path.stat().st_size < 3_000_000
-    with opened(chromium, path, 390, "dark") as found:
-        assert found.faults(axe=False) == []
-        spent = found.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    with opened(chromium, path, 390, "dark") as tab:
+        assert tab.faults(axe=False) == []
+        spent = tab.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
         assert spent < 10_000, f"{spent:.0f} ms until it was loaded"

@@ -1,4 +1,4 @@
-"""Wrapped libraries whose source does not tell what they offer: whoever measures their kernels has them imported."""
+"""Wrapped libraries whose source does not show what they offer are imported when their kernels are measured."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_library_that_replaces_a_timer_when_imported_is_refused(
 ) -> None:
     import time
 
-    monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # put back afterwards
+    monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # restored afterwards
     (tmp_path / "gm_slow_clock.py").write_text(
         "import time\ntime.perf_counter = lambda: 0.0\nclass Wrapper:\n    def plan(self): ...\n"
     )
@@ -141,7 +141,7 @@ def test_libraries_that_nothing_wraps_are_gaps_by_name(peer: Path) -> None:
     rows = {row["kernel"]: row for row in ask(peer, "compare", *problem, "--seconds", "0.3")}
     assert rows["torchao"]["verdict"] == "GAP" and "no kernel here" in rows["torchao"]["reason"]
     named = ask(peer, "bench", *problem, "--kernels", "linear_cpu", "--quick", "--seconds", "0.02")
-    assert [row["kernel"] for row in named] == ["linear_cpu"]  # whoever names kernels gets those
+    assert [row["kernel"] for row in named] == ["linear_cpu"]  # named kernels are taken as they are
 
 
 def test_peers_are_of_a_device_and_of_an_operation() -> None:
@@ -152,6 +152,6 @@ def test_peers_are_of_a_device_and_of_an_operation() -> None:
     assert "flashinfer" in unwrapped(registry.op("sample"), h200) and not unwrapped(
         registry.op("sample"), cpu
     )
-    for op in registry.ops.values():  # a library is a candidate or a gap of an operation, never both
+    for op in registry.ops.values():  # a library is either a candidate or a gap of an operation, never both
         assert not unwrapped(op, h200).keys() & {kernel.provider for kernel in registry.kernels_of(op.name)}
     assert all(name in registry.ops for one in PEERS for name in one.ops)

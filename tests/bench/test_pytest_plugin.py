@@ -1,4 +1,4 @@
-"""gristmill.bench.pytest_plugin: a test suite of somebody else measures kernels with pytest-benchmark."""
+"""gristmill.bench.pytest_plugin: another project's test suite measures kernels with pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -58,15 +58,14 @@ def test_fault_in_the_child_process_of_a_gpu(kernel_benchmark, monkeypatch):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What that suite printed, and what pytest-benchmark stored of it."""
+    """The output of that suite, and what pytest-benchmark stored."""
     place = tmp_path_factory.mktemp("suite")
     (place / "conftest.py").write_text('pytest_plugins = ["gristmill.bench.pytest_plugin"]\n')
     (place / "test_theirs.py").write_text(SUITE)
     (place / "pytest.ini").write_text("[pytest]\n")
     (place / "policy.toml").write_text(f'cache = "{place}"\n')
-    outer = {
-        key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
-    }  # says that this suite is shared out
+    # This suite is distributed over workers.
+    outer = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     process = subprocess.run(
         [
@@ -108,7 +107,7 @@ def test_times_are_those_of_the_kernel(outcome: tuple[str, dict[str, Any]]) -> N
         and info["config"]["level"]
         and info["error"] <= info["tolerance"]
     )
-    # The median of what was measured: bytes over it are the rate, and no round took the millisecond that a sample is long.
+    # The rate is bytes over the measured median; no round took the millisecond that a sample lasts.
     moved = (2 * 100 + 1) * 2048 * 2
     assert (
         info["gbs"] == pytest.approx(moved / named["stats"]["median"] / 1e9)

@@ -1,4 +1,4 @@
-"""Regret: what selection loses is read off the times, and a store that is wrong is seen to lose."""
+"""Regret: the loss of selection is computed from times, and a store with wrong times shows a loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_store(policy_file):
 
 
 def studied(text: str, cpu: float, torch: float, *, exact: bool = True) -> Studied:
-    """Two candidates with these times, in every round."""
+    """Returns two candidates with these times in every round."""
     one = Studied(Job(OP, OP.problem(text)), exact=exact)
     for name, us in (("rms_norm_cpu", cpu), ("rms_norm_torch", torch)):
         config = dict(
@@ -58,7 +58,7 @@ def test_a_store_with_wrong_times_is_seen_to_lose() -> None:
     actual = [studied("m=64,n=512", cpu=10.0, torch=15.0), studied("m=96,n=512", cpu=10.0, torch=15.0)]
     store = Store()
     for name, us in (("rms_norm_cpu", 30.0), ("rms_norm_torch", 20.0)):
-        store.add(timing("m=64,n=512", name, us))  # the wrong way around
+        store.add(timing("m=64,n=512", name, us))  # swapped
     regret.ask(actual, place("cpu"), store, [])
     assert [one.regrets["store"] for one in actual] == pytest.approx([0.5, 0.5])
     assert [one.regrets["tuned"] for one in actual] == [0.0, 0.0]
@@ -67,7 +67,8 @@ def test_a_store_with_wrong_times_is_seen_to_lose() -> None:
 
 
 def test_left_out_means_without_its_own_records() -> None:
-    """Neighbours speak for a problem that is left out; where they are of another mind, that is its regret."""
+    """A problem that is left out is selected by its neighbours' times; where these rank the kernels
+    differently, the loss is its regret."""
     problems = [studied("m=64,n=512", cpu=10.0, torch=12.0), studied("m=96,n=512", cpu=20.0, torch=10.0)]
     regret.ask(problems, place("cpu"), Store(), [])
     assert [one.regrets["tuned"] for one in problems] == [0.0, 0.0]
@@ -84,10 +85,10 @@ def test_a_choice_is_judged_by_rounds_that_did_not_make_it() -> None:
 
 
 def test_problems_with_untried_candidates_do_not_count() -> None:
-    whole, part = studied("m=64,n=512", 10.0, 11.0), studied("m=96,n=512", 10.0, 11.0)
+    complete, part = studied("m=64,n=512", 10.0, 11.0), studied("m=96,n=512", 10.0, 11.0)
     part.missing = 1
-    regret.ask([whole, part], place("cpu"), Store(), [])
-    figures = summary([whole, part])["tuned in this run"]
+    regret.ask([complete, part], place("cpu"), Store(), [])
+    figures = summary([complete, part])["tuned in this run"]
     assert figures is not None and figures.problems == 1 and summary([part])["tuned in this run"] is None
 
 
@@ -110,8 +111,10 @@ def test_the_command_measures_and_writes(tmp_path: Path) -> None:
         ],
     )
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["asked"] == found["studied"] == 2 and found["regret"]["tuned in this run"]["problems"] == 2
+    output = json.loads(result.stdout)
+    assert (
+        output["asked"] == output["studied"] == 2 and output["regret"]["tuned in this run"]["problems"] == 2
+    )
     row = json.loads(path.read_text())["rows"][0]
     assert (
         row["candidates"] == 2
@@ -123,7 +126,7 @@ def test_the_command_measures_and_writes(tmp_path: Path) -> None:
 
 def test_a_cheat_is_not_the_best_of_anything() -> None:
     cheats.leave()
-    cheats.STATE["calls"] = cheats.PATIENCE  # it writes nothing any more
+    cheats.STATE["calls"] = cheats.PATIENCE  # from now on it writes nothing
     honest, cheat = (
         default_registry().kernel("rms_norm", "rms_norm_cpu"),
         cheats.kernel(cheats.writes_skipped_after_a_while),

@@ -1,4 +1,5 @@
-"""Regret replayed from a file: the same figures from the same code, other figures from another default, gaps counted."""
+"""Regret replayed from a file: equal figures from equal code, other figures for another default, and gaps are
+counted."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def own_store(policy_file):
 
 
 def studied(text: str) -> Studied:
-    """Every candidate that this installation has for an H200, with invented times: kernels apart, configurations less so."""
+    """Returns every candidate that this installation has for an H200, with invented times that differ more by
+    kernel than by configuration."""
     one = Studied(Job(OP, OP.problem(text)), exact=False)
     for number, option in enumerate(options(one.job, HERE, every=True)):
         key = option.kernel.name, config_key(option.config)
@@ -65,7 +67,7 @@ def test_a_replay_by_the_same_code_says_the_same(written: tuple[list[Studied], d
 def test_another_default_has_another_regret(
     written: tuple[list[Studied], dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a replay is for: a better default shows without a device."""
+    """The purpose of a replay: a better default shows without a device."""
     then, data = written
     kernel = default_registry().kernel("linear", "linear_w4a16_decode_sm90")
     best = {str(one.job.problem): one.configs[one.best] for one in then if one.best}
@@ -112,11 +114,12 @@ def test_the_command_replays_and_refuses_other_files(
 
 
 def test_problems_left_out_of_tuning_lose_little_by_the_committed_times() -> None:
-    """Every candidate's time on an H200 is in the file, so a change of a cost model or of selection is judged by it here."""
+    """The file has the time of every candidate on an H200, so that it judges changes of a cost model or of
+    selection here."""
     data = json.loads((ROOT / "bench/results/h200/kernelbench/regret_linear_64.json").read_text())
     figures = summary(replay(data)[1])
     tuned, left_out, store = (
-        figures[of] for of in ("tuned in this run", "left out of tuning", "store, tuned problems")
+        figures[method] for method in ("tuned in this run", "left out of tuning", "store, tuned problems")
     )
     assert tuned is not None and tuned.problems >= 60 and tuned.mean < 0.02 and tuned.worst < 0.10, tuned
     assert (

@@ -29,7 +29,7 @@ def run(*arguments: str):
 
 @pytest.fixture(scope="module", autouse=True)
 def own_store(tmp_path_factory: pytest.TempPathFactory):
-    """A store and ceilings of this file's own."""
+    """A store and ceilings for this file only."""
     folder = tmp_path_factory.mktemp("results")
     (folder / "policy.toml").write_text(f'cache = "{folder}"\n')
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ def results(own_store: Path) -> Path:
 
 def test_rerun_says_where_it_differs(results: Path, tmp_path: Path) -> None:
     data = json.loads(results.read_text())
-    data["rows"][0]["us"] /= 50  # as if it had been measured on a far faster machine
+    data["rows"][0]["us"] /= 50  # as if measured on a far faster machine
     data["rows"][0]["samples"] = [us / 50 for us in data["rows"][0]["samples"]]
     data["rows"].append(data["rows"][1] | {"kernel": "rms_norm_gone"})
     data["rows"].append(data["rows"][1] | {"us": None, "samples": [], "reason": "torch was not installed"})
@@ -71,13 +71,13 @@ def test_rerun_says_where_it_differs(results: Path, tmp_path: Path) -> None:
     changed.write_text(json.dumps(data))
     result = run("rerun", str(changed), "--target", "cpu", "--min-effect", "0.9", "--json")
     output = json.loads(result.stdout)
-    slower, same, gap, new = output["rows"]  # what had no time and has none does not differ
+    slower, same, gap, new = output["rows"]  # a row that had no time and has none does not differ
     assert (
         result.exit_code == 0
         and (slower["verdict"], gap["verdict"]) == ("SLOWER", "GAP")
         and slower["ratio"] > 20
     )
-    assert 0.2 < same["ratio"] < 5  # not timed in turn: a machine's load may lie between then and now
+    assert 0.2 < same["ratio"] < 5  # the two are not timed in turn: the load of the machine may have changed
     assert "rms_norm_gone" in gap["reason"]
     assert (
         new["verdict"] == "NEW"
@@ -96,10 +96,11 @@ def test_what_was_uncertain_then_is_not_counted_against_now(
     monkeypatch.setattr(
         again, "_measure", lambda row, here, rounds: ([12 + 0.01 * (7 * n % 16) for n in range(16)], 0.0)
     )
+    # A median of 10 in both.
     for then, verdict in (
         ([6, 8, 10, 14, 16], "SAME"),
         ([9.9, 10, 10, 10, 10.1], "SLOWER"),
-    ):  # a median of 10 both times
+    ):
         data["rows"][0] |= {"us": 10, "samples": then}
         actual = again.rerun(data, place("cpu"), Rule(min_effect=0.1, looks=1))[0]
         assert actual.verdict == verdict and abs(actual.as_dict()["ratio"] - 1.2) < 0.02
@@ -145,12 +146,12 @@ def test_a_repro_is_of_the_rows_own_configuration_and_way(results: Path, tmp_pat
         "config = {'level': 'base'}" in output["script"]
         and "hot=True), eager=True, isolated=False)" in output["script"]
     )
-    assert "--config" not in output["command"]  # it has one alone here
+    assert "--config" not in output["command"]  # the kernel has only one configuration here
     assert "--config ctas=1,mt=8" in json.loads(run("repro", str(path), "1", "--json").stdout)["command"]
 
 
 def test_a_configuration_can_be_timed() -> None:
-    given = (
+    arguments = (
         "bench",
         "rms_norm",
         "--problem",
@@ -163,13 +164,13 @@ def test_a_configuration_can_be_timed() -> None:
         "--json",
         "--config",
     )
-    row = json.loads(run(*given, "level=base", "--kernels", "rms_norm_cpu").stdout)[0]
+    row = json.loads(run(*arguments, "level=base", "--kernels", "rms_norm_cpu").stdout)[0]
     assert row["config"] == {"level": "base"} and row["us"]
     for wrong, kernels, complaint in (
         ("tile=3", "rms_norm_cpu", "has no 'tile' in its configuration; it has level"),
         ("level=base", "rms_norm_*", "--config is of one kernel"),
     ):
-        result = run(*given, wrong, "--kernels", kernels)
+        result = run(*arguments, wrong, "--kernels", kernels)
         assert result.exit_code == 2 and complaint in result.output
 
 

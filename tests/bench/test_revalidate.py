@@ -1,4 +1,5 @@
-"""Another toolchain's times: carried over where a sample of them holds, left near where not, kept out where wrong."""
+"""Times of another toolchain: carried over where a sample confirms them, kept as near where it does not,
+rejected where results are wrong."""
 
 from __future__ import annotations
 
@@ -57,13 +58,16 @@ def held(here: Place, *more: Timing) -> Store:
 
 
 def outcome(us: float | None, off: int = 0, reason: str = ""):
-    """A measurement that finds `us` now, and 50 % more in the first `off` cases."""
-    left = [off]
+    """Returns a measurement that gives `us`, and 50 % more in the first `off` cases."""
+    remaining = [off]
 
     def measure(timing: Timing, here: Place) -> Remeasured:
-        left[0] -= 1
+        remaining[0] -= 1
         return Remeasured(
-            timing, None if us is None else us * (1.5 if left[0] >= 0 else 1.0), (us or 0.0,), reason=reason
+            timing,
+            None if us is None else us * (1.5 if remaining[0] >= 0 else 1.0),
+            (us or 0.0,),
+            reason=reason,
         )
 
     return measure
@@ -84,8 +88,8 @@ def source(store: Store, here: Place, m: int) -> str:
 
 def test_times_that_hold_are_carried_over_and_say_so() -> None:
     before = held(place("cpu"))
-    found, records, after, here = run(before, outcome(10.4))
-    assert [group.outcome for group in found] == [HOLDS] and len(found[0].again) == 8
+    groups, records, after, here = run(before, outcome(10.4))
+    assert [group.outcome for group in groups] == [HOLDS] and len(groups[0].again) == 8
     assert source(before, here, 64) == "near" and all(source(after, here, m) == "measured" for m in SIZES)
     carried = [t for t in after.timings if t.origin]
     assert len(carried) == 12 and all(
@@ -104,11 +108,11 @@ def test_times_that_hold_are_carried_over_and_say_so() -> None:
 
 
 def test_times_that_differ_stay_near() -> None:
-    found, _, after, here = run(held(place("cpu")), outcome(13.0))
-    assert [group.outcome for group in found] == [DIFFERS] and found[0].as_dict()["ratio"] == pytest.approx(
+    groups, _, after, here = run(held(place("cpu")), outcome(13.0))
+    assert [group.outcome for group in groups] == [DIFFERS] and groups[0].as_dict()["ratio"] == pytest.approx(
         1.3
     )
-    sampled = {one.record.problem for one in found[0].again}
+    sampled = {one.record.problem for one in groups[0].again}
     assert all(source(after, here, m) == ("measured" if f"m={m},n=512" in sampled else "near") for m in SIZES)
 
 
@@ -118,10 +122,10 @@ def test_one_outlier_in_ten_is_borne_and_two_are_not() -> None:
 
 
 def test_wrong_results_are_kept_out() -> None:
-    found, records, after, here = run(
+    groups, records, after, here = run(
         held(place("cpu")), outcome(None, reason="error 3 is over the tolerance 0.01")
     )
-    assert [group.outcome for group in found] == [WRONG] and not any(isinstance(r, Timing) for r in records)
+    assert [group.outcome for group in groups] == [WRONG] and not any(isinstance(r, Timing) for r in records)
     failed = after.verifications[records[0].key]
     assert (
         not failed.ok
@@ -134,9 +138,9 @@ def test_what_cannot_be_tried_keeps_nothing_out() -> None:
     def measure(timing: Timing, here: Place) -> Remeasured:
         raise UnverifiableError("no memory for it")
 
-    found, records, after, here = run(held(place("cpu")), measure)
-    assert found[0].outcome == DIFFERS and records == [] and not after.verifications
-    assert "no memory for it" in found[0].as_dict()["reasons"] and source(after, here, 64) == "near"
+    groups, records, after, here = run(held(place("cpu")), measure)
+    assert groups[0].outcome == DIFFERS and records == [] and not after.verifications
+    assert "no memory for it" in groups[0].as_dict()["reasons"] and source(after, here, 64) == "near"
 
 
 def test_other_codes_devices_and_fresh_times_are_left_alone() -> None:
@@ -188,7 +192,7 @@ def test_the_command_times_verifies_and_writes() -> None:
         [],
     ) and row["ratio"] > 0
     fresh = [t for t in Store.read(path).timings if t.toolchain == here.build.key()]
-    assert len(fresh) == (3 if row["outcome"] == HOLDS else 2)  # a busy machine may well find other times
+    assert len(fresh) == (3 if row["outcome"] == HOLDS else 2)  # on a busy machine the times may differ
     wrong = old(here, 1, problem="m=8,n=64", config={"level": "no such level"})
     save(path, [wrong])
     result = CliRunner().invoke(cli, [*arguments, "--sample", "20"])

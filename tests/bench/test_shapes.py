@@ -1,4 +1,5 @@
-"""A model's calls: sizes checked against the models' own arithmetic, sharing among ranks, mistakes, coverage."""
+"""The calls of a model: sizes checked against the models' own arithmetic, division among ranks, errors,
+coverage."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", model_names())
 def test_the_weights_of_all_calls_are_the_model(name: str) -> None:
-    """Parameters counted from the problems, with the embedding, are those that the model's authors publish (1e9)."""
+    """The parameters counted from the problems, with the embedding, match those that the model's authors
+    publish (1e9)."""
     config, total = load_config(name), 0
-    step = (
-        DECODE if name != "deepseek-v3" else [Step.prefill("1x8")]
-    )  # only prefill multiplies by W_kv as a layer
+    # Only prefill multiplies by W_kv as a layer.
+    step = DECODE if name != "deepseek-v3" else [Step.prefill("1x8")]
     for call in calls(config, 1, step):
         problem = default_registry().op(call.op).problem(call.problem)
         if call.op == "linear":
@@ -56,7 +57,7 @@ def test_ranks_share_the_work(name: str, tp: int) -> None:
             if c.op == "linear" and c.part != "router" and c.part != "latents"
         )
 
-    # k and v are copied where there are fewer KV heads than ranks, which adds a little.
+    # With fewer KV heads than ranks, k and v are replicated, which adds a little.
     assert 1 / tp <= flops(tp) / flops(1) < 1.12 / tp
 
 
@@ -140,10 +141,11 @@ def test_biases_are_where_the_runtime_has_them() -> None:
 def test_coverage_knows_exact_near_and_default(policy_file) -> None:
     policy_file()
     here = place("cpu")
+    # Down matches exactly; qkv (n=6144) is near the second.
     known = {
         "exact": "m=1,n=4096,k=14336",
         "near": "m=1,n=8192,k=4096",
-    }  # down exactly; qkv (n=6144) is near the latter
+    }
     store = Store()
     for problem in known.values():
         store.add(
@@ -187,7 +189,7 @@ def test_the_command_line(policy_file, tmp_path: Path) -> None:
     assert output["shares"]["default"] == 1 and {c["step"] for c in output["calls"]} == {
         str(step) for step in MIX
     }
-    given = [
+    arguments = [
         "coverage",
         "--model",
         "llama-3-8b",
@@ -199,11 +201,13 @@ def test_the_command_line(policy_file, tmp_path: Path) -> None:
         "h200",
         "--json",
     ]
-    shipped = json.loads(CliRunner().invoke(cli, given).stdout)
+    shipped = json.loads(CliRunner().invoke(cli, arguments).stdout)
     assert {c["level"] for c in shipped["calls"] if c["problem"] == "m=1,n=4096,k=4096,w=int4_g128"} <= {
         "near",
         "exact",
     }
     (tmp_path / "empty.json").write_text('{"schema": 1, "verified": [], "timed": []}')
-    alone = json.loads(CliRunner().invoke(cli, [*given, "--store", str(tmp_path / "empty.json")]).stdout)
-    assert shipped["shares"]["default"] < 1 and alone["shares"]["default"] == 1
+    without_times = json.loads(
+        CliRunner().invoke(cli, [*arguments, "--store", str(tmp_path / "empty.json")]).stdout
+    )
+    assert shipped["shares"]["default"] < 1 and without_times["shares"]["default"] == 1

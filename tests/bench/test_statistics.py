@@ -1,4 +1,4 @@
-"""Verdicts: right on noise whose truth is known, and on real kernels on whatever machine this is."""
+"""Verdicts: correct on noise with a known truth, and on real kernels on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.bench import slowed
 
 
 def noise(rng: np.random.Generator, rounds: int, shift: float = 0.0) -> list[float]:
-    """Log ratios as a shared machine gives them: a narrow core, and a tenth of the rounds disturbed on either side."""
+    """Returns log ratios as measured on a shared machine: a narrow core, and a tenth of the rounds disturbed
+    on either side."""
     core = rng.normal(shift, 0.01, rounds)
     disturbed = rng.random(rounds) < 0.1
     return list(core + disturbed * rng.normal(0, 0.4, rounds))
@@ -34,9 +35,8 @@ def test_a_change_is_called_by_its_size() -> None:
 
 def test_false_discoveries_stay_rare_over_many_rows() -> None:
     rng = np.random.default_rng(1)
-    nothing = [
-        noise(rng, 16, math.log(1.02)) for _ in range(500)
-    ]  # a true change just under the minimum effect
+    # A true change slightly below the minimum effect.
+    nothing = [noise(rng, 16, math.log(1.02)) for _ in range(500)]
     real = [noise(rng, 64, math.log(1.1)) for _ in range(50)]
     verdicts = [v.verdict for v in judge(nothing + real)]
     assert sum(v in (FASTER, SLOWER) for v in verdicts[:500]) <= 2
@@ -44,14 +44,16 @@ def test_false_discoveries_stay_rare_over_many_rows() -> None:
 
 
 def test_the_level_is_kept_at_the_very_edge() -> None:
-    """Rows whose true change is exactly the minimum effect, each judged alone: called in at most level / looks of cases."""
+    """Rows whose true change is exactly the minimum effect, each judged alone, are reported in at most level
+    / looks of the cases."""
     rng = np.random.default_rng(2)
     called = sum(judge([noise(rng, 24, math.log1p(0.03))], seed=i)[0].verdict == SLOWER for i in range(400))
     assert called <= 0.05 / 4 * 400 + 5
 
 
 def test_load_that_comes_and_goes_is_not_counted_as_evidence() -> None:
-    """Rounds that follow a slow walk say less than as many independent ones; taken for independent they would mislead."""
+    """Correlated rounds carry less evidence than as many independent ones. Treated as independent they would
+    mislead."""
     rng = np.random.default_rng(3)
     walks = []
     for _ in range(200):
@@ -67,9 +69,9 @@ def test_load_that_comes_and_goes_is_not_counted_as_evidence() -> None:
 
 def test_what_may_be_chance_among_many_rows_says_so() -> None:
     rng = np.random.default_rng(3)
-    slow = list(0.1 + 0.01 * rng.permutation(8) / 8)  # eight rounds: p can be no less than 1/128
-    alone, among = judge([slow])[0], judge([slow, *(list(rng.normal(0, 0.05, 16)) for _ in range(60))])[0]
-    assert alone.verdict == SLOWER and among.verdict == UNCLEAR
+    slow = list(0.1 + 0.01 * rng.permutation(8) / 8)  # with eight rounds, p is at least 1/128
+    single, among = judge([slow])[0], judge([slow, *(list(rng.normal(0, 0.05, 16)) for _ in range(60))])[0]
+    assert single.verdict == SLOWER and among.verdict == UNCLEAR
     assert "among 61 rows may be chance" in among.reason and "both sides" not in among.reason
 
 
@@ -86,7 +88,7 @@ def test_a_time_of_zero_is_refused() -> None:
 
 
 class Clockwork:
-    """An arm whose times are drawn, with drift that all arms share and a penalty for being first."""
+    """An arm with random times, a drift that all arms share, and a penalty for being first."""
 
     drift = 0.0
 
@@ -129,7 +131,7 @@ def test_a_threshold_below_the_noise_is_refused() -> None:
         summarize([])
 
 
-# Real kernels on this machine, noisy as it is.
+# Real kernels on this machine, however noisy.
 
 
 def arm(kernel, name: str = "") -> KernelArm:
@@ -161,7 +163,7 @@ def test_eight_percent_slower_is_called_slower() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # 150 to 700 seconds where two cores had five to thirteen things to do
+@pytest.mark.timeout(1800)  # 150 to 700 seconds on two cores with a load of five to thirteen
 def test_200_comparisons_of_a_kernel_with_itself() -> None:
     noise = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=200)
     assert noise.false <= 2, noise
@@ -174,12 +176,13 @@ def test_100_comparisons_with_eight_percent_slower() -> None:
 
 
 def test_rounds_off_the_median_clock_do_not_count() -> None:
-    """A device that was held back in three rounds of sixteen took longer in those; nobody is called slower for it."""
-    rng, taken = (
+    """A device that was held back in three rounds of sixteen took longer in those; no kernel is called slower
+    for it."""
+    rng, clocks = (
         np.random.default_rng(3),
         iter([1980.0] * 6 + [1200.0] * 3 + [1980.0, 1965.0, None] + [1980.0] * 4),
     )
-    heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=lambda: next(taken))
+    heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=lambda: next(clocks))
     heat.run(16, random.Random(0))
     assert heat.steady == [n for n in range(16) if n not in (6, 7, 8)]
     assert heat.kept("base") == [heat.times["base"][n] for n in heat.steady] and len(heat.logs("other")) == 13

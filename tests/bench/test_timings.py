@@ -1,4 +1,5 @@
-"""bench and compare: timings side by side, speedups, gaps by name, suites and models, and what a wrong kernel gets."""
+"""bench and compare: timings side by side, speedups, named gaps, suites and models, and how wrong kernels are
+reported."""
 
 from __future__ import annotations
 
@@ -65,11 +66,12 @@ def test_cold_and_hot_stand_side_by_side_with_a_speed_up(tmp_path: Path) -> None
         assert row["us"] == row["times"]["eager,cold"]["us"] and row["baseline"] == "rms_norm_torch"
         assert row["bound"] == "memory" and row["fraction_of_floor"] > 0 and row["error"] is not None
     assert all(row["speedup"] == pytest.approx(1.0) for row in rows if row["kernel"] == "rms_norm_torch")
-    assert all(
-        row["speedup"] > 1.2 for row in rows if row["kernel"] == "rms_norm_cpu"
-    )  # fused, against five passes
-    kept = json.loads(path.read_text())["rows"][0]
-    assert len(kept["samples"]) >= 5 and len(kept["times"]["eager,hot"]["samples"]) == len(kept["samples"])
+    # One fused launch against five passes.
+    assert all(row["speedup"] > 1.2 for row in rows if row["kernel"] == "rms_norm_cpu")
+    stored = json.loads(path.read_text())["rows"][0]
+    assert len(stored["samples"]) >= 5 and len(stored["times"]["eager,hot"]["samples"]) == len(
+        stored["samples"]
+    )
 
 
 def test_quick_times_what_is_deployed_alone() -> None:
@@ -85,7 +87,7 @@ def test_a_kernel_that_cheats_has_a_reason_and_no_time() -> None:
         OP, OP.problem("m=64,n=2048"), [cheat, honest], place("cpu"), baseline=cheat, seconds=0.05
     )
     assert rows[0]["us"] is None and "over the tolerance" in rows[0]["reason"] and rows[0]["times"] == {}
-    assert rows[1]["us"] > 0 and rows[1]["speedup"] is None  # there is no baseline left
+    assert rows[1]["us"] > 0 and rows[1]["speedup"] is None  # no baseline is left
 
 
 def test_a_kernel_caught_late_loses_its_time_too() -> None:
@@ -241,13 +243,14 @@ def test_floors_are_read_in_the_way_that_rows_are_timed(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("command", [BENCH, COMPARE])
 def test_a_time_below_its_floor_is_flagged(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred and five percent of what is possible is a mistake of the floor, and is not printed as if it were a feat."""
+    """More than 105 % of the floor is an error of the floor, and is not printed as an achievement."""
     from gristmill.autotune.floor import Ceilings
     from gristmill.autotune.reading import Reading
 
     limits = Ceilings(0.01, 0.01, (), 0.0)
     monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device: limits)
-    # Microseconds: a read that everything is faster than, one that nothing is, and one that does not fit, at 0.01 GB/s.
+    # Microseconds: a read slower than every kernel, one faster than every kernel, and one that does not fit,
+    # at 0.01 GB/s.
     for us, flag in ((1e6, "disturbed twice"), (1e-3, ""), (None, "doctor --measure")):
         monkeypatch.setattr(
             "gristmill.autotune.floor.reading",
@@ -265,12 +268,12 @@ def test_a_size_that_several_kernels_share_is_read_once(monkeypatch: pytest.Monk
     from gristmill.autotune import reading
 
     reading.forget()
-    taken, true = [], reading._measured
-    monkeypatch.setattr(reading, "_measured", lambda *what: taken.append(what) or true(*what))
+    measured, true = [], reading._measured
+    monkeypatch.setattr(reading, "_measured", lambda *what: measured.append(what) or true(*what))
     problems = ("--problem", "m=64,n=4096", "--seconds", "0.05", "--quick")
     rows = answer("bench", "rms_norm", *problems) + answer("bench", "rms_norm", *problems)
     below = sum(bool(row["note"]) for row in rows)
-    assert sum(row["us"] is not None for row in rows) >= 4 and len(taken) <= 1 + bool(below)
+    assert sum(row["us"] is not None for row in rows) >= 4 and len(measured) <= 1 + bool(below)
 
 
 def test_problems_may_be_written_together() -> None:

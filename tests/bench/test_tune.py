@@ -1,4 +1,5 @@
-"""Tuning: halving finds the fastest, budgets are kept, stopped runs go on, wrong candidates are left out."""
+"""Tuning: halving finds the fastest, budgets are kept, interrupted runs resume, wrong candidates are left
+out."""
 
 from __future__ import annotations
 
@@ -94,18 +95,18 @@ def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(pol
         and row["kernel"] == "rms_norm_cpu"
         and row["us"] == row["default_us"]
     )
-    again = json.loads(CliRunner().invoke(cli, [*arguments, "--problem", "m=16,n=512"]).stdout)
-    assert again["states"] == {"known": 1, "tuned": 1}
-    found = CliRunner().invoke(
+    resumed = json.loads(CliRunner().invoke(cli, [*arguments, "--problem", "m=16,n=512"]).stdout)
+    assert resumed["states"] == {"known": 1, "tuned": 1}
+    explained = CliRunner().invoke(
         cli, ["explain", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--json"]
     )
-    assert json.loads(found.stdout)["candidates"][0]["source"] == "measured"
+    assert json.loads(explained.stdout)["candidates"][0]["source"] == "measured"
 
 
 def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
     policy_file()
     loaded = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
-    assert tuning.sampled(loaded) == 32 * 3 + 2  # one per sequence, of each step as often as it is made
+    assert tuning.sampled(loaded) == 32 * 3 + 2  # one per sequence, for each step as often as it occurs
     live = tmp_path / "live.json"
     rows = [
         {"op": "rms_norm", "problem": "m=3,n=64", "count": 7},
@@ -125,7 +126,8 @@ def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_path: Path) -> None:
-    """As from a keyboard: the whole group of processes gets it, while one problem is tuned and others wait."""
+    """As Ctrl-C in a terminal: the whole process group receives it, while one problem is tuned and others
+    wait."""
     policy_file()
     store = tmp_path / "cache" / "store.json"
     command = [
@@ -149,7 +151,7 @@ def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_
         text=True,
         preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        ),  # background jobs of a shell ignore it
+        ),  # background jobs of a shell ignore SIGINT
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     while not store.exists():
@@ -161,8 +163,8 @@ def test_an_interrupt_ends_it_at_once_and_the_next_run_goes_on(policy_file, tmp_
     assert run.returncode == 130 and time.monotonic() - begin < 10 and not out
     assert "Traceback" not in err and f"Results so far are in {store}" in err.replace("\n", ""), err
     tuned = {t.problem for t in Store.read(store).timings}
-    again = CliRunner().invoke(cli, [*command[3:-1], "m=1|2,n=4096", "--json"])
-    states = {row["problem"]: row["state"] for row in json.loads(again.stdout)["problems"]}
+    resumed = CliRunner().invoke(cli, [*command[3:-1], "m=1|2,n=4096", "--json"])
+    states = {row["problem"]: row["state"] for row in json.loads(resumed.stdout)["problems"]}
     assert states["m=1,n=4096"] == ("known" if "m=1,n=4096" in tuned else "tuned") and tuned
 
 
@@ -176,7 +178,7 @@ def test_verification_that_is_interrupted_begins_nothing_more() -> None:
         def verify(self, *task: object) -> dict:
             Stubborn.begun += 1
             if Stubborn.begun == 1:
-                raise KeyboardInterrupt  # as it is in the thread that waits for the others
+                raise KeyboardInterrupt  # as in the thread that waits for the others
             while not self.closed:
                 time.sleep(0.01)
             return {"ok": False, "error": None, "reason": "", "judged": False}
@@ -210,10 +212,10 @@ def test_a_problem_is_tuned_again_when_the_code_of_one_of_its_kernels_has_change
         )
 
     def store(*timings: Timing) -> Store:
-        made = Store()
+        filled = Store()
         for timing in timings:
-            made.add(timing)
-        return made
+            filled.add(timing)
+        return filled
 
     assert tuning.known(one, here, store(taken("cpu", 1.0), taken("torch", 2.0)))
     assert not tuning.known(one, here, store()) and not tuning.known(
@@ -240,8 +242,8 @@ def test_a_budget_is_kept(policy_file) -> None:
     tuned = tuning.tune(
         jobs, here, lambda records: saved.append(records) or Store(), seconds=10, store=Store()
     )
-    taken = time.perf_counter() - begin
-    assert taken < 11.0 + 2.0, taken  # a tenth more, and the children's start
+    elapsed = time.perf_counter() - begin
+    assert elapsed < 11.0 + 2.0, elapsed  # a tenth more, and the start of child processes
     states = [one.state for one in tuned]
     assert "out of time" in states and states[0] == "tuned" and len(saved) == states.count("tuned")
 
@@ -256,7 +258,7 @@ def test_wrong_and_cheating_candidates_do_not_win(policy_file, monkeypatch: pyte
     real = tuning.verify_all
 
     def verify(pairs, *rest):
-        """The zoo is unknown to child processes: as if it had passed there, which it would."""
+        """Child processes do not know the cheats: records them as passed, as they would be."""
         actual = real([pair for pair in pairs if pair[1].kernel.provider != "test"], *rest)
         template = next(r for r in actual if r.kernel == honest.kernel.name)
         return [*actual, type(template)(**{**vars(template), "kernel": cheat.kernel.name, "config": ""})]

@@ -1,4 +1,4 @@
-"""Verifying many candidates: what goes to a worker together, what goes first, and what is done once."""
+"""Verifying many candidates: how they are grouped for workers, in which order, and what is done only once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gristmill.bench.verifying import CHUNK, chunks, verify_all
 
 
 class Recorder:
-    """A worker that says yes to everything and remembers what it was asked."""
+    """A worker that accepts everything and records its tasks."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, str]] = []
@@ -51,8 +51,8 @@ def test_defaults_come_first_and_then_what_is_compiled() -> None:
 
 def test_few_candidates_are_spread_over_all_workers() -> None:
     job = pairs()[0][0]
-    few = [pair for pair in pairs() if pair[0] == job]
-    assert len(chunks(few, 14)) >= 14
+    pairs_of_job = [pair for pair in pairs() if pair[0] == job]
+    assert len(chunks(pairs_of_job, 14)) >= 14
 
 
 def test_past_the_deadline_only_defaults_are_verified() -> None:
