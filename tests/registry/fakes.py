@@ -1,4 +1,4 @@
-"""A hand-made operation with hand-made kernels, targets and builds: selection without devices or code."""
+"""A made-up operation with kernels, targets and builds: selection without devices or code."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def verified(
     ok: bool = True,
     store: Store | None = None,
 ) -> Store:
-    """A store in which these kernels matched the reference (or did not)."""
+    """Returns a store in which these kernels matched the reference (or did not)."""
     store = store or Store()
     for size in (
         (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if at is None else (at.integer("m"),)

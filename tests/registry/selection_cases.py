@@ -1,9 +1,14 @@
-"""Selection by hand: which kernel an operation gets on a target with an installation, and why others are refused.
+"""Selection cases written by hand: which kernel an operation gets on a target with an installation, and why
+others are refused.
 
 SELECTED: op | problem | target | build | policy | kernel, with @level for the code level of C++ kernels.
+
 REFUSED: op | problem | target | build | policy | kernel | verdict | a part of the reason.
-FAKE: kernel | target | build | `serves`, or verdict and a part of the reason: kernels that do not exist yet, to prove
-the walls between architectures. `~mla` begins a problem as PROBLEMS says. Builds, policies and fake kernels are named below.
+
+FAKE: kernel | target | build | `serves`, or verdict and a part of the reason. These kernels do not exist yet;
+they test the boundaries between architectures.
+
+`~mla` starts a problem as defined in PROBLEMS. Builds, policies and fake kernels are named below.
 """
 
 from __future__ import annotations
@@ -104,7 +109,7 @@ PROBLEMS = {
     "~mla": "q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16",
     "~varlen": "q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16",
 }
-"""Beginnings of problems that the tables write often."""
+"""Beginnings of problems that occur often in the tables."""
 
 SELECTED = """
 # rms_norm: every target of the tables, by the tools that this installation has
@@ -470,7 +475,7 @@ FAKES: dict[str, Kernel] = {
 
 
 def rows(table: str) -> list[list[str]]:
-    """The cells of a table above; comment and empty lines are left out."""
+    """Returns the cells of a table above, without comments and empty lines."""
     for short, text in PROBLEMS.items():
         table = table.replace(short, text)
     lines = (line for line in table.splitlines() if line.strip() and not line.startswith("#"))

@@ -1,4 +1,5 @@
-"""What a kernel runs, held against what Python and a C++ compiler make of the same files: every kernel, every file."""
+"""The closure of every kernel agrees with what Python and a C++ compiler read from the same files, for every
+file."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def modules_of(kernel: Kernel) -> tuple[str, str]:
 
 
 def names(*patterns: str) -> list[str]:
-    """Files by pattern, as names within the package."""
+    """Returns the files that match the patterns, as names within the package."""
     actual = (path for pattern in patterns for path in PACKAGE.glob(pattern))
     return sorted({str(path.relative_to(PACKAGE)) for path in actual})
 
@@ -42,11 +43,11 @@ PYTHON = names("kernels/**/*.py", "quant/**/*.py", "kernel_registry/*.py")
 NATIVE = names(*(f"kernels/**/*.{end}" for end in ("cpp", "cu", "cu.in", "h", "cuh", "json")))
 
 
-# An oracle that shares nothing with the code under test: ast and imports for Python, g++ for includes.
+# An independent oracle: ast and imports for Python, g++ for includes.
 
 
 def runs(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that may run: not what is under ``if TYPE_CHECKING``."""
+    """Yields every node that may run, so nothing under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             for other in child.orelse:
@@ -62,7 +63,7 @@ def tree(name: str) -> ast.Module:
 
 
 def file_of(module: str) -> str | None:
-    """The file of a module, by its name within the package."""
+    """Returns the file of a module, as a name within the package."""
     if not module.startswith("gristmill."):
         return None
     stem = module.removeprefix("gristmill.").replace(".", "/")
@@ -71,12 +72,13 @@ def file_of(module: str) -> str | None:
 
 @cache
 def imported(name: str) -> frozenset[str]:
-    """Files that the imports of a file run, itself apart. A name that is no module is asked for, to see where it is from."""
-    found: set[str | None] = set()
+    """Returns the other files that the imports of a file run. A name that is not a module is resolved to the
+    module that defines it."""
+    files: set[str | None] = set()
     package = "gristmill." + str(Path(name).parent).replace("/", ".")
     for node in runs(tree(name)):
         if isinstance(node, ast.Import):
-            found |= {file_of(alias.name) for alias in node.names}
+            files |= {file_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             base = importlib.util.resolve_name(base, package) if node.level else base
@@ -84,11 +86,11 @@ def imported(name: str) -> frozenset[str]:
                 continue
             for alias in node.names:
                 module = file_of(f"{base}.{alias.name}")
-                found.add(module or file_of(base))
+                files.add(module or file_of(base))
                 if module is None and (file_of(base) or "").endswith("__init__.py"):
                     home = getattr(importlib.import_module(base), alias.name).__module__
-                    found.add(file_of(home))
-    return frozenset(one for one in found if one is not None and counted(one))
+                    files.add(file_of(home))
+    return frozenset(one for one in files if one is not None and counted(one))
 
 
 def counted(name: str) -> bool:
@@ -98,24 +100,25 @@ def counted(name: str) -> bool:
 
 @cache
 def python_reach(modules: tuple[str, ...]) -> frozenset[str]:
-    found: set[str] = set()
+    files: set[str] = set()
     waiting = [name for name in map(file_of, modules) if name]
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in files:
             continue
-        found.add(name)
+        files.add(name)
         waiting += imported(name)
         for folder in Path(name).parents:
             if (PACKAGE / folder / "__init__.py").is_file() and counted(f"{folder}/__init__.py"):
                 waiting.append(f"{folder}/__init__.py")
-    return frozenset(found)
+    return frozenset(files)
 
 
 @cache
 def included(name: str) -> frozenset[str]:
-    """What a native source or template is made of, by the compiler, for either side of one that is read twice."""
-    found: set[str] = set()
+    """Returns the files that a native source or template includes, according to the compiler, as host and as
+    device code."""
+    files: set[str] = set()
     for side in ((), ("-D__CUDACC__",)) if ".cu" in name else ((),):
         command = [
             "g++",
@@ -130,15 +133,15 @@ def included(name: str) -> frozenset[str]:
             name,
         ]
         process = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=True).stdout
-        found |= {os.path.normpath(part) for part in process.replace("\\\n", " ").split()[1:]}
-    if name.endswith(".in"):  # and the table that it is filled from
+        files |= {os.path.normpath(part) for part in process.replace("\\\n", " ").split()[1:]}
+    if name.endswith(".in"):  # and the table that fills it
         (table,) = re.findall(r"gm-table: (\S+)", (PACKAGE / name).read_text())
-        found.add(str(Path(name).parent / table))
-    return frozenset(one for one in found if (PACKAGE / one).is_file())
+        files.add(str(Path(name).parent / table))
+    return frozenset(one for one in files if (PACKAGE / one).is_file())
 
 
 def literal(node: ast.expr) -> str:
-    """A string or f-string as a regular expression; AssertionError for anything else."""
+    """Converts a string or f-string to a regular expression. Raises AssertionError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.escape(node.value)
     assert isinstance(node, ast.JoinedStr), f"an entry must be written out: {ast.unparse(node)}"
@@ -147,32 +150,37 @@ def literal(node: ast.expr) -> str:
 
 @cache
 def called(name: str) -> frozenset[str]:
-    """Entries that a file names in calls, as regular expressions."""
+    """Returns the entries that a file calls by name, as regular expressions."""
     calls = (n for n in ast.walk(tree(name)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
-    own = {n.name for n in ast.walk(tree(name)) if isinstance(n, ast.FunctionDef)}
-    return frozenset(literal(n.args[0]) for n in calls if n.func.id in CALLS and n.func.id not in own)
+    defined_here = {n.name for n in ast.walk(tree(name)) if isinstance(n, ast.FunctionDef)}
+    return frozenset(
+        literal(n.args[0]) for n in calls if n.func.id in CALLS and n.func.id not in defined_here
+    )
 
 
 @cache
 def native_reach(entries: frozenset[str]) -> frozenset[str]:
-    """Files of the sources that define `entries`, of those whose entries they name, and of the libraries' own."""
-    found: set[str] = set()
+    """Returns the files of the sources that define `entries`, of sources that those call, and of the
+    libraries' own."""
+    reached: set[str] = set()
     for name in NATIVE:
         if not name.endswith((".cpp", ".cu", ".cu.in")) or name.startswith("kernels/_native/"):
             continue
-        text = (PACKAGE / name).read_text().replace("@", "_")  # any text stands for a placeholder
+        text = (PACKAGE / name).read_text().replace("@", "_")  # any text may replace a placeholder
         if any(re.search(rf"(GM_KERNEL\(|GM_CUDA_ENTRY\(|#define GM_ENTRY ){e}\b", text) for e in entries):
             files = included(name)
-            found |= files
-            found |= included(f"kernels/_native/{'threads' if name.endswith('.cpp') else 'cuda_driver'}.cpp")
+            reached |= files
+            reached |= included(
+                f"kernels/_native/{'threads' if name.endswith('.cpp') else 'cuda_driver'}.cpp"
+            )
             others = {
                 e
                 for f in files
                 for e in re.findall(r"^[^/\n]*GM_CAT\((gm_\w+)", (PACKAGE / f).read_text(), re.M)
             }
             if others - entries:
-                found |= native_reach(frozenset(others))
-    return frozenset(found)
+                reached |= native_reach(frozenset(others))
+    return frozenset(reached)
 
 
 @cache
@@ -182,7 +190,8 @@ def expected(modules: tuple[str, ...]) -> frozenset[str]:
 
 
 def wrong(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON + NATIVE) -> list[str]:
-    """Kernels and files where an edit of the file changes the hash and should not, or does not and should."""
+    """Returns (kernel, file) pairs in which an edit of the file changes the hash although it should not, or
+    the reverse."""
     plain = {path: read_file(path) for path in (str(PACKAGE / name) for name in PYTHON + NATIVE)}
     texts: dict[str, bytes | None] = dict(plain)
 
@@ -193,7 +202,7 @@ def wrong(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON + NAT
 
     groups = {modules_of(kernel): kernel.name for kernel in kernels}
     before = {modules: Sources(read).code_hash(modules, {}, built=False) for modules in groups}
-    found = []
+    errors = []
     for name in files:
         path = str(PACKAGE / name)
         texts[path] = (plain[path] or b"") + (b"\n# edited\n" if name.endswith(".py") else b"\n// edited\n")
@@ -201,11 +210,11 @@ def wrong(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON + NAT
         for modules, kernel in groups.items():
             changed = edited.code_hash(modules, {}, built=False) != before[modules]
             if changed != (name in expected(modules)):
-                found.append(
+                errors.append(
                     f"{kernel}: an edit of {name} {'changes' if changed else 'does not change'} its hash"
                 )
         texts[path] = plain[path]
-    return found
+    return errors
 
 
 def test_an_edit_of_a_file_changes_the_hashes_of_the_kernels_that_reach_it_and_no_others() -> None:
@@ -254,32 +263,33 @@ def test_a_closure_that_misses_something_is_found_out(
 
 def test_imports_are_read_as_python_reads_them() -> None:
     for name in PYTHON + names("autotune/*.py", "bench/**/*.py", "runtime/**/*.py"):
-        said = set()
+        imports = set()
         for node in runs(tree(name)):
             if isinstance(node, ast.Import):
-                said |= {(alias.name, ()) for alias in node.names}
+                imports |= {(alias.name, ()) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 pairs = tuple((alias.name, alias.asname or alias.name) for alias in node.names)
-                said.add(("." * node.level + (node.module or ""), pairs))
-        assert set(read_module((PACKAGE / name).read_bytes()).imports) == said, name
+                imports.add(("." * node.level + (node.module or ""), pairs))
+        assert set(read_module((PACKAGE / name).read_bytes()).imports) == imports, name
 
 
 def test_what_else_of_the_registry_a_kernel_imports_only_describes_it() -> None:
-    """A module of the registry that launchers begin to use is either counted in the closure or added here, with thought."""
-    taken: set[str] = set()
+    """A module of the registry that launchers begin to use is either counted in the closure or added here
+    deliberately."""
+    files: set[str] = set()
     for kernel in KERNELS:
         for name in python_reach(modules_of(kernel)):
             for base, names_of in read_module((PACKAGE / name).read_bytes()).imports:
                 if base.startswith("gristmill.kernel_registry"):
                     homes = Sources()._imported_modules(base, names_of)
-                    taken |= {file_of(home) or "" for home in homes}
+                    files |= {file_of(home) or "" for home in homes}
     described = {
         f"kernel_registry/{name}.py"
         for name in ("arguments", "kernel", "layout", "op", "problem", "requirement", "target")
     }
     described |= {"kernel_registry/registry.py", "kernel_registry/__init__.py"}
-    assert {name for name in taken if not counted(name)} <= described
-    assert {name for name in taken if counted(name)} == {
+    assert {name for name in files if not counted(name)} <= described
+    assert {name for name in files if counted(name)} == {
         "kernel_registry/scheme.py",
         "kernel_registry/dtypes.py",
     }
@@ -288,18 +298,19 @@ def test_what_else_of_the_registry_a_kernel_imports_only_describes_it() -> None:
 def test_every_entry_that_a_launcher_calls_is_made_by_a_source() -> None:
     entries = [entry for source in Sources().present() for entry in source.entries]
     assert len(entries) == len(set(entries))
-    seen = 0
+    calls = 0
     for name in names("kernels/**/*.py"):
         patterns = {entry_pattern(entry, {}) for entry in read_module((PACKAGE / name).read_bytes()).entries}
         for call in called(name):
-            seen += 1
+            calls += 1
             assert any(call.replace(r"\w+", "*") == pattern for pattern in patterns), (name, call)
             assert any(fits(call.replace(r"\w+", "*"), entry) for entry in entries), (name, call)
-    assert seen >= 20
+    assert calls >= 20
 
 
 def test_no_module_that_a_kernel_reaches_imports_by_a_name_made_at_run_time() -> None:
-    """`import_module` hides what is run; a package may use it for names that it also imports under TYPE_CHECKING."""
+    """`import_module` hides what runs. A package may use it for names that it also imports under
+    TYPE_CHECKING."""
     reached = {name for kernel in KERNELS for name in python_reach(modules_of(kernel))}
     hidden = {
         (name, ast.unparse(node))
@@ -309,7 +320,7 @@ def test_no_module_that_a_kernel_reaches_imports_by_a_name_made_at_run_time() ->
         and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
     }
     assert hidden <= {
-        ("kernels/linear/linear.py", "import_module(kernel.module)"),  # the spec, where the search begins
+        ("kernels/linear/linear.py", "import_module(kernel.module)"),  # the spec, where the search starts
     }
 
 

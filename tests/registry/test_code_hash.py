@@ -1,4 +1,4 @@
-"""The rules of a closure, and what the two hashes of a kernel follow, on small trees of sources made for it."""
+"""The rules of a closure, and what a kernel's two hashes depend on, on small source trees made for the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHER = ("gristmill.kernels.mix.mix_cpu",)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where gristmill is found; a package `acme` is beside it."""
+    """The folder of gristmill; a package `acme` lies beside it."""
     monkeypatch.setattr(closure, "_folders", lambda top: (str(tmp_path / top),))
     package = tmp_path / "gristmill"
     write(
@@ -63,7 +63,7 @@ def verification(config: dict[str, object] | None = None) -> str:
 
 
 def build(folder: Path, flags: str = "-O3") -> None:
-    """The manifest that a build of the present sources leaves."""
+    """Writes the manifest of a build of the present sources."""
     sources = {
         s.name: {
             "closure": s.closure,
@@ -202,7 +202,7 @@ def test_placeholders_of_an_entry_are_filled_from_the_configuration(folder: Path
 
 
 def test_a_template_stands_for_its_instances(folder: Path) -> None:
-    """With the table that it is filled from, for every name of an entry that the table may make."""
+    """A template counts with the table that fills it, for every entry name that the table can make."""
     write(
         folder,
         {
@@ -280,11 +280,11 @@ def test_a_manifest_of_a_build_that_named_no_sources_is_read(folder: Path) -> No
 def test_times_count_as_measured_by_the_hash_of_the_sources() -> None:
     kernel = fakes.kernel("one")
     present = kernel.code_hash()
-    for found, source in ((present, "measured"), ("", "measured"), ("0123456789abcdef", "near")):
+    for code_hash, source in ((present, "measured"), ("", "measured"), ("0123456789abcdef", "near")):
         timing = Timing(
             op="mix",
             kernel="one",
-            code=found,
+            code=code_hash,
             config={},
             problem=str(fakes.problem()),
             target=fakes.target_key(fakes.H200),

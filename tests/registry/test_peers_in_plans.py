@@ -1,4 +1,5 @@
-"""Other libraries' products as choices of a plan: by measured time, within the bound on memory, in layouts of their own."""
+"""Matrix products of other libraries as choices of a plan: by measured time, within the bound on memory, in
+their own layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FRAG16 = ("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1")
 
 
 def plan(scheme: str, build: str, us: dict[str, float], policy: Policy | None = None):
-    """The plan of a layer whose kernels were all measured: `us` for those named, 100 µs for the others."""
+    """Returns the plan of a layer whose kernels were all measured: `us` for the named ones, 100 µs for the
+    others."""
     policy, store = policy or Policy(), Store()
     static = OP.static(OP.problem(f"n=4096,k=4096,w={scheme}"))
     for size in bucket_sizes():
@@ -74,7 +76,7 @@ def test_a_library_that_is_not_installed_is_no_choice() -> None:
 
 
 def test_the_bound_on_memory_holds_for_them_too() -> None:
-    """tinygemm keeps 4 bytes per group where others keep 2: 11 % more at groups of 32."""
+    """tinygemm stores 4 bytes per group where other layouts store 2: 11 % more for groups of 32."""
     assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}).layouts != ("tinygemm_v1",)
     assert plan("int4_g32", "cuda", {"linear_int4_torch": 5.0}, Policy(weight_memory=1.12)).layouts == (
         "tinygemm_v1",

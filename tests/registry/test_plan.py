@@ -1,4 +1,4 @@
-"""Plans: buckets, layouts within the memory a policy allows, and their digest."""
+"""Plans: buckets, layouts within the memory that a policy allows, and digests."""
 
 from __future__ import annotations
 
@@ -153,18 +153,18 @@ def test_equal_plans_have_equal_digests_and_others_do_not():
 
 def test_layouts_that_cannot_win_are_not_resolved():
     a, b = kernel("a", layouts=("one_v1",), priority=100), kernel("b", layouts=("two_v1",))
-    both, asked = {x.name: x for x in (layout("one_v1", 1.0), layout("two_v1", 1.0))}, []
+    both, resolved = {x.name: x for x in (layout("one_v1", 1.0), layout("two_v1", 1.0))}, []
     store = verified(a, b)
 
     def peek(p, chosen):
         return select(OP, p, [a, b], H200, BUILD, store, Policy(), layouts=chosen)
 
     def resolve(p, chosen):
-        asked.append(chosen)
+        resolved.append(chosen)
         return peek(p, chosen)
 
     planned = make_plan(OP, STATIC, both, Policy(), resolve, peek=peek)
-    assert planned.layouts == ("one_v1",) and set(asked) == {frozenset({"one_v1"})}
+    assert planned.layouts == ("one_v1",) and set(resolved) == {frozenset({"one_v1"})}
     assert planned == make_plan(OP, STATIC, both, Policy(), peek)
 
 
@@ -201,7 +201,7 @@ def test_every_operation_can_be_planned(op):
 @pytest.mark.parametrize("n", [1, 8, 15, 17, 257])
 @pytest.mark.parametrize("scheme", ["bf16", "int4_g128", "fp8_block", "mxfp4", "nvfp4"])
 def test_padding_of_few_rows_does_not_rule_a_layout_out(scheme: str, n: int):
-    """A weight of fewer rows than a block of cpu_rows16_v1 is still served from it, and by our C++ kernel."""
+    """A weight with fewer rows than a block of cpu_rows16_v1 still uses that layout, with our C++ kernel."""
     registry = default_registry()
     cpu, policy = Target.parse("cpu:avx2"), Policy()
     build = Build.of({"torch": "2.13.0"}, cpu_levels=("base", "avx2"))

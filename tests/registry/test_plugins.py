@@ -1,4 +1,4 @@
-"""Plugins that cannot be used are reported, and change nothing else."""
+"""Plugins that cannot be used are reported and change nothing else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ FAULTS = {
 
 
 def install(folder: Path, name: str, source: str, group: str = "gristmill.kernels") -> None:
-    """A distribution gm-<name> 1.0 in `folder` with one module and one entry point for it."""
+    """Writes a distribution gm-<name> 1.0 into `folder`, with one module and one entry point for it."""
     (folder / f"gm_{name}.py").write_text(source)
     about = folder / f"gm_{name}-1.0.dist-info"
     about.mkdir()
@@ -95,12 +95,12 @@ def kernelbench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One good plugin and one with each fault."""
-    made = tmp_path_factory.mktemp("plugins")
-    install(made, "good", GOOD)
+    """One good plugin and one per fault."""
+    plugins = tmp_path_factory.mktemp("plugins")
+    install(plugins, "good", GOOD)
     for name, (source, _) in FAULTS.items():
-        install(made, name, source)
-    return made
+        install(plugins, name, source)
+    return plugins
 
 
 def test_list_gives_the_reason_of_each_fault_and_every_other_kernel(folder: Path) -> None:
@@ -111,9 +111,12 @@ def test_list_gives_the_reason_of_each_fault_and_every_other_kernel(folder: Path
     assert failed.keys() == {f"gm-{name} 1.0" for name in FAULTS}
     for name, (_, reason) in FAULTS.items():
         row = failed[f"gm-{name} 1.0"]
-        (said,) = row["reasons"]
-        assert said.startswith(f"plugin {name} (gm_{name}, from gm-{name} 1.0): ") and reason in said
-        assert "\n" not in said and not row["available"] and row["kernel"] is None
+        (reason_given,) = row["reasons"]
+        assert (
+            reason_given.startswith(f"plugin {name} (gm_{name}, from gm-{name} 1.0): ")
+            and reason in reason_given
+        )
+        assert "\n" not in reason_given and not row["available"] and row["kernel"] is None
     listed = [row["kernel"] for row in rows if row["op"] is not None]
     assert sorted(listed) == sorted([*(k.name for k in default_registry().all_kernels()), "rms_norm_good"])
 
@@ -130,7 +133,8 @@ def test_doctor_prints_one_line_for_each(folder: Path) -> None:
 
 
 def test_operations_are_functions_beside_plugins_that_failed(folder: Path, tmp_path: Path) -> None:
-    """gristmill.ops has every operation but those of the plugins that failed, also one that only torch refuses."""
+    """gristmill.ops has every operation except those of plugins that failed, including one that only torch
+    refuses."""
     install(tmp_path, "fine", OPERATION.replace("gm_op", "gm_fine"))
     install(tmp_path, "late", OPERATION.replace("gm_op", "gm_late").replace('"an operation"', '""'))
     code = (
@@ -143,8 +147,8 @@ def test_operations_are_functions_beside_plugins_that_failed(folder: Path, tmp_p
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert process.returncode == 0, process.stderr
-    total, has, late = process.stdout.splitlines()
-    assert float(total) == 3.0 and has == "True False False False"
+    total, present, late = process.stdout.splitlines()
+    assert float(total) == 3.0 and present == "True False False False"
     assert late == "plugin late (gm_late, from gm-late 1.0): IndexError: string index out of range"
 
 
@@ -173,18 +177,18 @@ def test_a_plugin_may_use_an_operation_of_another_unless_that_one_failed() -> No
     declares = (plugin("declares"), SimpleNamespace(OP=fakes.OP, __name__="declares"))
     uses = (plugin("uses"), SimpleNamespace(KERNEL=fakes.kernel("mix_one"), __name__="uses"))
     for order in ((declares, uses), (uses, declares)):
-        made = with_plugins(Registry(), order)
-        assert [k.name for k in made.kernels_of("mix")] == ["mix_one"] and not made.failures
+        extended = with_plugins(Registry(), order)
+        assert [k.name for k in extended.kernels_of("mix")] == ["mix_one"] and not extended.failures
     broken = (plugin("declares"), SimpleNamespace(OP=fakes.OP, LAYOUTS=(3,), __name__="declares"))
-    made = with_plugins(Registry(), (broken, uses))
-    assert not made.ops and not made.kernels
-    assert [failure.plugin.name for failure in made.failures] == ["declares", "uses"]
-    assert made.failures[1].reason == "has kernels of mix: no such operation"
+    extended = with_plugins(Registry(), (broken, uses))
+    assert not extended.ops and not extended.kernels
+    assert [failure.plugin.name for failure in extended.failures] == ["declares", "uses"]
+    assert extended.failures[1].reason == "has kernels of mix: no such operation"
 
 
 def test_the_registry_that_is_extended_stays_as_it_was() -> None:
     registry = Registry()
     registry.add(fakes.OP)
     extra: Kernel = fakes.kernel("mix_extra")
-    made = with_plugins(registry, [(plugin("extra"), SimpleNamespace(KERNEL=extra, __name__="extra"))])
-    assert made.kernel("mix", "mix_extra").module == "extra" and not registry.kernels
+    extended = with_plugins(registry, [(plugin("extra"), SimpleNamespace(KERNEL=extra, __name__="extra"))])
+    assert extended.kernel("mix", "mix_extra").module == "extra" and not registry.kernels

@@ -1,4 +1,4 @@
-"""Kernels that were renamed: stores, result files, baselines and policies of before mean the same as ever."""
+"""Renamed kernels: older stores, result files, baselines and policies keep their meaning."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ OP = default_registry().op("linear")
 NAMES = {kernel.name for kernel in default_registry().all_kernels()}
 BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",), triton_backends=("cuda",))
 GONE = ("linear_w4a16_wgmma_sm90",)
-"""A kernel of early result files that was taken out, not renamed."""
+"""A kernel of early result files that was removed, not renamed."""
 
 
 def selections() -> tuple[list[list[str]], list[list[str]]]:
-    """(problem, kernel, configuration) as they were: by the shipped times, and by cost models."""
+    """Returns (problem, kernel, configuration) as selected before the renaming: by the shipped times, and by
+    cost models."""
     parts: list[list[list[str]]] = []
     for line in (Path(__file__).parent / "selections_of_linear.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -56,8 +57,8 @@ def chosen(text: str, store: Store) -> tuple[str, str]:
 
 
 def differing(rows: list[list[str]], store: Store) -> list[Any]:
-    made = [(text, (present_name(kernel), config), chosen(text, store)) for text, kernel, config in rows]
-    return [one for one in made if one[1] != one[2]]
+    rows_of = [(text, (present_name(kernel), config), chosen(text, store)) for text, kernel, config in rows]
+    return [one for one in rows_of if one[1] != one[2]]
 
 
 def test_selections_are_what_they_were() -> None:
@@ -93,7 +94,7 @@ def test_the_shipped_store_names_kernels_of_today() -> None:
 
 
 def names_in(value: Any) -> set[str]:
-    """Texts and keys that begin as a Hopper kernel's name does, up to what follows a name."""
+    """Returns the texts and keys that start with the name of a Hopper kernel, cut after the name."""
     if isinstance(value, str):
         head = value.split("/")[0].split("[")[0].split(" ")[0]
         return {head} if head.startswith("linear_w") and head.endswith("_sm90") else set()
@@ -114,7 +115,7 @@ def test_every_kept_result_file_is_read_with_names_of_today(path: Path) -> None:
     try:
         read = result_file.read(path)
     except result_file.ResultError:
-        return  # a table of another program; the check above is all there is to it
+        return  # a table of another program, for which the check above is complete
     assert {row["kernel"] for row in read["rows"]} & set(KERNELS) == set()
     assert [row["problem"] for row in read["rows"]] == [row["problem"] for row in data["rows"]]
 
@@ -131,9 +132,12 @@ def test_a_baseline_of_before_holds(tmp_path: Path) -> None:
     entry = {"op": "linear", "problem": "m=1,n=64,k=256,w=int4_g128", "kernel": "linear_w4a16_fed_sm90"}
     entry |= {"yardstick": "linear_w4a16_sm90", "ratio": 1.0, "low": 0.9, "high": 1.1}  # type: ignore[dict-item]
     path.write_text(json.dumps({"schema": 1, "parts": [{"environment": {}, "entries": [entry]}]}))
-    (found,) = baseline.read(path)[0]["entries"]
-    assert (found.kernel, found.yardstick) == ("linear_w4a16_decode_ws_sm90", "linear_w4a16_decode_sm90")
-    assert not baseline.gone([found])
+    (migrated_entry,) = baseline.read(path)[0]["entries"]
+    assert (migrated_entry.kernel, migrated_entry.yardstick) == (
+        "linear_w4a16_decode_ws_sm90",
+        "linear_w4a16_decode_sm90",
+    )
+    assert not baseline.gone([migrated_entry])
 
 
 def test_policies_and_commands_take_former_names() -> None:

@@ -1,4 +1,4 @@
-"""Requirements and builds: every refusal is a sentence that says what is missing."""
+"""Requirements and builds: every refusal is a sentence that names what is missing."""
 
 from __future__ import annotations
 

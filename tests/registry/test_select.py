@@ -83,7 +83,7 @@ def test_near_times_scale_with_the_bytes_of_the_problem():
 
 
 def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
-    """Bytes know nothing of waves: two kernels that take as long next door need not do so here."""
+    """Scaling by bytes ignores waves: two kernels that are equally fast at a near problem may differ here."""
     near, here = problem("m=16,n=4000,k=4096"), problem("m=16,n=6000,k=4096")
     even = kernel("even", estimate=lambda p, target: 8.0)
     unsure = kernel("unsure", estimate=lambda p, target: None)

@@ -1,4 +1,5 @@
-"""The hand-written table of selections, against the real registry (and fake kernels for code that does not exist yet)."""
+"""The hand-written table of selections against the real registry (and fake kernels for code that does not
+exist yet)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ REGISTRY = default_registry()
 
 @pytest.fixture(autouse=True)
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table's builds say which levels are compiled, not the library that happens to be here."""
+    """The builds of the table say which levels are compiled, whatever library is present."""
     monkeypatch.setattr("gristmill.kernels.native.manifest", dict)
 
 
@@ -71,15 +72,18 @@ def test_selected(row: list[str]) -> None:
     assert selection.best is not None and selection.best.kernel.name == name, [
         c.as_dict() for c in selection.candidates
     ]
-    assert selection.best.verdict == "unverified"  # for a device that is not here
+    assert selection.best.verdict == "unverified"  # the device is not present
     if level:
         assert (selection.best.config or {})["level"] == level
     definition = REGISTRY.op(op)
     store = _verify(
         definition, definition.problem(problem), Target.parse(target), BUILDS[build], selection.candidates
     )
-    here = _choose(op, problem, target, build, policy, store)
-    assert here.best is not None and (here.best.kernel.name, here.best.verdict) == (name, "selected")
+    verified = _choose(op, problem, target, build, policy, store)
+    assert verified.best is not None and (verified.best.kernel.name, verified.best.verdict) == (
+        name,
+        "selected",
+    )
 
 
 @pytest.mark.parametrize("row", rows(REFUSED), ids=" ".join)
@@ -146,7 +150,7 @@ _EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100")
 
 @pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda k: k.name)
 def test_every_kernel_is_reachable(kernel) -> None:
-    """With everything installed and the kernel pinned, some target and some problem run it."""
+    """With everything installed and the kernel pinned, some target and some problem use it."""
     build = Build.of(
         {
             "torch": "2.13.0",
@@ -187,8 +191,8 @@ ALIKE = [
 
 @pytest.mark.parametrize(("known", "other"), ALIKE)
 def test_relatives_of_a_compiled_target_are_served_by_the_same_kernels(known: str, other: str) -> None:
-    """What the tables and the compile matrix say of one target holds for those that they do not list: the same kernels accept
-    the hardware, and one of gristmill's own is selected for every operation."""
+    """Targets that the tables and the compile matrix do not list behave like their listed relatives: the same
+    kernels accept the hardware, and one of gristmill's own is selected for every operation."""
     build = Build.of(
         {"torch": "2.13.0", "triton": "3.9.0"}, triton_backends=("cuda",), cuda_archs=("sm_90a",)
     )

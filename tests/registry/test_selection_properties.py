@@ -1,4 +1,4 @@
-"""Selection, store and problems as properties: whatever the kernels, times and records are."""
+"""Properties of selection, stores and problems that hold for any kernels, times and records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = settings(max_examples=60, deadline=None)
 
 @st.composite
 def kernels(draw: Any) -> list[Kernel]:
-    """Kernels with priorities, flags and, some, an estimate."""
+    """Kernels with priorities, flags and, for some, an estimate."""
     made = []
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=7)):
         estimate = draw(st.none() | st.integers(1, 99))
@@ -49,7 +49,8 @@ def kernels(draw: Any) -> list[Kernel]:
 
 @st.composite
 def worlds(draw: Any) -> tuple[list[Kernel], Store, Policy]:
-    """Kernels, a store that verifies or refuses some and has timed some, here, near, far and on a sibling, and a policy."""
+    """Kernels, a store and a policy. The store verifies or refuses some kernels and has times of some, at
+    this problem, near, far and on a sibling."""
     these = draw(kernels())
     store = Store()
     for k in these:
@@ -89,8 +90,8 @@ def _choose(these: list[Kernel], store: Store, policy: Policy, foreign: bool = F
     return select(OP, problem(), these, H200, BUILD, store, policy, foreign=foreign)
 
 
-def _winner(found: Selection) -> str | None:
-    return None if found.best is None else found.best.kernel.name
+def _winner(selection: Selection) -> str | None:
+    return None if selection.best is None else selection.best.kernel.name
 
 
 @SETTINGS
@@ -137,17 +138,17 @@ def test_removing_the_winner_promotes_the_next_and_others_keep_their_order(world
         for c in _choose(these, store, policy).candidates
         if c.verdict in ("selected", "eligible", "unverified")
     ]
-    for gone in alive:
-        rest = _choose([k for k in these if k.name != gone], store, policy)
+    for removed in alive:
+        rest = _choose([k for k in these if k.name != removed], store, policy)
         assert [
             c.kernel.name for c in rest.candidates if c.verdict in ("selected", "eligible", "unverified")
-        ] == [n for n in alive if n != gone]
+        ] == [n for n in alive if n != removed]
 
 
 @SETTINGS
 @given(worlds(), st.booleans())
 def test_a_slower_candidate_never_changes_the_winner(world, measured: bool) -> None:
-    """Slower: of a later class (measured, estimated, declared), or behind in the winner's own."""
+    """Slower means of a later class (measured, estimated, declared), or behind within the winner's class."""
     these, store, policy = world
     before = _choose(these, store, policy)
     if before.best is None:
@@ -193,10 +194,10 @@ def test_a_store_comes_back_from_its_text(verifications: list[Verification], tim
     for record in (*verifications, *timings):
         store.add(record)
         store.add(record)
-    again = Store.parse(json.loads(dump(store)), "text")
-    assert again.verifications == store.verifications
-    assert {t.key: t for t in again.timings} == {t.key: t for t in store.timings}
-    assert dump(again) == dump(store)
+    parsed = Store.parse(json.loads(dump(store)), "text")
+    assert parsed.verifications == store.verifications
+    assert {t.key: t for t in parsed.timings} == {t.key: t for t in store.timings}
+    assert dump(parsed) == dump(store)
 
 
 def _values(axis: Axis) -> st.SearchStrategy[Any]:
@@ -221,15 +222,15 @@ def _values(axis: Axis) -> st.SearchStrategy[Any]:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_problems_come_back_from_their_text(op: Op, data: st.DataObject) -> None:
-    made = op.problem(data.draw(st.sampled_from(op.examples)))
+    problem = op.problem(data.draw(st.sampled_from(op.examples)))
     for axis in op.axes:
-        with contextlib.suppress(AxisError):  # a value that does not go with the others is left out
-            made = op.problem({**made.as_dict(), axis.name: data.draw(_values(axis), label=axis.name)})
-    assert op.problem(str(made)) == made and hash(op.problem(str(made))) == hash(made)
-    static = op.static(made)
+        with contextlib.suppress(AxisError):  # a value that does not fit the others is left out
+            problem = op.problem({**problem.as_dict(), axis.name: data.draw(_values(axis), label=axis.name)})
+    assert op.problem(str(problem)) == problem and hash(op.problem(str(problem))) == hash(problem)
+    static = op.static(problem)
     assert op.problem(str(static)) == static
-    assert all(static[a.name] == made[a.name] for a in op.axes if not a.dynamic)
-    assert distance(made, made, op.dynamic) == 0
+    assert all(static[a.name] == problem[a.name] for a in op.axes if not a.dynamic)
+    assert distance(problem, problem, op.dynamic) == 0
     if op.bucket is not None:
         assert op.at_bucket(static, 64).integer(op.bucket) == 64 and not op.at_bucket(static, 64).open_axes
 
@@ -239,7 +240,7 @@ def test_problems_come_back_from_their_text(op: Op, data: st.DataObject) -> None
 def test_distance_is_symmetric_and_keeps_the_triangle(sizes: list[tuple[int, int]]) -> None:
     a, b, c = (OP.problem({"m": m, "n": n, "k": 128}) for m, n in sizes)
 
-    def far(left: Any, right: Any) -> float:
-        return distance(left, right, OP.dynamic)
+    def far(first: Any, second: Any) -> float:
+        return distance(first, second, OP.dynamic)
 
     assert far(a, b) == pytest.approx(far(b, a)) and far(a, c) <= far(a, b) + far(b, c) + 1e-9

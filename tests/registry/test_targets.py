@@ -1,4 +1,4 @@
-"""Targets: facts of the table (what is there and what is not), parsing, JSON, code compatibility, probing."""
+"""Targets: facts of the table, parsing, JSON, code compatibility, probing."""
 
 from __future__ import annotations
 
@@ -176,8 +176,10 @@ def test_no_code_name() -> None:
 
 
 def test_import_is_light(tmp_path: Path) -> None:
-    """In processes of their own: neither torch nor numpy, and 50 ms of processor time or, on a busy machine, as little
-    as a module of the standard library that takes about as long. With bytecode, which the first process writes.
+    """In a separate process, importing needs neither torch nor numpy.
+
+    It takes 50 ms of processor time or, on a busy machine, as little as a module of the standard library that
+    takes about as long. The first process writes the bytecode that the others use.
     """
     code = (
         "import time, sys; t = time.process_time(); import asyncio; known = time.process_time() - t;"
@@ -193,8 +195,8 @@ def test_import_is_light(tmp_path: Path) -> None:
         for _ in range(5)
     ]
     assert all(line[2] == "[]" for line in out)
-    ours, known = (min(float(line[place]) for line in out) for place in (0, 1))
-    assert ours < 0.05 or ours < 1.5 * known, (ours, known)
+    import_time, known = (min(float(line[place]) for line in out) for place in (0, 1))
+    assert import_time < 0.05 or import_time < 1.5 * known, (import_time, known)
 
 
 def write(root: Path, path: str, text: str) -> None:
