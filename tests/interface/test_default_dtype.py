@@ -1,4 +1,5 @@
-"""Nothing depends on torch's default dtype: hosts change it while they load a model (vLLM sets it to the model's)."""
+"""Nothing depends on torch's default dtype, which hosts change while they load a model (vLLM sets it to the
+model's dtype)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def bf16_default() -> Iterator[None]:
 
 
 def under(dtype: torch.dtype, function: Any, *arguments: Any) -> Any:
-    """What `function` answers under a default dtype."""
+    """Returns the result of `function` under a default dtype."""
     torch.set_default_dtype(dtype)
     try:
         return function(*arguments)
@@ -45,7 +46,7 @@ def under(dtype: torch.dtype, function: Any, *arguments: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The tensors and numbers of an answer, those of a QuantTensor or a Packed included."""
+    """Returns the tensors and numbers of a result, including those of a QuantTensor or a Packed."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -58,9 +59,9 @@ def leaves(value: Any) -> list[Any]:
 
 
 def assert_same(first: Any, second: Any) -> None:
-    ours, theirs = leaves(first), leaves(second)
-    assert len(ours) == len(theirs) > 0
-    for a, b in zip(ours, theirs, strict=True):
+    first_leaves, second_leaves = leaves(first), leaves(second)
+    assert len(first_leaves) == len(second_leaves) > 0
+    for a, b in zip(first_leaves, second_leaves, strict=True):
         if isinstance(a, torch.Tensor):
             assert a.dtype == b.dtype and a.shape == b.shape
             if a.numel():
@@ -70,12 +71,12 @@ def assert_same(first: Any, second: Any) -> None:
 
 
 def assert_independent(function: Any, *arguments: Any) -> None:
-    """Bitwise the same answer under both defaults."""
+    """Results are bitwise equal under both default dtypes."""
     assert_same(under(torch.bfloat16, function, *arguments), under(torch.float32, function, *arguments))
 
 
 def undeclared(source: str) -> list[str]:
-    """Calls that create floats without saying of which dtype."""
+    """Returns the calls that create floats without stating a dtype."""
     return [
         ast.unparse(node)
         for node in ast.walk(ast.parse(source))
@@ -115,7 +116,7 @@ def test_inputs_and_references(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REGISTRY.ops))
 def test_kernels(name: str) -> None:
-    """Those of Triton aside: the interpreter is numpy's."""
+    """All kernels except Triton's, because the interpreter uses numpy."""
     op = REGISTRY.op(name)
     for runnable in runnables(name):
         if runnable.kernel.language == "triton":

@@ -1,4 +1,4 @@
-"""Dtypes by the names that people type, wherever one is given."""
+"""Dtypes are accepted by their common names wherever a dtype is given."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_problems_and_schemes(short: str) -> None:
     op = default_registry().op("linear")
     expected = op.problem(f"m=1,n=8,k=8,x={short},w={short}")
     for name in NAMES[short]:
-        made = op.problem({"m": 1, "n": 8, "k": 8, "x": name, "w": name})
-        assert made == expected and str(made) == str(expected)
+        problem = op.problem({"m": 1, "n": 8, "k": 8, "x": name, "w": name})
+        assert problem == expected and str(problem) == str(expected)
         assert gristmill.QuantScheme.parse(name).name == short
         if isinstance(name, str):
             assert op.problem(f"m=1,n=8,k=8,x={name},w={name}") == expected
@@ -70,7 +70,7 @@ def test_a_dtype_that_an_axis_does_not_take() -> None:
 
 @pytest.mark.parametrize("wrong", (torch.float8_e4m3fn, "float8_e4m3fn", torch.int8, "half.fp8"), ids=str)
 def test_only_dense_dtypes_are_schemes(wrong: object) -> None:
-    """An fp8 dtype does not say how it is scaled: `fp8` does, and the dtype must not stand for it."""
+    """An fp8 dtype does not say how it is scaled. The scheme `fp8` does, and the dtype must not stand for it."""
     with pytest.raises(ValueError, match="scheme"):
         gristmill.QuantScheme.parse(wrong)
     assert gristmill.QuantScheme.parse("fp8").granularity == "tensor"

@@ -1,4 +1,4 @@
-"""gristmill.explain: what it takes, what it answers, and that the command prints the same."""
+"""gristmill.explain: its arguments, its results, and the command, which prints the same."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def own_store(policy_file) -> None:
 
 def test_every_way_to_ask() -> None:
     op = default_registry().op("rms_norm")
-    asked = [
+    explanations = [
         gristmill.explain("rms_norm", PROBLEM, "sm_121"),
         gristmill.explain("rms_norm", "m=4,n=64,x=float32", "SM121"),
         gristmill.explain(op, {"m": 4, "n": 64, "x": torch.float32}, Target.parse("sm_121")),
         gristmill.explain(op, op.problem(PROBLEM), Target.parse("sm_121")),
     ]
-    first = asked[0]
+    first = explanations[0]
     assert first.selected == "rms_norm_triton" and first.device is None and first.plan is None
     assert str(first.problem) == PROBLEM and first.target.name == "sm_121"
-    assert all(other.as_dict() == first.as_dict() and str(other) == str(first) for other in asked[1:])
+    assert all(other.as_dict() == first.as_dict() and str(other) == str(first) for other in explanations[1:])
 
 
 def test_a_device_here_is_verified_by_any_of_its_names() -> None:

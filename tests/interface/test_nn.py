@@ -22,7 +22,7 @@ SCHEMES = ("int4_g128", "int4_g32_zp", "int8_ch", "fp8", "fp8_block", "mxfp8", "
 
 @pytest.fixture(autouse=True)
 def unverified(policy_file, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are taken as verified."""
+    """All kernels count as verified."""
     policy_file()
     monkeypatch.setattr(Resolver, "resolve", Resolver.select)
 
@@ -37,7 +37,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class Block(torch.nn.Module):
-    """Two layers of which one is left alone, and a matrix that two modules share."""
+    """Two layers, of which one is excluded, and a matrix that two modules share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,13 +56,15 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_linear_is_the_product_with_the_rounded_weight(scheme: str) -> None:
     layer = float_layer()
-    ours = nn.Linear.from_float(layer, scheme)
+    quantized = nn.Linear.from_float(layer, scheme)
     rounded = quantize(layer.weight.detach(), scheme)
-    assert ours.weight().identical(rounded)
+    assert quantized.weight().identical(rounded)
     for shape in ((256,), (1, 256), (2, 3, 256), (0, 256), (33, 256)):
         x = torch.randn(shape)
-        close(ours(x), torch.nn.functional.linear(x, rounded.dequantize(), layer.bias))
-    assert (ours.in_features, ours.out_features) == (256, 48) and str(rounded.scheme) in str(ours)
+        close(quantized(x), torch.nn.functional.linear(x, rounded.dequantize(), layer.bias))
+    assert (quantized.in_features, quantized.out_features) == (256, 48) and str(rounded.scheme) in str(
+        quantized
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -122,7 +124,7 @@ def test_a_state_dict_that_does_not_fit(change: str) -> None:
 
 
 def test_a_new_weight_takes_the_place_of_the_old_in_memory() -> None:
-    """Captured graphs read it there."""
+    """Captured graphs read the weight at that address."""
     layer = nn.Linear.from_float(float_layer(), "int4_g128")
     places = [buffer.data_ptr() for buffer in layer.buffers()]
     other = quantize(torch.randn(48, 256), "int4_g128")
@@ -156,26 +158,26 @@ def test_half_and_back_keep_the_codes() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_embedding_dequantizes_the_rows_it_looks_up(scheme: str) -> None:
     table = torch.nn.Embedding(300, 256)
-    ours = nn.Embedding.from_float(table, scheme)
+    embedding = nn.Embedding.from_float(table, scheme)
     rows = quantize(table.weight.detach(), scheme).dequantize()
     for shape in ((), (7,), (2, 5), (0,)):
         ids = torch.randint(300, shape)
-        assert torch.equal(ours(ids), rows[ids])
+        assert torch.equal(embedding(ids), rows[ids])
     other = nn.Embedding.from_float(torch.nn.Embedding(300, 256), scheme)
-    other.load_state_dict(ours.state_dict())
-    assert same_bits(other(ids), ours(ids)) and other.weight().identical(ours.weight())
+    other.load_state_dict(embedding.state_dict())
+    assert same_bits(other(ids), embedding(ids)) and other.weight().identical(embedding.weight())
 
 
 def test_rms_norm_and_its_residual() -> None:
     norm = nn.RMSNorm(torch.rand(64), 1e-5)
-    theirs = torch.nn.RMSNorm(64, 1e-5)
-    theirs.load_state_dict(norm.state_dict())
+    torch_norm = torch.nn.RMSNorm(64, 1e-5)
+    torch_norm.load_state_dict(norm.state_dict())
     x, residual = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
-    close(norm(x), theirs(x))
+    close(norm(x), torch_norm(x))
     total = x + residual
-    out, kept = norm(x.clone(), residual)
-    close(out, theirs(total))
-    assert kept is residual
+    out, new_residual = norm(x.clone(), residual)
+    close(out, torch_norm(total))
+    assert new_residual is residual
     close(residual, total)
 
 
@@ -237,18 +239,18 @@ def test_a_layer_that_the_scheme_does_not_take_is_named() -> None:
 
 @torch.no_grad()
 def test_a_model_of_transformers() -> None:
-    """Against the same model with rounded weights; one doubled scale is noticed."""
-    ours, theirs = load(MODELS / LLAMA), load(MODELS / LLAMA)
-    gristmill.quantize_module(ours, "int4_g128")
-    layers = {n: m for n, m in ours.named_modules() if isinstance(m, nn.Linear)}
-    assert len(layers) == 7 * ours.config.num_hidden_layers
+    """Compares with the same model with rounded weights; one doubled scale is noticed."""
+    quantized, rounded = load(MODELS / LLAMA), load(MODELS / LLAMA)
+    gristmill.quantize_module(quantized, "int4_g128")
+    layers = {n: m for n, m in quantized.named_modules() if isinstance(m, nn.Linear)}
+    assert len(layers) == 7 * quantized.config.num_hidden_layers
     for name, layer in layers.items():
-        theirs.get_submodule(name).weight.copy_(layer.weight().dequantize())
+        rounded.get_submodule(name).weight.copy_(layer.weight().dequantize())
     ids = torch.tensor([eval_tokens()[:64]])
-    expected = theirs(ids).logits
-    torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-3, atol=1e-3)
+    expected = rounded(ids).logits
+    torch.testing.assert_close(quantized(ids).logits, expected, rtol=1e-3, atol=1e-3)
     layer = layers["model.layers.0.mlp.down_proj"]
     weight = layer.weight()
     weight.scales[3, 0] *= 2
     layer.set_weight(weight)
-    assert (ours(ids).logits - expected).abs().max() > 1e-3
+    assert (quantized(ids).logits - expected).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""Functions of gristmill.ops: signatures, help, the stub that type checkers read, and the generated page."""
+"""Functions of gristmill.ops: signatures, help, the stub for type checkers, and the generated page."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_type_checker_reports_wrong_calls_and_no_others(tmp_path: Path) -> Non
     ("faulty", "errors"), [("", 0), ("return __all__", 1)], ids=["as it is", "a planted fault"]
 )
 def test_the_module_that_the_stub_hides_is_checked(tmp_path: Path, faulty: str, errors: int) -> None:
-    """A type checker reads ops.pyi in place of ops.py, so a copy of ops.py is checked under another name."""
+    """A type checker reads ops.pyi instead of ops.py, so a copy of ops.py is checked under another name."""
     source = (ROOT / "src" / "gristmill" / "ops.py").read_text(encoding="utf-8")
     if faulty:
         assert source.count(faulty) == 1
