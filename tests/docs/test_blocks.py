@@ -1,4 +1,4 @@
-"""Code blocks of the documents run, and print what they show."""
+"""Code blocks of the documents run and print what they show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITH_EXAMPLES = [page for page in PAGES if ">>>" in page.read_text(encoding="utf
 
 @pytest.fixture
 def no_plans() -> Iterator[None]:
-    """No plans of other tests, which `ops.prepare` would prepare, too."""
+    """Removes plans of other tests, which `ops.prepare` would prepare too."""
     stores = binding.PLANS, binding._AUTOMATIC
     plans, automatic = (dict(store) for store in stores)
     for store in stores:

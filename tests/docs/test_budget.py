@@ -1,4 +1,4 @@
-"""The table of time budgets in CONTRIBUTING, and what happens to a suite that exceeds its row."""
+"""The table of time budgets in CONTRIBUTING, and the failure of a suite that exceeds its row."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_page_without_the_table_is_an_error() -> None:
 
 
 def test_build_seconds_count_each_command_once() -> None:
-    # ninja writes a line for each name of an output, and appends the lines of later builds.
+    # ninja writes one line per name of an output, and appends the lines of later builds.
     log = "# ninja log v6\n0\t9000\t0\ta.o\tc1\n0\t4000\t1\ta.o\tc1\n0\t4000\t1\t/x/a.o\tc1\n500\t1500\t2\tb.o\tc2\n"
     assert budget.build_seconds(log) == 5.0
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0, 1), (1000, 0)])
 def test_the_plugin_fails_a_run_that_is_over_budget(tmp_path: Path, seconds: int, status: int) -> None:
-    """A tree with one suite of one test, run by two workers, as CI does."""
+    """A tree with one suite of one test, run by two workers as in CI."""
     (tmp_path / "ci").mkdir()
     (tmp_path / "tests" / "one").mkdir(parents=True)
     (tmp_path / "ci" / "budget.py").write_text((ROOT / "ci" / "budget.py").read_text())

@@ -1,7 +1,7 @@
-"""Commands shown in the documents run, and print what is shown.
+"""Commands in the documents run and print what is shown.
 
-A block ```console is exact, with ``...`` for what may differ; in ```console measured every number may differ. A block that
-also says ``slow`` runs in the long tier.
+A block ```console is exact, with ``...`` for what may differ; in ```console measured every number may differ.
+A block that also says ``slow`` runs in the long tier.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ PROGRAMS = {
 
 
 def _blocks() -> list[object]:
-    found = []
+    blocks = []
     for page in PAGES:
         for flags, text in re.findall(
             r"```console([^\n]*)\n(.*?)```", page.read_text(encoding="utf-8"), re.S
         ):
             command, _, shown = text.partition("\n")
             marks = [pytest.mark.slow] if "slow" in flags.split() else []
-            found.append(
+            blocks.append(
                 pytest.param(
                     command, shown, "measured" in flags.split(), marks=marks, id=f"{page.name}: {command}"
                 )
             )
-    return found
+    return blocks
 
 
 def lines_of(text: str, measured: bool) -> list[str]:
-    """Lines without the padding of tables; numbers as # where they are measurements."""
+    """Returns the lines without the padding of tables, and with # for numbers that are measurements."""
     if measured:
         text = re.sub(r"(?<![\w])[\d,]*\.?\d+(e[+-]?\d+)?(?![\w.])", "#", text)
     return [" ".join(line.split()) for line in text.strip().splitlines()]
 
 
 def matches(shown: list[str], printed: list[str]) -> bool:
-    """Whether `printed` is `shown`, where a line ``...`` stands for any lines and ``...`` in a line for any text."""
+    """Whether `printed` equals `shown`, where a line ``...`` stands for any lines and ``...`` in a line for
+    any text."""
     any_lines, any_text = r"(?:.*\n)*?", ".*"
     parts = [
         any_lines if line == "..." else re.escape(line).replace(re.escape("..."), any_text) + r"\n"
@@ -73,8 +74,8 @@ def test_a_command_prints_what_is_shown(command: str, shown: str, measured: bool
         timeout=900,
     )
     assert process.returncode == 0, process.stderr
-    found, expected = lines_of(process.stdout, measured), lines_of(shown, measured)
-    assert matches(expected, found), "\n".join(["shown:", *expected, "", "printed:", *found])
+    printed, expected = lines_of(process.stdout, measured), lines_of(shown, measured)
+    assert matches(expected, printed), "\n".join(["shown:", *expected, "", "printed:", *printed])
 
 
 def test_a_wrong_number_or_line_is_seen() -> None:

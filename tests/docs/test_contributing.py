@@ -1,4 +1,4 @@
-"""CONTRIBUTING's worked examples, taken out of the page and run."""
+"""CONTRIBUTING's worked examples, extracted from the page and run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ print(" ".join(sorted(ran)))
 
 
 def files(cuda: bool = False) -> dict[str, str]:
-    """The files of the page's examples: of the operation with its Triton kernel, or of the CUDA kernel."""
+    """Returns the files of the page's examples: the operation with its Triton kernel, or the CUDA kernel."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(?:python|cuda)\n(?:#|//) (kernels/activation/\S+)\n(.*?)```", page, re.S)
     return {Path(name).name: text for name, text in blocks if ("_sm90" in name) == cuda}
@@ -60,7 +60,8 @@ def files(cuda: bool = False) -> dict[str, str]:
 
 def run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(cache)}
-    # Its Triton kernel is left out of automatic choice on a CPU; the worker does not know the folder, so nothing else runs.
+    # A Triton kernel is never selected automatically on a CPU, and the worker does not know the folder:
+    # nothing else runs.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     (cache / "sitecustomize.py").write_text(
         f"import sys\nimport gristmill.kernels.activation as family\nfamily.__path__.append({str(folder)!r})\n"
@@ -75,9 +76,9 @@ def run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def write(folder: Path, found: dict[str, str]) -> Path:
+def write(folder: Path, contents: dict[str, str]) -> Path:
     folder.mkdir()
-    for name, text in found.items():
+    for name, text in contents.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
 
@@ -130,7 +131,8 @@ except ValueError as error:  # the entry was called, and refuses device -1, wher
     any(shutil.which(tool) is None for tool in ("nvcc", "cmake", "ninja")), reason="nvcc, cmake and ninja"
 )
 def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
-    """Two files: built by CMake as any other source, loaded, called with the launcher's arguments; a misspelt entry is noticed."""
+    """Two files: built by CMake like any other source, loaded, called with the launcher's arguments; a
+    misspelt entry is reported."""
     paths = files(cuda=True)
     assert set(paths) == {"scale_rows_sm90.py", "_scale_rows_sm90.cu"}
     folder = write(tmp_path / "worked", {**paths, "scale_rows.py": files()["scale_rows.py"]})

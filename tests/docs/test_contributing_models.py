@@ -1,4 +1,5 @@
-"""CONTRIBUTING's recipes for a model family and a checkpoint format, one file each: taken out of the page and put in the package."""
+"""CONTRIBUTING's recipes for a model family and a checkpoint format, one file each, extracted from the page
+and added to the package."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ IDS = torch.randint(2, 160, (40,), generator=torch.Generator().manual_seed(3)).t
 
 
 def recipe(folder: str) -> dict[str, str]:
-    """The files of a recipe, by the path in their first line."""
+    """Returns the files of a recipe, by the path in their first line."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     return dict(re.findall(rf"```python\n# ({folder}/\S+)\n(.*?)```", page, re.S))
 
 
 @pytest.fixture
 def install(tmp_path: Path) -> Iterator[Callable[[ModuleType, str], None]]:
-    """Puts files beside a package's own, as if the tree held them, and takes them out again."""
+    """Adds files to a package as if the tree contained them, and removes them afterwards."""
     result: list[tuple[ModuleType, str]] = []
 
     def put(package: ModuleType, name: str, text: str) -> None:
@@ -64,7 +65,7 @@ def make(tmp_path: Path) -> Callable[..., LLM]:
 
 
 def tiny(folder: Path, name: str, **more: Any) -> Any:
-    """A random model as a directory, and by transformers."""
+    """Writes a random model with transformers. Returns its directory and the model."""
     import transformers
 
     torch.manual_seed(0)
@@ -106,14 +107,13 @@ def test_a_model_family_is_one_file(
     install(models, Path(path).name, text)
     assert models.families()["Phi3ForCausalLM"].name == "Phi-3"
     llm = make(tmp_path / "m")
-    mine, reference = window_logits(llm.engine, IDS), theirs(model)
-    assert float((mine - reference).abs().max() / reference.abs().max()) < 2e-4
+    actual, reference = window_logits(llm.engine, IDS), theirs(model)
+    assert float((actual - reference).abs().max() / reference.abs().max()) < 2e-4
     (answer,) = llm.generate(IDS, SamplingParams(max_tokens=8))
     expected = model.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False)[0, len(IDS) :]
     assert list(answer.token_ids) == expected.tolist()
-    assert (
-        make(tmp_path / "m", quant="int8_ch").weight_bytes < llm.weight_bytes
-    )  # quantizes as every family does
+    # Quantizes like every family.
+    assert make(tmp_path / "m", quant="int8_ch").weight_bytes < llm.weight_bytes
 
 
 def test_a_fault_in_the_family_is_caught(
@@ -134,7 +134,7 @@ def test_a_fault_in_the_family_is_caught(
 
 
 def in_8_bits(folder: Path) -> dict[str, torch.Tensor]:
-    """Linear weights as bitsandbytes stores them; returns the values that they stand for."""
+    """Stores linear weights as bitsandbytes does. Returns the values that they represent."""
     tensors = load_file(folder / "model.safetensors")
     values = {}
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -170,8 +170,8 @@ def test_a_checkpoint_format_is_one_file(
     assert form.read(source, "lm_head", (160, 64)) is None
     for name, value in values.items():
         model.get_parameter(name).data.copy_(value)
-    mine, reference = window_logits(make(tmp_path / "m").engine, IDS), theirs(model)
-    assert float((mine - reference).abs().max() / reference.abs().max()) < 2e-4
+    actual, reference = window_logits(make(tmp_path / "m").engine, IDS), theirs(model)
+    assert float((actual - reference).abs().max() / reference.abs().max()) < 2e-4
     source.tensors["model.layers.0.mlp.up_proj.weight_format"] = torch.tensor(1, dtype=torch.uint8)
     with pytest.raises(FormatError, match="weight_format must be 0, rows in order, got 1"):
         form.read(source, "model.layers.0.mlp.up_proj", (96, 64))

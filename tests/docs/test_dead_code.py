@@ -1,4 +1,4 @@
-"""The search for dead code: what it finds, and what counts as used though nothing calls it."""
+"""The search for dead code: what it finds, and what counts as used although nothing calls it."""
 
 from __future__ import annotations
 

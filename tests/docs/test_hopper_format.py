@@ -1,4 +1,5 @@
-"""CONTRIBUTING's weight format for Hopper, taken out of the page, put into a copy of the tree, generated, compiled and asked for."""
+"""CONTRIBUTING's weight format for Hopper, extracted from the page, added to a copy of the tree, generated,
+compiled and called."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ for schedule, m in (("decode", 4), ("decode_ws", 16), ("gemm_ws", 64)):
 
 
 def pieces() -> tuple[str, str]:
-    """The decoder class and the row of the page."""
+    """Returns the decoder class and the table row from the page."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (decoder,) = re.findall(rf"```cuda\n// {FOLDER}/decoders_mma.cuh\n(.*?)```", page, re.S)
     (row,) = re.findall(r"```json\n(\"int4_g16\".*?)```", page, re.S)
@@ -49,7 +50,8 @@ def pieces() -> tuple[str, str]:
 
 
 def tree(folder: Path, decoder: str, row: str) -> Path:
-    """A copy of what CMake and the kernels' specs read, with the format in the two files that the recipe names."""
+    """Copies what CMake and the kernels' specs read, with the format added to the two files that the recipe
+    names."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             skipped = shutil.ignore_patterns("__pycache__", "_lib")
@@ -75,8 +77,8 @@ def test_the_row_and_the_layout_agree() -> None:
     assert row["tile_bytes"] == tile_bytes(QuantScheme.parse("int4_g16"))
     table = json.loads((ROOT / FOLDER / "instances.json").read_text(encoding="utf-8"))
     assert "int4_g16" not in table["formats"]
-    for form, own in table["formats"].items():
-        assert set(row) <= set(own), form
+    for form, fields in table["formats"].items():
+        assert set(row) <= set(fields), form
 
 
 def test_the_kernels_take_it(tmp_path: Path) -> None:

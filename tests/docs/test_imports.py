@@ -1,4 +1,5 @@
-"""README imports from gristmill and from nowhere deeper, the other pages from its packages; each use takes under five lines."""
+"""README imports only from gristmill, other pages only from its packages; each use takes fewer than five
+lines."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ USES = ("## Kernels alone", "## kernelbench", "## The runtime")
 
 
 def too_deep(text: str, packages: bool) -> list[str]:
-    """Imports of anything but gristmill itself; with `packages`, of anything but it, its packages and ``gristmill.ops``."""
+    """Returns imports of anything but gristmill itself or, with `packages`, anything but it, its packages and
+    ``gristmill.ops``."""
     modules = [module for module in IMPORT.findall(text) if module != "gristmill"]
     if not packages:
         return modules
@@ -41,7 +43,7 @@ def test_a_deeper_import_is_noticed() -> None:
 
 @pytest.mark.parametrize("use", USES)
 def test_each_use_takes_under_five_lines_and_one_import(use: str) -> None:
-    """The first Python block of each section, which test_blocks runs."""
+    """Checks the first Python block of each section; test_blocks runs it."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition(use)[2].partition("\n## ")[0]
     block = re.findall(r"```python\n(.*?)```", section, re.S)[0]
     lines = [line for line in block.splitlines() if line.startswith((">>> ", "... "))]

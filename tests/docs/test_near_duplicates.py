@@ -1,4 +1,4 @@
-"""The search for code that stands twice: what it finds, and what it leaves out."""
+"""The search for duplicated code: what it finds, and what it ignores."""
 
 from __future__ import annotations
 

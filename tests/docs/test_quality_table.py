@@ -1,4 +1,5 @@
-"""What quantization costs: the README's table is the result file's, and the file holds what is claimed of the methods."""
+"""The loss of quantization: README's table is that of the result file, and the file supports the claims about
+the methods."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MODELS = ("docs-llama", "docs-deepseek")
 
 
 def worse(row: dict[str, Any], than: dict[str, Any]) -> bool:
-    """Whether a row loses more than another, by more than chance: twice the standard error of the windows' differences."""
+    """Whether `row` loses significantly more than `than`: by twice the standard error of the windows'
+    differences."""
     difference = row["loss"] - than["loss"]
     if "window_losses" not in row or "window_losses" not in than:
         return difference > 0
@@ -42,8 +44,8 @@ def test_rows_are_whole_and_repeatable() -> None:
         row = ROWS[model, scheme, method] if kv == AUTO else CACHES[model, kv]
         assert row["tokens"] == 96 * 1023
         device = "cuda" if "--device cuda" in row["command"] else "cpu"
-        asked = Settings(**DATA["settings"], device=device)
-        assert row["command"] == command(Case(f"examples/models/{model}", scheme, method, kv), asked)
+        settings = Settings(**DATA["settings"], device=device)
+        assert row["command"] == command(Case(f"examples/models/{model}", scheme, method, kv), settings)
         assert DATA["runs"][row["run"]]["device"] is not None
     for model in MODELS:
         assert (model, "float", "rtn") in ROWS
@@ -54,7 +56,7 @@ def test_rows_are_whole_and_repeatable() -> None:
 
 
 def test_quantized_caches_lose_little() -> None:
-    """Not more than 0.01 nats per token, and more than nothing; a model with a latent cache has none of these rows."""
+    """The loss is between 0 and 0.01 nats per token. A model with a latent cache has none of these rows."""
     assert {*CACHES} == {("docs-llama", kv) for kv in KV_DTYPES}
     for (model, _), row in CACHES.items():
         assert 0 < row["loss"] - ROWS[model, "float", "rtn"]["loss"] < 0.01
@@ -65,7 +67,8 @@ def test_quantized_caches_lose_little() -> None:
 
 
 def test_gptq_loses_less() -> None:
-    """At most 60 % of what round to nearest loses with int4_g128 on docs-llama; nowhere more than it."""
+    """GPTQ loses at most 60 % of what round to nearest loses with int4_g128 on docs-llama, and never more
+    than it."""
     plain, rtn, gptq = (
         ROWS["docs-llama", s, m]["loss"]
         for s, m in (("float", "rtn"), ("int4_g128", "rtn"), ("int4_g128", "gptq"))
@@ -77,7 +80,8 @@ def test_gptq_loses_less() -> None:
 
 
 def test_a_worse_row_is_seen() -> None:
-    """Planted: a loss that is a little more in every window; one that is as much more in some as less in others is chance."""
+    """Planted fault: a loss slightly higher in every window is worse; one that is higher in some and lower in
+    others is chance."""
     row = {"loss": 2.0, "window_losses": [2.0, 2.1, 1.9]}
     assert worse({"loss": 2.001, "window_losses": [2.001, 2.101, 1.901]}, row)
     assert not worse({"loss": 2.001, "window_losses": [2.1, 2.0, 1.903]}, row)

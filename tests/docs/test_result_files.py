@@ -1,4 +1,5 @@
-"""The tree keeps a result file for each claim of today: every file is named where its claim is made, and every name is a file."""
+"""The tree keeps one result file per present claim: every file is named where its claim is made, and every
+name is a file."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ NAMED = re.compile(r"bench/results/[\w./*-]*[\w*]")
 
 
 def texts() -> dict[Path, str]:
-    """Pages, sources and their comments: where claims are made. Logs are about the past, and tests claim nothing."""
+    """Returns the pages and sources that may make claims. Logs describe the past, and tests claim nothing."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     for folder in FOLDERS:
         paths += [
@@ -41,19 +42,20 @@ def texts() -> dict[Path, str]:
 
 @cache
 def patterns(text: str) -> tuple[str, ...]:
-    """The patterns of result files that a page names."""
+    """Returns the patterns of result files that a page names."""
     return tuple(name for name in NAMED.findall(text) if "*" in name)
 
 
 def claimed(path: Path, pages: Iterable[str]) -> bool:
-    """Whether a page names the file: by its path, by a pattern, by folder and name, or by its name, where that is unique."""
+    """Whether a page names the file by its path, by a pattern, by folder and name, or by its name if that is
+    unique."""
     names = ["/".join(path.parts[-2:])]
     if len([*RESULTS.rglob(path.name)]) == 1:
         names.append(path.name)
     short = re.compile(rf"(?<![\w/])(?:{'|'.join(map(re.escape, names))})")
-    whole = path.relative_to(ROOT).as_posix()
+    relative = path.relative_to(ROOT).as_posix()
     return any(
-        whole in text
+        relative in text
         or (any(name in text for name in names) and short.search(text) is not None)
         or any(path.match(pattern) for pattern in patterns(text))
         for text in pages
@@ -67,7 +69,7 @@ def test_every_result_file_is_named_where_its_claim_is_made() -> None:
 
 
 def test_a_file_that_no_page_names_is_seen() -> None:
-    """Planted: names that are part of another's, and a pattern of another folder."""
+    """Planted fault: names that are part of another name, and a pattern of another folder."""
     path = RESULTS / "h200" / "decode.json"
     assert claimed(path, ["see bench/results/h200/decode.json."]) and claimed(
         path, ["`bench/results/*/*.json`"]
@@ -78,7 +80,7 @@ def test_a_file_that_no_page_names_is_seen() -> None:
 
 
 def test_every_name_is_a_file() -> None:
-    """Of paths and patterns below bench/results, in logs, too, and of performance pages that sources name."""
+    """Checks paths and patterns below bench/results, also in logs, and performance pages that sources name."""
     missing = []
     for path, text in texts().items():
         names = NAMED.findall(text.replace("0c38055:bench/results/", ""))
@@ -92,11 +94,11 @@ def test_every_name_is_a_file() -> None:
 def test_files_of_a_log_are_in_the_tree_or_in_the_commit_that_it_names(log: Path) -> None:
     text = log.read_text(encoding="utf-8")
     names = set(re.findall(r"`(\d+_\w+\.(?:json|txt)|counters\.json|racecheck_minimal\.txt)`", text))
-    gone = {name for name in names if not any(RESULTS.rglob(name))}
-    if not gone:
+    missing = {name for name in names if not any(RESULTS.rglob(name))}
+    if not missing:
         return
     commit = re.search(r"git show (\w+):(bench/results/[\w/]+)/NAME", text)
-    assert commit, f"{log.name} names {sorted(gone)}, and no commit that has them"
+    assert commit, f"{log.name} names {sorted(missing)}, and no commit that has them"
     listed = subprocess.run(
         ["git", "ls-tree", "--name-only", commit[1], f"{commit[2]}/"],
         cwd=ROOT,
@@ -105,11 +107,11 @@ def test_files_of_a_log_are_in_the_tree_or_in_the_commit_that_it_names(log: Path
     )
     if listed.returncode:
         pytest.skip("this checkout has no history back to that commit")
-    assert gone <= {Path(line).name for line in listed.stdout.splitlines()}
+    assert missing <= {Path(line).name for line in listed.stdout.splitlines()}
 
 
 def test_every_log_belongs_to_a_page() -> None:
-    """One page that is no log links to it, and it links back."""
+    """Exactly one page that is not a log links to each log, and the log links back."""
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != LOGS]
     for log in LOGS.glob("*.md"):
         owners = [page for page in pages if f"log/{log.name})" in page.read_text(encoding="utf-8")]

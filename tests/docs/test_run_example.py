@@ -1,4 +1,4 @@
-"""examples/run.py, which `make run` runs, writes plain text into a file."""
+"""examples/run.py, which `make run` runs, writes plain text to a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _example():
 
 
 class Canned:
-    """A model that answers two chunks."""
+    """A model that generates two fixed chunks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,9 +38,8 @@ def test_no_markup_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(example, "LLM", Canned)
     example.answer("docs-llama")
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0] == f"docs-llama (bf16): {example.PROMPT} a [bold] copy of it."
-    )  # the model's brackets stay
+    # The model's brackets are preserved.
+    assert lines[0] == f"docs-llama (bf16): {example.PROMPT} a [bold] copy of it."
     assert lines[1].startswith("  [2 tokens in ")
 
 

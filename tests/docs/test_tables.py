@@ -1,4 +1,4 @@
-"""The committed tables of operations and kernels are what the registry says."""
+"""The committed tables of operations and kernels match the registry."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ def test_the_readme_holds_the_table() -> None:
 
 
 def test_the_table_sits_between_marks_and_leaves_the_rest() -> None:
-    made = tables.readme(default_registry(), f"# a\n\n{tables.BEGIN}\na stale table\n{tables.END}\nafter\n")
-    assert (
-        made.startswith("# a\n\n")
-        and made.endswith("\nafter\n")
-        and "a stale table" not in made
-        and "`rms_norm`" in made
+    updated = tables.readme(
+        default_registry(), f"# a\n\n{tables.BEGIN}\na stale table\n{tables.END}\nafter\n"
     )
-    assert tables.readme(default_registry(), made) == made
+    assert (
+        updated.startswith("# a\n\n")
+        and updated.endswith("\nafter\n")
+        and "a stale table" not in updated
+        and "`rms_norm`" in updated
+    )
+    assert tables.readme(default_registry(), updated) == updated
     with pytest.raises(ValueError, match="no <!-- /ops-table -->"):
         tables.readme(default_registry(), tables.BEGIN)
 
 
 def _cells() -> dict[tuple[str, str], list[str]]:
-    """(operation, heading) -> the letters of the README's table, as printed."""
+    """Maps (operation, heading) to the letters in README's table, as printed."""
     text = tables.README.read_text(encoding="utf-8").partition(tables.BEGIN)[2].partition(tables.END)[0]
     header, _, *rows = [
         line.strip("|").split("|") for line in text.strip().splitlines() if line.startswith("|")
@@ -67,7 +69,8 @@ def _cells() -> dict[tuple[str, str], list[str]]:
 
 
 def test_every_letter_has_its_evidence() -> None:
-    """From the files themselves: a bold letter ran (a report, a device test, or here), any other is in the compile matrix."""
+    """Read from the files themselves: a bold letter ran (a report, a device test, or here), any other is in
+    the compile matrix."""
     registry, checked = default_registry(), 0
     baseline = json.loads((ROOT / "ci" / "compile_baseline.json").read_text(encoding="utf-8"))
     built = {(key.partition("/")[0], key.partition("@")[2]) for key in baseline}
@@ -99,14 +102,15 @@ def test_every_letter_has_its_evidence() -> None:
 
 
 def test_columns_are_the_compile_matrix_and_the_cpu_of_the_tests() -> None:
-    """Nothing was compiled for or run on sm_75, XPU or arm64, so the table does not speak of them."""
+    """Nothing was compiled for or run on sm_75, XPU or arm64, so the table has no such columns."""
     assert tuple(heading for heading, _ in tables.COLUMNS) == (*compile_matrix.TARGETS, "x86-64")
     for heading in ("sm_75", "xpu", "arm64", "gfx1030"):
         assert heading not in tables.ops_table(default_registry())
 
 
 def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a target leaves the baseline, a case of a kernel stops compiling, the reports and device tests are gone."""
+    """Planted fault: a target leaves the baseline, a case of a kernel stops compiling, and reports and device
+    tests are gone."""
     registry = default_registry()
     mark = registry.kernel("rms_norm", "rms_norm_triton")
     assert tables.evidence(mark, "sm_80") == "compiled" and tables.evidence(mark, "sm_90") == "run"
@@ -114,8 +118,8 @@ def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("linear_aiter", "linear_deepgemm"):
         kernel = registry.kernel("linear", name)
         assert not any(tables.evidence(kernel, heading) for heading, _ in tables.COLUMNS), name
-    left = tables.compiled() - {("rms_norm_triton", "sm_80"), ("permute_triton", "gfx942")}
-    monkeypatch.setattr(tables, "compiled", lambda: left)
+    remaining = tables.compiled() - {("rms_norm_triton", "sm_80"), ("permute_triton", "gfx942")}
+    monkeypatch.setattr(tables, "compiled", lambda: remaining)
     monkeypatch.setattr(tables, "reported", dict)
     table = tables.ops_table(registry)
     rows = {
@@ -125,9 +129,8 @@ def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch) ->
     }
     headings = [heading for heading, _ in tables.COLUMNS]
     assert rows["rms_norm"][headings.index("sm_80")].strip() == "-"
-    assert (
-        rows["rms_norm"][headings.index("sm_90")].strip() == "T"
-    )  # compiled, and no longer shown to have run
+    # Compiled, but no longer shown to run.
+    assert rows["rms_norm"][headings.index("sm_90")].strip() == "T"
     assert rows["moe"][headings.index("gfx942")].strip() == "-"  # a part of the chain is missing
     assert rows["moe"][headings.index("gfx950")].strip() == "T"
 
@@ -141,7 +144,7 @@ def test_a_pair_that_cannot_compile_is_no_evidence(tmp_path: Path, monkeypatch: 
 
 
 def test_chains_are_the_kernels_without_code_of_their_own() -> None:
-    """Triton kernels without compile cases launch other kernels, which have them; their launcher imports those."""
+    """Triton kernels without compile cases launch other kernels that have them; their launcher imports those."""
     registry = default_registry()
     kernels = {kernel.name: kernel for kernel in registry.all_kernels()}
     bare = {k.name for k in kernels.values() if k.language == "triton" and k.aot is None}
