@@ -1,4 +1,4 @@
-"""Which ISA levels this processor can run, read from /proc/cpuinfo and the build's manifest."""
+"""The ISA levels that this processor can run, from /proc/cpuinfo and the build's manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = {
 
 
 def runnable_levels() -> list[str]:
-    """Levels that were built and that this processor has."""
+    """Returns the levels that were built and that this processor has."""
     present: set[str] = set()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features")):

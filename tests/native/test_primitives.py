@@ -71,14 +71,15 @@ def test_widen_every_pattern(lib: dict[str, Any], dtype: torch.dtype) -> None:
     vector, scalar = torch.empty(1 << 16), torch.empty(1 << 16)
     assert lib["t_widen"](bits.data_ptr(), vector.data_ptr(), scalar.data_ptr(), 1 << 16, CODES[dtype]) == 0
     finite = ~expected.isnan()
-    for got in (vector, scalar):
-        assert torch.equal(got[finite].view(torch.int32), expected[finite].view(torch.int32))
-        assert got[~finite].isnan().all()
+    for widened in (vector, scalar):
+        assert torch.equal(widened[finite].view(torch.int32), expected[finite].view(torch.int32))
+        assert widened[~finite].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_narrow_rounds_to_nearest_even(lib: dict[str, Any], dtype: torch.dtype) -> None:
-    # Every 16-bit value, the midpoints to its successor, and their float32 neighbours: all the places where rounding turns.
+    # Every 16-bit value, the midpoints to its successor, and their float32 neighbours: every point where
+    # rounding changes.
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).float()
     if dtype is torch.bfloat16:
         middle = values.view(torch.int32) + 0x8000
@@ -110,10 +111,10 @@ def test_narrow_rounds_to_nearest_even(lib: dict[str, Any], dtype: torch.dtype) 
     vector, scalar = (torch.empty(x.numel(), dtype=torch.uint16) for _ in range(2))
     assert lib["t_narrow"](x.data_ptr(), vector.data_ptr(), scalar.data_ptr(), x.numel(), CODES[dtype]) == 0
     nan = x.isnan()
-    for got in (vector, scalar):
-        wrong = (got.view(torch.int16) != expected.view(torch.int16)) & ~nan
-        assert not wrong.any(), (x[wrong][:5], got.view(dtype)[wrong][:5], expected[wrong][:5])
-        assert got.view(dtype)[nan].isnan().all()
+    for narrowed in (vector, scalar):
+        wrong = (narrowed.view(torch.int16) != expected.view(torch.int16)) & ~nan
+        assert not wrong.any(), (x[wrong][:5], narrowed.view(dtype)[wrong][:5], expected[wrong][:5])
+        assert narrowed.view(dtype)[nan].isnan().all()
 
 
 def test_exp_within_two_ulp(lib: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""gm_rms_norm, called raw at every level that this processor runs."""
+"""gm_rms_norm, called directly at every level that this processor runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .levels import runnable_levels
 
 ARGS = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int)
 EPS = 1e-5
+# Half an ulp of each, relative to the value.
 DTYPES = {
     torch.float32: 1.2e-7,
     torch.float16: 2**-11,
     torch.bfloat16: 2**-8,
-}  # half an ulp of each, relative
+}
 
 
 def run(level: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
@@ -45,7 +46,7 @@ def test_matches_float64(level: str, dtype: torch.dtype, rows: int, cols: int) -
     generator = torch.Generator().manual_seed(rows * 10007 + cols)
     x = torch.randn(rows, cols, generator=generator).to(dtype)
     w = torch.randn(cols, generator=generator).to(dtype)
-    # Rows lie in a wider buffer of NaN: a read past a row poisons it, a write past a row shows.
+    # Rows lie in a wider buffer of NaN: a read past a row gives NaN, and a write past a row is detected.
     guard = torch.full((rows + 1, cols + 5), float("nan"), dtype=dtype)
     guard[:rows, :cols] = x
     sink = torch.full((rows + 1, cols + 3), -7.0, dtype=dtype)

@@ -1,4 +1,5 @@
-"""ci/sanitize.sh catches what it is there for: faults planted in a core, and a core that no sanitizer program calls."""
+"""ci/sanitize.sh catches the faults that it exists for: faults planted in a core, and a core that no
+sanitizer program calls."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def entries(source: Path) -> set[str]:
 
 
 def test_every_core_has_a_program() -> None:
-    """Each entry of each C++ CPU source, and of each CPU kernel of the registry, is in some program's table of levels."""
+    """Each entry of each C++ CPU source, and of each CPU kernel of the registry, is in the table of levels of
+    some program."""
     called: set[str] = set()
     for program in (ROOT / "tests" / "native").glob("*_asan.cpp"):
         called |= set(re.findall(r"\bGM_LEVELS\((\w+)", program.read_text()))
@@ -42,7 +44,7 @@ def test_every_core_has_a_program() -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what ci/sanitize.sh reads, with one core at one level."""
+    """A copy of the files that ci/sanitize.sh reads, with one core at one level."""
     place = tmp_path_factory.mktemp("tree")
     for name in (
         "CMakeLists.txt",
@@ -65,7 +67,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
-    """Status and output of ci/sanitize.sh with `old` in the core replaced."""
+    """Runs ci/sanitize.sh with `old` in the core replaced by `new`. Returns its status and output."""
     text = (ROOT / CORE).read_text()
     assert text.count(old) >= 1, f"{CORE} has no {old!r} any more: plant the fault elsewhere"
     (tree / CORE).write_text("// gm-levels: base neon\n" + (text.replace(old, new) if old else text))
@@ -83,8 +85,8 @@ def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
 
 @needs_tools
 def test_a_clean_core_passes(tree: Path) -> None:
-    status, said = sanitize(tree)
-    assert status == 0 and "sanitizers: 1 of 1 entries ran clean" in said, said
+    status, output = sanitize(tree)
+    assert status == 0 and "sanitizers: 1 of 1 entries ran clean" in output, output
 
 
 @needs_tools
@@ -104,8 +106,8 @@ def test_a_clean_core_passes(tree: Path) -> None:
     ids=["tail read whole", "tail written whole", "a row too many", "undefined shift", "wrong value"],
 )
 def test_planted_faults_are_caught(tree: Path, old: str, new: str, complaint: str) -> None:
-    status, said = sanitize(tree, old, new)
-    assert status != 0 and complaint in said, said
+    status, output = sanitize(tree, old, new)
+    assert status != 0 and complaint in output, output
 
 
 @needs_tools
@@ -115,7 +117,7 @@ def test_a_core_without_a_program_fails(tree: Path) -> None:
         '// gm-levels: base neon\n#include "gm_cpu.h"\nGM_KERNEL(gm_orphan)(int) { return GM_OK; }\n'
     )
     try:
-        status, said = sanitize(tree)
-        assert status != 0 and "no sanitizer program calls gm_orphan__" in said, said
+        status, output = sanitize(tree)
+        assert status != 0 and "no sanitizer program calls gm_orphan__" in output, output
     finally:
         orphan.unlink()
