@@ -1,4 +1,5 @@
-"""The CUDA part of the build: which way GRISTMILL_CUDA goes, and a tiny kernel through the whole of it. No GPU is needed."""
+"""The CUDA part of the build: the values of GRISTMILL_CUDA, and a tiny kernel from source to call. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -23,15 +24,14 @@ pytestmark = needs_cmake
 
 
 def configure(build: Path, *options: str, nvcc: bool = True) -> subprocess.CompletedProcess[str]:
-    """Configure as a wheel build does, so that nothing is written beside the sources."""
+    """Configures as a wheel build does, so that nothing is written beside the sources."""
     environment = {
         key: value
         for key, value in os.environ.items()
         if key not in {"GRISTMILL_CUDA", "GRISTMILL_RARE", "CUDA_HOME", "NVCC", "CUDACXX"}
     }
-    if (
-        not nvcc
-    ):  # neither on PATH nor in CMake's own list of places; the tools that are needed go by full path
+    # Neither on PATH nor where CMake looks by default; the tools that are needed are given by full path.
+    if not nvcc:
         folders = [
             folder for folder in environment["PATH"].split(os.pathsep) if not (Path(folder) / "nvcc").exists()
         ]
@@ -55,9 +55,9 @@ def configure(build: Path, *options: str, nvcc: bool = True) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def status_line(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "gristmill CUDA:" in line]
+def status_line(process: subprocess.CompletedProcess[str]) -> str:
+    assert process.returncode == 0, process.stderr
+    lines = [line for line in process.stdout.splitlines() if "gristmill CUDA:" in line]
     assert len(lines) == 1
     return lines[0]
 
@@ -67,9 +67,9 @@ def test_off(tmp_path: Path) -> None:
     assert "off, by GRISTMILL_CUDA" in status_line(process)
     assert not (tmp_path / "_lib" / "manifest.json").exists(), "nothing is built yet"
     subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
-    made = json.loads((tmp_path / "_lib" / "manifest.json").read_text())
-    assert made["cuda"] == {} and "base" in made["cpu_levels"]
-    assert not any(name.endswith(".cu") for name in made["sources"])
+    manifest = json.loads((tmp_path / "_lib" / "manifest.json").read_text())
+    assert manifest["cuda"] == {} and "base" in manifest["cpu_levels"]
+    assert not any(name.endswith(".cu") for name in manifest["sources"])
 
 
 def test_unknown_mode_is_refused(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_unknown_mode_is_refused(tmp_path: Path) -> None:
 def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
     process = configure(tmp_path, "-DGRISTMILL_RARE=off")
     assert "without 9 rare source(s) (GRISTMILL_RARE=off)" in status_line(process)
-    made = json.loads((tmp_path / "manifest_base.json").read_text())
-    assert len(made["left_out"]) == 9 and "linear_int4_g64_gemm_ws_sm90" in made["left_out"]
+    manifest = json.loads((tmp_path / "manifest_base.json").read_text())
+    assert len(manifest["left_out"]) == 9 and "linear_int4_g64_gemm_ws_sm90" in manifest["left_out"]
     assert "linear_int4_g64_gemm_ws_sm90" not in (tmp_path / "compiled.cmake").read_text()
     assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))
     assert json.loads((tmp_path / "manifest_base.json").read_text())["left_out"] == []

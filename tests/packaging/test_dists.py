@@ -1,4 +1,5 @@
-"""ci/check_wheel.py notices what must not be in a dist, and the Makefile's helpers say what is wrong."""
+"""ci/check_wheel.py reports files that must not be in a distribution, and the Makefile's helpers report what
+is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ import requirements  # noqa: E402
 
 
 def test_tests_import_this_tree() -> None:
-    """An editable install of another checkout would win over PYTHONPATH, and its code would be tested instead."""
+    """An editable install of another checkout would precede PYTHONPATH, and its code would be tested instead."""
     assert Path(gristmill.__file__).resolve() == ROOT / "src" / "gristmill" / "__init__.py"
 
 
@@ -120,18 +121,19 @@ def test_every_requirement_of_ci_is_pinned() -> None:
 
 
 NOT_OURS = {"deep-gemm", "deepgemm", "aiter", "nvidia-cutlass-dsl"}
-"""Never installed: projects on the index that are not the libraries which our wrappers call, or that no kernel uses."""
+"""Never installed: projects on the index that are not the libraries which our wrappers call, or that no
+kernel uses."""
 
 
 def distributions(extra: str | None) -> set[str]:
-    """Normalized names of what gristmill, or gristmill with an extra, installs."""
+    """Returns the normalized names of what gristmill installs, alone or with an extra."""
     lines = requirements.requirements(project(), [extra] if extra else [])
     names = (re.match(r"[A-Za-z0-9._-]+", line) for line in lines)
     return {normal_name(name.group()) for name in names if name}
 
 
 def impostors(loaded: dict) -> dict[str, set[str]]:
-    """Extra -> names of NOT_OURS among its requirements, as written; empty when all is well."""
+    """Maps each extra to the names of NOT_OURS among its requirements, as written."""
     written = {"": loaded["dependencies"], **loaded["optional-dependencies"]}
     actual = {
         extra: {normal_name(re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0]) for line in lines} & NOT_OURS
@@ -142,7 +144,7 @@ def impostors(loaded: dict) -> dict[str, set[str]]:
 
 def test_no_extra_installs_another_project_of_a_librarys_name() -> None:
     assert impostors(project()) == {}
-    for extra in project()["optional-dependencies"]:  # through extras of extras, too
+    for extra in project()["optional-dependencies"]:  # also through extras of extras
         assert not distributions(extra) & NOT_OURS
     pinned = {line.partition("==")[0] for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines()}
     assert not {normal_name(name) for name in pinned} & NOT_OURS
@@ -154,9 +156,9 @@ def test_no_extra_installs_another_project_of_a_librarys_name() -> None:
 
 
 def test_an_extra_of_a_kernel_library_is_called_by_a_kernel() -> None:
-    """What `all` adds to the product's own extras are providers of kernels."""
+    """Whatever `all` adds to the product's own extras provides kernels."""
     product = ("runtime", "gguf", "metrics", "structured", "tracing", "bench")
-    ours = set().union(*(distributions(extra) for extra in product))
+    own_requirements = set().union(*(distributions(extra) for extra in product))
     libraries = project()["optional-dependencies"].keys() - {
         *product,
         "pytest",
@@ -167,7 +169,7 @@ def test_an_extra_of_a_kernel_library_is_called_by_a_kernel() -> None:
     }
     providers = {kernel.provider for kernel in default_registry().all_kernels()}
     assert libraries == {"flashinfer", "humming"} and libraries <= providers
-    assert distributions("all") == ours.union(*(distributions(extra) for extra in libraries))
+    assert distributions("all") == own_requirements.union(*(distributions(extra) for extra in libraries))
 
 
 def test_kernels_alone_need_three_packages() -> None:

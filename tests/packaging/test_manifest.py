@@ -1,4 +1,4 @@
-"""What a build writes into its manifest of each source, on small sources made for it. No GPU is needed."""
+"""The manifest entries that a build writes per source, on small sources made for the test. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Tree:
-    """Two cores that share a header, one of which calls the other, and one apart."""
+    """Two cores that share a header and of which one calls the other, and a separate one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.build = folder, folder / "build"
@@ -38,7 +38,7 @@ class Tree:
         (self.folder / name).write_text(text)
 
     def make(self, *options: str) -> dict[str, Compiled]:
-        """Configure as a wheel build does, build, and read the manifest: by file name."""
+        """Configures as a wheel build does, builds, and returns the manifest by file name."""
         sources = ";".join(str(self.folder / f"_{name}_cpu.cpp") for name in ("one", "two", "apart"))
         command = ["cmake", "-S", ROOT, "-B", self.build, "-G", "Ninja", "-DSKBUILD_STATE=wheel"]
         command += ["-DGRISTMILL_CUDA=off", f"-DGRISTMILL_CPU_SOURCES={sources}", *options]
@@ -87,7 +87,7 @@ def test_manifest_follows_sources_includes_and_flags(tmp_path: Path) -> None:
 
 
 def test_a_generated_source_has_the_digest_of_its_template(tmp_path: Path) -> None:
-    """CMake, told what an instance was generated from, and Python, which has only the template, agree."""
+    """CMake, which knows the origin of an instance, and Python, which has only the template, agree."""
     kernels = tmp_path / "kernels" / "mix"
     (tmp_path / "kernels" / "_native").mkdir(parents=True)
     kernels.mkdir()
@@ -105,7 +105,7 @@ def test_a_generated_source_has_the_digest_of_its_template(tmp_path: Path) -> No
     instance.write_text('extern "C" int gm_mix_a() { return 0; }\n')
     subprocess.run(["c++", "-x", "c++", "-c", instance, "-o", build / "a.o"], check=True)
     (build / "base.json").write_text("{}")
-    told = {
+    variables = {
         "GM_BUILDS": "sm_90a;own_cuda",
         "GM_SOURCES_sm_90a": instance,
         "GM_OBJECTS_sm_90a": build / "a.o",
@@ -119,7 +119,7 @@ def test_a_generated_source_has_the_digest_of_its_template(tmp_path: Path) -> No
         "GM_MANIFEST": build / "manifest.json",
     }
     (build / "compiled.cmake").write_text(
-        "".join(f'set("{name}" "{value}")\n' for name, value in told.items())
+        "".join(f'set("{name}" "{value}")\n' for name, value in variables.items())
     )
     script = ROOT / "cmake" / "digests.cmake"
     subprocess.run(["cmake", f"-DGM_COMPILED={build / 'compiled.cmake'}", "-P", script], check=True)
@@ -136,7 +136,8 @@ def changed(before: dict[str, Compiled], after: dict[str, Compiled]) -> set[str]
 
 
 def test_what_was_built_here_is_what_is_read_here() -> None:
-    """CMake, which asks the objects, and Python, which reads text, say the same of every source that has not changed since."""
+    """CMake, which inspects the objects, and Python, which reads text, agree on every source that is
+    unchanged since the build."""
     built = {source.name: source for source in Sources().built()}
     if not built:
         pytest.skip("the libraries here were built by something older")

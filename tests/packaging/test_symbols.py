@@ -1,4 +1,5 @@
-"""The library's ties to torch: only symbols of torch 2.11's stable C ABI, declared as torch declares them."""
+"""The library's dependence on torch: only symbols of torch 2.11's stable C ABI, declared as torch declares
+them."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_planted_faults_are_found(
 
 @needs_compiler
 def test_declarations_agree_with_torch(tmp_path: Path) -> None:
-    """torch's header and ours in one file: a difference is a conflicting declaration."""
+    """Compiles torch's header and ours in one file: a difference is a conflicting declaration."""
     include = Path(torch.__file__).parent / "include"
     if not (include / "torch" / "csrc" / "stable" / "c" / "shim.h").is_file():
         pytest.skip("this torch has no headers")
