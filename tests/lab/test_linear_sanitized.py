@@ -1,4 +1,4 @@
-"""The program that compute-sanitizer watches reaches every way in which the kernels of linear add their sums."""
+"""The program for compute-sanitizer reaches every method by which the kernels of linear add partial sums."""
 
 from __future__ import annotations
 

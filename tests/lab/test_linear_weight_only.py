@@ -1,4 +1,4 @@
-"""The program that times weight-only linear, as far as it runs without a GPU: what it is asked, how it judges."""
+"""The program that times weight-only linear, as far as it runs without a GPU: its arguments and its verdicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def samples(**us: float) -> dict[str, list[float]]:
     [
         (16, "int4_g128", 10.0, 15.0, 1.0, True),
         (16, "int4_g128", 10.1, 15.0, 1.0, False),
-        (16, "int4_g128", 10.1, 15.0, 8.6, True),  # 0.85 of the floor's speed is enough
+        (16, "int4_g128", 10.1, 15.0, 8.6, True),  # 0.85 of the floor's speed is sufficient
         (128, "int4_g128", 10.0, 12.0, 1.0, True),
         (129, "int4_g128", 10.0, 10.0, 1.0, True),
         (129, "int4_g128", 10.1, 10.0, 1.0, False),
@@ -43,14 +43,14 @@ def test_the_bar(m: int, scheme: str, ours: float, peer: float, floor: float, me
 
 
 def test_clocks_that_fall_in_the_middle_do_not_decide() -> None:
-    """Both take 10 % longer from some round on; by medians alone the one whose step came a round earlier would lose."""
-    taken = {"ours": [100.0] * 5 + [110.0] * 6, "peer": [100.5] * 6 + [110.5] * 5}
-    judgement = program.verdict(taken, {"ours"}, 1024, "int4_g128", 1.0)
+    """Both take 10 % longer from some round on. By medians alone, the one that slows down a round earlier
+    would lose."""
+    samples_of = {"ours": [100.0] * 5 + [110.0] * 6, "peer": [100.5] * 6 + [110.5] * 5}
+    judgement = program.verdict(samples_of, {"ours"}, 1024, "int4_g128", 1.0)
     assert judgement["bar_us"] == 100.5 and judgement["met"]
     low, ratio, high = judgement["over_peer"]
-    assert [low, ratio, high] == pytest.approx(
-        [0.995] * 3, abs=1e-3
-    )  # the round between the two steps is left out
+    # The round between the two steps is left out.
+    assert [low, ratio, high] == pytest.approx([0.995] * 3, abs=1e-3)
     slower = {"ours": [102.0] * 11, "peer": [100.0] * 11}
     assert not program.verdict(slower, {"ours"}, 1024, "int4_g128", 1.0)["met"]
 
@@ -69,7 +69,8 @@ def test_what_it_is_asked() -> None:
 
 
 class Calls:
-    """Graphs' place on a CPU: calls are made one after the other, and take as many microseconds as there are in their graph."""
+    """Stands in for CUDA graphs on a CPU: calls run one after the other, and take as many microseconds as
+    their graph has calls."""
 
     def __init__(self) -> None:
         self.graphs: dict[str, Any] = {}
@@ -97,12 +98,12 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(program, "Graphs", Calls)
     monkeypatch.setattr(program, "environment", dict)
-    out, kept = tmp_path / "found.json", tmp_path / "store.json"
+    out, store = tmp_path / "found.json", tmp_path / "store.json"
     expected = [
         "--out",
         str(out),
         "--store",
-        str(kept),
+        str(store),
         "--schemes",
         "int4_g128",
         "--shapes",
@@ -131,7 +132,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
             and row["isolated_us"].keys() == row["us"].keys()
         )
         assert row["isolated_best"] in row["configs"] and row["isolated_met"] in (True, False)
-    kernels = {timing.kernel for timing in Store.read(kept).timings}
+    kernels = {timing.kernel for timing in Store.read(store).timings}
     assert kernels == {name.split("/")[0] for name in rows[0]["configs"]}
     assert "bars met: " in capsys.readouterr().out
     monkeypatch.setattr(
@@ -142,7 +143,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
 
 
 def test_a_kernel_whose_layouts_do_not_take_the_scheme_is_refused_by_name() -> None:
-    """Not an error of the program: such a kernel is a row of `refused`."""
+    """The refusal is no error of the program: such a kernel is a row of `refused`."""
     shape = object.__new__(program.Shape)
     shape.scheme, shape.registry = "fp8_block", default_registry()
     with pytest.raises(LayoutError, match="no layout of linear_w4a16_decode_sm90 takes fp8_block"):
@@ -150,7 +151,7 @@ def test_a_kernel_whose_layouts_do_not_take_the_scheme_is_refused_by_name() -> N
 
 
 class Graph:
-    """A CUDA graph's place: as torch does before it captures, memory that nobody holds is collected."""
+    """Stands in for a CUDA graph: like torch, it collects unreferenced memory before it captures."""
 
     def __enter__(self) -> None:
         gc.collect()

@@ -1,4 +1,5 @@
-"""Loading next to safetensors: the bar of pass-through formats, in processor time, on checkpoints of a tenth of a gigabyte."""
+"""Loading compared with safetensors: the bar for pass-through formats, in processor time, on checkpoints of a
+tenth of a gigabyte."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from gristmill.quant import quantize
 from lab import loading, loading_cases, loading_memory, loading_turns
 
 LIMIT = 2.0
-"""1.5 is the bar of the measurement of 2 GB (bench/results/cpu); processor time of little files on a busy machine is noisier."""
+"""The bar of the measurement with 2 GB (bench/results/cpu) is 1.5; processor time for small files on a busy
+machine is noisier."""
 SMALL = {name: (n // 2, k // 2) for name, (n, k) in loading_cases.SHAPES.items()}
-"""Of a few megabytes each: of smaller ones the time is in the checks."""
+"""A few megabytes each: smaller ones spend their time in checks."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def best(case: str, folder: Path, who: str = "reader", run_turn: loading.Turn = loading.turn) -> float:
-    """The least processor time, as a multiple of safetensors' least."""
+    """Returns the least processor time, as a multiple of safetensors' least."""
     return float(loading.measure(case, folder, 100_000_000, rounds=5, run_turn=run_turn)[0][f"{who}_cpu_min"])
 
 
@@ -48,26 +50,27 @@ def test_a_reader_that_converts_to_floats_is_seen(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", loading.CASES)
 def test_what_is_timed_is_the_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader's tensors hold what the reader's do, joined; all in their own memory, and the kernels' layout in the same."""
+    """The loader's tensors equal the joined tensors of the reader. All own their memory, which the kernels'
+    layout shares."""
     if name.startswith("gguf"):
         pytest.importorskip("gguf")
     monkeypatch.setitem(loading_cases.STACKED, "mlp.experts.gate_up_proj", (128, 64))
     monkeypatch.setitem(loading_cases.STACKED, "mlp.experts.down_proj", (64, 64))
-    made = loading.synthesize(loading.CASES[name](), tmp_path, 1)
-    parts = iter(loading_turns.readers(made))
-    held, packed = loading_turns.loaded(made), loading_turns.packed(made)
-    assert len(held) == len(made.table.weights) == len(packed)
-    for weight, found, slots in zip(made.table.weights, held, packed, strict=True):
+    checkpoint = loading.synthesize(loading.CASES[name](), tmp_path, 1)
+    parts = iter(loading_turns.readers(checkpoint))
+    loaded, packed = loading_turns.loaded(checkpoint), loading_turns.packed(checkpoint)
+    assert len(loaded) == len(checkpoint.table.weights) == len(packed)
+    for weight, quantized, slots in zip(checkpoint.table.weights, loaded, packed, strict=True):
         read = [next(parts).dequantize() for _ in weight.sources]
-        assert torch.equal(found.dequantize(), torch.cat(read, -2)) and bool(read[0].count_nonzero())
-        assert all(t.untyped_storage().resizable() for t in found.tensors().values())
-        assert torch.equal(slots.slots["codes"], found.codes)
+        assert torch.equal(quantized.dequantize(), torch.cat(read, -2)) and bool(read[0].count_nonzero())
+        assert all(t.untyped_storage().resizable() for t in quantized.tensors().values())
+        assert torch.equal(slots.slots["codes"], quantized.codes)
 
 
 def test_gptq_is_what_was_written(tmp_path: Path) -> None:
-    made = loading.synthesize(loading.CASES["gptq int4_g128"](), tmp_path, 1)
+    checkpoint = loading.synthesize(loading.CASES["gptq int4_g128"](), tmp_path, 1)
     q = quantize(torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)) * 0.02, "int4_g128")
-    assert torch.equal(loading_turns.loaded(made)[0].codes[:2048], q.codes)
+    assert torch.equal(loading_turns.loaded(checkpoint)[0].codes[:2048], q.codes)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_the_page_has_the_numbers_of_the_result_files(file: str, module: Any) ->
 
 
 def test_every_format_was_measured_warm_and_cold() -> None:
-    """The bar is 1.5 with the files in the page cache, for all whose codes are not repacked."""
+    """For all formats whose codes are not repacked, the bar with the files in the page cache is 1.5."""
     rows = json.loads((RESULTS / "loading_2gb.json").read_text())["rows"]
     assert {(r["case"], r["cache"]) for r in rows} == {
         (case, cache) for case in loading.CASES for cache in ("warm", "cold")

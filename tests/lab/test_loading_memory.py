@@ -1,4 +1,5 @@
-"""Peak memory of quantizing at load, counted exactly: every live tensor's memory, after every operation of torch."""
+"""Peak memory of quantizing while loading, counted exactly: the memory of all live tensors after every torch
+operation."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all memory that torch made while this is on and somebody holds, and the most there were."""
+    """Counts the bytes of memory that torch allocated in this mode and that is still referenced, and their
+    maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,24 +50,25 @@ class Live(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().resizable():
                 storage = tensor.untyped_storage()
-                held = self.holders.setdefault(storage._cdata, [storage.nbytes(), 0])
-                if not held[1]:
-                    self.now += held[0]
-                held[1] += 1
+                count = self.holders.setdefault(storage._cdata, [storage.nbytes(), 0])
+                if not count[1]:
+                    self.now += count[0]
+                count[1] += 1
                 weakref.finalize(tensor, self.dropped, storage._cdata)
         self.most = max(self.most, self.now)
         return result
 
     def dropped(self, key: int) -> None:
-        held = self.holders[key]
-        held[1] -= 1
-        if not held[1]:
-            self.now -= held[0]
+        count = self.holders[key]
+        count[1] -= 1
+        if not count[1]:
+            self.now -= count[0]
             del self.holders[key]
 
 
 def beside(folder: Path, scheme: str, policy: Policy) -> tuple[int, int]:
-    """(bytes above the loaded model's at the peak, bytes of the two largest tensors of the checkpoint or the model)."""
+    """Returns (bytes above the loaded model's at the peak, bytes of the two largest tensors of the checkpoint
+    or the model)."""
     load_model(folder, quant=scheme, policy=policy)
     with Live() as live:
         model = load_model(folder, quant=scheme, policy=policy)
@@ -73,7 +76,7 @@ def beside(folder: Path, scheme: str, policy: Policy) -> tuple[int, int]:
         e.dtype.itemsize * torch.Size(e.shape).numel() for e in SafetensorsCheckpoint(folder).entries.values()
     ]
     sizes += [t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in model.plans.owned}.values()]
-    assert live.now >= model.plans.weight_bytes  # nothing of the model was missed
+    assert live.now >= model.plans.weight_bytes  # every tensor of the model was counted
     return live.most - model.plans.weight_bytes, sum(sorted(sizes)[-2:])
 
 
@@ -106,11 +109,11 @@ def test_a_tensor_too_many_is_seen(
     write: Callable[[str], Path], policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: three float weights are held while parts are quantized, one more than the bar allows."""
-    kept: list[torch.Tensor] = []
+    clones: list[torch.Tensor] = []
     real = weights.quantize_part
 
     def greedy(name: str, tensor: torch.Tensor, scheme: Any) -> Any:
-        kept[:] = [*kept[-2:], tensor.clone()]
+        clones[:] = [*clones[-2:], tensor.clone()]
         return real(name, tensor, scheme)
 
     monkeypatch.setattr(weights, "quantize_part", greedy)

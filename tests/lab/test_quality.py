@@ -1,4 +1,5 @@
-"""The quality sweep: a row is what its command prints, an interrupted sweep resumes, and the table says what the rows say."""
+"""The quality sweep: a row equals the output of its command, an interrupted sweep resumes, and the table
+states the rows."""
 
 from __future__ import annotations
 
@@ -52,12 +53,12 @@ def test_a_sweep_goes_on_where_it_ended(
             for m, s, h, _ in todo[:2]
         ),
     )
-    out, asked = (
+    out, arguments = (
         tmp_path / "q.json",
         ([LLAMA], ["nvfp4"], ["rtn", "gptq", "awq"], QUICK, tmp_path / "q.json", 1, 9.0),
     )
-    assert run(*asked) == 2
-    assert run(*asked) == 0
+    assert run(*arguments) == 2
+    assert run(*arguments) == 0
     data = json.loads(out.read_text())
     assert [(r["scheme"], r["method"], r["run"]) for r in data["rows"]] == [
         (FLOAT, "rtn", 0),

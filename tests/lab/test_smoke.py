@@ -1,4 +1,5 @@
-"""Every program of lab/ runs in its smallest form. The programs are found in the folder: a new one without a form here fails."""
+"""Every program of lab/ runs in its smallest form. Programs are discovered in the folder: a new one without a
+form here fails."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PROGRAMS = [name for name in MODULES if '__name__ == "__main__"' in (ROOT / "lab
 
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs for GPUs with the CPU in a GPU's place: calls instead of graphs."""
+    """Runs the programs for GPUs on the CPU: calls instead of graphs."""
     for module in (gpu_graphs, linear_weight_only, linear_sanitized, mla_attention, paged_attention):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(attention_timing, "Graphs", Calls)
@@ -48,7 +49,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of a few megabytes."""
+    """Makes the layers a few megabytes in size."""
     monkeypatch.setattr(loading_cases, "SHAPES", SMALL_LAYERS)
     monkeypatch.setattr(loading_memory, "KINDS", SMALL_MODELS)
     monkeypatch.setattr(loading_memory, "SCHEMES", {"dense": ("int4_g128",)})
@@ -80,7 +81,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",
     ),
 }
-"""What each program needs in place of what a test cannot have, and its command line; OUT is a file."""
+"""Per program, replacements for what a test cannot have, and its command line; OUT is a file."""
 
 
 def test_every_program_has_a_smallest_form() -> None:
@@ -92,7 +93,7 @@ def test_every_program_has_a_smallest_form() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_file) -> None:
-    """Through `main`, as the command line calls it; a result file has rows, and says how it was made."""
+    """Runs `main` as the command line does; a result file has rows and states how it was made."""
     policy_file()
     prepare, line = FORMS[name]
     prepare(monkeypatch)
@@ -116,7 +117,7 @@ def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_programs_start_from_the_checkout() -> None:
-    """``python -m lab.NAME --help`` in one process for all."""
+    """Runs ``python -m lab.NAME --help`` for all programs in one process."""
     code = (
         "import contextlib, runpy, sys\n"
         f"for name in {PROGRAMS!r}:\n"
@@ -132,7 +133,7 @@ def test_programs_start_from_the_checkout() -> None:
 
 
 def test_the_package_imports_nothing_of_the_lab() -> None:
-    """The import contract `layers` says so, too; this one needs no import-linter."""
+    """The import contract `layers` says the same; this test does not need import-linter."""
     for folder in ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "src/gristmill"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
