@@ -1,4 +1,5 @@
-"""Round to nearest and dequantization a second time, in numpy with ml_dtypes, one group after the other."""
+"""A second implementation of round to nearest and dequantization, in numpy with ml_dtypes, one group after
+the other."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def fp8(v: np.ndarray) -> np.ndarray:
 
 def mx(v: np.ndarray, emax: int, element) -> np.ndarray:
     amax = float(np.abs(v).max())
-    # math.log2 is rounded; frexp is exact
+    # math.log2 rounds; frexp is exact
     exponent = -127 if amax == 0 else max(-127, int(np.frexp(amax)[1]) - 1 - emax)
     scale = F32(np.ldexp(1.0, exponent))
     return element(v / scale) * scale
@@ -55,7 +56,7 @@ def nvfp4(v: np.ndarray, top: np.float32) -> np.ndarray:
 
 
 def round_trip(w: np.ndarray, name: str) -> np.ndarray:
-    """float32 [N, K] -> what the weight becomes under a scheme."""
+    """Returns float32 [N, K] weights as quantized and dequantized under a scheme."""
     scheme = QuantScheme.parse(name)
     w = w.astype(F32)
     out = np.empty_like(w)
@@ -84,7 +85,7 @@ def round_trip(w: np.ndarray, name: str) -> np.ndarray:
 
 
 def weight(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = ()) -> torch.Tensor:
-    """Normal values with outliers, a row of zeros, and scales that differ by row and column."""
+    """Returns normal values with outliers, a row of zeros, and scales that differ by row and column."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(*lead, n, k, generator=generator)
     w *= torch.rand(n, 1, generator=generator) * 3 + 0.05
@@ -94,7 +95,7 @@ def weight(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = ()) -> torch.T
 
 
 def act_order(scheme: str | QuantScheme, k: int, seed: int = 0) -> torch.Tensor:
-    """A shuffled g_idx with groups of the right size."""
+    """Returns a shuffled g_idx with groups of the right size."""
     size = QuantScheme.parse(scheme).group_size or 1
     return (torch.arange(k) // size)[torch.randperm(k, generator=torch.Generator().manual_seed(seed))].to(
         torch.int32
@@ -102,7 +103,7 @@ def act_order(scheme: str | QuantScheme, k: int, seed: int = 0) -> torch.Tensor:
 
 
 def variants(name: str, n: int = 37, k: int = 256) -> list[QuantTensor]:
-    """QuantTensors of one scheme in every shape they come in: experts, segments, act-order, cut groups and blocks."""
+    """Yields QuantTensors of one scheme in every form: experts, segments, act-order, cut groups and blocks."""
     scheme = QuantScheme.parse(name)
     quantized = [
         quantize(weight(n, k), name),

@@ -1,4 +1,4 @@
-"""Activation quantizers: by hand, against numpy with ml_dtypes, and bad input."""
+"""Activation quantizers: by hand, against numpy with ml_dtypes, and invalid input."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_static_scales() -> None:
     assert q.scales.tolist() == [2] and q.dequantize().tolist() == [[1, 896, -3, 0.5]]  # 1000 / 2 saturates
     x = torch.randn(3, 32)
     top = quantize_activation(x, "nvfp4").global_scale
-    again = quantize_activation(x, "nvfp4", scale=top)
-    assert torch.equal(again.values, quantize_activation(x, "nvfp4").values)
+    with_static_scale = quantize_activation(x, "nvfp4", scale=top)
+    assert torch.equal(with_static_scale.values, quantize_activation(x, "nvfp4").values)
 
 
 @pytest.mark.parametrize("name", ACTIVATION_FORMATS)

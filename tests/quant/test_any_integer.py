@@ -1,4 +1,5 @@
-"""Integer schemes of any width and group, with zero points or minimums: named, rounded, dequantized, cut, packed, multiplied."""
+"""Integer schemes of any width and group, with zero points or minimums: names, rounding, dequantization,
+cuts, packing, products."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_names_that_are_none(bad: str) -> None:
 
 
 def by_hand(q: QuantTensor) -> torch.Tensor:
-    """The definition once more, value by value in Python floats of float32 size."""
+    """Applies the definition once more, value by value, in Python floats rounded to float32."""
     codes, out = q.unpacked(), torch.empty(q.shape)
     for n in range(q.n):
         for k, g in enumerate(q.column_groups().tolist()):
@@ -79,16 +80,16 @@ def test_dequantize_is_the_definition_and_rounding_is_near(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_cuts_and_joins_are_exact(name: str) -> None:
     for q in variants(name):
-        whole = q.dequantize()
+        full = q.dequantize()
         for dim in (-2, -1):
             size = q.shape[dim]
             if size % 2 == 0 or size == 1:
                 continue
             part = q.narrow(dim, size // 3, size // 2)
-            assert torch.equal(part.dequantize(), whole.narrow(dim, size // 3, size // 2))
+            assert torch.equal(part.dequantize(), full.narrow(dim, size // 3, size // 2))
         if q.n > 2:
             a, b = q.narrow(-2, 0, q.n // 2), q.narrow(-2, q.n // 2, q.n - q.n // 2)
-            assert torch.equal(concat([a, b], -2).dequantize(), whole)
+            assert torch.equal(concat([a, b], -2).dequantize(), full)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,6 +138,6 @@ def test_minimums_are_checked() -> None:
         QuantTensor(q.codes, q.scales, q.shape, q.scheme, q.zero.to(torch.uint8))
     with pytest.raises(ValueError, match="expected minimums"):
         QuantTensor(q.codes, q.scales, q.shape, q.scheme)
-    # planted fault: taken as zero points they mean something else
+    # planted fault: read as zero points, the offsets mean something else
     wrong = QuantTensor(q.codes, q.scales, q.shape, "int4_g32_zp", q.zero)
     assert not torch.allclose(wrong.dequantize(), q.dequantize())

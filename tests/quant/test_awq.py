@@ -1,4 +1,5 @@
-"""AWQ's channel scales: the grid's best by the outputs' error, shared where columns share a channel."""
+"""AWQ's channel scales: the grid point with the least error of the outputs, shared where columns share a
+channel."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from gristmill.quant.awq import ALPHAS, channel_scales, output_error, search_cha
 
 
 def case(k: int = 128, n: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight and inputs, a few channels of which are large: AWQ's case."""
+    """Returns a weight and inputs with a few large channels, which is AWQ's use case."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(700, k, generator=generator)
     x[:, ::17] *= 25
@@ -25,7 +26,7 @@ def rtn(weight: torch.Tensor):
 def test_scales_follow_the_root_of_the_energy() -> None:
     energy = torch.tensor([4.0, 0.25, 0.0, 1.0])
     assert torch.equal(channel_scales(energy, 0.0), torch.ones(4))
-    # 2, 1/2 and 1 to the power 1/2; their middle is 1; a channel without input is not scaled
+    # 2, 1/2 and 1 to the power 1/2, whose middle is 1; a channel without input is not scaled
     assert torch.allclose(channel_scales(energy, 0.5), torch.tensor([2**0.5, 2**-0.5, 1.0, 1.0]))
     assert torch.allclose(channel_scales(9 * energy, 1.0), torch.tensor([2.0, 0.5, 1.0, 1.0]))
 
@@ -38,7 +39,7 @@ def test_the_error_is_that_of_the_outputs() -> None:
 
 
 def test_the_best_of_the_grid_is_found() -> None:
-    """Against float64 numpy on the inputs themselves."""
+    """Compares with float64 numpy on the inputs themselves."""
     w, x = case()
     scales = search_channel_scales([(w, x.T @ x)], rtn)
     errors = []

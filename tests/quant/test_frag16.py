@@ -1,4 +1,5 @@
-"""The frag16 layouts: read back by their documentation alone, exact inverses, bytes, refusals, and the packing kernel."""
+"""The frag16 layouts: read back from their documentation alone, exact inverses, sizes, refusals, and the
+packing kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def tail_bytes(scheme: QuantScheme) -> int:
 
 
 def bits(word: int, *places: int) -> int:
-    """Bits of a word, the first place the most significant."""
+    """Returns the bits of a word; the first place is the most significant bit."""
     value = 0
     for place in places:
         value = value << 1 | word >> place & 1
@@ -40,7 +41,7 @@ FP8_PLACES = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 
 
 def codes_of_tile(tile: bytes, scheme: QuantScheme) -> torch.Tensor:
-    """uint8 [16, 128], word by word as the layouts' pages say."""
+    """Reads uint8 [16, 128], word by word as the layouts' pages define."""
     out = torch.full((16, 128), 255, dtype=torch.int64)
     planes = 2 if scheme.is_integer and scheme.bits == 8 else 1
     for lane in range(32):
@@ -72,7 +73,7 @@ def codes_of_tile(tile: bytes, scheme: QuantScheme) -> torch.Tensor:
 def scales_of_tile(
     tail: bytes, scheme: QuantScheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Float32 [16, 128], one for each weight; and zero points or None."""
+    """Reads float32 [16, 128], one scale per weight; and zero points or None."""
     groups = 128 // scheme.group_size if scheme.group_size else 1
     scale, zero = torch.zeros(16, groups), torch.zeros(16, groups)
     for g in range(8):
@@ -96,7 +97,7 @@ def scales_of_tile(
 
 
 def by_the_page(q: QuantTensor, layout: object) -> torch.Tensor:
-    """The dequantized weight from the slots, [N, K']."""
+    """Returns the dequantized weight from the slots, [N, K']."""
     scheme, slots = q.scheme, pack(q, layout).slots  # type: ignore[arg-type]
     raw, k = bytes(slots["tiles"].tolist()), slots["perm"].numel() or q.k
     count, groups = -(-q.n // 16), -(-k // 128)
@@ -138,7 +139,7 @@ def test_documented_order_of_any_k(layout: object, scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "int8_g128"])
 def test_documented_order_with_act_order(scheme: str) -> None:
-    layout = next(found for found, name in CASES if name == scheme)
+    layout = next(layout_of_case for layout_of_case, name in CASES if name == scheme)
     q = quantize(weight(24, 256), scheme, g_idx=act_order(scheme, 256))
     values, perm = by_the_page(q, layout), pack(q, layout).slots["perm"].long()
     out = torch.zeros(q.n, q.k)
@@ -212,12 +213,12 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("layout, scheme", CASES, ids=NAMES)
 def test_a_changed_bit_shows(layout: object, scheme: str) -> None:
     q = quantize(weight(33, 256), scheme)
-    for place in (5, 256 * q.scheme.bits + 1):  # a code; a bit of the first tile's first scales
+    for place in (5, 256 * q.scheme.bits + 1):  # a code; a bit of the first scales in the first tile
         packed = pack(q, layout)  # type: ignore[arg-type]
         packed.slots["tiles"][place] ^= 1
         try:
             assert not unpack(packed).identical(q)
-        except ValueError as error:  # where several tiles have to agree about a scale
+        except ValueError as error:  # raised where several tiles have to agree about a scale
             assert "differ" in str(error)
 
 
@@ -231,14 +232,14 @@ KERNEL_CASES = (
 
 
 def packed_by_the_kernel(scheme: str, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code bytes of the tiles as the Triton kernel (interpreted) and as torch orders them."""
+    """Returns the code bytes of the tiles as ordered by the Triton kernel (interpreted) and by torch."""
     from gristmill.quant.layouts._frag16_codes import CODE_BYTES, block_views
     from gristmill.quant.layouts._frag16_scales import code_order
     from gristmill.quant.layouts._frag16_triton import ORDERS, _pack
     from gristmill.quant.layouts.w4_frag16_v1 import tile_bytes
 
     q = quantize(weight(n, k), scheme)
-    layout = next(found for found, name in CASES if name == scheme)
+    layout = next(layout_of_case for layout_of_case, name in CASES if name == scheme)
     expected = pack(q, layout).slots["tiles"]
     out, size, order = torch.zeros_like(expected), tile_bytes(q.scheme), code_order(q.scheme)
     tiles, groups = -(-n // 16), -(-k // 128)
@@ -265,7 +266,7 @@ def packed_by_the_kernel(scheme: str, n: int, k: int) -> tuple[torch.Tensor, tor
 
 
 def test_the_packing_kernel_agrees_with_torch() -> None:
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    """Runs in a process of its own: whether Triton interprets is decided when it is imported."""
     pytest.importorskip("triton")
     code = (
         "import torch; from tests.quant.test_frag16 import packed_by_the_kernel\n"

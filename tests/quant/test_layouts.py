@@ -1,4 +1,5 @@
-"""Layouts: the documented order read back by hand, exact inverses for every shape a weight comes in, bytes, corruption."""
+"""Layouts: the documented order read back by hand, exact inverses for every form of a weight, sizes,
+corruption."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ def test_unpack_is_the_exact_inverse(layout: Layout, name: str) -> None:
 def test_bytes_are_counted(layout: Layout, name: str) -> None:
     for n, k in ((37, 256), (16, 128), (129, 384)):
         assert pack(quantize(weight(n, k), name), layout).nbytes == layout.nbytes(name, n, k)
-    # a large weight costs no more than 5 % over the neutral tensor: what a plan may spend
+    # a large weight takes at most 5 % more than the neutral tensor, which is what a plan may spend
     assert layout.nbytes(name, 4096, 4096) <= 1.05 * QuantScheme.parse(name).weight_bytes(4096, 4096)
 
 
 def finish(
     q: QuantTensor, values: torch.Tensor, s: dict[str, torch.Tensor], perm: torch.Tensor
 ) -> torch.Tensor:
-    """[N, K'] columns as packed -> [N, K] of the weight."""
+    """Converts [N, K'] columns as packed to [N, K] of the weight."""
     assert not bool(values.isnan().any())
     if not perm.numel():
         return values[:, : q.k]
@@ -60,7 +61,7 @@ def value_of(q: QuantTensor, code: torch.Tensor, zero: torch.Tensor | None) -> t
 
 
 def read_plain(q: QuantTensor, packed: Packed) -> torch.Tensor:
-    """The weight from plain_v1's slots by its documentation alone, column by column."""
+    """Reads the weight from plain_v1's slots by its documentation alone, column by column."""
     s, scheme = packed.slots, q.scheme
     columns = s["perm"].numel() or q.k
     codes = numeric.unpack_bits(s["codes"], scheme.bits, columns)
@@ -78,7 +79,7 @@ def read_plain(q: QuantTensor, packed: Packed) -> torch.Tensor:
 
 
 def read_rows16(q: QuantTensor, packed: Packed) -> torch.Tensor:
-    """The weight from cpu_rows16_v1's slots by its documentation alone, 32-bit word by 32-bit word."""
+    """Reads the weight from cpu_rows16_v1's slots by its documentation alone, 32-bit word by 32-bit word."""
     s, bits, group = packed.slots, q.scheme.bits, q.scheme.group_size
     words = s["codes"].view(torch.int32).long() & 0xFFFFFFFF  # [B, words, 16]
     assert words.shape[-1] == 16

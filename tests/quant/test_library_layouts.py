@@ -1,4 +1,5 @@
-"""Layouts of other libraries' kernels: tinygemm_v1 by its documentation, humming_v1 around a library that moves bits."""
+"""Layouts of other libraries' kernels: tinygemm_v1 by its documentation, humming_v1 with a stand-in that
+moves bits."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_tinygemm_is_what_its_page_says(scheme: str) -> None:
 
 
 def test_a_wrong_code_shows() -> None:
-    """The planted fault."""
+    """Planted fault: one wrong code."""
     q = quantize(torch.randn(16, 128), "int4_g128")
     packed = pack(q, TINYGEMM)
     packed.slots["tiles"][1, 0, 7, 2] ^= 1 << 20
@@ -61,8 +62,8 @@ def test_tinygemm_says_what_it_cannot_hold() -> None:
 
 
 class Library:
-    """A stand-in for humming: it moves bits of every tensor by a fixed shuffle, turns every fifth over, and stores symmetric
-    integers without their least code as sign and magnitude. `faulty`: it also loses one bit."""
+    """A stand-in for humming. It permutes the bits of every tensor, inverts every fifth, and stores symmetric
+    integers without their lowest code as sign and magnitude. `faulty`: it also loses one bit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, faulty: bool = False) -> None:
         self.faulty = faulty
@@ -150,8 +151,10 @@ def test_humming_says_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="N a multiple of 128"):
         _humming.by_library(quantize(torch.randn(64, 128), "int4_g128"))
     with pytest.raises(ValueError, match="bfloat16 for bfloat16"):
-        wide = quantize(torch.randn(128, 128), "int4_g128")
-        _humming.by_library(QuantTensor(wide.codes, wide.scales.float(), wide.shape, wide.scheme))
+        quantized = quantize(torch.randn(128, 128), "int4_g128")
+        _humming.by_library(
+            QuantTensor(quantized.codes, quantized.scales.float(), quantized.shape, quantized.scheme)
+        )
 
 
 def test_humming_zero_points_are_packed_along_rows() -> None:

@@ -1,4 +1,4 @@
-"""Memory of parameters: huge pages inside large tensors, and nothing outside them."""
+"""Memory of parameters: huge pages inside large tensors, and nowhere else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PAGE = memory.HUGE_PAGE
 
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(start, length) of every advice given."""
-    found: list[tuple[int, int]] = []
+    """The (start, length) of every call of madvise."""
+    ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        memory, "_madvise", lambda: lambda start, length, _advice: found.append((start, length)) or 0
+        memory, "_madvise", lambda: lambda start, length, _advice: ranges.append((start, length)) or 0
     )
-    return found
+    return ranges
 
 
 def test_whole_pages_inside_a_tensor_are_advised(advised: list[tuple[int, int]]) -> None:

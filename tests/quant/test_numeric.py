@@ -13,7 +13,7 @@ from gristmill.quant import numeric
 
 
 def floats() -> np.ndarray:
-    """Every bf16 pattern that is finite, and random float32s near every boundary."""
+    """Returns every finite bf16 value, and random float32s near every boundary."""
     every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     close = np.random.default_rng(0).normal(size=20000).astype(np.float32) * 8
     grid = np.arange(-8, 8, 1 / 64, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Codes and values against what other projects' packages write: compressed-tensors and gguf."""
+"""Codes and values compared with what other packages write: compressed-tensors and gguf."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def test_bit_stream_is_that_of_pack_quantized(bits: int, k: int) -> None:
         -half, half, (5, k), dtype=torch.int8, generator=torch.Generator().manual_seed(bits)
     )
     words = helpers.pack_to_int32(signed, bits)
-    ours = numeric.pack_bits((signed.to(torch.int16) + half).to(torch.uint8), bits)
-    assert torch.equal(words.view(torch.uint8)[:, : ours.shape[1]], ours)
+    packed = numeric.pack_bits((signed.to(torch.int16) + half).to(torch.uint8), bits)
+    assert torch.equal(words.view(torch.uint8)[:, : packed.shape[1]], packed)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_pack_quantized_checkpoint_reads_as_it_is(bits: int, symmetric: bool) -> None:
-    """A weight_packed of [N, K * bits / 32] words is QuantTensor's codes; zero points only need their offset."""
+    """The words [N, K * bits / 32] of a weight_packed are QuantTensor's codes; only zero points need an
+    offset."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     from gristmill.kernel_registry.scheme import QuantScheme
 
@@ -51,7 +52,7 @@ def test_nvfp4_codes_read_as_compressed_tensors_reads_them() -> None:
         helpers.pack_fp4_to_uint8(values)[values.view(-1, 2).ne(0).all(1).view(9, 32)],
         q.codes[values.view(-1, 2).ne(0).all(1).view(9, 32)],
     )
-    # its global scale is a divisor
+    # here the global scale is a divisor
     expected = values * q.scales.float().repeat_interleave(16, 1) / (1 / q.global_scale.double()).float()
     assert torch.allclose(q.dequantize(), expected, rtol=3e-7, atol=0)
 
@@ -65,9 +66,9 @@ def test_nvfp4_rounding_is_that_of_compressed_tensors() -> None:
         num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
     )
     ratio = torch.tensor([1.0]) / q.global_scale
-    theirs = forward.fake_quantize(w, q.scales.float(), None, args, global_scale=ratio)
-    # scale / (1 / global) and scale * global differ in the last bit
-    assert torch.allclose(q.dequantize(), theirs, rtol=1e-6, atol=0)
+    expected = forward.fake_quantize(w, q.scales.float(), None, args, global_scale=ratio)
+    # scale / (1 / global) and scale * global may differ in the last bit
+    assert torch.allclose(q.dequantize(), expected, rtol=1e-6, atol=0)
 
 
 def test_mxfp4_is_ggufs() -> None:
@@ -75,14 +76,14 @@ def test_mxfp4_is_ggufs() -> None:
     gguf = pytest.importorskip("gguf")
     w = torch.randn(8, 256, generator=torch.Generator().manual_seed(1)) * 3
     blocks = quants.quantize(w.numpy(), gguf.GGMLQuantizationType.MXFP4)
-    theirs = quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)
+    expected = quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)
     q = quantize(w, "mxfp4")
-    assert np.array_equal(q.dequantize().numpy(), theirs)
+    assert np.array_equal(q.dequantize().numpy(), expected)
     assert np.array_equal(q.scales.numpy(), blocks.reshape(8, -1, 17)[..., 0])
 
 
 def test_q8_0_blocks_are_int8_groups() -> None:
-    """gguf's Q8_0 (int8, fp16 scale per 32) is an integer scheme here, value for value."""
+    """gguf's Q8_0 (int8, one fp16 scale per 32) is an integer scheme here, value for value."""
     quants = pytest.importorskip("gguf.quants")
     gguf = pytest.importorskip("gguf")
     from gristmill.kernel_registry.scheme import QuantScheme
@@ -91,5 +92,5 @@ def test_q8_0_blocks_are_int8_groups() -> None:
     scales = torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0])
     codes = torch.from_numpy(blocks[..., 2:].reshape(5, 128) ^ 0x80)
     q = QuantTensor(codes, scales, (5, 128), QuantScheme.integer(8, 32))
-    theirs = quants.dequantize(blocks.reshape(5, -1), gguf.GGMLQuantizationType.Q8_0)
-    assert np.array_equal(q.dequantize().numpy(), theirs)
+    expected = quants.dequantize(blocks.reshape(5, -1), gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(q.dequantize().numpy(), expected)

@@ -1,4 +1,4 @@
-"""Round to nearest: hand-worked groups, a second implementation in numpy, planted faults, bad input."""
+"""Round to nearest: groups computed by hand, a second implementation in numpy, planted faults, invalid input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.quant.oracle import QUANTIZED, act_order, round_trip, weight
 
 
 def check_rounding(q: QuantTensor, w: torch.Tensor) -> None:
-    """The check of this file: every weight is the oracle's, bit for bit (-0 equals 0)."""
+    """Checks that every weight equals the oracle's bit for bit (-0 equals 0)."""
     expected = round_trip(w.numpy(), q.scheme.weights)
     assert np.array_equal(q.dequantize().numpy(), expected)
 
@@ -38,7 +38,8 @@ def test_any_k(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("power", [-140, -126, -60, 60, 120])
 def test_extreme_magnitudes(name: str, power: int) -> None:
-    """Subnormal and huge weights: finite, and off by a rounding at most (or by less than any format's smallest scale)."""
+    """Subnormal and huge weights stay finite, and their error is at most one rounding (or less than the
+    format's smallest scale)."""
     w = (torch.randn(33, 128, generator=torch.Generator().manual_seed(3)).clamp(-3, 3) * 2.0**power).clamp(
         -3e38, 3e38
     )
@@ -61,9 +62,8 @@ def test_planted_faults_are_seen(name: str, fault: str) -> None:
         scales[1, 0] = scales[1, 0].float() * 2
     elif fault == "nibble":
         swapped = (codes << 4) | (codes >> 4)
-        n, byte = (
-            int(i) for i in ((swapped & 7) != (codes & 7)).nonzero()[100]
-        )  # more than the sign of a zero
+        # More than the sign of a zero differs.
+        n, byte = (int(i) for i in ((swapped & 7) != (codes & 7)).nonzero()[100])
         codes[n, byte] = swapped[n, byte]
     else:
         codes[[2, 3]] = codes[[3, 2]]
@@ -73,7 +73,7 @@ def test_planted_faults_are_seen(name: str, fault: str) -> None:
 
 
 def test_int4_by_hand() -> None:
-    # amax 7 -> scale 1; 0.5 and 1.5 and 2.5 are ties; -8 is a code that symmetric scales reach only by rounding
+    # amax 7 -> scale 1; 0.5, 1.5 and 2.5 are ties; symmetric scales reach code -8 only by rounding
     w = torch.zeros(1, 32)
     w[0, :9] = torch.tensor([7.0, -7, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4, -3.6])
     q = quantize(w, "int4_g32")
@@ -191,10 +191,10 @@ def test_act_order_is_the_sorted_weight(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = weight(300, 128, 8)
-    whole = quantize(w, name)
+    unchunked = quantize(w, name)
     monkeypatch.setattr(rtn, "_CHUNK", 7 * 128)
     monkeypatch.setattr("gristmill.quant.tensor._CHUNK", 11 * 128)
-    assert quantize(w, name).identical(whole)
+    assert quantize(w, name).identical(unchunked)
     assert torch.equal(quantize(w, name).dequantize(), torch.from_numpy(round_trip(w.numpy(), name)))
 
 
@@ -205,7 +205,7 @@ def test_every_integer_width(bits: int, zero_points: bool) -> None:
     w = weight(9, 96, bits)
     d = quantize(w, scheme).dequantize()
     step = torch.from_numpy(np.asarray(quantize(w, scheme).scales.float())).repeat_interleave(32, 1)
-    # bf16 scales are at most 2**-8 too small: the outermost code falls short by that much of the range
+    # bf16 scales are at most 2**-8 too small, so the outermost code misses the end of the range by that much
     slack = step * (0.5 + 2.0**bits / 256 + (0.5 if bits == 1 else 0))
     assert bool(((d - w).abs() <= slack).all())
 
@@ -251,7 +251,7 @@ def test_other_bad_input() -> None:
 
 
 def test_round_trip_of_representable_weights() -> None:
-    """What a scheme can represent it keeps: quantizing twice changes nothing."""
+    """Values that a scheme can represent are kept: quantizing twice changes nothing."""
     for name in ("mxfp8", "fp8", "fp8_ch", "fp8_block", "nvfp4", "bf16"):
         once = quantize(weight(20, 128), name).dequantize()
         assert torch.allclose(quantize(once, name).dequantize(), once, rtol=3e-7, atol=0), name
@@ -270,5 +270,5 @@ def test_peak_memory_of_a_large_expert_weight() -> None:
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # a float32 copy of the weight alone would be 128 MB, and each temporary as much again
+    # a float32 copy of the weight alone would take 128 MB, and each temporary as much again
     assert int(run.stdout) < 230

@@ -1,4 +1,4 @@
-"""Scheme names: they parse, print back, count bytes as QuantTensor does, and refuse what they do not know."""
+"""Scheme names: they parse, print back, count bytes as QuantTensor does, and refuse unknown names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""shard, narrow, concat and stack dequantize to the same bits, for every scheme, odd cuts and act-order included."""
+"""shard, narrow, concat and stack dequantize to the same bits for every scheme, also with odd cuts and
+act-order."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from tests.quant.oracle import QUANTIZED, act_order, variants, weight
 
 
 def check_shards(q: QuantTensor, dim: int, parts: list[QuantTensor]) -> None:
-    """The check of this file: part r is slice r, bit for bit."""
-    whole, start = q.dequantize(), 0
+    """Checks that part r equals slice r, bit for bit."""
+    full, start = q.dequantize(), 0
     for part in parts:
-        assert torch.equal(part.dequantize(), whole.narrow(dim, start, part.shape[dim]))
+        assert torch.equal(part.dequantize(), full.narrow(dim, start, part.shape[dim]))
         start += part.shape[dim]
     assert start == q.shape[dim]
 
@@ -109,7 +110,7 @@ def test_regular_cuts_carry_no_index() -> None:
 def test_act_order_shard_keeps_only_its_groups() -> None:
     g_idx = torch.tensor([0, 1, 2, 3] * 32, dtype=torch.int32)
     g_idx[:32] = 1
-    g_idx[torch.arange(33, 128, 4)[:24]] = 0  # keeps the groups' sizes irrelevant
+    g_idx[torch.arange(33, 128, 4)[:24]] = 0  # makes the sizes of groups irrelevant
     q = quantize(weight(4, 128), "int4_g32", g_idx=g_idx)
     part = q.narrow(1, 0, 32)
     assert part.scales.shape == (4, 1) and part.g_idx is None

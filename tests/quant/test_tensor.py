@@ -1,4 +1,4 @@
-"""QuantTensor: the meaning of its fields by hand, and a named error for every field that contradicts them."""
+"""QuantTensor: the meaning of its fields by hand, and an error that names each field that contradicts them."""
 
 from __future__ import annotations
 

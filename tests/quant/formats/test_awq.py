@@ -1,4 +1,4 @@
-"""AWQ: byte vectors by hand, and what compressed-tensors' converter makes of the same tensors."""
+"""AWQ: hand-written bytes, and the result of compressed-tensors' converter for the same tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ def test_bytes_by_hand() -> None:
     assert w.unpacked()[:, 1].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert w.zero[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert w.dequantize()[:, 0].tolist() == [0.0] * 8
-    assert w.dequantize()[:, 2].tolist() == [0, -2, -8, -24, -64, -160, -384, -896]  # nothing is added to z
+    assert w.dequantize()[:, 2].tolist() == [
+        0,
+        -2,
+        -8,
+        -24,
+        -64,
+        -160,
+        -384,
+        -896,
+    ]  # the zero point as stored
 
 
 def outside(n: int, k: int, zero_point: bool) -> dict[str, torch.Tensor]:
@@ -58,15 +67,17 @@ def test_what_compressed_tensors_makes_of_it(zero_point: bool) -> None:
     converter = module.AutoAWQConverter(group_size=16, zero_point=zero_point)
     converted = converter.process(dict(tensors))
     config = converter.update_config(None).model_dump(mode="json")
-    theirs = CompressedTensors(config).read(Tensors(converted), NAME, (40, 64))
+    converted_weight = CompressedTensors(config).read(Tensors(converted), NAME, (40, 64))
     w = read(tensors, (40, 64), zero_point=zero_point)
-    assert theirs is not None and str(w.scheme) == ("int4_g16_zp" if zero_point else "int4_g16")
-    assert torch.equal(w.dequantize(), theirs.weight.dequantize())
-    assert torch.equal(w.scales, theirs.weight.scales) and torch.equal(w.codes, theirs.weight.codes)
+    assert converted_weight is not None and str(w.scheme) == ("int4_g16_zp" if zero_point else "int4_g16")
+    assert torch.equal(w.dequantize(), converted_weight.weight.dequantize())
+    assert torch.equal(w.scales, converted_weight.weight.scales) and torch.equal(
+        w.codes, converted_weight.weight.codes
+    )
 
 
 def test_an_order_that_is_wrong_shows() -> None:
-    """Planted fault: nibbles taken in order, as GPTQ has them."""
+    """Planted fault: nibbles are read in order, as in GPTQ."""
     from gristmill.quant.formats import words
 
     tensors = outside(8, 16, True)

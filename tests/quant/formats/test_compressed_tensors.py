@@ -1,4 +1,4 @@
-"""compressed-tensors: what the package's own compressors write is read to the same codes, scales and values."""
+"""compressed-tensors: what the package's own compressors write is read as the same codes, scales and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "model.layers.3.mlp.up_proj"
 
 
 def outside(w: torch.Tensor, form: str, args: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
-    """(tensors by name, configuration, what the package dequantizes them to in float32)."""
+    """Returns (tensors by name, configuration, their values in float32 as the package dequantizes them)."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
@@ -49,11 +49,11 @@ def outside(w: torch.Tensor, form: str, args: dict[str, Any], inputs: dict[str, 
         state["weight_zero_point"] = zero
     compressor = BaseCompressor.get_value_from_registry(form)
     stored = compressor.compress(dict(state), scheme)
-    wide = {
+    upcast = {
         k: v.float() if k == "weight_scale" and v.dtype in (torch.float16, torch.bfloat16) else v
         for k, v in stored.items()
     }
-    values = compressor.decompress(wide, scheme)["weight"].float()
+    values = compressor.decompress(upcast, scheme)["weight"].float()
     config = {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -97,7 +97,8 @@ def test_pack_quantized(bits: int, strategy: str, symmetric: bool, dtype: torch.
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_pack_quantized_with_padding_before_2026(bits: int, symmetric: bool) -> None:
-    """Widths that do not divide 32 had 32 // bits codes per word. The words are made here by plain arithmetic."""
+    """Widths that do not divide 32 had 32 // bits codes per word. The test makes the words by plain
+    arithmetic."""
     n, k, each = 10, 64, 32 // bits
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (n, k), generator=generator)
@@ -130,7 +131,7 @@ def test_pack_quantized_with_padding_before_2026(bits: int, symmetric: bool) -> 
 
 
 def test_act_order() -> None:
-    """weight_g_idx gives the group of each column; -1 everywhere, and runs in order, are no order."""
+    """weight_g_idx gives the group of each column. -1 everywhere, or groups in order, mean no act-order."""
     w = weight(8, 96)
     tensors, config, _ = outside(w, "pack-quantized", integers(4, "group", True))
     plain = read(tensors, config, (8, 96)).weight
@@ -195,7 +196,7 @@ def test_int_quantized(strategy: str, symmetric: bool) -> None:
 
 
 def in_float32(tensors: dict[str, torch.Tensor], args: dict[str, Any]) -> torch.Tensor:
-    """The package's own dequantization of NVFP4, not in bfloat16 as its compressor does it."""
+    """Returns the package's own dequantization of NVFP4, but not in bfloat16 as its compressor does it."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -219,9 +220,9 @@ def test_nvfp4_global_is_a_divisor() -> None:
     read_back = read(tensors, config, (20, 96)).weight
     assert torch.equal(read_back.codes, tensors[f"{NAME}.weight_packed"])
     assert torch.equal(read_back.scales.view(torch.uint8), tensors[f"{NAME}.weight_scale"].view(torch.uint8))
-    # scale / divisor and scale * (1 / divisor) differ in the last bit at most
+    # scale / divisor and scale * (1 / divisor) differ by at most the last bit
     assert torch.allclose(read_back.dequantize(), values, rtol=2.4e-7, atol=0)
-    # planted fault: taken for a multiplier, as ModelOpt's is
+    # planted fault: the divisor is read as a multiplier, as in ModelOpt
     wrong = QuantTensor(
         read_back.codes,
         read_back.scales,
@@ -237,8 +238,8 @@ def test_nvfp4_global_is_a_divisor() -> None:
         "group_size": 16,
         "dynamic": "local",
     }
-    given = read(tensors | {f"{NAME}.input_global_scale": torch.tensor([8.0])}, config, (20, 96))
-    assert float(given.input_scale) == 0.125 and given.activation == "nvfp4"
+    with_input_scale = read(tensors | {f"{NAME}.input_global_scale": torch.tensor([8.0])}, config, (20, 96))
+    assert float(with_input_scale.input_scale) == 0.125 and with_input_scale.activation == "nvfp4"
 
 
 @pytest.mark.parametrize(("form", "bits"), [("mxfp4-pack-quantized", 4), ("mxfp8-quantized", 8)])
@@ -275,11 +276,13 @@ def test_experts_are_packed_matrix_by_matrix() -> None:
 
 
 def rules(groups: dict[str, Any], ignore: tuple[str, ...] = ()) -> CompressedTensors:
-    made = {
+    config_groups = {
         name: {"targets": targets, "weights": integers(bits, "channel", True)}
         for name, (targets, bits) in groups.items()
     }
-    return CompressedTensors({"format": "pack-quantized", "config_groups": made, "ignore": list(ignore)})
+    return CompressedTensors(
+        {"format": "pack-quantized", "config_groups": config_groups, "ignore": list(ignore)}
+    )
 
 
 def test_a_name_goes_before_an_expression_and_that_before_the_class() -> None:
@@ -300,7 +303,7 @@ def test_a_name_goes_before_an_expression_and_that_before_the_class() -> None:
     assert bits("model.layers.0.mlp.up_proj") == 8
     assert bits("model.layers.0.mlp.down_proj") == 3
     assert bits("model.layers.9.mlp.down_proj") is None and bits("lm_head") is None
-    assert bits("model.layers.1.mlp.gate_proj") == 8  # names match whole
+    assert bits("model.layers.1.mlp.gate_proj") == 8  # patterns match whole names
 
 
 def test_matching_is_that_of_the_package() -> None:
@@ -309,8 +312,8 @@ def test_matching_is_that_of_the_package() -> None:
     for target in ["lm_head", "re:.*mlp.*", r"re:model\.layers\.1\..*", "re:layers", "visual", "Linear"]:
         parsed_rules = rules({"a": ([target], 4)})
         for module in modules:
-            theirs = match.is_match(module, torch.nn.Linear(1, 1), target)
-            assert (parsed_rules.rule(module) is not None) == theirs, (target, module)
+            expected = match.is_match(module, torch.nn.Linear(1, 1), target)
+            assert (parsed_rules.rule(module) is not None) == expected, (target, module)
 
 
 def test_groups_that_disagree() -> None:
@@ -375,15 +378,15 @@ def test_tensors_that_do_not_fit() -> None:
         (f"{NAME}.weight_scale", torch.full((16, 2), torch.nan), "finite"),
         (f"{NAME}.weight_shape", torch.tensor([64, 16]), r"says \[64, 16\]"),
     ]
-    for name, value, says in cases:
+    for name, value, message in cases:
         changed = {k: v for k, v in tensors.items() if k != name} | ({} if value is None else {name: value})
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             CompressedTensors(config).read(Tensors(changed), NAME, (16, 64))
 
 
 @pytest.mark.parametrize("actorder", ["group", "dynamic", True])
 def test_an_order_without_its_index_is_refused(actorder: object) -> None:
-    """Without weight_g_idx the columns would be read with the groups of others."""
+    """Without weight_g_idx the columns would be read with other groups."""
     writer = open_writer("compressed-tensors", "int4_g32")
     q = quantize(weight(64, 256), "int4_g32", g_idx=act_order("int4_g32", 256))
     tensors, config = {f"m.{suffix}": t for suffix, t in writer.tensors(q).items()}, writer.config([])
@@ -393,6 +396,6 @@ def test_an_order_without_its_index_is_refused(actorder: object) -> None:
     del tensors["m.weight_g_idx"]
     with pytest.raises(FormatError, match="group_0 has actorder by groups, and there is no m.weight_g_idx"):
         open_format(config).read(Tensors(tensors), "m", (64, 256))
-    for static in ("weight", None, False):  # groups stay where they are
+    for static in ("weight", None, False):  # groups stay in place
         config["config_groups"]["group_0"]["weights"]["actorder"] = static
         assert open_format(config).read(Tensors(tensors), "m", (64, 256)) is not None

@@ -1,4 +1,5 @@
-"""FP8 in 128 x 128 blocks against what transformers and compressed-tensors make of the same bytes; partial blocks too."""
+"""FP8 in 128 x 128 blocks, compared with what transformers and compressed-tensors read from the same bytes;
+also partial blocks."""
 
 from __future__ import annotations
 
@@ -49,13 +50,15 @@ def test_what_transformers_quantizes(scale_fmt: str) -> None:
 
 @pytest.mark.parametrize("shape", [(576, 7168 // 16), (130, 257), (64, 128), (1, 1)])
 def test_partial_blocks_as_compressed_tensors_reads_them(shape: tuple[int, int]) -> None:
-    """kv_a_proj_with_mqa has 576 rows: four blocks and a half."""
+    """kv_a_proj_with_mqa has 576 rows: four and a half blocks."""
     module = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer")
-    theirs = module.FP8BlockDequantizer(
+    dequantizer = module.FP8BlockDequantizer(
         targets=[f"re:{NAME}"], weight_block_size=(128, 128), dtype=torch.float32
     )
     tensors = stored(*shape)
-    values = theirs._create_dequantized_weight(tensors[f"{NAME}.weight"], tensors[f"{NAME}.weight_scale_inv"])
+    values = dequantizer._create_dequantized_weight(
+        tensors[f"{NAME}.weight"], tensors[f"{NAME}.weight_scale_inv"]
+    )
     read_back = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, shape)
     assert read_back is not None and torch.equal(read_back.weight.dequantize(), values)
 
@@ -66,8 +69,8 @@ def test_fused_experts_and_floats() -> None:
     assert read_back is not None and read_back.weight.identical(
         quantize(weight(64, 200, 0, (3,)), "fp8_block")
     )
-    kept = {f"{NAME}.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}
-    assert DeepSeekFp8(CONFIG).read(Tensors(kept), NAME, (4, 4)) is None
+    float_tensors = {f"{NAME}.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}
+    assert DeepSeekFp8(CONFIG).read(Tensors(float_tensors), NAME, (4, 4)) is None
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -85,12 +88,12 @@ def test_one_scale_a_tensor(static: bool) -> None:
 
 
 def test_refusals() -> None:
-    for change, says in (
+    for change, message in (
         ({"weight_block_size": [64, 64]}, r"\[64, 64\] is not read"),
         ({"fmt": "e5m2"}, "'e5m2'"),
         ({"activation_scheme": "weekly"}, "'weekly'"),
     ):
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             DeepSeekFp8(CONFIG | change)
     tensors = stored(130, 128)
     cases = [
@@ -104,8 +107,8 @@ def test_refusals() -> None:
     broken = tensors[f"{NAME}.weight"].clone()
     broken.view(torch.uint8)[3, 5] = 0xFF
     cases.append(({f"{NAME}.weight": broken}, "fp8_block weights hold NaN"))
-    for change, says in cases:
-        with pytest.raises(FormatError, match=says):
+    for change, message in cases:
+        with pytest.raises(FormatError, match=message):
             DeepSeekFp8(CONFIG).read(Tensors(tensors | change), NAME, (130, 128))
     with pytest.raises(FormatError, match="listed as not converted"):
         DeepSeekFp8(CONFIG | {"modules_to_not_convert": ["self_attn.q_proj"]}).read(
@@ -117,7 +120,7 @@ def test_refusals() -> None:
 
 
 def test_a_wrong_block_shows() -> None:
-    """Planted fault: the scales of two block rows swapped."""
+    """Planted fault: the scales of two block rows are swapped."""
     tensors = stored(300, 128)
     right = DeepSeekFp8(CONFIG).read(Tensors(tensors), NAME, (300, 128))
     tensors[f"{NAME}.weight_scale_inv"] = tensors[f"{NAME}.weight_scale_inv"][[1, 0, 2]]
@@ -128,7 +131,7 @@ def test_a_wrong_block_shows() -> None:
 
 
 def test_every_fnuz_code_there_and_back() -> None:
-    """Against torch's own float8_e4m3fnuz: all 256 bytes."""
+    """Compares all 256 bytes with torch's own float8_e4m3fnuz."""
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     finite = every[(every & 0x7F) != 0x7F]
     fnuz = numeric.e4m3fn_to_fnuz(finite).view(torch.float8_e4m3fnuz).float()

@@ -1,4 +1,4 @@
-"""GGUF blocks and files against the gguf package: every type, value for value."""
+"""GGUF blocks and files compared with the gguf package: every type, value for value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
-    """Random bytes with float16 scales that are finite: every bit of the layout matters."""
+    """Returns random bytes with finite float16 scales, so that every bit of the layout matters."""
     size, generator = TYPES[kind].size, np.random.default_rng(len(kind))
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     halves = {
@@ -43,26 +43,26 @@ def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", TYPES)
 def test_random_blocks_have_the_packages_values(kind: str) -> None:
     data = random_blocks(kind, 5, 3)
-    theirs = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
-    q = read_blocks("w", kind, torch.from_numpy(data), theirs.shape)
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    q = read_blocks("w", kind, torch.from_numpy(data), expected.shape)
     assert str(q.scheme) == TYPES[kind].scheme
-    assert np.array_equal(q.dequantize().numpy(), theirs)
-    block = TYPES[kind].values  # cut along both dimensions, as tensor-parallel ranks do
-    assert np.array_equal(q.narrow(1, block, block).dequantize().numpy(), theirs[:, block : 2 * block])
-    assert np.array_equal(q.narrow(1, 10, 80).dequantize().numpy(), theirs[:, 10:90])
+    assert np.array_equal(q.dequantize().numpy(), expected)
+    block = TYPES[kind].values  # cut along both dimensions, as for tensor-parallel ranks
+    assert np.array_equal(q.narrow(1, block, block).dequantize().numpy(), expected[:, block : 2 * block])
+    assert np.array_equal(q.narrow(1, 10, 80).dequantize().numpy(), expected[:, 10:90])
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_what_the_package_quantizes(kind: str) -> None:
     data = gguf.quants.quantize(weight(6, 256).numpy(), gguf.GGMLQuantizationType[kind])
-    theirs = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(
-        read_blocks("w", kind, torch.from_numpy(data), (6, 256)).dequantize().numpy(), theirs
+        read_blocks("w", kind, torch.from_numpy(data), (6, 256)).dequantize().numpy(), expected
     )
 
 
 def test_a_scale_of_zero_with_a_minimum() -> None:
-    """Why offsets are stored and not zero points: offset / 0 is none."""
+    """Why offsets are stored instead of zero points: offset / 0 has no value."""
     data = np.zeros((1, 144), dtype=np.uint8)
     data[0, 2:4] = np.array([0.5], dtype=np.float16).view(np.uint8)
     data[0, 8:12] = 3
@@ -72,25 +72,26 @@ def test_a_scale_of_zero_with_a_minimum() -> None:
 
 def test_blocks_that_do_not_fit() -> None:
     data = torch.zeros(2, 144, dtype=torch.uint8)
-    for kind, shape, says in (
+    for kind, shape, message in (
         ("IQ2_XS", (2, 256), "ggml type IQ2_XS is not read; known: F32"),
         ("Q4_K", (2, 200), "blocks of 256 along K, and K is 200"),
         ("Q4_K", (2, 512), r"rows of 288 bytes, got \[2, 144\]"),
         ("Q4_K", (3, 256), r"got \[2, 144\]"),
     ):
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             read_blocks("w", kind, data, shape)
 
 
 def opened(path: Path) -> GgufFile:
-    """With the architectures that the model families declare."""
+    """Opens a file with the architectures that the model families declare."""
     return GgufFile(path, gguf_architectures())
 
 
 def write(
     path: Path, kind: str | None = "Q8_0", architecture: str = "llama", **more: Any
 ) -> dict[str, torch.Tensor]:
-    """A file as llama.cpp's converter writes it: 4 heads of 8, 2 of them for k and v. Returns Hugging Face's tensors."""
+    """Writes a file as llama.cpp's converter does: 4 heads of 8, 2 of them for k and v. Returns Hugging
+    Face's tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_head_count(4)
@@ -119,9 +120,9 @@ def write(
     for name, tensor in tensors.items():
         data = tensor.numpy()
         heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-        if heads and architecture == "llama":  # convert_hf_to_gguf's permutation
+        if heads and architecture == "llama":  # the permutation of convert_hf_to_gguf
             data = data.reshape(heads, 2, data.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(data.shape)
-        own = f"{table.get_name(name.removesuffix('.weight'))}.weight"
+        gguf_name = f"{table.get_name(name.removesuffix('.weight'))}.weight"
         if data.ndim == 2 and kind is not None:
             raw = gguf.GGMLQuantizationType[kind]
             blocks = gguf.quants.quantize(data, raw)
@@ -133,9 +134,9 @@ def write(
                     .reshape(values.shape)
                 )
             tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
-            writer.add_tensor(own, blocks, raw_dtype=raw)
+            writer.add_tensor(gguf_name, blocks, raw_dtype=raw)
         else:
-            writer.add_tensor(own, np.ascontiguousarray(data))
+            writer.add_tensor(gguf_name, np.ascontiguousarray(data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -162,7 +163,7 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write(path)
     data = path.read_bytes()
-    for bad, says in (
+    for bad, message in (
         (b"", "is not a GGUF file: it begins with b''"),
         (b"PK\3\4" + data[4:], "not a GGUF file"),
         (data[:4] + b"\0\0\0\3" + data[8:], "version .* is not read"),
@@ -171,7 +172,7 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
         (data[:200], "truncated or corrupt"),
     ):
         path.write_bytes(bad)
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             opened(path)
     with pytest.raises(FormatError, match="cannot read"):
         opened(tmp_path / "none.gguf")
@@ -203,7 +204,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_rows_left_in_ggmls_order_show(tmp_path: Path) -> None:
-    """Planted fault: q as the file has it."""
+    """Planted fault: the rows of q stay in the file's order."""
     tensors = write(tmp_path / "m.gguf")
     file = opened(tmp_path / "m.gguf")
     file._heads.clear()

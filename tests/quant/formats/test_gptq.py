@@ -1,4 +1,5 @@
-"""GPTQ from the format's facts: byte vectors written by hand, and a packer that puts one value after another into words."""
+"""GPTQ from the definition of the format: hand-written bytes, and a packer that writes one value after
+another into words."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NAME = "model.layers.0.mlp.down_proj"
 
 
 def words(values: list[int], bits: int) -> list[int]:
-    """int32 words of values packed densely, least significant bits first."""
+    """Packs values densely into int32 words, least significant bits first."""
     total = sum(v << (bits * i) for i, v in enumerate(values))
     count = -(-len(values) * bits // 32)
     actual = [(total >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
@@ -23,7 +24,7 @@ def words(values: list[int], bits: int) -> list[int]:
 def checkpoint(
     codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int, v2: bool
 ) -> dict[str, torch.Tensor]:
-    """codes [N, K], zeros and scales [N, G] -> the tensors on disk."""
+    """Returns the tensors on disk for codes [N, K], zeros and scales [N, G]."""
     stored = zeros if v2 else (zeros - 1) % (1 << bits)
     return {
         f"{NAME}.qweight": torch.tensor([words(row, bits) for row in codes.tolist()], dtype=torch.int32)
@@ -56,7 +57,7 @@ def read(
 
 
 def test_bytes_by_hand_4_bits() -> None:
-    """One group of eight inputs, eight outputs: a nibble each. 0x77777777 is version 1's symmetric zero."""
+    """One group of eight inputs, eight outputs: a nibble each. 0x77777777 is the symmetric zero of version 1."""
     qweight = torch.tensor(
         [[0x76543210, -1, 0, 0x11111111, 0x0F0F0F0F, 0x89, 0x7FFFFFFF, 0x01234567]], dtype=torch.int32
     )
@@ -75,13 +76,14 @@ def test_bytes_by_hand_4_bits() -> None:
     assert w.dequantize()[7].tolist() == [-1, -2, -3, -4, -5, -6, -7, -8]
     tensors[f"{NAME}.qzeros"] = torch.tensor([[-0x77777778]], dtype=torch.int32)  # 0x88888888
     assert read(tensors, config(4, 8, sym=True, checkpoint_format="gptq_v2"), (8, 8)).identical(w)
-    # planted fault: version 2's zeros read as version 1's are one too high
+    # planted fault: zeros of version 2 read as version 1 are one too high
     wrong = read(tensors, config(4, 8, sym=True), (8, 8))
     assert torch.equal(wrong.dequantize() + wrong.scales.float(), w.dequantize())
 
 
 def test_bytes_by_hand_3_bits() -> None:
-    """32 values in 3 words; values 10 and 21 straddle them. 0, 1 ... 7, 0, 1 ... in octal is 76543210 repeated."""
+    """32 values in 3 words; values 10 and 21 cross a word boundary. 0, 1 ... 7, 0, 1 ... in octal is 76543210
+    repeated."""
     stream = int("76543210" * 4, 8)
     word = [(stream >> (32 * i)) & 0xFFFFFFFF for i in range(3)]
     signed = [v - (1 << 32) if v >= 1 << 31 else v for v in word]
@@ -115,7 +117,7 @@ def test_every_width(bits: int, v2: bool, order: str) -> None:
     expected = (codes - zeros[:, group]).float() * scales.float()[:, group]
     assert torch.equal(w.dequantize(), expected)
     assert torch.equal(w.unpacked().long(), codes) and (w.g_idx is None) == (order != "shuffled")
-    for dim in (0, 1):  # tensor-parallel slices, act-order included
+    for dim in (0, 1):  # tensor-parallel slices, also with act-order
         parts = [w.shard(dim, rank, 2).dequantize() for rank in range(2)]
         assert torch.equal(torch.cat(parts, dim), expected)
 
@@ -132,7 +134,7 @@ def test_symmetric_zeros_stay_implicit_only_where_they_are() -> None:
 
 
 def test_a_group_that_is_cut_short() -> None:
-    """K = 40 in groups of 16: the third has eight inputs."""
+    """K = 40 in groups of 16: the third group has eight inputs."""
     codes, zeros, scales = random(4, k=48)
     tensors = checkpoint(codes[:, :40], zeros, scales, 4, True)
     w = read(tensors, config(4, checkpoint_format="gptq_v2"), (32, 40))
@@ -161,9 +163,8 @@ def test_dynamic_rules() -> None:
     tensors = Tensors(checkpoint(codes, zeros, scales, 4, False))
     with pytest.raises(FormatError, match="says it is not quantized, but there is"):
         Gptq(config(4, dynamic={r"-:.*down.*": {}})).read(tensors, NAME, (32, 64))
-    assert (
-        Gptq(config(4)).read(tensors, "model.layers.0.mlp.up_proj", (32, 64)) is None
-    )  # inferred: no qweight
+    # Inferred: there is no qweight.
+    assert Gptq(config(4)).read(tensors, "model.layers.0.mlp.up_proj", (32, 64)) is None
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,9 @@ def test_tensors_that_do_not_fit() -> None:
         ("g_idx", torch.full((64,), 4, dtype=torch.int32), r"groups 0\.\.3, got 4\.\.4"),
         ("g_idx", torch.zeros(63, dtype=torch.int32), r"shape \[64\]"),
     ]
-    for part, value, says in cases:
+    for part, value, message in cases:
         changed = {k: v for k, v in tensors.items() if k != f"{NAME}.{part}"}
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             Gptq(config(4)).read(
                 Tensors(changed | ({} if value is None else {f"{NAME}.{part}": value})), NAME, (32, 64)
             )
@@ -203,13 +204,13 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 def test_an_order_without_its_index_is_refused() -> None:
-    """Without g_idx the columns of a desc_act file would be read with the groups of others."""
+    """Without g_idx the columns of a desc_act file would be read with other groups."""
     tensors = checkpoint(*random(4), 4, v2=False)
     with pytest.raises(
         FormatError, match=rf"desc_act says that columns are in an order, and there is no {NAME}.g_idx"
     ):
         read(tensors, config(4, desc_act=True))
-    codes, zeros, scales = random(4, group=64)  # one group has no order
+    codes, zeros, scales = random(4, group=64)  # a single group has no order
     assert read(checkpoint(codes, zeros, scales, 4, v2=False), config(4, 64, desc_act=True)).g_idx is None
 
 

@@ -1,4 +1,4 @@
-"""ModelOpt: byte vectors by hand for every algorithm, and compressed-tensors' converter for NVFP4."""
+"""ModelOpt: hand-written bytes for every algorithm, and compressed-tensors' converter for NVFP4."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(tensors: dict[str, torch.Tensor], algorithm: str, shape: tuple[int, ...
 
 
 def nvfp4() -> dict[str, torch.Tensor]:
-    """Bytes 0x10, 0x32 ... 0xFE: every code once, the low nibble first; scales 1 and 2, the multiplier 1/4."""
+    """Bytes 0x10, 0x32 ... 0xFE: every code once, low nibble first; scales 1 and 2, the multiplier 1/4."""
     return {
         f"{NAME}.weight": torch.tensor([[0x10 + 0x22 * i for i in range(8)] * 2], dtype=torch.uint8),
         f"{NAME}.weight_scale": torch.tensor([[1.0, 2.0]]).to(torch.float8_e4m3fn),
@@ -60,13 +60,13 @@ def test_nvfp4_is_what_compressed_tensors_converts() -> None:
     converter = module.ModelOptNvfp4Converter(targets=["re:.*down_proj"], ignore=[])
     converted = converter.process(dict(tensors))
     config = converter.update_config(None).model_dump(mode="json")
-    theirs = CompressedTensors(config).read(Tensors(converted), NAME, (24, 64))
-    mine = read(tensors, "NVFP4", (24, 64))
-    assert theirs is not None and mine.weight.identical(q)
-    assert torch.equal(theirs.weight.codes, q.codes)
-    # 1 / (1 / x) is not always x
-    assert torch.allclose(theirs.weight.dequantize(), q.dequantize(), rtol=2.4e-7, atol=0)
-    assert float(theirs.input_scale) == float(mine.input_scale) == 0.125
+    converted_layer = CompressedTensors(config).read(Tensors(converted), NAME, (24, 64))
+    layer = read(tensors, "NVFP4", (24, 64))
+    assert converted_layer is not None and layer.weight.identical(q)
+    assert torch.equal(converted_layer.weight.codes, q.codes)
+    # 1 / (1 / x) does not always equal x
+    assert torch.allclose(converted_layer.weight.dequantize(), q.dequantize(), rtol=2.4e-7, atol=0)
+    assert float(converted_layer.input_scale) == float(layer.input_scale) == 0.125
 
 
 def test_mxfp4_keeps_its_minus_zero() -> None:
@@ -182,9 +182,9 @@ def test_tensors_that_do_not_fit() -> None:
         ("weight_scale", torch.ones(1, 1).to(torch.float8_e4m3fn), r"shape \[1, 2\], got \[1, 1\]"),
         ("weight", torch.zeros(1, 32, dtype=torch.uint8), r"shape \[1, 16\], got \[1, 32\]"),
     ]
-    for part, value, says in cases:
+    for part, value, message in cases:
         changed = {k: v for k, v in nvfp4().items() if k != f"{NAME}.{part}"}
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             read(changed | ({} if value is None else {f"{NAME}.{part}": value}), "NVFP4", (1, 32))
 
 
@@ -212,8 +212,11 @@ def test_kv_scales_of_tensors_and_heads() -> None:
         {"t": torch.tensor(0.5), "h": heads.bfloat16()[None, :, None], "w": heads[:2], "z": heads - 2}
     )
     assert kv_scale(stored, "t", 3).tolist() == [0.5] and kv_scale(stored, "h", 3).tolist() == heads.tolist()
-    for name, says in (("w", r"one per KV head \(3\), got shape \[2\]"), ("z", "finite and positive, got")):
-        with pytest.raises(FormatError, match=f"tensor {name} must be .*{says}"):
+    for name, message in (
+        ("w", r"one per KV head \(3\), got shape \[2\]"),
+        ("z", "finite and positive, got"),
+    ):
+        with pytest.raises(FormatError, match=f"tensor {name} must be .*{message}"):
             kv_scale(stored, name, 3)
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss MXFP4 against transformers' own dequantization."""
+"""gpt-oss MXFP4 compared with transformers' own dequantization."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def stored(e: int, n: int, k: int) -> dict[str, torch.Tensor]:
 def test_values_are_those_of_transformers() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     tensors = stored(3, 10, 96)
-    theirs = mxfp4.convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32)  # [E, K, N]
+    expected = mxfp4.convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32)  # [E, K, N]
     read_back = Mxfp4({"quant_method": "mxfp4"}).read(Tensors(tensors), NAME, (3, 10, 96))
-    assert read_back is not None and torch.equal(read_back.weight.dequantize(), theirs.transpose(1, 2))
+    assert read_back is not None and torch.equal(read_back.weight.dequantize(), expected.transpose(1, 2))
     parted = deinterleaved(read_back.weight).dequantize()
-    assert torch.equal(parted[:, :5], theirs.transpose(1, 2)[:, 0::2])
-    assert torch.equal(parted[:, 5:], theirs.transpose(1, 2)[:, 1::2])
+    assert torch.equal(parted[:, :5], expected.transpose(1, 2)[:, 0::2])
+    assert torch.equal(parted[:, 5:], expected.transpose(1, 2)[:, 1::2])
 
 
 def test_refusals() -> None:

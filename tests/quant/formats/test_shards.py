@@ -1,4 +1,5 @@
-"""Tensor-parallel slices of what every reader gives: concat of shards is the whole, cuts inside groups and blocks included."""
+"""Tensor-parallel slices of the result of every reader: joined shards equal the whole, also when cut inside
+groups and blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def of_family(name: str) -> QuantTensor:
 
 
 def of_writer(form: str, scheme: str) -> QuantTensor:
-    """200 rows where the format takes them: a partial block."""
+    """200 rows where the format accepts them, so that a block is partial."""
     n = N if form == "gptq" else 200
     writer = open_writer(form, scheme)
     tensors = {f"m.{suffix}": t for suffix, t in writer.tensors(writer.quantize(weight(n, K))).items()}
@@ -53,15 +54,15 @@ def of_writer(form: str, scheme: str) -> QuantTensor:
 
 def act_order() -> QuantTensor:
     config, produce = producers.gptq(True)
-    made = produce("m", weight(N, K))
-    assert made is not None
+    produced = produce("m", weight(N, K))
+    assert produced is not None
     read_back = open_format(config).read(
-        Tensors({f"m.{suffix}": t.contiguous() for suffix, t in made[0].items()}), "m", (N, K)
+        Tensors({f"m.{suffix}": t.contiguous() for suffix, t in produced[0].items()}), "m", (N, K)
     )
     assert (
         read_back is not None
         and read_back.weight.g_idx is not None
-        and torch.equal(read_back.weight.dequantize(), made[1])
+        and torch.equal(read_back.weight.dequantize(), produced[1])
     )
     return read_back.weight
 
@@ -77,8 +78,8 @@ READ: dict[str, Callable[[], QuantTensor]] = {
 
 
 def check(q: QuantTensor) -> None:
-    """Equal parts and uneven ones along both dimensions."""
-    whole = q.dequantize()
+    """Checks equal and unequal parts along both dimensions."""
+    full = q.dequantize()
     for dim in (0, 1):
         size = q.shape[dim]
         cuts: list[list[int]] = [[size // world] * world for world in (2, 4, 8) if size % world == 0]
@@ -86,8 +87,8 @@ def check(q: QuantTensor) -> None:
             starts = [sum(lengths[:i]) for i in range(len(lengths))]
             parts = [q.narrow(dim, start, length) for start, length in zip(starts, lengths, strict=True)]
             for part, start in zip(parts, starts, strict=True):
-                assert torch.equal(part.dequantize(), whole.narrow(dim, start, part.shape[dim]))
-            assert torch.equal(concat(parts, dim).dequantize(), whole)
+                assert torch.equal(part.dequantize(), full.narrow(dim, start, part.shape[dim]))
+            assert torch.equal(concat(parts, dim).dequantize(), full)
 
 
 @pytest.mark.parametrize("case", READ)
@@ -102,10 +103,13 @@ def test_a_group_of_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     real = sharding._renumber
 
     def wrong(index: torch.Tensor, size: int) -> Any:
-        kept, _ = real(index, size)
-        return kept, None if index.numel() % size == 0 and kept.numel() == index.numel() // size else real(
-            index, size
-        )[1].flip(0)
+        renumbered, _ = real(index, size)
+        return (
+            renumbered,
+            None
+            if index.numel() % size == 0 and renumbered.numel() == index.numel() // size
+            else real(index, size)[1].flip(0),
+        )
 
     monkeypatch.setattr(sharding, "_renumber", wrong)
     with pytest.raises(AssertionError):
@@ -114,37 +118,40 @@ def test_a_group_of_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "fp8_block", "nvfp4"])
 def test_replicated_heads(scheme: str) -> None:
-    """Two heads of k among four ranks: ranks 0 and 1 hold the first, 2 and 3 the second; with q and v they are one matrix."""
+    """Two heads of k among four ranks: ranks 0 and 1 hold the first, 2 and 3 the second; with q and v they
+    form one matrix."""
     parts = {
         name: quantize(weight(rows, K, i), scheme)
         for i, (name, rows) in enumerate((("q", 256), ("k", 128), ("v", 128)))
     }
     for rank in range(4):
         head = rank * 2 // 4
-        mine = [parts["q"].shard(0, rank, 4), *(parts[name].narrow(0, head * 64, 64) for name in "kv")]
+        of_rank = [parts["q"].shard(0, rank, 4), *(parts[name].narrow(0, head * 64, 64) for name in "kv")]
         expected = [
             parts["q"].dequantize().chunk(4)[rank],
             *(parts[name].dequantize().chunk(2)[head] for name in "kv"),
         ]
-        assert torch.equal(concat(mine, 0).dequantize(), torch.cat(expected))
+        assert torch.equal(concat(of_rank, 0).dequantize(), torch.cat(expected))
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128_zp", "fp8_block", "nvfp4", "mxfp4"])
 def test_experts_by_index(scheme: str) -> None:
     """A rank's experts, and a slice of each of them."""
     matrices = [quantize(weight(96, K, i), scheme) for i in range(6)]
-    whole = stack(matrices)
+    stacked = stack(matrices)
     for rank in range(3):
-        mine = whole.shard(0, rank, 3)
-        assert mine.identical(stack(matrices[2 * rank : 2 * rank + 2]))
-        assert torch.equal(mine.shard(1, 1, 2).dequantize(), whole.dequantize()[2 * rank : 2 * rank + 2, 48:])
-    assert concat([whole.shard(0, rank, 3) for rank in range(3)], 0).identical(whole)
+        of_rank = stacked.shard(0, rank, 3)
+        assert of_rank.identical(stack(matrices[2 * rank : 2 * rank + 2]))
+        assert torch.equal(
+            of_rank.shard(1, 1, 2).dequantize(), stacked.dequantize()[2 * rank : 2 * rank + 2, 48:]
+        )
+    assert concat([stacked.shard(0, rank, 3) for rank in range(3)], 0).identical(stacked)
 
 
 def test_experts_are_made_one_after_another() -> None:
-    """stack takes them from a generator, and says when they are too few or too many."""
-    made = (quantize(weight(8, 128, i), "int4_g32") for i in range(3))
-    assert stack(made, 3).shape == (3, 8, 128)
+    """stack takes experts from a generator and reports if there are too few or too many."""
+    experts = (quantize(weight(8, 128, i), "int4_g32") for i in range(3))
+    assert stack(experts, 3).shape == (3, 8, 128)
     for count, complaint in ((2, "expected 2 QuantTensors and got more"), (4, "expected 4, got 3")):
         with pytest.raises(ValueError, match=complaint):
             stack((quantize(weight(8, 128, i), "int4_g32") for i in range(3)), count)

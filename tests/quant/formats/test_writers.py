@@ -1,4 +1,4 @@
-"""What is written reads back bit for bit, and the compressed-tensors package reads it to the same values."""
+"""What is written reads back bit for bit, and the compressed-tensors package reads the same values."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ def test_what_is_written_reads_back(form: str, scheme: str) -> None:
     assert read.scheme == q.scheme.without_activation or form == "gristmill"
     assert torch.equal(read.dequantize(), q.dequantize())
     assert torch.equal(read.codes, q.codes) and (q.zero is None or torch.equal(read.zero, q.zero))
-    again = {stored_name(NAME, suffix): t for suffix, t in writer.tensors(read).items()}
-    assert stored.keys() == again.keys()
+    rewritten = {stored_name(NAME, suffix): t for suffix, t in writer.tensors(read).items()}
+    assert stored.keys() == rewritten.keys()
     for name, tensor in stored.items():
-        assert same_bits(tensor.reshape(-1), again[name].reshape(-1)) and tensor.shape == again[name].shape, (
-            name
-        )
+        assert (
+            same_bits(tensor.reshape(-1), rewritten[name].reshape(-1))
+            and tensor.shape == rewritten[name].shape
+        ), name
 
 
 def test_there_is_something_of_each() -> None:
@@ -89,7 +90,7 @@ def test_compressed_tensors_reads_the_same_values(scheme: str) -> None:
     if stored["weight_scale"].dtype == torch.bfloat16:
         stored["weight_scale"] = stored["weight_scale"].float()
     values = BaseCompressor.get_value_from_registry(group.format).decompress(stored, group)["weight"].float()
-    if scheme == "nvfp4":  # it computes in bfloat16
+    if scheme == "nvfp4":  # the package computes in bfloat16
         assert torch.allclose(values, q.dequantize(), rtol=2.0**-6, atol=0)
     else:
         assert torch.equal(values, q.dequantize())
@@ -107,7 +108,7 @@ def test_act_order_is_written() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_divisor_that_is_exact(seed: int) -> None:
-    """NVFP4's global scale goes through 1 / x and back; where that is not exact it is moved first."""
+    """NVFP4's global scale goes through 1 / x and back. Where that is not exact, the scale is adjusted first."""
     writer = open_writer("compressed-tensors", "nvfp4")
     w = weight(3, 32, seed) * (1 + seed / 41)
     q = writer.quantize(w)
