@@ -124,7 +124,7 @@ def generate(
     from gristmill.runtime.sampling_params import SamplingParams
 
     params = SamplingParams(**{name: options.pop(name) for name in OPTIONS})
-    llm = _load(options, as_json)
+    llm = _load(options, as_json, text=True)
     begin = time.perf_counter()
     text, reason = "", None
     ids: list[int] = []
@@ -415,14 +415,18 @@ def supported(as_json: bool) -> None:
         console.err().print(str(failure), highlight=False, markup=False)
 
 
-def _load(options: dict[str, Any], quiet: bool, **engine_options: Any) -> LLM:
+def _load(options: dict[str, Any], quiet: bool, text: bool = False, **engine_options: Any) -> LLM:
+    """The model of the options. text: prompts are text, so a missing tokenizer is an error before weights are read."""
     with console.err().status(f"loading {options['model']}") if not quiet else _silence():
         from gristmill.runtime.llm import LLM
+        from gristmill.runtime.loader.open import open_checkpoint
 
-        model = options.pop("model")
-        llm = LLM(model, **options, **engine_options)
-        options["model"] = model
-        return llm
+        checkpoint = open_checkpoint(options["model"])
+        if text:
+            checkpoint.config()  # of a path that is no model, the better error
+            checkpoint.tokenizer()
+        others = {name: value for name, value in options.items() if name != "model"}
+        return LLM(checkpoint, **others, **engine_options)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.cache_size import cache_blocks, make_cache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
@@ -59,7 +60,7 @@ class Engine:
     """A model with its scheduler and paged cache: add requests, then run it step by step. Not thread-safe.
 
     Args:
-        model: a Hugging Face directory, or a GGUF file.
+        model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it.
         dtype: of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
             ``bfloat16``, or a torch.dtype.
         quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
@@ -96,7 +97,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Checkpoint,
         *,
         dtype: str | torch.dtype = "auto",
         quant: str | QuantScheme | torch.dtype | None = None,

@@ -19,6 +19,8 @@ from gristmill.runtime.completion import Chunk, Completion, TextOutput, completi
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
+from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.structured_output import Grammar, GrammarCompiler
@@ -40,7 +42,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Checkpoint,
         *,
         dtype: str | torch.dtype = "auto",
         quant: str | QuantScheme | torch.dtype | None = None,
@@ -64,8 +66,13 @@ class LLM:
         max_bypass: int = 8,
         inter_prefill_budget: int | None = None,
     ) -> None:
+        checkpoint = open_checkpoint(model)
+        try:  # before any weight is read, so that an error in it is known at once
+            self._tokenizer: Tokenizer | NoTokenizerError = Tokenizer(checkpoint)
+        except NoTokenizerError as error:
+            self._tokenizer = error
         self.engine = Engine(
-            model,
+            checkpoint,
             dtype=dtype,
             quant=quant,
             kv_dtype=kv_dtype,
@@ -88,18 +95,17 @@ class LLM:
             max_bypass=max_bypass,
             inter_prefill_budget=inter_prefill_budget,
         )
-        self.path = Path(model)
+        self.path = checkpoint.path
         self.model: Model = self.engine.runner.model
         self.config = self.model.config
-        self._tokenizer: Tokenizer | None = None
         self._compiler: GrammarCompiler | None = None
         self._requests = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the directory or the GGUF file; ConfigError if it has none."""
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self.path)
+        """The tokenizer of the directory or the GGUF file; NoTokenizerError if it has none that can be read."""
+        if isinstance(self._tokenizer, NoTokenizerError):
+            raise self._tokenizer
         return self._tokenizer
 
     def generate(

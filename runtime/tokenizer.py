@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.open import open_checkpoint
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -17,7 +18,7 @@ class Tokenizer:
         ConfigError: it cannot be read; its subclass NoTokenizerError: there is none.
     """
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path | Checkpoint) -> None:
         self._backend = open_checkpoint(model).tokenizer()
 
     def encode(self, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ class GgufCheckpoint(GgufFile):
     """A GGUF file, a `Checkpoint`, of the architectures that model families declare.
 
     Raises:
-        CheckpointError: a damaged file, an unsupported architecture, or no gguf package.
+        CheckpointError: a damaged file, or an unsupported architecture or type of tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
         try:
             super().__init__(path, gguf_architectures())
-        except (FormatError, ImportError) as error:
+        except FormatError as error:
             raise CheckpointError(str(error)) from error
 
     def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
@@ -39,7 +40,11 @@ class GgufCheckpoint(GgufFile):
         return gguf_config(self), {}, str(self.path)
 
     def tokenizer(self) -> Any:
-        """The tokenizer of a tokenizer.json next to the file, else the one in the file."""
+        """The tokenizer of a tokenizer.json next to the file, else the one in the file; built once."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         beside = self.path.parent / "tokenizer.json"
         if beside.is_file():
             return read_tokenizer(beside)
@@ -71,7 +76,8 @@ class GgufCheckpoint(GgufFile):
 
 def gguf_architectures() -> tuple[GgufArchitecture, ...]:
     """The GGUF architectures that model families declare."""
-    return tuple(dict.fromkeys(gguf for family in families().values() for gguf in family.gguf))
+    by_family = {family.name: family.gguf for family in families().values()}
+    return tuple(architecture for declared in by_family.values() for architecture in declared)
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:

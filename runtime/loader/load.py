@@ -16,6 +16,7 @@ from gristmill.runtime.cache_format import parse_cache_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
+from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
@@ -23,7 +24,7 @@ from gristmill.runtime.models import Model, build_model, model_table
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
     quant: str | QuantScheme | torch.dtype | None = None,
     device: str | torch.device = "cpu",
@@ -32,6 +33,8 @@ def load_model(
     kv_dtype: str | torch.dtype = "auto",
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
+
+    path: of the model, or the model as `open_checkpoint` returned it, whose headers are then not read again.
 
     dtype: of activations, cache and unquantized weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
@@ -52,7 +55,7 @@ def load_model(
     model = build_model(config, weights, plans)
     if weights.without_cache_scales:
         warnings.warn(
-            f"{path}: kv_dtype {form.name!r}, and the checkpoint has no scales of the KV cache for "
+            f"{checkpoint.path}: kv_dtype {form.name!r}, and the checkpoint has no scales of the KV cache for "
             f"{len(weights.without_cache_scales)} of {config.num_layers} layers: 1.0 is used there; "
             "kv_dtype 'fp8_token_head' makes its own",
             stacklevel=2,

@@ -98,7 +98,11 @@ class SafetensorsCheckpoint:
         return data, read_json(generation) if generation.is_file() else {}, str(file)
 
     def tokenizer(self) -> Any:
-        """The tokenizer of tokenizer.json."""
+        """The tokenizer of tokenizer.json; read once."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise NoTokenizerError(f"{self.path} has no tokenizer.json: pass prompts as lists of token ids")

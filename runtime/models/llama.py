@@ -127,21 +127,21 @@ class Llama:
         return self.head(hidden)
 
 
-GGUF_ATTENTION = (
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-)
-"""Modules of a layer, without its feed-forward block."""
-GGUF_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+GGUF_ATTENTION = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+}
+"""Modules of a layer, without its feed-forward block, and ggml's names of them."""
+GGUF_MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 
 FAMILY = Family(
     name="Llama",
     architectures={"LlamaForCausalLM": "llama"},
     table=table,
     model=Llama,
-    gguf=(GgufArchitecture("llama", "LlamaForCausalLM", (*GGUF_ATTENTION, *GGUF_MLP), paired=True),),
+    gguf=(GgufArchitecture("llama", "LlamaForCausalLM", GGUF_ATTENTION | GGUF_MLP, paired=True),),
 )

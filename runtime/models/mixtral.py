@@ -36,11 +36,13 @@ FAMILY = Family(
         GgufArchitecture(
             "llama",
             "MixtralForCausalLM",
-            (
-                *GGUF_ATTENTION,
-                "block_sparse_moe.gate",
-                *(f"block_sparse_moe.experts.{{expert}}.{part}" for part in ("w1", "w2", "w3")),
-            ),
+            {
+                **GGUF_ATTENTION,
+                "block_sparse_moe.gate": "ffn_gate_inp",
+                "block_sparse_moe.experts.{expert}.w1": "ffn_gate_exps",
+                "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
+                "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
+            },
             experts=True,
             paired=True,
         ),

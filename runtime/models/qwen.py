@@ -69,7 +69,7 @@ def _gguf_experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 
 FAMILY = Family(
     name="Qwen2, Qwen3 and Qwen3-MoE",
@@ -82,17 +82,19 @@ FAMILY = Family(
     model=Llama,
     config=config,
     gguf=(
-        GgufArchitecture("qwen2", "Qwen2ForCausalLM", (*GGUF_ATTENTION, *GGUF_MLP)),
-        GgufArchitecture("qwen3", "Qwen3ForCausalLM", (*_NORMS, *GGUF_ATTENTION, *GGUF_MLP)),
+        GgufArchitecture("qwen2", "Qwen2ForCausalLM", GGUF_ATTENTION | GGUF_MLP),
+        GgufArchitecture("qwen3", "Qwen3ForCausalLM", _NORMS | GGUF_ATTENTION | GGUF_MLP),
         GgufArchitecture(
             "qwen3moe",
             "Qwen3MoeForCausalLM",
-            (
-                *_NORMS,
-                *GGUF_ATTENTION,
-                "mlp.gate",
-                *(f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")),
-            ),
+            {
+                **_NORMS,
+                **GGUF_ATTENTION,
+                "mlp.gate": "ffn_gate_inp",
+                "mlp.experts.{expert}.gate_proj": "ffn_gate_exps",
+                "mlp.experts.{expert}.up_proj": "ffn_up_exps",
+                "mlp.experts.{expert}.down_proj": "ffn_down_exps",
+            },
             experts=True,
             config=_gguf_experts,
         ),

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from gristmill.quant.formats.gguf_header import GgufHeader
 from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.evaluate import window_logits
@@ -420,3 +421,46 @@ def test_sentence_piece_ids_are_those_of_the_definition() -> None:
 def test_tokenizers_that_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         gguf_tokenizer(fields(**changes), "m.gguf")
+
+
+def test_faults_are_raised_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of tensors and the tokenizer; the planted weight would fail first."""
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("a weight is read")
+
+    monkeypatch.setattr(GgufCheckpoint, "read", read)
+    damaged = byte_level() | {"tokenizer__ggml__tokens": ["a", "b"]}
+    path = converted(MODELS / LLAMA, tmp_path / "m.gguf", "llama", **damaged)
+    arguments = ["generate", "--model", str(path), "--prompt", "The index"]
+    result = CliRunner().invoke(cli, arguments)
+    assert isinstance(result.exception, ConfigError) and "token_type must have 2 entries" in str(
+        result.exception
+    )
+    data = path.read_bytes()
+    name = b"blk.0.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8
+    assert data[at : at + 4] == (8).to_bytes(4, "little")
+    path.write_bytes(
+        data[:at] + (20).to_bytes(4, "little") + data[at + 4 :]
+    )  # Q8_0 -> IQ4_NL, which is smaller
+    with pytest.raises(
+        CheckpointError, match=r"blk\.0\.ffn_up\.weight has ggml type IQ4_NL, which is not read"
+    ):
+        GgufCheckpoint(path)
+
+
+def test_an_open_checkpoint_is_read_once(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    begin = GgufHeader.__init__
+
+    def init(self: GgufHeader, path: Path) -> None:
+        opened.append(path)
+        begin(self, path)
+
+    monkeypatch.setattr(GgufHeader, "__init__", init)
+    path = converted(MODELS / LLAMA, tmp_path / "m.gguf", "llama", "F32", **byte_level())
+    llm = make(path)
+    assert llm.generate("The index", SamplingParams(max_tokens=1))[0].text and opened == [path]
