@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gristmill.runtime.async_request import ActiveRequest
 from gristmill.runtime.completion import (
@@ -26,10 +26,12 @@ from gristmill.runtime.completion import (
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
+from gristmill.runtime.status import EngineStatus
 from gristmill.runtime.structured_output import Grammar
 from gristmill.runtime.tokenizer import TextStream, Tokenizer
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from gristmill.runtime.tracing import RequestSpan
+
+T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Prompts of at least this many characters are encoded outside the event loop's thread."""
@@ -53,6 +57,8 @@ class AsyncEngine:
         watchdog_seconds: longest time of a step, after which the engine counts as dead; None = any. First steps may compile kernels.
         metrics: a `Metrics` to report to; None = none.
         tracer: an OpenTelemetry tracer, for a span for each request under the caller's current span; None = none.
+        on_cache_events: called in the engine's thread after each step and call that changed the prefix cache, with the events; it must
+            not block. None = they are not recorded.
 
     Every unfinished request ends with EngineDeadError when a step fails or does not end, and so does every later call; the state
     is logged (logger ``gristmill``).
@@ -65,6 +71,7 @@ class AsyncEngine:
         watchdog_seconds: float | None = 300.0,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
+        on_cache_events: Callable[[list[CacheEvent]], None] | None = None,
     ) -> None:
         if not isinstance(llm, LLM | Engine):
             raise UsageError(f"AsyncEngine serves an LLM or an Engine, got {type(llm).__name__}")
@@ -75,7 +82,10 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._metrics = metrics
         self._tracer = tracer
+        self._on_cache_events = on_cache_events
         engine = llm.engine if isinstance(llm, LLM) else llm
+        if on_cache_events is not None:
+            engine.record_cache_events()
         self._thread = EngineThread(engine, self._on_step, self._on_death, watchdog_seconds)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -207,6 +217,29 @@ class AsyncEngine:
             self._thread.wait_for(lambda engine: engine.draining and not engine.has_unfinished())
         )
 
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """function(engine), called between two steps in the engine's thread: ``await engine.call(lambda e: e.update_weights(path))``.
+
+        For `Engine.sleep`, `wake_up`, `update_weights`, `reset_prefix_cache`, `status`. Requests wait meanwhile; what it raises, this raises.
+        """
+
+        def run(engine: Engine) -> T:
+            try:
+                return function(engine)
+            finally:
+                self._publish(engine)
+
+        return await asyncio.wrap_future(self._thread.call(run))
+
+    async def check_health(self, timeout: float | None = None) -> EngineStatus:
+        """The engine's status, as soon as its thread answers between two steps.
+
+        Raises:
+            EngineDeadError: the engine runs no more.
+            TimeoutError: it did not answer within `timeout` seconds; None = no limit.
+        """
+        return await asyncio.wait_for(self.call(lambda engine: engine.status()), timeout)
+
     def dump(self) -> str:
         """The state of the engine as text: queues, blocks, requests, and where its thread is. From any thread, also while a step
         hangs."""
@@ -224,6 +257,7 @@ class AsyncEngine:
         engine = self._thread.engine
         if self._metrics is not None:
             self._metrics.step(engine)
+        self._publish(engine)
         plan = engine.last_plan
         if plan is not None:
             for name, hits in plan.admitted.items():
@@ -235,6 +269,10 @@ class AsyncEngine:
                 if request is not None and request.span is not None and choice is not None:
                     request.span.preempted(choice.text.choice)
         self._deliver(outputs)
+
+    def _publish(self, engine: Engine) -> None:
+        if self._on_cache_events is not None and (events := engine.take_cache_events()):
+            self._on_cache_events(events)
 
     def _scheduled(self, request: ActiveRequest, name: str, cached_tokens: int, began: float) -> None:
         choice = request.open.get(name)

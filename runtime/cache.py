@@ -32,13 +32,22 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.form = form
-        shape = _shape(config, num_blocks, block_size)
-        self.storage = _zeros(shape, form.dtype(dtype), device)
+        self._shape, self._dtype, self._device = _shape(config, num_blocks, block_size), dtype, device
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the cache, with zeros."""
+        shape, form, device = self._shape, self.form, self._device
+        self.storage = _zeros(shape, form.dtype(self._dtype), device)
         self.scales = _zeros(shape[:-1], torch.float32, device) if form.token_scales else None
         self.layers: list[tuple[Tensor, ...]] = [tuple(layer.unbind(0)) for layer in self.storage.unbind(0)]
         if self.scales is not None:
             of_layers = zip(self.layers, self.scales.unbind(0), strict=True)
             self.layers = [(*layer, *scales.unbind(0)) for layer, scales in of_layers]
+
+    def release(self) -> None:
+        """Give the memory back, until `allocate`."""
+        self.storage, self.scales, self.layers = self.storage.new_empty(0), None, []
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,8 +23,11 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.cache_size import cache_blocks, make_cache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.request_checks import check_integers, check_params
+from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -38,7 +41,9 @@ from gristmill.runtime.scheduler import (
     StepPlan,
     TokenLogprobs,
 )
+from gristmill.runtime.status import EngineStatus, status_of
 from gristmill.runtime.structured_output import Grammar
+from gristmill.runtime.weight_update import WeightSource
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -126,7 +131,7 @@ class Engine:
             raise UsageError(
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
-        _integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
+        check_integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
         loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype)
         limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
         if num_blocks is None:
@@ -149,7 +154,9 @@ class Engine:
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
-        self._start(Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs), config, seed)
+        self._start(
+            Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs), config, seed, quant
+        )
 
     @classmethod
     def from_parts(cls, runner: Runner, config: SchedulerConfig, seed: int = 0) -> Engine:
@@ -161,7 +168,13 @@ class Engine:
         engine._start(runner, config, seed)
         return engine
 
-    def _start(self, runner: Runner, config: SchedulerConfig, seed: int) -> None:
+    def _start(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        seed: int,
+        quant: str | QuantScheme | torch.dtype | None = None,
+    ) -> None:
         held = (runner.cache.num_blocks, runner.cache.block_size)
         if held != (config.num_blocks, config.block_size):
             raise UsageError(
@@ -170,7 +183,9 @@ class Engine:
         if type(seed) is not int:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner
+        self.residency = Residency(runner)
         self.scheduler = Scheduler(config)
+        self._quant = quant
         self._active: dict[str, _Active] = {}
         self._followers: dict[
             str, list[str]
@@ -232,7 +247,7 @@ class Engine:
                 f"request {request_id!r}: prompt ids must be integers from 0 to {config.vocab_size - 1}, got {wrong!r}"
             )
         stop = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
-        _check_params(request_id, params, stop, config.vocab_size)
+        check_params(request_id, params, stop, config.vocab_size)
         request = Request(request_id, ids, params.max_tokens, stop, priority)
         request.reads_cache = params.prompt_logprobs is None
         held = self._computes_prompt(after)
@@ -259,6 +274,9 @@ class Engine:
             self._abort_at = None
             self.last_plan = None
             return self.abort()
+        if self._unready:
+            self.last_plan = None
+            return []
         self.last_plan = plan = self.scheduler.plan()
         if not plan.entries:
             return []
@@ -316,7 +334,9 @@ class Engine:
         if self._abort_at is not None and self._abort_at <= self._clock():
             return False
         pause = self.scheduler.paused
-        return pause is Pause.ALL or (pause is Pause.NEW and not self.scheduler.has_started())
+        return (
+            self._unready or pause is Pause.ALL or (pause is Pause.NEW and not self.scheduler.has_started())
+        )
 
     def drain(self, timeout: float | None = None) -> None:
         """Take no more requests; unfinished ones run to their end. May be called in a signal handler; it cannot be undone.
@@ -335,6 +355,88 @@ class Engine:
     def draining(self) -> bool:
         """Whether `drain` was called: `add_request` refuses."""
         return self._draining
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back to the device: cache, decode graphs, and weights. Nothing runs until `wake_up`; requests may be added, and wait.
+
+        level: 1 moves the weights to host memory (on a CPU they stay); 2 discards them, for an `update_weights` after `wake_up`.
+
+        Raises:
+            UsageError: a request has begun and not ended (`pause` or `abort` first), or the engine sleeps already.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise UsageError(f"level must be 1 or 2, got {level!r}")
+        if self.residency.absent:
+            raise UsageError("the engine sleeps already: call wake_up first")
+        self._require_none_started("sleep")
+        self.reset_prefix_cache()
+        self.residency.sleep(level)
+
+    def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
+        """Allocate what `sleep` gave back. parts: one after the other, so that weights can be updated before the cache takes its memory."""
+        self.residency.wake_up(parts)
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        quant: str | QuantScheme | torch.dtype | None = None,
+        staging: str | torch.device | None = None,
+    ) -> None:
+        """New weights in the memory of the old ones: plans, packed layouts and CUDA graphs stay. The prefix cache is emptied.
+
+        source: a directory or GGUF file with the configuration of the loaded model, or a mapping of all its tensors by their names in
+        the checkpoint. quant: the scheme to round them to; None = as at load. staging: where the new model is built, which takes the
+        memory of a second model; None = the engine's device.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous or of a wrong shape, or the model would change; the old weights stay.
+            UsageError: a request has begun and not ended, or the weights sleep.
+        """
+        self._require_none_started("update_weights")
+        self.residency.update(source, self._quant if quant is None else quant, staging)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefixes of earlier requests."""
+        if self.scheduler.cache is not None:
+            self.scheduler.cache.clear()
+
+    def record_cache_events(self) -> None:
+        """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly. UsageError: there is
+        no prefix cache."""
+        if self.scheduler.cache is None:
+            raise UsageError(
+                "the engine has no prefix cache, and so no events of one: enable_prefix_cache is False"
+            )
+        self.scheduler.cache.events = self.scheduler.cache.events or EventLog()
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """The events of the prefix cache since the last call, in order."""
+        cache = self.scheduler.cache
+        return [] if cache is None or cache.events is None else cache.events.take()
+
+    def status(self) -> EngineStatus:
+        """Capacity and load, as values; costs no step."""
+        return status_of(self)
+
+    @property
+    def _unready(self) -> bool:
+        """Whether steps must wait for memory, or for weights."""
+        return bool(self.residency.absent or self.residency.outdated)
+
+    def why_not_running(self) -> str:
+        """What to do before a step computes anything; "" if nothing."""
+        if self.residency.absent:
+            return "the engine sleeps: call wake_up"
+        if self.residency.outdated:
+            return self.residency.outdated
+        return "the engine is paused: call resume, then generate" if self.paused else ""
+
+    def _require_none_started(self, call: str) -> None:
+        if self.scheduler.has_started():
+            raise UsageError(
+                f"{call} while requests have begun and not ended: pause('wait') or pause('abort'), and step until paused"
+            )
 
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
@@ -380,44 +482,3 @@ class Engine:
         active = self._active[request_id]
         request = active.request
         return SamplingRow(active.params, active.seed, len(request.tokens) - request.prompt_len)
-
-
-def _integers(**values: object) -> None:
-    """UsageError unless each is a positive integer or None."""
-    for name, value in values.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def _check_params(request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int) -> None:
-    """UsageError if the parameters need text, or name ids outside the vocabulary."""
-    if params.n != 1 or params.stop or params.structured_output is not None:
-        raise UsageError(
-            f"request {request_id!r}: the engine makes one completion of token ids; n and stop strings need LLM or AsyncEngine, "
-            "and so does structured_output"
-        )
-    for which in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, which) or 0) > vocab_size:
-            raise UsageError(
-                f"request {request_id!r}: {which} must be at most the vocabulary's size {vocab_size}, "
-                f"got {getattr(params, which)}"
-            )
-    if not params.edits_logits:
-        return
-    named: dict[str, Iterable[int]] = {
-        "logit_bias": params.logit_bias,
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": stop_ids if params.min_tokens else (),
-    }
-    for word in params.bad_words:
-        if isinstance(word, str):
-            raise UsageError(
-                f"request {request_id!r}: the engine has no tokenizer: bad_words must be lists of token ids, got {word!r}"
-            )
-        named["bad_words"] = [*named.get("bad_words", ()), *word]
-    for name, ids in named.items():
-        wrong = next((token for token in ids if token >= vocab_size), None)
-        if wrong is not None:
-            raise UsageError(
-                f"request {request_id!r}: {name} must be token ids from 0 to {vocab_size - 1}, got {wrong}"
-            )

@@ -208,7 +208,7 @@ class LLM:
                     first = first or name
             while outputs:
                 if engine.paused:
-                    raise UsageError("the engine is paused: call resume, then generate")
+                    raise UsageError(engine.why_not_running())
                 for output in engine.step():
                     if (text_output := outputs.get(output.id)) is None:
                         continue

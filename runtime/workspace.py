@@ -41,6 +41,10 @@ class Arenas:
             self._arenas[key] = arena = make(need.bytes, dtype=torch.uint8, device=self.device)
         return arena
 
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._arenas.clear()
+
     def held(self) -> tuple[Tensor, ...]:
         """The arenas of the current stream."""
         stream = self._stream()

@@ -156,6 +156,12 @@ class BlockPool:
             raise PoolError(f"block {block} already has registered content")
         self.content[block] = content
 
+    def forget(self, block: int) -> None:
+        """Drop the registered content of a block, without calling `on_evict`."""
+        if self.content[block] is not None and self.refs[block] == 0:
+            self.num_cached -= 1
+        self.content[block] = None
+
     def check(self) -> None:
         """Raise PoolError with a dump unless free + cached + referenced = all and the queue is sound. O(n)."""
         queue = self.queue()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError
+from gristmill.runtime.kv_cache.events import EventLog
 
 HashFunction = Callable[[tuple[int, tuple[int, ...], Hashable]], int]
 
@@ -41,7 +42,7 @@ def same_prefix(a: CachedBlock | None, b: CachedBlock | None) -> bool:
 
 
 class PrefixCache:
-    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`."""
+    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`. events: None = not recorded."""
 
     def __init__(self, pool: BlockPool, hash_function: HashFunction = hash) -> None:
         if pool.on_evict is not None:
@@ -49,6 +50,7 @@ class PrefixCache:
         self._pool = pool
         self._hash = hash_function
         self._table: dict[int, CachedBlock] = {}
+        self.events: EventLog | None = None
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -102,9 +104,19 @@ class PrefixCache:
             entry = CachedBlock(hash_, content, extra, parent, block)
             self._pool.register(block, entry)
             self._table[hash_] = entry
+            if self.events is not None:
+                self.events.stored(hash_, None if parent is None else parent.hash, content, extra)
         elif entry.tokens != content or entry.extra != extra or not same_prefix(entry.parent, parent):
             entry = CachedBlock(hash_, content, extra, parent, block)
         return entry
+
+    def clear(self) -> None:
+        """Forget all contents. Blocks of requests stay theirs, and are not shared."""
+        for entry in self._table.values():
+            self._pool.forget(entry.block)
+        self._table.clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def check(self) -> None:
         """Raise PoolError unless the table and the pool have the same entries."""
@@ -126,3 +138,5 @@ class PrefixCache:
 
     def _forget(self, entry: CachedBlock) -> None:
         del self._table[entry.hash]
+        if self.events is not None:
+            self.events.removed(entry.hash)

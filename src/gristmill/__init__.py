@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from gristmill.runtime.evaluate import Evaluation as Evaluation
     from gristmill.runtime.evaluate import evaluate as evaluate
     from gristmill.runtime.evaluate import read_tokens as read_tokens
+    from gristmill.runtime.kv_cache.events import AllBlocksCleared as AllBlocksCleared
+    from gristmill.runtime.kv_cache.events import BlockRemoved as BlockRemoved
+    from gristmill.runtime.kv_cache.events import BlockStored as BlockStored
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.metrics import Metrics as Metrics
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.scheduler import RequestOutput as RequestOutput
     from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
     from gristmill.runtime.scheduler import TokenLogprobs as TokenLogprobs
+    from gristmill.runtime.status import EngineStatus as EngineStatus
     from gristmill.runtime.structured_output import StructuredOutput as StructuredOutput
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

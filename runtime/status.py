@@ -1,0 +1,71 @@
+"""Capacity and load of an engine, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from gristmill.runtime.engine import Engine
+
+State = Literal["running", "paused", "draining", "sleeping", "outdated"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """An engine between two steps.
+
+    Attributes:
+        state: ``running`` (also without requests), ``paused``, ``draining``, ``sleeping``, or ``outdated`` (its weights were discarded).
+        running, waiting: requests with cache blocks, and without.
+        waiting_tokens: prompt tokens of those waiting.
+        num_blocks, block_size: blocks of the cache, and tokens per block.
+        used_blocks, cached_blocks: blocks of requests, and blocks that hold shareable prefixes of earlier requests.
+        max_request_tokens: longest prompt and output of one request.
+        max_seqs, max_batch_tokens: requests and tokens per step.
+        weight_bytes, cache_bytes: resident bytes.
+    """
+
+    state: State
+    running: int
+    waiting: int
+    waiting_tokens: int
+    num_blocks: int
+    block_size: int
+    used_blocks: int
+    cached_blocks: int
+    max_request_tokens: int
+    max_seqs: int
+    max_batch_tokens: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+def status_of(engine: Engine) -> EngineStatus:
+    """The status of an engine."""
+    scheduler, config, pool = engine.scheduler, engine.scheduler.config, engine.scheduler.pool
+    return EngineStatus(
+        state=_state(engine),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting) + len(scheduler.held),
+        waiting_tokens=scheduler.queued_tokens,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        used_blocks=pool.num_referenced,
+        cached_blocks=pool.num_cached,
+        max_request_tokens=config.capacity,
+        max_seqs=config.max_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        weight_bytes=engine.runner.model.plans.weight_bytes,
+        cache_bytes=engine.runner.cache.nbytes,
+    )
+
+
+def _state(engine: Engine) -> State:
+    if engine.residency.absent:
+        return "sleeping"
+    if engine.residency.outdated:
+        return "outdated"
+    if engine.draining:
+        return "draining"
+    return "paused" if engine.scheduler.paused is not None else "running"
