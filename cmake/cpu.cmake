@@ -1,4 +1,4 @@
-# libgristmill_cpu.so: every kernels/**/_*_cpu.cpp, compiled once per ISA level with -DGM_LEVEL=<level>.
+# libgristmill_cpu.so: every _*_cpu.cpp under kernels/ and quant/, compiled once per ISA level with -DGM_LEVEL=<level>.
 include(CheckCXXCompilerFlag)
 option(GRISTMILL_SANITIZE "Build the CPU cores and tests/native/*_asan.cpp with AddressSanitizer and UBSan" OFF)
 
@@ -41,7 +41,8 @@ if(GRISTMILL_SANITIZE)
   list(APPEND GM_CXX_FLAGS -g1 -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
 endif()
 
-file(GLOB_RECURSE GM_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" "${CMAKE_SOURCE_DIR}/kernels/*_cpu.cpp")
+file(GLOB_RECURSE GM_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" "${CMAKE_SOURCE_DIR}/kernels/*_cpu.cpp"
+     "${CMAKE_SOURCE_DIR}/quant/*_cpu.cpp")
 list(FILTER GM_CPU_SOURCES INCLUDE REGEX "/_[^/]*_cpu\\.cpp$")
 if(GRISTMILL_CPU_SOURCES)  # for tests of the build itself: only these
   set(GM_CPU_SOURCES ${GRISTMILL_CPU_SOURCES})

@@ -24,6 +24,7 @@ from gristmill.kernel_registry.build import read_manifest
 
 LIBRARIES = {".cpp": "kernels/_native/threads.cpp", ".cu": "kernels/_native/cuda_driver.cpp"}
 """The source that all sources of a library are linked with: threads for C++, the driver for CUDA."""
+SOURCE_FOLDERS = ("kernels", "quant")
 INCLUDE_FOLDER = "kernels/_native"
 
 
@@ -143,12 +144,15 @@ def built_sources(folder: Path) -> tuple[Compiled, ...]:
 
 def _compiled(folder: str) -> Iterator[str]:
     """Names of the sources that CMake compiles: the files that cpu.cmake and cuda.cmake search for."""
-    for path, folders, files in os.walk(os.path.join(folder, "kernels")):
-        folders[:] = sorted(child for child in folders if child != "__pycache__")
-        for file in sorted(files):
-            name = f"{os.path.relpath(path, folder)}/{file}"
-            if name in LIBRARIES.values() or re.fullmatch(r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in)", file):
-                yield name
+    for top in SOURCE_FOLDERS:
+        for path, folders, files in os.walk(os.path.join(folder, top)):
+            folders[:] = sorted(child for child in folders if child != "__pycache__")
+            for file in sorted(files):
+                name = f"{os.path.relpath(path, folder)}/{file}"
+                if name in LIBRARIES.values() or re.fullmatch(
+                    r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in)", file
+                ):
+                    yield name
 
 
 def _library(name: str) -> str:

@@ -17,12 +17,12 @@ import ctypes
 import functools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import gristmill
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.target import Target
+from gristmill.quant.native import CPU_LIBRARY, NativeLibraryError, load_library
+from gristmill.quant.native import library_dir as library_dir
 
 #: For each CPU level, the levels whose code runs on it, best first.
 LEVEL_CHAINS: dict[str, tuple[str, ...]] = {
@@ -54,15 +54,6 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
 _CUDA_ERROR = -1000  # codes from here down are this minus a CUresult
 
 
-class NativeLibraryError(RuntimeError):
-    """A native library, or a function in it, is not in this installation."""
-
-
-def library_dir() -> Path:
-    """The folder of the native libraries; it need not exist."""
-    return Path(str(gristmill.__file__)).parent / "_lib"
-
-
 @functools.cache
 def manifest() -> dict[str, Any]:
     """What the build contains: ``cpu_levels``, ``cuda``, ``compiler``, ``torch_target``, ``version``. Empty if not built."""
@@ -73,23 +64,13 @@ def manifest() -> dict[str, Any]:
     return loaded
 
 
-def _load(file: str, content: str, remedy: str) -> ctypes.CDLL:
-    path = library_dir() / file
-    if not path.is_file():
-        raise NativeLibraryError(f"gristmill was built without its {content}: {path} is missing; {remedy}")
-    import torch  # noqa: F401  # loads libtorch_cpu.so: the library depends on it, but has no path to it
-
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeLibraryError(f"cannot load {path}: {error}; rebuild it with `make build`") from error
-
-
 @functools.cache
 def cpu_library() -> ctypes.CDLL:
     """The library of CPU cores. Raises NativeLibraryError if this installation has none."""
-    return _load(
-        "libgristmill_cpu.so", "C++ kernels", "run `make build`, or install with a C++20 compiler present"
+    return load_library(
+        library_dir() / CPU_LIBRARY,
+        "C++ kernels",
+        "run `make build`, or install with a C++20 compiler present",
     )
 
 
@@ -100,7 +81,9 @@ def cuda_library(arch: str) -> ctypes.CDLL:
     Loading it needs no driver; calling into it does.
     """
     file = f"libgristmill_cuda_{arch.replace('_', '')}.so"
-    return _load(file, f"CUDA kernels for {arch}", "install with nvcc present and GRISTMILL_CUDA=on")
+    return load_library(
+        library_dir() / file, f"CUDA kernels for {arch}", "install with nvcc present and GRISTMILL_CUDA=on"
+    )
 
 
 @functools.cache

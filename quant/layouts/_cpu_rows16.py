@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_uint32, c_void_p
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.quant import numeric
+from gristmill.quant import memory, numeric
 from gristmill.quant.layouts._common import (
     Columns,
     collapse,
@@ -19,6 +22,7 @@ from gristmill.quant.layouts._common import (
     zero_codes,
 )
 from gristmill.quant.layouts.cpu_rows16_v1 import ROWS, padded_k
+from gristmill.quant.native import packing_function
 from gristmill.quant.packed import Packed
 from gristmill.quant.sharding import select
 from gristmill.quant.tensor import QuantTensor
@@ -27,6 +31,10 @@ NAME = "cpu_rows16_v1"
 _UNIT_SCALE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
 
 
+_CODES = (c_void_p, c_int64, c_int64, c_int64, c_int, c_uint32, c_void_p)
+_VALUES = (c_void_p, c_int64, c_int64, c_int64, c_int, c_uint32, c_void_p)
+"""Arguments of `_cpu_rows16_cpu.cpp`, which packs what needs neither sorting nor padding of columns; torch packs the rest."""
+
 _CHUNK = 1 << 20
 """Weights reordered at a time, so that scratch memory is small compared to the weight."""
 
@@ -34,17 +42,15 @@ _CHUNK = 1 << 20
 def pack(weight: QuantTensor) -> Packed:
     """A copy in the interleaved order."""
     device, scheme = weight.device, weight.scheme
+    if device.type == "cpu" and weight.g_idx is None and padded_k(scheme, weight.k) == weight.k:
+        native = packing_function("gm_rows16_codes", _CODES)
+        if native is not None:
+            return _pack_native(weight, native)
     if scheme.is_dense:
         dense = weight.dense()
         missing = padded_k(scheme, weight.k) - weight.k
         padded = pad(dense, (0, missing)) if missing else dense  # pad copies even if it adds nothing
-        slots = {
-            "codes": _interleave(padded.view(torch.uint8), scheme.bits, 0),
-            "scales": empty(torch.float32, device),
-            "zeros": empty(torch.uint8, device),
-            "row_scale": empty(torch.float32, device),
-            "perm": no_perm(device),
-        }
+        slots = {"codes": _interleave(padded.view(torch.uint8), scheme.bits, 0), **_unused(device)}
         return Packed(NAME, scheme, weight.shape, slots)
     count, step = torch.Size(weight.lead).numel(), max(ROWS, _CHUNK // weight.k // ROWS * ROWS)
     slots, columns = {}, None
@@ -72,30 +78,56 @@ def pack(weight: QuantTensor) -> Packed:
     )
 
 
+def _pack_native(weight: QuantTensor, pack_codes: Callable[..., None]) -> Packed:
+    """`pack` of a weight whose columns are in order and need no padding, without unpacking its codes."""
+    scheme, (n, k) = weight.scheme, weight.shape[-2:]
+    source, words = weight.codes.contiguous(), k * scheme.bits // 32
+    codes = memory.empty((*weight.lead, cdiv(n, ROWS), words, 4 * ROWS), torch.uint8)
+    padding = (
+        0 if scheme.is_dense else scheme.implicit_zero * (0x11111111 if scheme.bits == 4 else 0x01010101)
+    )
+    for rows, lines in zip(source.view(-1, n, 4 * words), codes.view(-1, *codes.shape[-3:]), strict=True):
+        pack_codes(rows.data_ptr(), 4 * words, n, words, scheme.bits == 4, padding, lines.data_ptr())
+    slots = {"codes": codes, **_unused(weight.device)}
+    if not scheme.is_dense:
+        slots |= _scale_slots(weight, weight.scales, weight.zero)
+    n_idx = None if weight.n_idx is None else tuple(int(i) for i in weight.n_idx)
+    return Packed(NAME, scheme, weight.shape, slots, weight.segments, None, n_idx)
+
+
+def _unused(device: torch.device) -> dict[str, Tensor]:
+    """The slots beside the codes of a dense weight."""
+    return {
+        "scales": empty(torch.float32, device),
+        "zeros": empty(torch.uint8, device),
+        "row_scale": empty(torch.float32, device),
+        "perm": no_perm(device),
+    }
+
+
 def _pack_rows(weight: QuantTensor) -> tuple[dict[str, Tensor], Columns]:
     """The slots of a matrix except perm, by blocks of rows, and its sorted columns."""
-    device, scheme, columns, row_scale = (
-        weight.device,
-        weight.scheme,
-        sort_columns(weight),
-        weight.row_scale(),
-    )
-    scales, zero = columns.scales, columns.zero
+    columns = sort_columns(weight)
+    codes = _interleave(_pad_columns(weight, columns), weight.scheme.bits, weight.scheme.implicit_zero)
+    return {"codes": codes, **_scale_slots(weight, columns.scales, columns.zero)}, columns
+
+
+def _scale_slots(weight: QuantTensor, scales: Tensor | None, zero: Tensor | None) -> dict[str, Tensor]:
+    """The slots of a weight's multipliers and zeros. scales, zero: the weight's, or those of its sorted columns."""
+    device, scheme, row_scale = weight.device, weight.scheme, weight.row_scale()
     if scheme.granularity == "block":
         scales = select(scales, -2, weight.row_blocks().to(torch.int64))
     if scheme.granularity == "tensor" and row_scale is not None:
         scales, row_scale = row_scale[..., None], None
     if scales is None:
         raise ValueError(f"{NAME} needs scales of {scheme}")
-    slots = {
-        "codes": _interleave(_pad_columns(weight, columns), scheme.bits, scheme.implicit_zero),
+    return {
         "scales": _by_block(scales, _UNIT_SCALE.get(scales.dtype, 1.0)),
         "zeros": empty(torch.uint8, device) if zero is None else _by_block(zero, 0),
         "row_scale": empty(torch.float32, device)
         if row_scale is None
         else _by_block(row_scale[..., None], 1.0)[..., 0, :],
     }
-    return slots, columns
 
 
 def unpack(packed: Packed) -> QuantTensor:
@@ -162,6 +194,15 @@ def _by_block(per_row: Tensor, fill: float) -> Tensor:
     """[..., N, G] -> [..., blocks, G, 16]."""
     dtype = per_row.dtype
     missing = -per_row.shape[-2] % ROWS
+    native = packing_function("gm_rows16_values", _VALUES) if per_row.device.type == "cpu" else None
+    if native is not None:
+        n, groups = per_row.shape[-2:]
+        padding = int.from_bytes(_bytes(torch.tensor([fill]).to(dtype)).numpy().tobytes(), "little")
+        packed = torch.empty((*per_row.shape[:-2], cdiv(n, ROWS), groups, ROWS), dtype=dtype)
+        values = per_row.contiguous().view(-1, n, groups)
+        for rows, lines in zip(values, packed.view(-1, *packed.shape[-3:]), strict=True):
+            native(rows.data_ptr(), groups, n, groups, dtype.itemsize, padding, lines.data_ptr())
+        return packed
     if missing:
         shape = (*per_row.shape[:-2], missing, per_row.shape[-1])
         tail = torch.full(shape, fill, dtype=torch.float32, device=per_row.device).to(dtype)

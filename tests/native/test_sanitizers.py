@@ -30,7 +30,8 @@ def test_every_core_has_a_program() -> None:
     called: set[str] = set()
     for program in (ROOT / "tests" / "native").glob("*_asan.cpp"):
         called |= set(re.findall(r"\bGM_LEVELS\((\w+)", program.read_text()))
-    built = set().union(*map(entries, (ROOT / "kernels").rglob("_*_cpu.cpp")))
+    sources = [path for folder in ("kernels", "quant") for path in (ROOT / folder).rglob("_*_cpu.cpp")]
+    built = set().union(*map(entries, sources))
     assert built, "no cores found"
     assert built - called == set(), "add tests/native/<op>_asan.cpp; rms_norm_asan.cpp is the example"
     assert called - built == set(), "these programs call what is no more"

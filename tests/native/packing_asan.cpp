@@ -1,0 +1,103 @@
+// gm_rows16_codes, gm_rows16_values and gm_gguf_blocks under the sanitizers, against their orders as they are
+// documented: rows and words that are no multiple of a tile, rows apart in memory.
+#include "asan.h"
+#include "asan_values.h"
+
+GM_LEVELS(gm_rows16_codes, (const void*, int64_t, int64_t, int64_t, int, uint32_t, void*));
+GM_LEVELS(gm_rows16_values, (const void*, int64_t, int64_t, int64_t, int, uint32_t, void*));
+GM_LEVELS(gm_gguf_blocks, (const void*, int64_t, int, void*, void*));
+
+static uint8_t byte_at(int64_t i) { return static_cast<uint8_t>(i * 37 + (i >> 8) * 11 + 5); }
+static int nibble(uint8_t byte, int64_t column) { return column % 2 ? byte >> 4 : byte & 15; }
+
+void codes(decltype(gm_rows16_codes_levels[0].call) call, int64_t n, int64_t words, int64_t pad,
+           bool nibbles) {
+  Buffer<uint8_t> in(n, 4 * words, 4 * (words + pad));
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t c = 0; c < 4 * words; ++c) in(r, c) = byte_at(r * 1009 + c);
+  const int64_t blocks = (n + 15) / 16;
+  Buffer<uint8_t> out(blocks * words * 64);
+  CHECK(call(in.data(), 4 * (words + pad), n, words, nibbles, 0x88888888u, out.data()) == 0);
+  for (int64_t row = 0; row < 16 * blocks; ++row)
+    for (int64_t w = 0; w < words; ++w)
+      for (int64_t j = 0; j < 4; ++j) {
+        const uint8_t got = out(0, ((row / 16 * words + w) * 16 + row % 16) * 4 + j);
+        uint8_t expected = 0x88;
+        if (row < n && !nibbles) expected = in(row, 4 * w + j);
+        if (row < n && nibbles) {
+          const int64_t low = j, high = 4 + j;  // columns of the word
+          expected = static_cast<uint8_t>(nibble(in(row, 4 * w + low / 2), low) |
+                                          nibble(in(row, 4 * w + high / 2), high) << 4);
+        }
+        CHECK(got == expected);
+      }
+}
+
+template <class T>
+void values(decltype(gm_rows16_values_levels[0].call) call, int64_t n, int64_t groups, int64_t pad) {
+  Buffer<T> in(n, groups, groups + pad);
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t g = 0; g < groups; ++g) in(r, g) = static_cast<T>(r * 257 + g * 3 + 1);
+  const int64_t blocks = (n + 15) / 16;
+  Buffer<T> out(blocks * groups * 16);
+  CHECK(call(in.data(), groups + pad, n, groups, sizeof(T), 0x3C, out.data()) == 0);
+  for (int64_t row = 0; row < 16 * blocks; ++row)
+    for (int64_t g = 0; g < groups; ++g)
+      CHECK(out(0, (row / 16 * groups + g) * 16 + row % 16) == (row < n ? in(row, g) : T(0x3C)));
+}
+
+void blocks_of(decltype(gm_gguf_blocks_levels[0].call) call, int type, int64_t blocks, int scale, int codes) {
+  Buffer<uint8_t> in(blocks * (scale + codes)), out(blocks * codes), scales(blocks * scale);
+  for (int64_t i = 0; i < blocks * (scale + codes); ++i) in(0, i) = byte_at(i);
+  CHECK(call(in.data(), blocks, type, out.data(), scales.data()) == 0);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const uint8_t* block = in.data() + b * (scale + codes);
+    for (int i = 0; i < scale; ++i) CHECK(scales(0, b * scale + i) == block[i]);
+    for (int value = 0; value < 32; ++value) {
+      if (codes == 32) {
+        CHECK(out(0, b * 32 + value) == (block[scale + value] ^ 0x80));
+      } else {
+        const int expected = value < 16 ? block[scale + value] & 15 : block[scale + value - 16] >> 4;
+        CHECK(nibble(out(0, b * 16 + value / 2), value) == expected);
+      }
+    }
+  }
+}
+
+int main() {
+  int ran = 0;
+  for (const auto& level : gm_rows16_codes_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (int64_t n : {1, 7, 16, 33})
+      for (int64_t words : {1, 15, 16, 17, 40})
+        for (int64_t pad : {0, 3})
+          codes(level.call, n, words, pad, false), codes(level.call, n, words, pad, true);
+    CHECK(level.call(nullptr, 4, 0, 1, 0, 0, nullptr) == -2 &&
+          level.call(nullptr, 4, 1, 2, 0, 0, nullptr) == -2);
+    ++ran;
+  }
+  for (const auto& level : gm_rows16_values_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (int64_t n : {1, 7, 16, 33})
+      for (int64_t groups : {1, 3, 32})
+        for (int64_t pad : {0, 2}) {
+          values<uint8_t>(level.call, n, groups, pad), values<uint16_t>(level.call, n, groups, pad);
+          values<uint32_t>(level.call, n, groups, pad);
+        }
+    CHECK(level.call(nullptr, 1, 1, 1, 8, 0, nullptr) == -1 &&
+          level.call(nullptr, 1, 1, 2, 2, 0, nullptr) == -2);
+    ++ran;
+  }
+  for (const auto& level : gm_gguf_blocks_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (int64_t blocks : {1, 7, 257}) {
+      blocks_of(level.call, 2, blocks, 2, 16), blocks_of(level.call, 8, blocks, 2, 32);
+      blocks_of(level.call, 39, blocks, 1, 16);
+    }
+    CHECK(level.call(nullptr, 1, 12, nullptr, nullptr) == -1 &&
+          level.call(nullptr, 0, 2, nullptr, nullptr) == -2);
+    ++ran;
+  }
+  CHECK(ran > 0);
+  std::printf("packing: %d entries\n", ran);
+}
