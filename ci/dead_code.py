@@ -94,7 +94,7 @@ def prescribed_by_hosts(files: list[Path]) -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and foreign & {ast.unparse(base) for base in node.bases}:
                 for part in node.body:
-                    if isinstance(part, ast.FunctionDef):
+                    if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
                         yield part.name
                         yield from (argument.arg for argument in part.args.args)
                     elif isinstance(part, ast.AnnAssign):

@@ -1,0 +1,24 @@
+"""gristmill inside lm-evaluation-harness (Gao et al., 2024, zenodo.12608602): the model ``gristmill``.
+
+    python -m gristmill.integrations.lm_eval --model gristmill --model_args pretrained=MODEL --tasks TASK
+
+The harness is imported with the first name that needs it, after its version was checked. docs/embedding/lm_eval.md has commands and output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gristmill._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gristmill.integrations.lm_eval.model import GristmillLM as GristmillLM
+    from gristmill.integrations.lm_eval.register import register as register
+    from gristmill.integrations.lm_eval.version import HOST as HOST
+else:
+    _get, __dir__, __all__ = lazy_names(__name__, __file__)
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__ and name != "HOST":
+            _get("HOST").require()
+        return _get(name)
