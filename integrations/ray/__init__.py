@@ -1,0 +1,26 @@
+"""gristmill inside Ray (Moritz et al., 2018, arXiv:1712.05889): batch inference in Ray Data, a deployment for Ray Serve.
+
+    dataset.map_batches(Generate, fn_constructor_kwargs={"model": MODEL}, concurrency=1, batch_size=64)
+    serve run gristmill.integrations.ray:build model=MODEL
+
+Ray is imported with the first name that needs it, after its version was checked. docs/embedding/ray.md has commands and output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gristmill._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gristmill.integrations.ray.batch import Generate as Generate
+    from gristmill.integrations.ray.serve import Server as Server
+    from gristmill.integrations.ray.serve import build as build
+    from gristmill.integrations.ray.version import HOST as HOST
+else:
+    _get, __dir__, __all__ = lazy_names(__name__, __file__)
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__ and name != "HOST":
+            _get("HOST").require()
+        return _get(name)

@@ -1,0 +1,46 @@
+"""Tests on a local cluster of the real Ray, in its own environment: ``$(bash ci/host_env.sh ray python) -m pytest tests/integrations/ray``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CACHE = Path(sys.prefix) / "cache"
+"""Kept with the environment: kernels that were verified."""
+INSTALLED = importlib.util.find_spec("ray") is not None
+collect_ignore_glob = [] if INSTALLED else ["test_[!i]*.py"]  # test_installed.py says so
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Ray with two processors on this machine. Its workers inherit the environment."""
+    import ray
+
+    policy = tmp_path_factory.mktemp("gristmill") / "policy.toml"
+    policy.write_text(f'cache = "{CACHE / "gristmill"}"\n')
+    changes = {
+        "GRISTMILL_POLICY": str(policy),
+        "PYTHONPATH": str(ROOT / "src"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changes.items():
+            patch.setenv(name, value)
+        os.environ.pop("RAY_ADDRESS", None)
+        ray.init(
+            num_cpus=2,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+        )
+        yield ray
+        ray.shutdown()
